@@ -1,0 +1,380 @@
+"""What every attention backend does, and the plan of a step that it is given.
+
+The cache of one layer is two contiguous tensors, keys and values, each
+``[num_pages, page_size, num_kv_heads, head_dim]``. The token at position ``t`` of a sequence lives
+in page ``page_table[t // page_size]`` at slot ``t % page_size``; its flat slot number is
+``page * page_size + slot``. Neighbouring pages are therefore one view
+``[run * page_size, num_kv_heads, head_dim]``, which is why the pool hands out runs.
+
+One step's batch, as attention sees it, for a sequence with ``n`` rows of queries::
+
+    positions   0 ......... stretches end ......... context_len - n ......... context_len
+                | shared stretches | private, cached | this step's own tokens |
+                  read once for all                    (k, v; causal)
+
+A row at position ``x`` sees the keys at positions ``<= x``, and with a sliding window ``w`` only
+those at positions ``> x - w``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, overload
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedStretch:
+    """A run of full pages that several sequences of the batch read.
+
+    ``first_page`` and ``num_pages`` index the members' page tables: every member holds the same
+    page ids at ``first_page .. first_page + num_pages - 1``. ``members`` is int32 ``[m]``, m >= 2,
+    the indices of those sequences in the batch, ascending.
+    """
+
+    first_page: int
+    num_pages: int
+    members: np.ndarray
+
+
+@dataclass(slots=True, eq=False)
+class AttentionPlan:
+    """One step's batch as attention sees it: made once a step, shared by all layers.
+
+    ``query_start`` int32 ``[B + 1]``: rows ``query_start[i]:query_start[i + 1]`` of the queries
+    belong to sequence i, which has at least one. ``context_len`` int32 ``[B]``: tokens of sequence
+    i whose KV exists once this step's own are written, cached and new together. ``page_indptr``
+    int32 ``[B + 1]`` and ``page_indices`` int32 ``[page_indptr[-1]]``: the page table of sequence i
+    is ``page_indices[page_indptr[i]:page_indptr[i + 1]]``; it may be longer than the context needs.
+
+    ``stretches``: those of one sequence tile a prefix of its page table, ``[0, a), [a, b), ...``
+    (nested groups are the levels of the tree); what they do not cover is private. They hold only
+    pages that lie wholly below every member's cached length, ``context_len`` less its rows.
+    """
+
+    page_size: int
+    query_start: np.ndarray
+    context_len: np.ndarray
+    page_indptr: np.ndarray
+    page_indices: np.ndarray
+    stretches: tuple[SharedStretch, ...] = ()
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.context_len)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.query_start[-1])
+
+    def check(self, num_pages: int | None = None) -> np.ndarray:
+        """Refuse a plan that breaks the rules above, with a ``ValueError`` that names the field.
+
+        Page ids are held below ``num_pages`` where that is known. Returns the pages that the
+        stretches cover, int32 ``[B]``. Vectorised: linear in the page tables, with a Python loop
+        over stretches only.
+        """
+        if self.page_size < 1:
+            raise ValueError(f"page_size is {self.page_size}; it must be at least 1")
+        for name in ("query_start", "context_len", "page_indptr", "page_indices"):
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != 1:
+                raise ValueError(f"{name} is {_describe(array)}; it must be a 1-d int32 array")
+        batch = self.num_sequences
+        if batch == 0:
+            raise ValueError("context_len is empty; a plan needs at least one sequence")
+        for name in ("query_start", "page_indptr"):
+            array = getattr(self, name)
+            if len(array) != batch + 1 or array[0] != 0 or (array[1:] <= array[:-1]).any():
+                raise ValueError(
+                    f"{name} is {_brief(array)}; it must rise strictly from 0 over "
+                    f"{batch + 1} entries, one more than the {batch} sequences"
+                )
+        if self.page_indptr[-1] != len(self.page_indices):
+            raise ValueError(
+                f"page_indptr ends at {self.page_indptr[-1]}; it must end at "
+                f"{len(self.page_indices)}, the length of page_indices"
+            )
+        low, high = int(self.page_indices.min()), int(self.page_indices.max())
+        if low < 0 or (num_pages is not None and high >= num_pages):
+            limit = "" if num_pages is None else f" and below {num_pages}, the pages of the cache"
+            raise ValueError(
+                f"page_indices holds {low if low < 0 else high}; page ids must be at least 0{limit}"
+            )
+        rows = np.diff(self.query_start)
+        pages = np.diff(self.page_indptr)
+        bad = np.flatnonzero(
+            (self.context_len < rows)
+            | (self.context_len.astype(np.int64) > pages.astype(np.int64) * self.page_size)
+        )
+        if len(bad):
+            i = int(bad[0])
+            raise ValueError(
+                f"context_len[{i}] is {self.context_len[i]}; sequence {i} has {rows[i]} rows and "
+                f"{pages[i]} pages of {self.page_size} tokens, so it must be {rows[i]} to "
+                f"{int(pages[i]) * self.page_size}"
+            )
+        return self._check_stretches((self.context_len - rows) // self.page_size)
+
+    def _check_stretches(self, cached_pages: np.ndarray) -> np.ndarray:
+        covered = np.zeros(self.num_sequences, dtype=np.int32)
+        for stretch in sorted(self.stretches, key=lambda s: s.first_page):
+            members = stretch.members
+            where = f"the stretch of pages {stretch.first_page}+{stretch.num_pages}"
+            if not isinstance(members, np.ndarray) or members.dtype != np.int32:
+                raise ValueError(f"members of {where} is {_describe(members)}; it must be int32")
+            if (
+                members.ndim != 1
+                or len(members) < 2
+                or members[0] < 0
+                or members[-1] >= self.num_sequences
+                or (members[1:] <= members[:-1]).any()
+            ):
+                raise ValueError(
+                    f"members of {where} is {_brief(members)}; it must hold two or more ascending "
+                    f"sequence indices below {self.num_sequences}"
+                )
+            if stretch.num_pages < 1:
+                raise ValueError(f"num_pages of {where} must be at least 1")
+            if (covered[members] != stretch.first_page).any():
+                i = int(members[covered[members] != stretch.first_page][0])
+                raise ValueError(
+                    f"first_page of {where} must be {covered[i]} for sequence {i}: the stretches "
+                    "of a sequence tile a prefix of its page table"
+                )
+            end = stretch.first_page + stretch.num_pages
+            if (cached_pages[members] < end).any():
+                i = int(members[cached_pages[members] < end][0])
+                raise ValueError(
+                    f"num_pages of {where} reaches past the {cached_pages[i]} full cached pages "
+                    f"of sequence {i}"
+                )
+            starts = self.page_indptr[members] + stretch.first_page
+            tables = self.page_indices[starts[:, None] + np.arange(stretch.num_pages)]
+            if (tables != tables[0]).any():
+                i = int(members[(tables != tables[0]).any(axis=1)][0])
+                raise ValueError(
+                    f"members of {where}: the pages of sequences {members[0]} and {i} differ there"
+                )
+            covered[members] = end
+        return covered
+
+
+class AttentionBackend(ABC):
+    """Attention over pages and the two writes to the cache, on one kind of device.
+
+    A step calls ``prepare`` once, then for every layer ``write_kv`` and ``attend``. A backend keeps
+    no state between steps but compiled code, and one thread calls it.
+    """
+
+    name: ClassVar[str]
+    #: Types of the cache and of q, k, v that this backend computes in; the others are refused.
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+
+    @abstractmethod
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Write keys and values ``[T, Hkv, D]`` to flat slots, int64 ``[T]`` without repeats."""
+
+    @abstractmethod
+    def copy_pages(
+        self,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        src: Sequence[int],
+        dst: Sequence[int],
+    ) -> None:
+        """Copy page ``src[i]`` over page ``dst[i]`` in the keys and values of every layer.
+
+        No page may be both a source and a destination, nor a destination twice: ``ValueError``.
+        """
+
+    @abstractmethod
+    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> Any:
+        """Check the plan (``ValueError``) and turn it into what ``attend`` takes, once a step.
+
+        Give ``num_pages``, the size of the cache, to have page ids checked too: a page that does
+        not exist is otherwise read from whatever memory lies there.
+        """
+
+    @overload
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        prepared: Any,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        return_lse: Literal[False] = False,
+    ) -> torch.Tensor: ...
+    @overload
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        prepared: Any,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        return_lse: Literal[True],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        prepared: Any,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend every row of the batch to the keys that it sees.
+
+        ``q`` is ``[T, Hq, D]``; query head h reads KV head ``h // (Hq // Hkv)``. ``k`` and ``v``
+        ``[T, Hkv, D]`` are this step's own keys and values, rotated, which ``write_kv`` has put in
+        the cache already: a backend reads them from either place. Heads and ``D`` must be
+        contiguous within a row. ``scale`` multiplies the products of queries and keys.
+
+        Returns ``[T, Hq, D]`` in the type of ``q``, contiguous, and with ``return_lse`` also the
+        natural logarithm of each row's sum of exponentials, float32 ``[T, Hq]``, by which results
+        over disjoint keys are merged. Row j of sequence i, which has ``n`` rows, sits at position
+        ``context_len[i] - n + j``.
+        """
+
+
+def check_attend(
+    backend: AttentionBackend,
+    plan: AttentionPlan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    sliding_window: int | None,
+) -> None:
+    """Refuse tensors that do not fit the plan or one another: ``ValueError``, by name."""
+    check_cache(backend, k, v, k_cache, v_cache)
+    if k_cache.shape[1] != plan.page_size:
+        raise ValueError(
+            f"k_cache has pages of {k_cache.shape[1]} tokens; the plan's page_size is "
+            f"{plan.page_size}"
+        )
+    kv_heads, head_dim = k_cache.shape[2:]
+    if q.dim() != 3 or q.shape[0] != plan.num_rows or q.shape[2] != head_dim:
+        raise ValueError(f"q is {tuple(q.shape)}; it must be ({plan.num_rows}, Hq, {head_dim})")
+    if q.shape[1] == 0 or q.shape[1] % kv_heads:
+        raise ValueError(f"q has {q.shape[1]} heads; it must have a multiple of {kv_heads}")
+    if q.dtype != k_cache.dtype:
+        raise ValueError(f"q is {q.dtype}; it must be {k_cache.dtype} as the cache is")
+    if k.shape[0] != plan.num_rows:
+        raise ValueError(f"k has {k.shape[0]} rows; it must have {plan.num_rows} as q has")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.stride(2) != 1 or tensor.stride(1) != head_dim:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}; heads and head_dim must be contiguous"
+            )
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}; it must be None or at least 1")
+
+
+def check_cache(
+    backend: AttentionBackend,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    """Refuse keys and values that do not fit the cache of a layer: ``ValueError``, by name."""
+    if k_cache.dim() != 4 or not k_cache.is_contiguous():
+        raise ValueError(
+            f"k_cache is {tuple(k_cache.shape)}, strides {k_cache.stride()}; it must be contiguous "
+            "[num_pages, page_size, num_kv_heads, head_dim]"
+        )
+    if k_cache.dtype not in backend.dtypes:
+        allowed = ", ".join(str(dtype) for dtype in backend.dtypes)
+        raise ValueError(
+            f"k_cache is {k_cache.dtype}; the {backend.name} backend computes in {allowed}"
+        )
+    if v_cache.shape != k_cache.shape or not v_cache.is_contiguous():
+        raise ValueError(
+            f"v_cache is {tuple(v_cache.shape)}, strides {v_cache.stride()}; it must be contiguous "
+            f"{tuple(k_cache.shape)} as k_cache is"
+        )
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dim() != 3 or tensor.shape[1:] != k_cache.shape[2:]:
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)}; it must be (T, {k_cache.shape[2]}, "
+                f"{k_cache.shape[3]}) for this cache"
+            )
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(f"v has {v.shape[0]} rows; it must have {k.shape[0]} as k has")
+    for name, tensor in (("k", k), ("v", v), ("v_cache", v_cache)):
+        if tensor.dtype != k_cache.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}; it must be {k_cache.dtype} as k_cache is")
+
+
+def check_copy(num_pages: int, src: Sequence[int], dst: Sequence[int]) -> None:
+    """Refuse a list of page copies whose result would hang on their order: ``ValueError``."""
+    if len(src) != len(dst):
+        raise ValueError(f"dst has {len(dst)} pages; it must have {len(src)} as src has")
+    for name, pages in (("src", src), ("dst", dst)):
+        for page in pages:
+            if not 0 <= page < num_pages:
+                raise ValueError(f"{name} holds page {page}; pages go from 0 to {num_pages - 1}")
+    if len(set(dst)) != len(dst) or not set(src).isdisjoint(dst):
+        raise ValueError(
+            f"dst is {_brief(dst)}; it must name no page twice and none that src names"
+        )
+
+
+def select_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The backend of that name for that device; ``auto`` is the fastest there is.
+
+    Names: ``auto``, ``cpu``, ``reference`` (slow, for tests). Others, and a device that the backend
+    does not run on, raise ``ValueError``.
+    """
+    if name not in ("auto", "cpu", "reference"):
+        raise ValueError(f"attention_backend is {name!r}; it must be 'auto', 'cpu' or 'reference'")
+    if name == "reference":
+        from coppice.kernels.reference import ReferenceBackend
+
+        return ReferenceBackend()
+    if device.type != "cpu":
+        raise ValueError(
+            f"device is {device}; attention_backend {name!r} runs on 'cpu' only, "
+            "and no backend for other devices exists yet"
+        )
+    from coppice.kernels.cpu import CpuBackend
+
+    return CpuBackend()
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"a {value.ndim}-d {value.dtype} array"
+    return f"a {type(value).__name__}"
+
+
+def _brief(values: Sequence[int] | np.ndarray) -> str:
+    shown = ", ".join(str(int(v)) for v in values[:8])
+    return f"[{shown}{', ...' if len(values) > 8 else ''}]"

@@ -1,0 +1,97 @@
+"""Attention in plain torch, slow and obviously right: the yardstick for the other backends.
+
+Every sequence is taken alone, its keys and values gathered token by token through its page table,
+all products are float64, and the mask is written out. Only tests use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from coppice.kernels.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    check_attend,
+    check_cache,
+    check_copy,
+)
+
+
+class ReferenceBackend(AttentionBackend):
+    """The interface by its definition; O(rows x context) memory for each sequence and head."""
+
+    name = "reference"
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        check_cache(self, k, v, k_cache, v_cache)
+        page_size = k_cache.shape[1]
+        for row, slot in enumerate(slots.tolist()):
+            k_cache[slot // page_size, slot % page_size] = k[row]
+            v_cache[slot // page_size, slot % page_size] = v[row]
+
+    def copy_pages(
+        self,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        src: Sequence[int],
+        dst: Sequence[int],
+    ) -> None:
+        for layer in caches:
+            for cache in layer:
+                check_copy(cache.shape[0], src, dst)
+                for source, destination in zip(src, dst, strict=True):
+                    cache[destination] = cache[source]
+
+    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> AttentionPlan:
+        plan.check(num_pages)
+        return plan
+
+    def attend(  # type: ignore[override]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        prepared: AttentionPlan,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        plan = prepared
+        check_attend(self, plan, q, k, v, k_cache, v_cache, sliding_window)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        group = q.shape[1] // k_cache.shape[2]
+        for i in range(plan.num_sequences):
+            rows = slice(int(plan.query_start[i]), int(plan.query_start[i + 1]))
+            context = int(plan.context_len[i])
+            table = plan.page_indices[plan.page_indptr[i] : plan.page_indptr[i + 1]]
+            keys, values = (
+                torch.stack(
+                    [cache[table[t // plan.page_size], t % plan.page_size] for t in range(context)]
+                )
+                .double()
+                .repeat_interleave(group, dim=1)
+                for cache in (k_cache, v_cache)
+            )
+            key_at = torch.arange(context, device=q.device)
+            row_at = key_at[context - (rows.stop - rows.start) :, None]
+            seen = key_at <= row_at
+            if sliding_window is not None:
+                seen &= key_at > row_at - sliding_window
+            scores = torch.einsum("rhd,thd->rht", q[rows].double(), keys) * scale
+            scores = scores.masked_fill(~seen[:, None], float("-inf"))
+            out[rows] = torch.einsum("rht,thd->rhd", scores.softmax(-1), values).to(q.dtype)
+            lse[rows] = scores.logsumexp(-1).float()
+        return (out, lse) if return_lse else out
