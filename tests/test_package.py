@@ -1,0 +1,137 @@
+"""The built wheel: what is in it, and that it lives beside Hugging Face's `kernels` package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("radix", "kernels", "runtime", "frontend")
+TAKEN = ("pyproject.toml", "README.md", "LICENSE", "coppice", *ROOMS)
+
+# Loads the parts of transformers that look for a top-level `kernels`, then every room.
+PROBE = """
+import transformers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8,
+                             num_hidden_layers=1, num_attention_heads=1))
+import coppice, coppice.radix, coppice.kernels, coppice.runtime, coppice.frontend
+from coppice import LLM, RadixTree, SamplingParams
+import kernels
+print(coppice.__file__)
+print(kernels.__file__)
+"""
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    """Standard output of `command`, which has to succeed."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the sources so that no earlier build can leak into it."""
+    source = tmp_path_factory.mktemp("source")
+    for name in TAKEN:
+        if (ROOT / name).is_dir():
+            skip = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
+        else:
+            shutil.copy2(ROOT / name, source / name)
+    out = tmp_path_factory.mktemp("wheel")
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out)
+    run(sys.executable, "-m", "pip", "wheel", *options, source)
+    (built,) = out.glob("coppice-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of commands of a new environment with the wheel in it.
+
+    The environment sees the running one's packages through a path file, which does not process
+    that environment's own path files: the editable install of this repository stays invisible.
+    """
+    home = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "venv", "--without-pip", home)
+    python = home / "bin" / "python"
+    (site,) = home.glob("lib/python3*/site-packages")
+    (site / "neighbours.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", wheel)
+    return home / "bin"
+
+
+def test_one_package_at_top_level(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names}
+    assert {part for part in top if not part.endswith(".dist-info")} == {"coppice"}
+    assert len(top) == 2
+
+
+def test_every_file_of_every_room_is_in(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {"coppice/__init__.py", "coppice/py.typed"}
+    for room in ROOMS:
+        modules = (path for path in (ROOT / room).rglob("*.py"))
+        expected |= {f"coppice/{path.relative_to(ROOT).as_posix()}" for path in modules}
+    shipped = ROOT / "frontend" / "demo_model"
+    expected |= {f"coppice/frontend/demo_model/{path.name}" for path in shipped.glob("*")}
+    assert "coppice/radix/__init__.py" in expected
+    assert expected == {name for name in names if name.startswith("coppice/")}
+
+
+@pytest.mark.parametrize("where", ["root", "elsewhere"])
+def test_beside_hugging_face_kernels(installed: Path, tmp_path: Path, where: str) -> None:
+    """With the working directory kept off the import path, as in every installed command."""
+    cwd = ROOT if where == "root" else tmp_path
+    ours, theirs = run(installed / "python", "-P", "-c", PROBE, cwd=cwd).split()
+    assert Path(ours).is_relative_to(installed.parent)
+    assert Path(theirs) == Path(sysconfig.get_path("purelib")) / "kernels" / "__init__.py"
+
+
+def test_with_the_root_on_the_import_path(installed: Path) -> None:
+    """`python -c` in the root: the room `kernels` is found first, and nothing trips over it."""
+    ours, kernels = run(installed / "python", "-c", PROBE, cwd=ROOT).split()
+    assert Path(ours) == ROOT / "coppice" / "__init__.py"
+    assert Path(kernels) == ROOT / "kernels" / "__init__.py"
+
+
+@pytest.mark.parametrize("where", ["root", "elsewhere"])
+def test_the_command_runs(installed: Path, tmp_path: Path, where: str) -> None:
+    cwd = ROOT if where == "root" else tmp_path
+    assert "generate" in run(installed / "coppice", "--help", cwd=cwd)
+
+
+def test_a_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """The archive holds the rooms as ordinary folders in coppice/, since links do not travel."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in TAKEN:
+        take = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        options = {"symlinks": True} if (ROOT / name).is_dir() else {}
+        take(ROOT / name, source / name, **options)  # type: ignore[operator]
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build, tmp_path, cwd=source)
+    (archive,) = tmp_path.glob("coppice-*.tar.gz")
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
+    run(sys.executable, "-m", "pip", "wheel", *options, archive)
+    (rebuilt,) = tmp_path.glob("coppice-*.whl")
+    assert set(zipfile.ZipFile(rebuilt).namelist()) == set(zipfile.ZipFile(wheel).namelist())
