@@ -1,0 +1,126 @@
+"""A node of the radix tree, and the two handles that point into it: Match and Hold."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from coppice.radix.tokens import TOKEN_BYTES
+
+
+class Node:
+    """The edge that leads to it (its tokens) and the pages that hold their KV.
+
+    With page size 4, a node of the tokens at positions 6 .. 13 covers three pages, the first and
+    the last in part; the first may be its parent's last page (the parent ends at 6 and wrote the
+    slots before) or a copy of it (the tree branched at 6):
+
+        positions   4 5 6 7 | 8 9 10 11 | 12 13 . .
+        parent      # #     |           |
+        this node       # # | # #  #  # | #  #
+    """
+
+    __slots__ = ("parent", "children", "edge", "start", "length", "pages", "own_pages", "locks",
+                 "stamp", "hits")  # fmt: skip
+
+    def __init__(self, parent: Node | None, edge: bytes, start: int, pages: array[int]) -> None:
+        self.parent = parent
+        # Children by the first token of their edge (its four bytes).
+        self.children: dict[bytes, Node] = {}
+        # May run past `length` after a partial eviction: cutting it each time would copy it.
+        self.edge = edge
+        self.start = start  # position of the edge's first token
+        self.length = len(edge) // TOKEN_BYTES
+        self.pages = pages  # pages of the positions start .. end - 1, in order
+        self.own_pages = len(pages)  # pages that no node above covers: all, or all but the first
+        self.locks = 0  # sequences that hold this node or one below it
+        self.stamp = 0  # the tree's clock when it was last used
+        self.hits = 0  # locks that matched this node to its end
+
+    @property
+    def end(self) -> int:
+        """Position after the edge's last token: the length of the prefix that ends here."""
+        return self.start + self.length
+
+    def shares(self, page: int, border: int) -> bool:
+        """Whether this node or one above covers `page`, the one of the positions from `border` on.
+
+        It need not be the parent: a writer in the grandparent's tail may find that another sequence
+        has inserted the next tokens with a copy of that page, and branch off below.
+        """
+        node: Node | None = self
+        while node is not None and node.end > border:
+            if node.pages[-1] == page:
+                return True
+            node = node.parent
+        return False
+
+    def path(self) -> list[Node]:
+        """The nodes from below the root down to this one."""
+        nodes = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def subtree(self) -> Iterator[Node]:
+        """This node and all below it, parents first."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def prefix(self) -> bytes:
+        """The tokens from the root to this node's end."""
+        return b"".join(node.edge[: node.length * TOKEN_BYTES] for node in self.path())
+
+
+class Root(Node):
+    """The top of a namespace's tree: no edge, no pages."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Hashable) -> None:
+        super().__init__(None, b"", 0, array("i"))
+        self.namespace = namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix of some tokens: `length` tokens, ending in `node`.
+
+    Valid until the tree changes; `RadixTree.lock` refuses a stale one.
+    """
+
+    namespace: Hashable
+    node: Node | None  # None: nothing of this namespace is cached
+    length: int
+    epoch: int
+
+
+class Hold:
+    """A sequence's lock on the path of its first `length` tokens; it moves on as it inserts.
+
+    The pages of a sequence's table up to `length // page_size` are kept for it by this lock; the
+    ones from there on it references itself (see `RadixTree`).
+    """
+
+    __slots__ = ("namespace", "node", "length", "partial")
+
+    def __init__(self, namespace: Hashable, node: Node | None, length: int, partial: bool) -> None:
+        self.namespace = namespace
+        self.node = node  # None after unlock
+        self.length = length
+        self.partial = partial  # ended inside an edge, whose upper part is still to be credited
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """What an insert did."""
+
+    new_tokens: int  # tokens that were not in the tree before
+    duplicate_tokens: int  # tokens that another sequence had inserted meanwhile

@@ -1,0 +1,215 @@
+"""The pool of KV pages: ids with reference counts, handed out in runs of neighbours where it can."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+# From this many pages on, numpy's vector operations beat a Python loop.
+_VECTOR = 48
+
+
+class OutOfPages(RuntimeError):
+    """More pages were asked for than are free (or could be freed). No count has changed."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} pages are needed, {available} can be had")
+        self.needed = needed
+        self.available = available
+
+
+class PagePool:
+    """`num_pages` pages of `page_size` token slots each, ids 0 .. num_pages - 1; no tensors.
+
+    A page has a reference count; it is free exactly while the count is zero. Free pages are kept
+    as runs of neighbours with boundary tags (Knuth, TAOCP 1, 2.5): `_head[s]` is the length of the
+    free run that begins at page s, `_tail[e]` of the one that ends at page e, 0 elsewhere. Runs of
+    2**k .. 2**(k+1) - 1 pages hang in the intrusive doubly linked list of class k. So taking a run,
+    and giving one back with its neighbours joined, costs O(1), whatever the pool's size; memory is
+    20 bytes a page.
+    """
+
+    __slots__ = ("page_size", "num_pages", "free_pages", "refs", "_ids", "_ones", "_head", "_tail",
+                 "_next", "_prev", "_first", "_classes")  # fmt: skip
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, got {num_pages}")
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.free_pages = num_pages
+        self.refs = array("i", bytes(4 * num_pages))
+        self._ids = array("i", range(num_pages))
+        self._ones = array("i", [1]) * num_pages
+        self._head = array("i", bytes(4 * (num_pages + 1)))  # one more: the page after the last
+        self._tail = array("i", bytes(4 * (num_pages + 1)))  # [-1] serves as "before the first"
+        self._next = array("i", bytes(4 * num_pages))
+        self._prev = array("i", bytes(4 * num_pages))
+        self._first = [-1] * (num_pages.bit_length() + 1)
+        self._classes = 0  # bit k: the list of class k is not empty
+        self._link(0, num_pages)
+
+    # -- free runs ---------------------------------------------------------------------------
+
+    def _link(self, start: int, length: int) -> None:
+        self._head[start] = length
+        self._tail[start + length - 1] = length
+        size_class = length.bit_length() - 1
+        first = self._first[size_class]
+        self._next[start] = first
+        self._prev[start] = -1
+        if first >= 0:
+            self._prev[first] = start
+        else:
+            self._classes |= 1 << size_class
+        self._first[size_class] = start
+
+    def _unlink(self, start: int, length: int) -> None:
+        self._head[start] = 0
+        self._tail[start + length - 1] = 0
+        after, before = self._next[start], self._prev[start]
+        if after >= 0:
+            self._prev[after] = before
+        if before >= 0:
+            self._next[before] = after
+        else:
+            size_class = length.bit_length() - 1
+            self._first[size_class] = after
+            if after < 0:
+                self._classes &= ~(1 << size_class)
+
+    def _give(self, start: int, length: int) -> None:
+        """Frees a run, joining it with free neighbours."""
+        self.free_pages += length
+        left = self._tail[start - 1] if start else 0
+        if left:
+            self._unlink(start - left, left)
+            start -= left
+            length += left
+        right = self._head[start + length]
+        if right:
+            self._unlink(start + length, right)
+            length += right
+        self._link(start, length)
+
+    def _take(self, start: int, length: int, count: int) -> array[int]:
+        """The first `count` pages of the free run at `start`, each with one reference."""
+        self._unlink(start, length)
+        if count < length:
+            self._link(start + count, length - count)
+        self.free_pages -= count
+        self.refs[start : start + count] = self._ones[:count]
+        return self._ids[start : start + count]
+
+    # -- the public face ---------------------------------------------------------------------
+
+    def allocate(self, count: int, after: int = -1) -> array[int]:
+        """`count` pages with one reference each, as few runs of neighbours as can be found fast.
+
+        `after` is the page that the new ones should follow, if they can (the last page of the
+        growing sequence), or -1. O(number of runs). Raises OutOfPages, with nothing changed.
+        """
+        if count < 0:
+            raise ValueError(f"count must be at least 0, got {count}")
+        if count > self.free_pages:
+            raise OutOfPages(count, self.free_pages)
+        pages = array("i")
+        if after >= 0 and count:
+            length = self._head[after + 1]
+            if length:
+                pages = self._take(after + 1, length, min(count, length))
+        while len(pages) < count:
+            need = count - len(pages)
+            # Any run of class (need - 1).bit_length() or above is long enough; take the smallest
+            # such class so that long runs stay whole. With none, take the longest class there is.
+            fitting = self._classes >> (need - 1).bit_length() << (need - 1).bit_length()
+            chosen = fitting & -fitting if fitting else self._classes
+            start = self._first[chosen.bit_length() - 1]
+            length = self._head[start]
+            run = self._take(start, length, min(need, length))
+            pages = pages + run if pages else run
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more reference for each page. Raises ValueError, with nothing changed, if one is free."""
+        refs = self.refs
+        for page in pages:
+            if refs[page] <= 0:
+                raise ValueError(f"page {page} is free and can't be shared")
+        for page in pages:
+            refs[page] += 1
+
+    def release(self, pages: Sequence[int]) -> int:
+        """One reference less for each page; those that reach zero return to the pool.
+
+        Returns how many did. O(pages). Raises ValueError, with nothing changed, if a page is free
+        already. A page may appear in `pages` only once.
+        """
+        if len(pages) >= _VECTOR:
+            return self._release_many(np.array(pages, np.int32))
+        refs = self.refs
+        for page in pages:
+            if refs[page] <= 0:
+                raise ValueError(f"page {page} is released more often than it was taken")
+        freed, start, end = 0, -1, -1
+        for page in pages:
+            count = refs[page] - 1
+            refs[page] = count
+            if count:
+                continue
+            freed += 1
+            if page == end:
+                end += 1
+                continue
+            if start >= 0:
+                self._give(start, end - start)
+            start, end = page, page + 1
+        if start >= 0:
+            self._give(start, end - start)
+        return freed
+
+    def _release_many(self, pages: np.ndarray) -> int:
+        refs = np.frombuffer(self.refs, np.int32)
+        counts = refs[pages] - 1
+        if counts.min() < 0:
+            page = int(pages[int(counts.argmin())])
+            raise ValueError(f"page {page} is released more often than it was taken")
+        refs[pages] = counts
+        freed = pages[counts == 0]
+        if len(freed):
+            borders = np.flatnonzero(np.diff(freed) != 1) + 1
+            starts = freed[np.concatenate(([0], borders))]
+            ends = freed[np.concatenate((borders - 1, [len(freed) - 1]))]
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+                self._give(start, end - start + 1)
+        return len(freed)
+
+    def free_runs(self) -> list[tuple[int, int]]:
+        """The free runs as (first page, length), in page order. O(num_pages)."""
+        return [(page, length) for page, length in enumerate(self._head) if length]
+
+    def _check(self) -> None:
+        """Recounts the free pages; raises AssertionError on any mismatch. O(num_pages)."""
+        free = {page for page, count in enumerate(self.refs) if count == 0}
+        assert min(self.refs) >= 0, "a page has a negative count"
+        assert self.free_pages == len(free), f"free_pages {self.free_pages}, recount {len(free)}"
+        runs = self.free_runs()
+        in_runs = [page for start, length in runs for page in range(start, start + length)]
+        assert sorted(in_runs) == sorted(free), "free runs do not tile the free pages"
+        for start, length in runs:
+            assert self._tail[start + length - 1] == length, f"run {start}: tail tag is wrong"
+            assert start + length not in free, f"run {start} should be joined with its right neighbour"
+        linked = []
+        for size_class, first in enumerate(self._first):
+            assert (first >= 0) == bool(self._classes >> size_class & 1), f"class {size_class} mask"
+            before, page = -1, first
+            while page >= 0:
+                assert self._prev[page] == before, f"run {page}: broken list"
+                assert self._head[page].bit_length() - 1 == size_class, f"run {page}: wrong class"
+                linked.append(page)
+                before, page = page, self._next[page]
+        assert sorted(linked) == [start for start, _ in runs], "lists and tags disagree"

@@ -1,0 +1,75 @@
+"""Tokens as contiguous int32 bytes, and the longest common prefix of two of them at memcmp speed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+
+TOKEN_BYTES = 4
+"""Bytes of one token: tokens are native-endian int32."""
+
+Tokens = bytes | bytearray | array | np.ndarray | Iterable[int]
+
+# Below this many bytes two blocks are compared as one big integer each: its lowest differing bit
+# tells where they part, without a Python loop over tokens.
+_XOR_BYTES = 256
+
+
+def token_bytes(tokens: Tokens) -> bytes:
+    """The tokens as native int32 bytes, four a token; `bytes` are taken as they are.
+
+    O(n). Raises ValueError for ids outside 0 .. 2**31 - 1 and for bytes that are no whole number
+    of tokens.
+    """
+    if isinstance(tokens, (bytes, bytearray)):
+        if len(tokens) % TOKEN_BYTES:
+            raise ValueError(
+                f"tokens: {len(tokens)} bytes are no whole number of int32 tokens "
+                f"(a multiple of {TOKEN_BYTES} is needed)"
+            )
+        return bytes(tokens)
+    if isinstance(tokens, array) and tokens.typecode == "i":
+        packed = tokens
+    else:
+        try:
+            packed = array("i", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"tokens: token ids must be integers in 0 .. 2**31 - 1 ({error})") from None
+    if packed and min(packed) < 0:
+        raise ValueError(f"tokens: token ids must be in 0 .. 2**31 - 1, got {min(packed)}")
+    return packed.tobytes()
+
+
+def common_prefix(a: bytes, offset: int, b: bytes) -> int:
+    """Length in bytes, a multiple of four, of the longest common prefix of `a[offset:]` and `b`.
+
+    Gallops: blocks of growing size are compared by memcmp until one differs, then that block is
+    halved. O(length of the common prefix), at memory speed.
+    """
+    limit = min(len(a) - offset, len(b))
+    same, step = 0, _XOR_BYTES
+    while same < limit:
+        if a[offset + same : offset + same + step] != b[same : same + step]:
+            break
+        same += step
+        step *= 4
+    else:
+        return limit
+    # The slices may differ only because one of the two ended, so bound the block by both.
+    high = min(same + step, limit)
+    while high - same > _XOR_BYTES:
+        middle = (same + high) // 2
+        if a[offset + same : offset + middle] == b[same:middle]:
+            same = middle
+        else:
+            high = middle
+    difference = int.from_bytes(a[offset + same : offset + high], "little") ^ int.from_bytes(
+        b[same:high], "little"
+    )
+    if difference:
+        same += ((difference & -difference).bit_length() - 1) >> 3
+    else:
+        same = high
+    return same & -TOKEN_BYTES

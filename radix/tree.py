@@ -1,0 +1,458 @@
+"""The token radix tree: which prefixes have their KV in which pages."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Hashable, Iterator
+
+from coppice.radix.node import Hold, Inserted, Match, Node, Root
+from coppice.radix.pool import OutOfPages, PagePool
+from coppice.radix.tokens import TOKEN_BYTES, Tokens, common_prefix, token_bytes
+
+
+class RadixTree:
+    """Longest-prefix matching, locking, inserting and evicting over the pages of one pool.
+
+    Matching is token by token at any page size. A namespace is any hashable key; tokens of
+    different namespaces never match.
+
+    The life of a sequence:
+
+        match = tree.match(tokens)           # changes nothing
+        hold = tree.lock(match)              # the path stays until unlock
+        table = tree.page_table(hold)        # pages of the hit
+        tree.claim_tail(hold)                # may it write behind the hit, or must it copy the page?
+        table += tree.allocate(n)            # evicts if need be
+        ... KV of more tokens is written to the sequence's own pages ...
+        tree.insert(hold, tokens, table)     # as often as wanted
+        tree.release(hold, table)            # gives back its own pages and its lock
+
+    Who references a page: each node that covers it, and each sequence that may write to it or
+    alone knows it. The hit's pages, and those that a sequence has inserted, are kept for it by its
+    lock, one count a node instead of one a page: so taking and leaving a prefix of 100,000 tokens
+    costs the depth of the path, not its pages. In other words: of a sequence's page table, the
+    pages before index `hold.length // page_size` belong to the lock, the ones from there on carry
+    a reference of the sequence.
+
+    Costs: match O(tokens / memcmp speed + nodes on the path), lock and unlock O(nodes on the
+    path), insert O(new tokens), evict O(log nodes) for each leaf touched, amortised.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.page_size = pool.page_size
+        self.cached_pages = 0  # pages that nodes cover, each counted once
+        self.locked_pages = 0  # those of them that lie under a lock
+        self.cached_tokens = 0
+        self.evicted_tokens = 0  # since the start
+        self._roots: dict[Hashable, Root] = {}
+        self._nodes = 0
+        self._clock = 0
+        self._epoch = 0  # counts changes that could make a match stale
+        # Least recently used first: (stamp, serial, leaf). An entry is live while the node still is
+        # an unlocked leaf of that stamp; others are dropped when they surface, or by `_compact`.
+        self._order: list[tuple[int, int, Node]] = []
+        self._serial = 0
+
+    # -- matching ----------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Changes whenever a match made before may be stale or no longer the longest."""
+        return self._epoch
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages that only the cache holds: evicting everything would free so many."""
+        return self.cached_pages - self.locked_pages
+
+    def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
+        """The longest cached prefix of `tokens`; changes nothing, not even the order of eviction."""
+        query = token_bytes(tokens)
+        root = self._roots.get(namespace)
+        if root is None:
+            return Match(namespace, None, 0, self._epoch)
+        node, length = self._descend(root, 0, query)
+        return Match(namespace, node, length, self._epoch)
+
+    def _descend(self, node: Node, length: int, query: bytes) -> tuple[Node, int]:
+        """Follows `query` down from the end of `node`, where `length` tokens are matched."""
+        at = length * TOKEN_BYTES
+        while True:
+            child = node.children.get(query[at : at + TOKEN_BYTES])
+            if child is None:
+                return node, at // TOKEN_BYTES
+            node, edge = child, child.edge
+            same = len(edge) if query.startswith(edge, at) else common_prefix(query, at, edge)
+            full = node.length * TOKEN_BYTES
+            if same < full:
+                return node, (at + same) // TOKEN_BYTES
+            at += full
+            # An edge that was cut by eviction may match beyond its length; it has no children.
+
+    # -- locking -----------------------------------------------------------------------------
+
+    def lock(self, match: Match) -> Hold:
+        """Locks the path of a match for a sequence, and marks it as just used.
+
+        Raises ValueError if the tree has changed since the match was made.
+        """
+        if match.epoch != self._epoch:
+            raise ValueError("match: the tree has changed since this match was made; match again")
+        node = match.node
+        if node is None:
+            node = self._roots.get(match.namespace)
+            if node is None:
+                node = self._roots[match.namespace] = Root(match.namespace)
+        self._clock = clock = self._clock + 1
+        partial = match.length < node.end
+        walk: Node | None = node
+        while walk is not None:
+            if not walk.locks:
+                self.locked_pages += walk.own_pages
+            walk.locks += 1
+            walk.stamp = clock
+            walk.hits += 1
+            walk = walk.parent
+        if partial:
+            node.hits -= 1
+        return Hold(match.namespace, node, match.length, partial)
+
+    def fork(self, hold: Hold) -> Hold:
+        """A second lock on the same path, for a sequence that continues from the same tokens."""
+        node = self._held(hold)
+        walk: Node | None = node
+        while walk is not None:
+            walk.locks += 1
+            walk = walk.parent
+        return Hold(hold.namespace, node, hold.length, hold.partial)
+
+    def unlock(self, hold: Hold) -> None:
+        """Gives the lock back; the path counts as just used. O(nodes on the path)."""
+        node = self._held(hold)
+        hold.node = None
+        self._clock = clock = self._clock + 1
+        walk: Node | None = node
+        while walk is not None:
+            walk.locks -= 1
+            if not walk.locks:
+                self.locked_pages -= walk.own_pages
+            walk.stamp = clock
+            walk = walk.parent
+        if not node.children and not node.locks:
+            self._leaf(node)
+
+    def release(self, hold: Hold, table: array[int]) -> None:
+        """Ends a sequence: gives back its own pages, then its lock."""
+        self._held(hold)
+        self.pool.release(table[hold.length // self.page_size :])
+        self.unlock(hold)
+
+    @staticmethod
+    def _held(hold: Hold) -> Node:
+        if hold.node is None:
+            raise ValueError("hold: it was unlocked already")
+        return hold.node
+
+    # -- pages -------------------------------------------------------------------------------
+
+    def page_table(self, hold: Hold) -> array[int]:
+        """The pages of the held tokens, in order: `ceil(hold.length / page_size)` ids (a new array)."""
+        table = array("i")
+        for node in self._held(hold).path():
+            if node.start % self.page_size:
+                # Its first page is its parent's last one or a copy of it that holds more.
+                del table[node.start // self.page_size :]
+            table += node.pages
+        del table[-(-hold.length // self.page_size) :]
+        return table
+
+    def claim_tail(self, hold: Hold) -> bool:
+        """Whether the sequence may write behind its hit, in the hit's partly filled last page.
+
+        True takes a reference on that page for the sequence: it is the tail's sole writer from now
+        on, and whoever hits the same tokens later has to copy. False: the page has more tokens, or
+        another writer; copy it (its first `hold.length % page_size` slots are shared) to a page of
+        the sequence's own. Only for holds that end inside a page (ValueError otherwise).
+        """
+        if not hold.length % self.page_size:
+            raise ValueError(f"hold: its {hold.length} tokens end at a page border, there is no tail")
+        node: Node | None = self._held(hold)
+        assert node is not None
+        if hold.length != node.end:
+            return False
+        page = node.pages[-1]
+        covering = 0
+        while node is not None and node.pages and node.pages[-1] == page:
+            covering += 1
+            node = node.parent
+        # Any reference beyond the nodes of this path is another writer, or a node further down.
+        if self.pool.refs[page] != covering:
+            return False
+        self.pool.share((page,))
+        return True
+
+    def allocate(self, count: int, after: int = -1) -> array[int]:
+        """`count` pages from the pool (see `PagePool.allocate`), evicting as many as it takes.
+
+        Raises OutOfPages, with nothing evicted and no count changed, if that can't be enough.
+        """
+        missing = count - self.pool.free_pages
+        if missing > 0:
+            if missing > self.evictable_pages:
+                raise OutOfPages(count, self.pool.free_pages + self.evictable_pages)
+            self.evict(missing)
+        return self.pool.allocate(count, after)
+
+    # -- inserting ---------------------------------------------------------------------------
+
+    def insert(self, hold: Hold, tokens: Tokens, table: array[int]) -> Inserted:
+        """Enters the tokens of a sequence whose KV is computed; continues from its hold.
+
+        `tokens` are all tokens of the sequence from position 0 on, of which the first
+        `hold.length` are those it holds; `table` is its page table, with at least
+        `ceil(len(tokens) / page_size)` pages. What another sequence has inserted meanwhile is not
+        entered twice: the table is changed in place to the tree's pages there, and the duplicates
+        return to the pool. Afterwards the hold covers all `tokens`, and the references of the pages
+        that it covers in full have passed to the tree.
+
+        O(new tokens + new nodes). Raises ValueError if a size does not fit.
+        """
+        query = token_bytes(tokens)
+        total = len(query) // TOKEN_BYTES
+        size = self.page_size
+        node, held = self._held(hold), hold.length
+        if total < held:
+            raise ValueError(f"tokens: {total} of them, but the hold covers {held} already")
+        if len(table) * size < total:
+            raise ValueError(f"table: {len(table)} pages of {size} can't hold {total} tokens")
+        if total == held:
+            return Inserted(0, 0)
+        # A split may have pushed the end of the held tokens above the node that was locked.
+        bottom = node
+        while held < node.start or (held == node.start and node.parent is not None):
+            parent = node.parent
+            assert parent is not None
+            node = parent
+        if held < node.end:
+            at = (held - node.start) * TOKEN_BYTES
+            same = common_prefix(query, held * TOKEN_BYTES, node.edge[at : node.length * TOKEN_BYTES])
+            matched = held + same // TOKEN_BYTES
+            if matched == node.end:
+                node, matched = self._descend(node, matched, query)
+        else:
+            node, matched = self._descend(node, held, query)
+        if matched < node.end and matched < total:
+            node = self._split(node, matched - node.start)
+            if hold.partial and matched == held:
+                node.hits += 1
+        hold.partial = False
+        self._adopt(hold, node, table, matched)
+        if matched < total:
+            node = self._extend(node, bottom, query, matched, table)
+            self._epoch += 1
+        self._move(hold, bottom, node)
+        hold.length = total
+        return Inserted(total - matched, matched - held)
+
+    def _adopt(self, hold: Hold, node: Node, table: array[int], matched: int) -> None:
+        """Replaces the full pages of positions held .. matched by the tree's, and frees the copies."""
+        first, last = hold.length // self.page_size, matched // self.page_size
+        if last <= first:
+            return
+        ours = table[first:last]
+        theirs = self.page_table(Hold(hold.namespace, node, matched, False))[first:last]
+        table[first:last] = theirs
+        self.pool.release(ours)
+
+    def _extend(
+        self, node: Node, bottom: Node, query: bytes, matched: int, table: array[int]
+    ) -> Node:
+        """Enters the tokens from `matched` on below the end of `node`; returns the node they end in.
+
+        The references that the sequence has on full pages pass to the node; the partly filled last
+        page gets one more, since the sequence goes on writing there.
+        """
+        size = self.page_size
+        total = len(query) // TOKEN_BYTES
+        pages = table[matched // size : -(-total // size)]
+        inside = matched % size != 0  # the first of them holds tokens of `node` as well
+        same_page = inside and node.shares(pages[0], matched - matched % size)
+        edge = query[matched * TOKEN_BYTES :]
+        if (
+            node is bottom
+            and node.locks == 1
+            and not node.children
+            and node.parent is not None
+            and (not inside or node.pages[-1] == pages[0])
+        ):
+            # A leaf that this sequence alone holds grows, so that chunks and turns make no chain.
+            if same_page:
+                if total // size > matched // size:
+                    # The claim on the page passes to the node, which has one reference already.
+                    self.pool.release(pages[:1])
+                del pages[0]
+            node.edge = node.edge[: node.length * TOKEN_BYTES] + edge
+            node.length = len(node.edge) // TOKEN_BYTES
+            node.pages += pages
+            grown = node
+        else:
+            grown = Node(node, edge, matched, pages)
+            grown.stamp = node.stamp
+            node.children[edge[:TOKEN_BYTES]] = grown
+            grown.own_pages = 0
+            self._nodes += 1
+            if same_page and total // size == matched // size:
+                self.pool.share(pages)  # child and sequence both, in an ancestor's tail page
+            if same_page:
+                pages = pages[1:]
+        if pages and total % size:
+            self.pool.share(pages[-1:])
+        grown.own_pages += len(pages)
+        self.cached_pages += len(pages)
+        self.cached_tokens += total - matched
+        if grown.locks:
+            self.locked_pages += len(pages)
+        return grown
+
+    def _move(self, hold: Hold, bottom: Node, node: Node) -> None:
+        """Moves the lock from `bottom` to `node`, which is below it or branches off its path."""
+        walk: Node | None = node
+        while walk is not None and walk is not bottom:
+            if not walk.locks:
+                self.locked_pages += walk.own_pages
+            walk.locks += 1
+            walk = walk.parent
+        hold.node = node
+        if walk is bottom:
+            return
+        walk = bottom
+        while walk is not None:
+            walk.locks -= 1
+            if not walk.locks:
+                self.locked_pages -= walk.own_pages
+            walk = walk.parent
+        if not bottom.children and not bottom.locks:
+            self._leaf(bottom)
+
+    def _split(self, node: Node, tokens: int) -> Node:
+        """Cuts the edge of `node` after `tokens` tokens; returns the new upper part.
+
+        `node` stays the lower part, so that holds and the order of eviction need no change. Both
+        are locked if it was. A page that lies on both sides of the cut is referenced by both.
+        """
+        size = self.page_size
+        parent = node.parent
+        assert parent is not None and 0 < tokens < node.length
+        cut = node.start + tokens
+        first = node.start // size
+        upper = Node(parent, node.edge[: tokens * TOKEN_BYTES], node.start,
+                     node.pages[: -(-cut // size) - first])  # fmt: skip
+        upper.locks, upper.stamp, upper.hits = node.locks, node.stamp, node.hits
+        node.edge = node.edge[tokens * TOKEN_BYTES : node.length * TOKEN_BYTES]
+        node.length -= tokens
+        node.start = cut
+        node.pages = node.pages[cut // size - first :]
+        node.parent = upper
+        parent.children[upper.edge[:TOKEN_BYTES]] = upper
+        upper.children[node.edge[:TOKEN_BYTES]] = node
+        own = len(node.pages)
+        if cut % size:
+            self.pool.share(node.pages[:1])
+            own -= 1
+        upper.own_pages = node.own_pages - own
+        node.own_pages = own
+        self._nodes += 1
+        self._epoch += 1
+        return upper
+
+    # -- evicting ----------------------------------------------------------------------------
+
+    def _leaf(self, node: Node) -> None:
+        """Enters an unlocked leaf into the order of eviction (a root that is empty goes at once)."""
+        if isinstance(node, Root):
+            del self._roots[node.namespace]
+            self._epoch += 1
+            return
+        self._serial += 1
+        heapq.heappush(self._order, (node.stamp, self._serial, node))
+        if len(self._order) > 64 + 4 * self._nodes:
+            self._compact()
+
+    @staticmethod
+    def _live(entry: tuple[int, int, Node]) -> bool:
+        stamp, _, node = entry
+        return (
+            node.stamp == stamp and not node.locks and not node.children and node.parent is not None
+        )
+
+    def _compact(self) -> None:
+        """Drops dead and double entries; as many as live ones were pushed since, so O(1) amortised."""
+        entries = {id(entry[2]): entry for entry in self._order if self._live(entry)}
+        self._order = list(entries.values())
+        heapq.heapify(self._order)
+
+    def evict(self, count: int) -> int:
+        """Frees up to `count` pages: least recently used leaves first, each from its tail.
+
+        Returns how many pages were freed: less than `count` only if all else is locked.
+        """
+        freed = 0
+        while freed < count and self._order:
+            entry = heapq.heappop(self._order)
+            if self._live(entry):
+                freed += self._evict_leaf(entry[2], count - freed)
+        return freed
+
+    def _evict_leaf(self, leaf: Node, count: int) -> int:
+        size = self.page_size
+        self._epoch += 1
+        if count < leaf.own_pages:
+            keep = len(leaf.pages) - count
+            gone = leaf.pages[keep:]
+            del leaf.pages[keep:]
+            length = (leaf.start // size + keep) * size - leaf.start
+            evicted = leaf.length - length
+            leaf.length = length
+            leaf.own_pages -= count
+            if length * TOKEN_BYTES * 2 < len(leaf.edge):
+                leaf.edge = leaf.edge[: length * TOKEN_BYTES]  # copied once each halving
+            self._serial += 1
+            heapq.heappush(self._order, (leaf.stamp, self._serial, leaf))
+            own = count
+        else:
+            parent = leaf.parent
+            assert parent is not None
+            gone, evicted, own = leaf.pages, leaf.length, leaf.own_pages
+            del parent.children[leaf.edge[:TOKEN_BYTES]]
+            leaf.parent = None
+            self._nodes -= 1
+            if not parent.children and not parent.locks:
+                self._leaf(parent)
+        self.evicted_tokens += evicted
+        self.cached_tokens -= evicted
+        self.cached_pages -= own
+        return self.pool.release(gone)
+
+    def reset(self) -> None:
+        """Empties the tree. Raises RuntimeError while any lock is held."""
+        held = sum(1 for root in self._roots.values() if root.locks)
+        if held:
+            raise RuntimeError("reset: refused, since running sequences hold locks in the tree")
+        while self._order:
+            self.evict(self.pool.num_pages + 1)
+
+    # -- looking -----------------------------------------------------------------------------
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes below the roots."""
+        return self._nodes
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes below the roots, parents first."""
+        for root in self._roots.values():
+            for node in root.subtree():
+                if node.parent is not None:
+                    yield node
