@@ -24,7 +24,7 @@ def check(tree: RadixTree, sequences: Iterable[tuple[Hold, array[int]]] = ()) ->
     for hold, table in sequences:
         node: Node | None = hold.node
         assert node is not None, "a live sequence has lost its lock"
-        assert hold.length <= node.end, "a hold covers more than its node"
+        assert hold.length == node.end, "a hold does not end with its node"
         while node is not None:
             locks[id(node)] += 1
             node = node.parent
@@ -60,7 +60,9 @@ def check(tree: RadixTree, sequences: Iterable[tuple[Hold, array[int]]] = ()) ->
     assert tree.cached_pages == cached, f"cached_pages {tree.cached_pages}, recount {cached}"
     assert tree.locked_pages == locked, f"locked_pages {tree.locked_pages}, recount {locked}"
     for page, count in enumerate(pool.refs):
-        assert count == references[page], f"page {page}: {count} references, recount {references[page]}"
+        assert count == references[page], (
+            f"page {page}: {count} references, recount {references[page]}"
+        )
     private = sum(1 for page in references if page not in unique)
     assert pool.free_pages + tree.cached_pages + private == pool.num_pages, "pages are lost"
 
@@ -71,7 +73,9 @@ def _check_node(node: Node, size: int) -> None:
     assert node.length > 0 and len(node.edge) >= node.length * TOKEN_BYTES, "an empty edge"
     assert node.start == parent.end, "a gap between parent and child"
     assert parent.children.get(node.edge[:TOKEN_BYTES]) is node, "a child under the wrong token"
-    assert len(node.pages) == -(-node.end // size) - node.start // size, "pages do not cover the edge"
+    assert len(node.pages) == -(-node.end // size) - node.start // size, (
+        "pages do not cover the edge"
+    )
     shared = parent.shares(node.pages[0], node.start - node.start % size)
     assert node.own_pages == len(node.pages) - shared, "own_pages"
     assert parent.locks >= node.locks, "a lock that does not hold its path"

@@ -109,13 +109,12 @@ class Hold:
     ones from there on it references itself (see `RadixTree`).
     """
 
-    __slots__ = ("namespace", "node", "length", "partial")
+    __slots__ = ("namespace", "node", "length")
 
-    def __init__(self, namespace: Hashable, node: Node | None, length: int, partial: bool) -> None:
+    def __init__(self, namespace: Hashable, node: Node | None, length: int) -> None:
         self.namespace = namespace
-        self.node = node  # None after unlock
+        self.node = node  # the one that ends with the held tokens; None after unlock
         self.length = length
-        self.partial = partial  # ended inside an edge, whose upper part is still to be credited
 
 
 @dataclass(frozen=True, slots=True)

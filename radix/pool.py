@@ -202,7 +202,9 @@ class PagePool:
         assert sorted(in_runs) == sorted(free), "free runs do not tile the free pages"
         for start, length in runs:
             assert self._tail[start + length - 1] == length, f"run {start}: tail tag is wrong"
-            assert start + length not in free, f"run {start} should be joined with its right neighbour"
+            assert start + length not in free, (
+                f"run {start} should be joined with its right neighbour"
+            )
         linked = []
         for size_class, first in enumerate(self._first):
             assert (first >= 0) == bool(self._classes >> size_class & 1), f"class {size_class} mask"

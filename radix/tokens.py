@@ -36,7 +36,9 @@ def token_bytes(tokens: Tokens) -> bytes:
         try:
             packed = array("i", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
         except (OverflowError, TypeError) as error:
-            raise ValueError(f"tokens: token ids must be integers in 0 .. 2**31 - 1 ({error})") from None
+            raise ValueError(
+                f"tokens: token ids must be integers in 0 .. 2**31 - 1 ({error})"
+            ) from None
     if packed and min(packed) < 0:
         raise ValueError(f"tokens: token ids must be in 0 .. 2**31 - 1, got {min(packed)}")
     return packed.tobytes()

@@ -96,7 +96,9 @@ class RadixTree:
     def lock(self, match: Match) -> Hold:
         """Locks the path of a match for a sequence, and marks it as just used.
 
-        Raises ValueError if the tree has changed since the match was made.
+        A match that ends inside an edge splits it there: what lies behind the hit is not locked,
+        and the hit is counted where it ends. Raises ValueError if the tree has changed since the
+        match was made.
         """
         if match.epoch != self._epoch:
             raise ValueError("match: the tree has changed since this match was made; match again")
@@ -105,8 +107,10 @@ class RadixTree:
             node = self._roots.get(match.namespace)
             if node is None:
                 node = self._roots[match.namespace] = Root(match.namespace)
+        node = self._ending(node, match.length)
+        if match.length < node.end:
+            node = self._split(node, match.length - node.start)
         self._clock = clock = self._clock + 1
-        partial = match.length < node.end
         walk: Node | None = node
         while walk is not None:
             if not walk.locks:
@@ -115,9 +119,17 @@ class RadixTree:
             walk.stamp = clock
             walk.hits += 1
             walk = walk.parent
-        if partial:
-            node.hits -= 1
-        return Hold(match.namespace, node, match.length, partial)
+        return Hold(match.namespace, node, match.length)
+
+    @staticmethod
+    def _ending(node: Node, length: int) -> Node:
+        """The node on the path of `node` in whose edge the first `length` tokens end.
+
+        Splits leave a node the lower part of its edge, so the end of an earlier match may be above.
+        """
+        while length <= node.start and node.parent is not None:
+            node = node.parent
+        return node
 
     def fork(self, hold: Hold) -> Hold:
         """A second lock on the same path, for a sequence that continues from the same tokens."""
@@ -126,7 +138,7 @@ class RadixTree:
         while walk is not None:
             walk.locks += 1
             walk = walk.parent
-        return Hold(hold.namespace, node, hold.length, hold.partial)
+        return Hold(hold.namespace, node, hold.length)
 
     def unlock(self, hold: Hold) -> None:
         """Gives the lock back; the path counts as just used. O(nodes on the path)."""
@@ -165,8 +177,21 @@ class RadixTree:
                 # Its first page is its parent's last one or a copy of it that holds more.
                 del table[node.start // self.page_size :]
             table += node.pages
-        del table[-(-hold.length // self.page_size) :]
         return table
+
+    def available_pages(self, match: Match) -> int:
+        """Pages that `allocate` could give while this match is locked. O(nodes on the path)."""
+        if match.epoch != self._epoch:
+            raise ValueError("match: the tree has changed since this match was made; match again")
+        available = self.pool.free_pages + self.evictable_pages
+        node = match.node and self._ending(match.node, match.length)
+        behind = 0  # pages of the edge that lie wholly behind the hit
+        if node is not None:
+            behind = -(-node.end // self.page_size) - -(-match.length // self.page_size)
+        while node is not None and not node.locks:
+            available -= node.own_pages - behind
+            node, behind = node.parent, 0
+        return available
 
     def claim_tail(self, hold: Hold) -> bool:
         """Whether the sequence may write behind its hit, in the hit's partly filled last page.
@@ -177,11 +202,11 @@ class RadixTree:
         the sequence's own. Only for holds that end inside a page (ValueError otherwise).
         """
         if not hold.length % self.page_size:
-            raise ValueError(f"hold: its {hold.length} tokens end at a page border, there is no tail")
+            raise ValueError(
+                f"hold: its {hold.length} tokens end at a page border, there is no tail"
+            )
         node: Node | None = self._held(hold)
         assert node is not None
-        if hold.length != node.end:
-            return False
         page = node.pages[-1]
         covering = 0
         while node is not None and node.pages and node.pages[-1] == page:
@@ -222,32 +247,16 @@ class RadixTree:
         query = token_bytes(tokens)
         total = len(query) // TOKEN_BYTES
         size = self.page_size
-        node, held = self._held(hold), hold.length
+        bottom, held = self._held(hold), hold.length
         if total < held:
             raise ValueError(f"tokens: {total} of them, but the hold covers {held} already")
         if len(table) * size < total:
             raise ValueError(f"table: {len(table)} pages of {size} can't hold {total} tokens")
         if total == held:
             return Inserted(0, 0)
-        # A split may have pushed the end of the held tokens above the node that was locked.
-        bottom = node
-        while held < node.start or (held == node.start and node.parent is not None):
-            parent = node.parent
-            assert parent is not None
-            node = parent
-        if held < node.end:
-            at = (held - node.start) * TOKEN_BYTES
-            same = common_prefix(query, held * TOKEN_BYTES, node.edge[at : node.length * TOKEN_BYTES])
-            matched = held + same // TOKEN_BYTES
-            if matched == node.end:
-                node, matched = self._descend(node, matched, query)
-        else:
-            node, matched = self._descend(node, held, query)
-        if matched < node.end and matched < total:
+        node, matched = self._descend(bottom, held, query)
+        if matched < node.end:
             node = self._split(node, matched - node.start)
-            if hold.partial and matched == held:
-                node.hits += 1
-        hold.partial = False
         self._adopt(hold, node, table, matched)
         if matched < total:
             node = self._extend(node, bottom, query, matched, table)
@@ -262,7 +271,7 @@ class RadixTree:
         if last <= first:
             return
         ours = table[first:last]
-        theirs = self.page_table(Hold(hold.namespace, node, matched, False))[first:last]
+        theirs = self.page_table(Hold(hold.namespace, node, matched))[first:last]
         table[first:last] = theirs
         self.pool.release(ours)
 
@@ -283,11 +292,13 @@ class RadixTree:
         if (
             node is bottom
             and node.locks == 1
+            and not node.hits
             and not node.children
             and node.parent is not None
             and (not inside or node.pages[-1] == pages[0])
         ):
-            # A leaf that this sequence alone holds grows, so that chunks and turns make no chain.
+            # A leaf that this sequence alone has used grows, so that chunks make no chain. One that
+            # was hit keeps its end, since that is what was hit.
             if same_page:
                 if total // size > matched // size:
                     # The claim on the page passes to the node, which has one reference already.
@@ -317,30 +328,22 @@ class RadixTree:
         return grown
 
     def _move(self, hold: Hold, bottom: Node, node: Node) -> None:
-        """Moves the lock from `bottom` to `node`, which is below it or branches off its path."""
-        walk: Node | None = node
-        while walk is not None and walk is not bottom:
+        """Moves the lock from `bottom` down to `node`."""
+        walk = node
+        while walk is not bottom:
             if not walk.locks:
                 self.locked_pages += walk.own_pages
             walk.locks += 1
+            assert walk.parent is not None
             walk = walk.parent
         hold.node = node
-        if walk is bottom:
-            return
-        walk = bottom
-        while walk is not None:
-            walk.locks -= 1
-            if not walk.locks:
-                self.locked_pages -= walk.own_pages
-            walk = walk.parent
-        if not bottom.children and not bottom.locks:
-            self._leaf(bottom)
 
     def _split(self, node: Node, tokens: int) -> Node:
         """Cuts the edge of `node` after `tokens` tokens; returns the new upper part.
 
-        `node` stays the lower part, so that holds and the order of eviction need no change. Both
-        are locked if it was. A page that lies on both sides of the cut is referenced by both.
+        `node` stays the lower part, so that holds, matches (see `_ending`) and the order of eviction
+        need no change. Both are locked if it was. A page that lies on both sides of the cut is
+        referenced by both.
         """
         size = self.page_size
         parent = node.parent
@@ -364,7 +367,6 @@ class RadixTree:
         upper.own_pages = node.own_pages - own
         node.own_pages = own
         self._nodes += 1
-        self._epoch += 1
         return upper
 
     # -- evicting ----------------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""A schedule as the model and attention take it: flat tokens, slots, page tables, shared stretches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from coppice.kernels.interface import AttentionPlan, SharedStretch
+from coppice.radix.tokens import TOKEN_BYTES, common_prefix
+from coppice.runtime.request import Sequence
+from coppice.runtime.scheduler import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's input. T rows of tokens, R of them with logits."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    slots: torch.Tensor  # int64 [T]: page * page_size + slot of each token's KV
+    logit_rows: torch.Tensor  # int64 [R]: the last row of each sequence that reaches its end
+    sampled: list[Sequence]  # those R sequences
+    plan: AttentionPlan
+
+
+def build_batch(schedule: Schedule, page_size: int, device: torch.device) -> Batch:
+    """Lays out the chunks of a schedule one after the other."""
+    sequences = [chunk.sequence for chunk in schedule.chunks]
+    counts = np.array([chunk.count for chunk in schedule.chunks], np.int32)
+    starts = np.array([sequence.computed for sequence in sequences], np.int32)
+    tables = [sequence.table.tobytes() for sequence in sequences]
+    page_indptr = _offsets([len(sequence.table) for sequence in sequences])
+    page_indices = np.frombuffer(b"".join(tables), np.int32)
+    query_start = _offsets(counts)
+
+    total = int(query_start[-1])
+    owner = np.repeat(np.arange(len(sequences)), counts)
+    positions = (np.arange(total) - query_start[owner] + starts[owner]).astype(np.int64)
+    pages = page_indices[page_indptr[owner] + positions // page_size].astype(np.int64)
+    token_ids = b"".join(
+        chunk.sequence.tokens[
+            chunk.sequence.computed : chunk.sequence.computed + chunk.count
+        ].tobytes()
+        for chunk in schedule.chunks
+    )
+    ends = [chunk.count == chunk.sequence.remaining for chunk in schedule.chunks]
+    plan = AttentionPlan(
+        page_size=page_size,
+        query_start=query_start,
+        context_len=starts + counts,
+        page_indptr=page_indptr,
+        page_indices=page_indices,
+        stretches=shared_stretches(tables, [int(start) // page_size for start in starts]),
+    )
+    return Batch(
+        token_ids=torch.from_numpy(np.frombuffer(token_ids, np.int32).astype(np.int64)).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        slots=torch.from_numpy(pages * page_size + positions % page_size).to(device),
+        logit_rows=torch.from_numpy((query_start[1:] - 1)[ends].astype(np.int64)).to(device),
+        sampled=[sequence for sequence, end in zip(sequences, ends, strict=True) if end],
+        plan=plan,
+    )
+
+
+def _offsets(lengths: Seq[int] | np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def shared_stretches(tables: Seq[bytes], full_pages: Seq[int]) -> tuple[SharedStretch, ...]:
+    """The runs of full pages that two or more sequences have in common, at every level.
+
+    `tables` are page tables as int32 bytes, of which the first `full_pages` entries hold tokens
+    that are all computed. The prefix tree of the tables is read off their sorted order: with the
+    common prefix of each with the next, every maximal interval that shares more than its
+    surroundings is a node, and its stretch begins where its parent's ends. O(B log B) comparisons
+    at memcmp speed for B sequences.
+    """
+    cut = [table[: pages * TOKEN_BYTES] for table, pages in zip(tables, full_pages, strict=True)]
+    order = sorted(range(len(cut)), key=cut.__getitem__)
+    stretches: list[SharedStretch] = []
+    # Open intervals (shared pages, index in `order` of their first member), the outermost first.
+    stack: list[tuple[int, int]] = []
+    for index in range(1, len(order) + 1):
+        shared = 0
+        if index < len(order):
+            shared = common_prefix(cut[order[index - 1]], 0, cut[order[index]]) // TOKEN_BYTES
+        first = index - 1
+        while stack and stack[-1][0] > shared:
+            pages, first = stack.pop()
+            outer = max(shared, stack[-1][0] if stack else 0)
+            members = np.array(sorted(order[first:index]), np.int32)
+            stretches.append(SharedStretch(outer, pages - outer, members))
+        if shared and (not stack or stack[-1][0] < shared):
+            stack.append((shared, first))
+    stretches.reverse()  # parents before their children
+    return tuple(stretches)

@@ -1,0 +1,79 @@
+"""The engine's options: one flat dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = (None, "int8")
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that can be chosen about an engine.
+
+    Each field's `metadata["help"]` says what it does, for the command line. Raises ValueError with
+    the name, the value and what is allowed.
+    """
+
+    model: str
+    dtype: str = _option("auto", f"type of weights and KV: {', '.join(DTYPES)}")
+    device: str = _option("auto", "device that runs the model: auto or cpu")
+    load_format: str = _option("auto", "auto: the checkpoint's weights; dummy: random ones")
+    quantization: str | None = _option(None, "int8: dynamic 8-bit weights on the CPU")
+    page_size: int = _option(16, "tokens a page of the KV cache holds")
+    kv_cache_tokens: int | None = _option(None, "size of the KV cache in tokens")
+    kv_cache_memory_fraction: float = _option(
+        0.4, "size of the KV cache as a fraction of the memory that the weights leave available"
+    )
+    max_model_len: int | None = _option(None, "longest prompt and output together, in tokens")
+    max_num_seqs: int = _option(64, "most sequences in one step")
+    max_num_batched_tokens: int = _option(2048, "most tokens in one step")
+    enable_prefix_caching: bool = _option(True, "reuse the KV of prefixes seen before")
+    attention_backend: str = _option("auto", "attention kernels: auto, cpu or reference")
+    seed: int = _option(0, "seed of dummy weights and of requests that bring none")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ValueError(f"model must be a directory or a hub id, got {self.model!r}")
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("device", self.device, ("auto", "cpu"))
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
+        _at_least("page_size", self.page_size, 1)
+        if self.kv_cache_tokens is not None:
+            _at_least("kv_cache_tokens", self.kv_cache_tokens, 1)
+        fraction = self.kv_cache_memory_fraction
+        if not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+            raise ValueError(
+                f"kv_cache_memory_fraction must be above 0 and at most 1, got {fraction!r}"
+            )
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), so "
+                f"that every sequence gets its token in a step, got {self.max_num_batched_tokens}"
+            )
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(
+                f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
+            )
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+
+
+def _at_least(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")

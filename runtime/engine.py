@@ -1,0 +1,356 @@
+"""The engine: requests of token ids in, tokens out, one mixed batch a step."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from array import array
+from collections.abc import Sequence as Seq
+
+import torch
+
+from coppice.kernels.interface import select_backend
+from coppice.radix import PagePool, RadixTree, check, top_prefixes
+from coppice.runtime.batch import Batch, build_batch
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.memory import plan_cache
+from coppice.runtime.model_config import load_model_config
+from coppice.runtime.paging import Paging
+from coppice.runtime.report import CacheReport, Counters
+from coppice.runtime.request import Request, Sequence, Status, StepOutput
+from coppice.runtime.sampler import Sampler
+from coppice.runtime.sampling_params import SamplingParams
+from coppice.runtime.scheduler import Schedule, Scheduler
+from coppice.runtime.weights import load_decoder, resolve_dtype, resolve_model
+
+logger = logging.getLogger(__name__)
+
+TOP_PREFIXES = 8
+
+
+class Engine:
+    """Serves one model from one KV cache. Token ids only: no text, no HTTP.
+
+    Not thread-safe: one thread calls it. A step that fails ends the requests in it with an error,
+    and the engine goes on.
+
+        engine = Engine(EngineConfig(model="path"))
+        engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=8))
+        while engine.has_unfinished():
+            for output in engine.step(): ...
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.device = torch.device("cpu" if config.device == "auto" else config.device)
+        path = resolve_model(config.model)
+        self.model_config = load_model_config(path)
+        model_length = self.model_config.max_position
+        if config.max_model_len is not None and config.max_model_len > model_length:
+            raise ValueError(
+                f"max_model_len must be at most {model_length}, the model's own, "
+                f"got {config.max_model_len}"
+            )
+        dtype = resolve_dtype(config.dtype, self.model_config, self.device)
+        self.attention = select_backend(config.attention_backend, self.device)
+        self.decoder = load_decoder(
+            path,
+            self.model_config,
+            dtype=dtype,
+            device=self.device,
+            load_format=config.load_format,
+            quantization=config.quantization,
+            seed=config.seed,
+        )
+        pages, self.memory = plan_cache(config, self.model_config, dtype)
+        self.max_model_len = min(config.max_model_len or model_length, pages * config.page_size)
+        shape = (
+            pages,
+            config.page_size,
+            self.model_config.num_kv_heads,
+            self.model_config.head_dim,
+        )
+        # Zeroed memory is mapped only when it is first written, so an idle cache costs nothing.
+        self.kv_cache = [
+            (
+                torch.zeros(shape, dtype=dtype, device=self.device),
+                torch.zeros(shape, dtype=dtype, device=self.device),
+            )
+            for _ in range(self.model_config.num_layers)
+        ]
+        self.num_pages = pages
+        self.counters = Counters()
+        self._sampler = Sampler(self.model_config.eos_token_ids)
+        self._seeds = random.Random(config.seed)
+        self._sequences: dict[str, Sequence] = {}
+        self._arrivals = 0
+        self._new_pages()
+
+    def _new_pages(self) -> None:
+        tree = RadixTree(PagePool(self.num_pages, self.config.page_size))
+        self.paging = Paging(tree, enable_prefix_caching=self.config.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.paging,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+        )
+
+    @property
+    def tree(self) -> RadixTree:
+        return self.paging.tree
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues a request. Raises ValueError, with nothing queued, if it can't be served.
+
+        Requests reuse each other's KV only if their `cache_salt` is equal.
+        """
+        if request_id in self._sequences:
+            raise ValueError(
+                f"request_id must be unique among running requests, got {request_id!r}"
+            )
+        self.check_prompt(prompt_token_ids, params)
+        room = self.max_model_len - len(prompt_token_ids)
+        limit = room if params.max_tokens is None else min(room, params.max_tokens)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=array("i", prompt_token_ids),
+            params=params,
+            namespace=("cache_salt", cache_salt),
+            arrival=self._arrivals,
+            seed=seed,
+            max_length=len(prompt_token_ids) + limit,
+        )
+        self._arrivals += 1
+        sequence = Sequence(request)
+        self._sequences[request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def check_prompt(self, prompt_token_ids: Seq[int], params: SamplingParams) -> None:
+        """Raises ValueError if the prompt can't be served."""
+        count = len(prompt_token_ids)
+        if not count:
+            raise ValueError("prompt must have at least one token, got none")
+        vocabulary = self.model_config.vocab_size
+        for token in prompt_token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"prompt token ids must be integers from 0 to {vocabulary - 1}, got {token!r}"
+                )
+        if count >= self.max_model_len:
+            pool = self.num_pages * self.config.page_size
+            limit = "the KV cache" if self.max_model_len == pool else "max_model_len"
+            raise ValueError(
+                f"prompt must be shorter than {self.max_model_len} tokens ({limit}), so that there is "
+                f"room for at least one more, got {count}"
+            )
+        for token in params.stop_ids:
+            if token >= vocabulary:
+                raise ValueError(f"stop_token_ids must be from 0 to {vocabulary - 1}, got {token}")
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request: its pages are given back, what it computed stays in the tree.
+
+        False if it is unknown or has finished already.
+        """
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        self.scheduler.finish(sequence)
+        self._check_when_idle()
+        return True
+
+    def has_unfinished(self) -> bool:
+        return bool(self._sequences)
+
+    # -- the step ----------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Schedules, runs and commits one mixed batch; [] when there is nothing to do."""
+        start = time.perf_counter()
+        schedule = self.scheduler.schedule()
+        if not schedule.chunks:
+            return []
+        try:
+            batch, tokens = self._run(schedule)
+        except BaseException as error:
+            # Copies that were to be made may be missing: nothing of this step can be resumed.
+            outputs = self._fail(schedule, error)
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("a step failed; the %d requests in it end", len(schedule.chunks))
+            return outputs
+        self._count(schedule, time.perf_counter() - start)
+        outputs = self._commit(schedule, batch, tokens)
+        self._check_when_idle()
+        return outputs
+
+    @torch.inference_mode()
+    def _run(self, schedule: Schedule) -> tuple[Batch, list[int]]:
+        if schedule.copies:
+            self.attention.copy_pages(
+                self.kv_cache,
+                [copy.source for copy in schedule.copies],
+                [copy.target for copy in schedule.copies],
+            )
+        batch = build_batch(schedule, self.config.page_size, self.device)
+        prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)
+        logits = self.decoder.forward(
+            batch.token_ids,
+            batch.positions,
+            batch.slots,
+            self.kv_cache,
+            self.attention,
+            prepared,
+            batch.logit_rows,
+        )
+        tokens = self._sampler.sample(logits, batch.sampled) if batch.sampled else []
+        return batch, tokens
+
+    def _commit(self, schedule: Schedule, batch: Batch, tokens: list[int]) -> list[StepOutput]:
+        for chunk in schedule.chunks:
+            self.paging.commit(chunk.sequence, chunk.count)
+        outputs = []
+        for sequence, token in zip(batch.sampled, tokens, strict=True):
+            sequence.tokens.append(token)
+            self.counters.generated_tokens += 1
+            reason, stop = self._finish_reason(sequence, token)
+            if reason is not None:
+                self.scheduler.finish(sequence)
+                del self._sequences[sequence.request.request_id]
+            outputs.append(self._output(sequence, (token,), reason, stop))
+        return outputs
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
+        params = sequence.request.params
+        if sequence.num_generated >= params.min_tokens:
+            if not params.ignore_eos and token in self.model_config.eos_token_ids:
+                return "stop", None
+            if token in params.stop_ids:
+                return "stop", token
+        if len(sequence.tokens) >= sequence.request.max_length:
+            return "length", None
+        return None, None
+
+    def _fail(self, schedule: Schedule, error: BaseException) -> list[StepOutput]:
+        """Ends the requests of a step that failed; only what was committed before stays cached."""
+        self.counters.failed_steps += 1
+        message = f"the step failed: {type(error).__name__}: {error}"
+        outputs = []
+        for chunk in schedule.chunks:
+            self.scheduler.finish(chunk.sequence, keep=False)
+            self._sequences.pop(chunk.sequence.request.request_id, None)
+            outputs.append(self._output(chunk.sequence, (), "error", None, message))
+        self._check_when_idle()
+        return outputs
+
+    @staticmethod
+    def _output(
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        reason: str | None,
+        stop: int | None = None,
+        error: str | None = None,
+    ) -> StepOutput:
+        return StepOutput(
+            request_id=sequence.request.request_id,
+            index=0,
+            new_token_ids=tokens,
+            finish_reason=reason,
+            stop_reason=stop,
+            error=error,
+            num_prompt_tokens=len(sequence.request.prompt_token_ids),
+            cached_tokens=max(sequence.cached_tokens, 0),
+        )
+
+    # -- counts ------------------------------------------------------------------------------
+
+    def _count(self, schedule: Schedule, seconds: float) -> None:
+        """Books a step that ran, before its chunks are committed."""
+        counters = self.counters
+        counters.steps += 1
+        rows = decodes = 0
+        for chunk in schedule.chunks:
+            sequence = chunk.sequence
+            rows += chunk.count
+            decodes += chunk.decode
+            if not sequence.counted:
+                sequence.counted = True
+                counters.requests += 1
+                counters.prompt_tokens += len(sequence.request.prompt_token_ids)
+                counters.hit_tokens += sequence.cached_tokens
+        counters.computed_tokens += rows - decodes
+        counters.prefill_seconds += seconds * (rows - decodes) / rows
+        counters.decode_seconds += seconds * decodes / rows
+
+    def cache_report(self) -> CacheReport:
+        """The prefix-hit report as of now. O(nodes of the tree)."""
+        counters, tree = self.counters, self.tree
+        free, cached = tree.pool.free_pages, tree.evictable_pages
+        return CacheReport(
+            requests=counters.requests,
+            prompt_tokens=counters.prompt_tokens,
+            hit_tokens=counters.hit_tokens,
+            computed_tokens=counters.computed_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=self.scheduler.preemptions,
+            evicted_tokens=tree.evicted_tokens,
+            prefill_seconds=counters.prefill_seconds,
+            decode_seconds=counters.decode_seconds,
+            page_size=self.config.page_size,
+            pages_total=self.num_pages,
+            pages_free=free,
+            pages_cached=cached,
+            pages_held=self.num_pages - free - cached,
+            top_prefixes=top_prefixes(tree, TOP_PREFIXES),
+        )
+
+    def reset_cache(self) -> None:
+        """Empties the cache. Raises RuntimeError while requests run or wait."""
+        if self._sequences:
+            raise RuntimeError(
+                f"reset_cache: refused while {len(self._sequences)} requests are unfinished"
+            )
+        self.tree.reset()
+
+    def check(self) -> None:
+        """Recounts every page and lock; raises AssertionError on a mismatch. For tests."""
+        running = self.scheduler.running
+        held = [(s.hold, s.table) for s in running if s.hold is not None]
+        assert len(held) == len(running), "a running sequence without a lock"
+        check(self.tree, held)
+        assert {id(s) for s in self._sequences.values()} == {
+            id(s) for s in (*running, *self.scheduler.waiting)
+        }, "a request is lost"
+        assert all(s.status is Status.RUNNING for s in running)
+
+    def _check_when_idle(self) -> None:
+        """With nothing running every page is free or cached; if not, say so and start afresh."""
+        tree = self.tree
+        if self.scheduler.running or (
+            tree.pool.free_pages + tree.cached_pages == self.num_pages and not tree.locked_pages
+        ):
+            return
+        logger.error(
+            "page accounting is off: %d free + %d cached of %d pages, %d locked while nothing runs; "
+            "the cache is emptied",
+            tree.pool.free_pages,
+            tree.cached_pages,
+            self.num_pages,
+            tree.locked_pages,
+        )
+        waiting, preemptions = list(self.scheduler.waiting), self.scheduler.preemptions
+        self._new_pages()
+        self.scheduler.preemptions = preemptions
+        for sequence in waiting:
+            self.scheduler.add(sequence)

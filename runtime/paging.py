@@ -1,0 +1,111 @@
+"""A sequence's dealings with tree and pool: hit, admission, growth, commit, leave. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coppice.radix import Match, OutOfPages, RadixTree
+from coppice.runtime.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """A page whose KV must be copied before the step runs (copy-on-write on divergence)."""
+
+    source: int
+    target: int
+
+
+class Paging:
+    """Moves sequences in and out of the pages of one tree.
+
+    Of a running sequence's table, the pages before `hold.length // page_size` are kept by its lock
+    in the tree; the ones from there on are its own, and it alone writes to them.
+    """
+
+    def __init__(self, tree: RadixTree, *, enable_prefix_caching: bool) -> None:
+        self.tree = tree
+        self.page_size = tree.page_size
+        self.caching = enable_prefix_caching
+
+    def match(self, sequence: Sequence) -> Match:
+        """Its longest cached prefix, but one token less than all: its last one needs logits.
+
+        A private sequence, and every one while caching is off, matches nothing.
+        """
+        hidden = sequence.private or not self.caching
+        tokens = b"" if hidden else sequence.tokens[:-1].tobytes()
+        return self.tree.match(tokens, sequence.request.namespace)
+
+    def pages_needed(self, length: int, match: Match) -> int:
+        """Pages that a sequence of `length` tokens takes from the pool with this hit, at most.
+
+        A hit that ends inside a page may cost a page for its copy.
+        """
+        return -(-length // self.page_size) - match.length // self.page_size
+
+    def admit(self, sequence: Sequence, match: Match, count: int) -> PageCopy | None:
+        """Locks the hit and takes pages for the next `count` tokens.
+
+        Returns the page to copy, if the hit ends inside a page that others may read or write.
+        Raises OutOfPages, with nothing changed, if the pages can't be had.
+        """
+        tree, size = self.tree, self.page_size
+        needed = self.pages_needed(match.length + count, match)
+        if needed > (available := tree.available_pages(match)):
+            raise OutOfPages(needed, available)
+        hold = tree.lock(match)
+        table = tree.page_table(hold)
+        copy = None
+        if hold.length % size and not tree.claim_tail(hold):
+            page = tree.allocate(1)[0]
+            copy = PageCopy(table[-1], page)
+            table[-1] = page
+        sequence.hold, sequence.table, sequence.computed = hold, table, hold.length
+        self._grow(sequence, count)
+        return copy
+
+    def try_grow(self, sequence: Sequence, count: int) -> bool:
+        """Takes the pages that its next `count` tokens need, or changes nothing: False."""
+        try:
+            self._grow(sequence, count)
+        except OutOfPages:
+            return False
+        return True
+
+    def _grow(self, sequence: Sequence, count: int) -> None:
+        table = sequence.table
+        missing = -(-(sequence.computed + count) // self.page_size) - len(table)
+        if missing > 0:
+            table += self.tree.allocate(missing, table[-1] if table else -1)
+
+    def commit(self, sequence: Sequence, count: int) -> None:
+        """The KV of its next `count` tokens is in its pages now.
+
+        Chunks of a prefill enter the tree at once, so that others can hit them; tokens that are
+        decoded one by one enter when the sequence leaves.
+        """
+        sequence.computed += count
+        if count > 1 or sequence.computed <= len(sequence.request.prompt_token_ids):
+            self._insert(sequence)
+
+    def leave(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Gives back its pages and its lock; what it computed stays in the tree.
+
+        With `keep=False` (the step that wrote to its pages has failed) only what was entered
+        before stays.
+        """
+        if keep:
+            sequence.private = False
+            self._insert(sequence)
+        assert sequence.hold is not None
+        self.tree.release(sequence.hold, sequence.table)
+        sequence.hold = None
+        del sequence.table[:]
+        sequence.computed = 0
+
+    def _insert(self, sequence: Sequence) -> None:
+        if self.caching and not sequence.private:
+            assert sequence.hold is not None
+            tokens = sequence.tokens[: sequence.computed].tobytes()
+            self.tree.insert(sequence.hold, tokens, sequence.table)

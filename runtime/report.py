@@ -1,0 +1,57 @@
+"""What the engine can tell about its cache: counts since the start, the pool now, the top prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coppice.radix import SharedPrefix
+
+__all__ = ["CacheReport", "Counters", "SharedPrefix"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counted since the engine's start."""
+
+    requests: int = 0  # admitted at least once
+    prompt_tokens: int = 0  # of those requests
+    hit_tokens: int = 0  # prompt tokens whose KV was reused, at a request's first admission
+    computed_tokens: int = 0  # tokens of prefill chunks, resumptions included
+    generated_tokens: int = 0
+    steps: int = 0
+    failed_steps: int = 0
+    prefill_seconds: float = 0.0  # of step time, by each step's share of rows
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """The prefix-hit report: numbers and top shared prefixes."""
+
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    preemptions: int
+    evicted_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    page_size: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int  # held by nothing but the cache: evicted when pages are needed
+    pages_held: int  # held by running sequences
+    top_prefixes: tuple[SharedPrefix, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens over prompt tokens; 0 before the first request."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def time_saved_seconds(self) -> float:
+        """An estimate: hit tokens times the measured seconds a computed prefill token took."""
+        if not self.computed_tokens:
+            return 0.0
+        return self.hit_tokens * self.prefill_seconds / self.computed_tokens

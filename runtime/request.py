@@ -1,0 +1,80 @@
+"""A request, and the sequence of tokens that it extends."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+
+from coppice.radix import Hold
+from coppice.runtime.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user sent."""
+
+    request_id: str
+    prompt_token_ids: array[int]
+    params: SamplingParams
+    namespace: Hashable  # requests of different namespaces never share KV
+    arrival: int  # serial number
+    seed: int  # of its sampling: the user's, or one that the engine drew
+    max_length: int  # tokens, prompt included, at which it ends for "length"
+
+
+class Sequence:
+    """One line of tokens that is being extended, and the pages that hold its KV.
+
+    `tokens[:computed]` have their KV in the pages of `table`. Whatever is beyond is to be computed:
+    all of the prompt at first, the token that was sampled last while decoding, everything since the
+    last hit after a preemption. So prefill, decode and resumption are one thing: compute the next
+    tokens, and sample one when the end of `tokens` is reached.
+    """
+
+    __slots__ = ("request", "tokens", "computed", "status", "hold", "table", "cached_tokens",
+                 "counted", "admitted", "preempted", "overtaken", "private")  # fmt: skip
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens = array("i", request.prompt_token_ids)
+        self.computed = 0
+        self.status = Status.WAITING
+        self.hold: Hold | None = None  # its lock in the tree, while running
+        self.table = array("i")  # its page table, while running
+        self.cached_tokens = -1  # hit of its first admission; -1 before
+        self.counted = False  # in the report: once its first chunk is computed
+        self.admitted = -1  # serial number of its last admission
+        self.preempted = False  # waits to be resumed
+        self.overtaken = 0  # requests that came later and were admitted before it
+        self.private = False  # keeps out of the tree until it ends (see Scheduler)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is still to be computed before the next one can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step did to one request."""
+
+    request_id: str
+    index: int  # of the sequence within the request
+    new_token_ids: tuple[int, ...]
+    finish_reason: str | None  # None: goes on; "stop", "length", "abort" or "error"
+    stop_reason: int | None  # the stop token id that ended it, if one of the user's did
+    error: str | None  # what went wrong, with finish_reason "error"
+    num_prompt_tokens: int
+    cached_tokens: int  # prompt tokens whose KV was reused

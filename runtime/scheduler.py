@@ -1,0 +1,191 @@
+"""Which tokens of which sequences a step computes: admission, chunks, preemption. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coppice.radix import Match
+from coppice.radix.tokens import TOKEN_BYTES, common_prefix
+from coppice.runtime.paging import PageCopy, Paging
+from coppice.runtime.request import Sequence, Status
+from coppice.runtime.waiting import WaitingQueue
+
+# A follower that would save fewer tokens than this does not wait for its leader: a step of the
+# whole batch costs more than they do.
+MIN_SHARED_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `count` tokens of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def decode(self) -> bool:
+        """Whether it is the one token that was sampled last, and not a piece of a prefill."""
+        sequence = self.sequence
+        return self.count == 1 and sequence.computed >= len(sequence.request.prompt_token_ids)
+
+
+@dataclass(slots=True)
+class Schedule:
+    """What one step does: first copy pages, then compute the chunks in one mixed batch."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching over the pages of one tree.
+
+    Every step is one mixed batch of at most `max_num_batched_tokens` tokens of at most
+    `max_num_seqs` sequences: first a token for each sequence that decodes, then chunks of the
+    prompts in work, then whoever waits, longest hit first.
+
+    When pages run out, a sequence may take those of one that was admitted after it, which is
+    preempted: its computed tokens enter the tree, and it resumes from whatever is left of them
+    then. The one admitted first is therefore never preempted for another, and everything ends. Only
+    if it runs alone and still lacks pages (its own hit may lock a longer edge than it needs) it
+    starts again as a *private* sequence, which locks nothing and can evict all the rest.
+    """
+
+    def __init__(self, paging: Paging, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.paging = paging
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.running: list[Sequence] = []  # in order of admission
+        self.waiting = WaitingQueue(
+            lambda sequence: paging.match(sequence).length, overtake_limit=4 * max_num_seqs
+        )
+        self.preemptions = 0
+        self._admissions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.add(sequence)
+
+    def schedule(self) -> Schedule:
+        """The next step; empty if there is nothing to do. Pages are taken, locks are held."""
+        schedule = Schedule()
+        budget = self.max_num_batched_tokens
+        # Decodes first, so that a long prompt never stalls them: they are at most max_num_seqs.
+        order = sorted(self.running, key=lambda sequence: sequence.remaining > 1)
+        short_of_pages = False
+        for sequence in order:
+            if sequence.status is not Status.RUNNING:  # preempted by one before it
+                short_of_pages = True
+                continue
+            count = min(sequence.remaining, budget)
+            if not count:
+                continue
+            if self._grow(sequence, count, schedule):
+                schedule.chunks.append(Chunk(sequence, count))
+                budget -= count
+            else:
+                short_of_pages = True
+        if not short_of_pages or not self.running:
+            self._admit(schedule, budget)
+        return schedule
+
+    # -- running sequences -------------------------------------------------------------------
+
+    def _grow(self, sequence: Sequence, count: int, schedule: Schedule) -> bool:
+        """Takes its pages, if need be from sequences admitted later; False: not in this step."""
+        while True:
+            if self.paging.try_grow(sequence, count):
+                return True
+            scheduled = {id(chunk.sequence) for chunk in schedule.chunks}
+            victim = self.running[-1]
+            while victim is not sequence and id(victim) in scheduled:
+                victim = self.running[self.running.index(victim) - 1]
+            if victim is not sequence:
+                self.preempt(victim)
+            elif len(self.running) > 1:
+                return False  # older ones run; when they leave there are pages
+            else:
+                assert not sequence.private, "a request was accepted that does not fit the pool"
+                self.preempt(sequence)
+                sequence.private = True
+                return False
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Sends a running sequence back to the queue; its computed tokens stay in the tree."""
+        self.preemptions += 1
+        self.running.remove(sequence)
+        self.paging.leave(sequence)
+        sequence.status = Status.WAITING
+        sequence.preempted = True
+        self.waiting.add(sequence)
+
+    def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Ends a running or waiting sequence; `keep` as in `Paging.leave`."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self.paging.leave(sequence, keep=keep)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+
+    # -- waiting sequences -------------------------------------------------------------------
+
+    def _admit(self, schedule: Schedule, budget: int) -> None:
+        if not len(self.waiting) or not budget or len(self.running) >= self.max_num_seqs:
+            return
+        for sequence in self.waiting.ordered():
+            if not budget or len(self.running) >= self.max_num_seqs:
+                return
+            match = self.paging.match(sequence)
+            if self._has_leader(sequence, match):
+                continue
+            if not self._fits(sequence, match):
+                if self.running:
+                    return
+                # Alone, but the hit's lock leaves too few pages: compute it without the hit.
+                sequence.private = True
+                match = self.paging.match(sequence)
+            count = min(len(sequence.tokens) - match.length, budget)
+            copy = self.paging.admit(sequence, match, count)
+            self._enter(sequence)
+            if copy is not None:
+                schedule.copies.append(copy)
+            schedule.chunks.append(Chunk(sequence, count))
+            budget -= count
+
+    def _enter(self, sequence: Sequence) -> None:
+        self.waiting.admit(sequence)
+        sequence.status = Status.RUNNING
+        sequence.preempted = False
+        sequence.admitted = self._admissions
+        self._admissions += 1
+        if sequence.cached_tokens < 0:
+            sequence.cached_tokens = sequence.computed
+        self.running.append(sequence)
+
+    def _fits(self, sequence: Sequence, match: Match) -> bool:
+        """Whether all of it and its next token fit, beside a page more for each one that runs.
+
+        Only the pages of the first chunk are taken now; looking further ahead keeps a prompt from
+        being admitted just to be preempted.
+        """
+        length = min(len(sequence.tokens) + 1, sequence.request.max_length)
+        needed = self.paging.pages_needed(length, match) + len(self.running)
+        return needed <= self.paging.tree.available_pages(match)
+
+    def _has_leader(self, sequence: Sequence, match: Match) -> bool:
+        """Whether a running sequence is about to compute tokens that this one could hit instead."""
+        if sequence.private or not self.paging.caching:
+            return False
+        tokens = b""
+        for leader in self.running:
+            if (
+                leader.remaining <= 1
+                or leader.private
+                or leader.request.namespace != sequence.request.namespace
+            ):
+                continue
+            tokens = tokens or sequence.tokens[:-1].tobytes()
+            shared = common_prefix(tokens, 0, leader.tokens.tobytes()) // TOKEN_BYTES
+            if shared - match.length >= MIN_SHARED_TOKENS:
+                return True
+        return False
