@@ -1,4 +1,4 @@
-"""A schedule as the model and attention take it: flat tokens, slots, page tables, shared stretches."""
+"""A schedule as the model takes it: flat tokens, slots, page tables, shared stretches."""
 
 from __future__ import annotations
 

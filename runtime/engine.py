@@ -151,8 +151,8 @@ class Engine:
             pool = self.num_pages * self.config.page_size
             limit = "the KV cache" if self.max_model_len == pool else "max_model_len"
             raise ValueError(
-                f"prompt must be shorter than {self.max_model_len} tokens ({limit}), so that there is "
-                f"room for at least one more, got {count}"
+                f"prompt must be shorter than {self.max_model_len} tokens ({limit}), so that "
+                f"there is room for at least one more, got {count}"
             )
         for token in params.stop_ids:
             if token >= vocabulary:
@@ -342,8 +342,8 @@ class Engine:
         ):
             return
         logger.error(
-            "page accounting is off: %d free + %d cached of %d pages, %d locked while nothing runs; "
-            "the cache is emptied",
+            "page accounting is off: %d free + %d cached of %d pages, %d locked while nothing "
+            "runs; the cache is emptied",
             tree.pool.free_pages,
             tree.cached_pages,
             self.num_pages,

@@ -69,7 +69,8 @@ def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     if config.max_model_len is not None and config.max_model_len > pages * size:
         raise ValueError(
             f"max_model_len={config.max_model_len} tokens do not fit: {memory}. Give a larger "
-            f"kv_cache_tokens or kv_cache_memory_fraction, or a max_model_len of at most {pages * size}"
+            "kv_cache_tokens or kv_cache_memory_fraction, or a max_model_len of at most "
+            f"{pages * size}"
         )
     return pages, memory
 

@@ -1,4 +1,4 @@
-"""What the engine can tell about its cache: counts since the start, the pool now, the top prefixes."""
+"""What the engine tells about its cache: counts, the pool now, the top prefixes."""
 
 from __future__ import annotations
 

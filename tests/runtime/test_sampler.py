@@ -1,4 +1,4 @@
-"""Sampling: filters by their definition, seeds that do not depend on the batch, refusals by name."""
+"""Sampling: filters by definition, seeds that do not depend on the batch, refusals by name."""
 
 import math
 from array import array
