@@ -1,0 +1,159 @@
+"""The decoder-only transformer of the Llama, Mistral, Qwen2 and Qwen3 families, for inference.
+
+One implementation, driven by ``ModelConfig``. A step's tokens are one flat list, whatever sequences
+they belong to: only rotary positions, cache slots and the attention plan tell them apart.
+
+    token_ids [T] -> embed -> x [T, hidden] -> layer 0 -> ... -> layer L-1 -> norm -> logits [R, V]
+
+    layer:   x += out(attend(rope(split(qkv(norm(x))))))        keys and values go to the cache
+             x += down(silu(gate) * up),  gate | up = gate_up(norm(x))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from coppice.kernels.interface import AttentionBackend
+from coppice.runtime.layers import Linear, frozen, rms_norm
+from coppice.runtime.model_config import ModelConfig
+from coppice.runtime.rope import RotaryEmbedding, apply_rope
+
+#: Keys and values of one layer, each ``[num_pages, page_size, num_kv_heads, head_dim]``.
+LayerCache = tuple[torch.Tensor, torch.Tensor]
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward of one layer; ``Decoder.forward`` adds both to the residual."""
+
+    qk_norm: nn.Parameter | None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        *,
+        linear: type[Linear],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.sliding_window = config.sliding_windows[index]
+        hidden, inner = config.hidden_size, config.intermediate_size
+        query_width = config.num_heads * config.head_dim
+        qkv_width = query_width + 2 * config.num_kv_heads * config.head_dim
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.attention_norm = frozen(torch.empty(hidden, **place))
+        self.qkv = linear(hidden, qkv_width, bias=config.attention_bias, **place)
+        # Queries and keys lie side by side and are normalised at once, each head by its own row.
+        qk_heads = config.num_heads + config.num_kv_heads
+        self.qk_norm = (
+            frozen(torch.empty(qk_heads, config.head_dim, **place)) if config.qk_norm else None
+        )
+        self.output = linear(query_width, hidden, bias=config.output_bias, **place)
+        self.mlp_norm = frozen(torch.empty(hidden, **place))
+        self.gate_up = linear(hidden, 2 * inner, bias=config.mlp_bias, **place)
+        self.down = linear(inner, hidden, bias=config.mlp_bias, **place)
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        eps: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        cache: LayerCache,
+        attention: AttentionBackend,
+        prepared: Any,
+    ) -> torch.Tensor:
+        """What the heads gathered, ``[T, num_heads * head_dim]``; writes keys and values."""
+        heads = self.qkv(rms_norm(x, self.attention_norm, eps)).view(x.shape[0], -1, self.head_dim)
+        qk_heads = self.num_heads + self.num_kv_heads
+        qk, v = heads[:, :qk_heads], heads[:, qk_heads:]
+        if self.qk_norm is not None:
+            qk = rms_norm(qk, self.qk_norm, eps)
+        qk = apply_rope(qk, *angles)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        attention.write_kv(k, v, *cache, slots)
+        gathered = attention.attend(
+            q, k, v, *cache, prepared, scale=self.scale, sliding_window=self.sliding_window
+        )
+        return gathered.view(x.shape[0], -1)
+
+    def feed_forward(self, x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+        """``down(silu(gate) * up)`` of the normalised ``x [T, hidden]``."""
+        gate, up = self.gate_up(rms_norm(x, self.mlp_norm, eps)).chunk(2, dim=-1)
+        down: torch.Tensor = self.down(F.silu(gate).mul_(up))
+        return down
+
+
+class Decoder(nn.Module):
+    """The model. Its weights are empty until ``weights.load_decoder`` has filled them.
+
+    ``linear`` is the class of all projections, the language-model head included. Tied embeddings
+    are one tensor, unless the projections are of another type than the embedding.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        linear: type[Linear] = Linear,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.embedding = frozen(torch.empty(config.vocab_size, config.hidden_size, **place))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, linear=linear, **place)
+            for index in range(config.num_layers)
+        )
+        self.norm = frozen(torch.empty(config.hidden_size, **place))
+        self.head = linear(config.hidden_size, config.vocab_size, bias=False, **place)
+        if self.head_is_embedding:
+            self.head.weight = self.embedding
+        self.rope = RotaryEmbedding(config.rope, **place)
+        self.eps = torch.tensor(config.rms_norm_eps, dtype=torch.float32, device=device)
+
+    @property
+    def head_is_embedding(self) -> bool:
+        """Whether the head reads the embedding's own tensor."""
+        return self.config.tie_word_embeddings and type(self.head) is Linear
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        kv: Sequence[LayerCache],
+        attention: AttentionBackend,
+        prepared: Any,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits, float32 ``[R, vocab_size]``, of the rows that ``logit_rows`` names.
+
+        ``token_ids``, ``positions`` (in the token's own sequence) and ``slots`` (where its KV goes,
+        page * page_size + slot) are int64 ``[T]``; ``logit_rows`` is int64 ``[R]``, and R may be 0.
+        ``kv`` has the cache of each layer; ``prepared`` is what ``attention.prepare`` made of this
+        step's plan. Run it under ``torch.inference_mode()``; without, it is slower, not wrong.
+        """
+        angles = self.rope.angles(positions)
+        x = F.embedding(token_ids, self.embedding)
+        layers = cast("Sequence[DecoderLayer]", self.layers)
+        for index, (layer, cache) in enumerate(zip(layers, kv, strict=True)):
+            gathered = layer.attend(x, self.eps, angles, slots, cache, attention, prepared)
+            if index == len(layers) - 1:
+                # Nothing reads the other rows any more: the last layer has written their KV.
+                x, gathered = x[logit_rows], gathered[logit_rows]
+            x.add_(layer.output(gathered))
+            x.add_(layer.feed_forward(x, self.eps))
+        logits: torch.Tensor = self.head(rms_norm(x, self.norm, self.eps))
+        return logits.float()

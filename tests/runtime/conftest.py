@@ -1,0 +1,88 @@
+"""Tiny checkpoints of every supported family, made with transformers, for all tests of runtime.
+
+They have 2 layers, 4 query heads, 2 KV heads of dimension 16, hidden size 64, a vocabulary of 320
+and 512 positions. Weights are drawn wide (deviation 0.3; norm weights and biases vary too), so that
+greedy tokens differ from prompt to prompt and the best two logits are rarely close: results can be
+compared token by token. Nothing in them ends a sequence by itself: the end-of-sequence id is 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "dtype": "float32",
+}
+_EXTRA: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"head_dim": 16, "sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+}
+
+
+def make_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A model of transformers of that family with random weights; ``changes`` go to its config."""
+    config = _CONFIGS[family](**(_SHAPE | _EXTRA[family] | changes))
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            norm = name.endswith("norm.weight")
+            parameter.normal_(1.0 if norm else 0.0, 0.3, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_checkpoint(family, **changes_to_config)`` is a folder with that checkpoint.
+
+    Families are ``FAMILIES``. Each is written once a session; do not change the folder. Load the
+    same weights into transformers with ``AutoModelForCausalLM.from_pretrained(folder)``.
+    """
+    made: dict[str, Path] = {}
+
+    def make(family: str, **changes: Any) -> Path:
+        key = f"{family} {sorted(changes.items())}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(family)
+            make_model(family, **changes).save_pretrained(made[key])
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Each supported family in turn."""
+    return str(request.param)
