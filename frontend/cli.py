@@ -1,0 +1,189 @@
+"""The command `coppice`: generate, serve and demo."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coppice import __version__
+from coppice.frontend.engine_options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    sampling_params,
+)
+
+if TYPE_CHECKING:
+    from coppice.frontend.llm import LLM
+    from coppice.frontend.outputs import RequestOutput
+
+TOKENIZER_HELP = "where the tokenizer is, if not with the model"
+MODEL_HELP = "a Hugging Face directory, a hub id, or `demo` for the model that comes along"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; the exit status: 0, 1 if something failed, 2 for a wrong argument."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that lacks a character gets a question mark
+            stream.reconfigure(errors="replace")
+    parsed = build_parser().parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+    except ValueError as error:
+        print(f"coppice {parsed.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stderr.close()
+        return 141
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="coppice",
+        description="An LLM engine in which a radix tree owns the KV cache.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"coppice {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser(
+        "generate", help="continue prompts, or answer questions", allow_abbrev=False
+    )
+    generate.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    source = generate.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt (may be repeated)"
+    )
+    source.add_argument(
+        "--prompts-file",
+        type=Path,
+        metavar="FILE",
+        help="a prompt a line, empty lines left out; without either, standard input is read so",
+    )
+    generate.add_argument(
+        "--chat", action="store_true", help="put each prompt as a question to the chat template"
+    )
+    generate.add_argument(
+        "--report", action="store_true", help="end with the prefix-hit report of the cache"
+    )
+    generate.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
+    add_sampling_options(generate)
+    add_engine_options(generate)
+    generate.set_defaults(run=run_generate)
+
+    serve = commands.add_parser(
+        "serve", help="start an OpenAI-compatible server", allow_abbrev=False
+    )
+    serve.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    serve.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    serve.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port; 0: a free one (default: 8000)"
+    )
+    serve.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
+    add_engine_options(serve)
+    serve.set_defaults(run=run_serve)
+
+    demo = commands.add_parser(
+        "demo",
+        help="many questions over one shared document, with the cache on and off",
+        allow_abbrev=False,
+    )
+    demo.set_defaults(run=run_demo)
+    return parser
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    """`coppice generate`."""
+    prompts = _prompts(arguments)
+    params = sampling_params(arguments)
+    from coppice.frontend.llm import LLM
+    from coppice.frontend.outputs import GenerationError
+
+    llm = LLM(arguments.model, arguments.tokenizer, **engine_options(arguments))
+    failure = None
+    try:
+        if arguments.chat:
+            turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            outputs = llm.chat(turns, params)
+        else:
+            outputs = llm.generate(prompts, params)
+    except GenerationError as error:
+        failure, outputs = error, error.outputs
+    _print_outputs(prompts, outputs)
+    if arguments.report:
+        _print_report(llm)
+    if failure is not None:
+        print(f"coppice generate: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """`coppice serve`."""
+    if not 0 <= arguments.port <= 65535:
+        raise ValueError(f"port must be from 0 to 65535, got {arguments.port}")
+    from coppice.frontend.serving import serve
+    from coppice.frontend.text_engine import TextEngine
+    from coppice.runtime.config import EngineConfig
+
+    config = EngineConfig(model=arguments.model, **engine_options(arguments))
+    text_engine = TextEngine.load(config, arguments.tokenizer)
+    return serve(text_engine, model=arguments.model, host=arguments.host, port=arguments.port)
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """`coppice demo`."""
+    from rich.console import Console
+
+    from coppice.frontend.demo import run
+
+    run(Console())
+    return 0
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    """The prompts that the arguments name. Raises ValueError if there is none."""
+    if arguments.prompt is not None:
+        return list(arguments.prompt)
+    if arguments.prompts_file is not None:
+        try:
+            text = arguments.prompts_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"prompts-file cannot be read: {error}") from error
+        where = str(arguments.prompts_file)
+    else:
+        if sys.stdin.isatty():
+            raise ValueError("prompt: none given; use --prompt, --prompts-file or standard input")
+        text, where = sys.stdin.read(), "standard input"
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"prompt: there is none in {where}")
+    return lines
+
+
+def _print_outputs(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> None:
+    """Only the text for one prompt; with each prompt above its text for several."""
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        if len(prompts) > 1:
+            print(f"[{index + 1}/{len(prompts)}] {prompt}")
+        print(output.outputs[0].text)
+        if len(prompts) > 1 and index + 1 < len(prompts):
+            print()
+
+
+def _print_report(llm: LLM) -> None:
+    from rich.console import Console
+
+    from coppice.frontend.report import render_report
+
+    tokenizer = llm.get_tokenizer()
+    console = Console()
+    console.print()
+    console.print(render_report(llm.cache_report(), lambda ids: str(tokenizer.decode(list(ids)))))

@@ -1,0 +1,63 @@
+"""Tokens to text as they come: no broken characters, whatever bytes a token ends on.
+
+A tokenizer's `decode` is a function of the whole sequence: a character may be spread over several
+tokens, and some decoders treat the first token of what they are given differently (they drop the
+space before it). So new text is read off as the difference between two decodings of the last few
+tokens, which begin a little before the new ones:
+
+    ids   . . . . [ context | new ]
+                  ^start    ^clean
+    text          [ sent    | to send ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"
+
+
+class IncrementalDecoder:
+    """Turns one sequence's tokens into pieces of text that add up to the decoding of them all.
+
+    Text is held back while it ends in U+FFFD, which is what decoders give for bytes that are not
+    yet a whole character. The pieces, the flushed one included, add up to `decode` of all tokens;
+    only where a byte-fallback decoder turns a whole run of bytes to U+FFFD because of an invalid
+    one in it may characters that went out before stay whole here.
+
+    Args:
+        decode: token ids to text, special tokens dropped or not as the caller wants.
+    """
+
+    __slots__ = ("_clean", "_decode", "_ids", "_sent", "_start")
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._start = 0  # first token that is decoded again
+        self._clean = 0  # tokens before it were decoded to whole characters
+        self._sent = 0  # characters of the text from `_start` on that went out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain by these tokens. Cost: decoding the last few."""
+        self._ids += token_ids
+        text = self._decode(self._ids[self._start :])
+        if text.endswith(REPLACEMENT):
+            return self._send(text, len(text.rstrip(REPLACEMENT)))
+        piece = self._send(text, len(text))
+        if piece:
+            self._start, self._clean = self._clean, len(self._ids)
+            self._sent = len(self._decode(self._ids[self._start :]))
+        return piece
+
+    def flush(self) -> str:
+        """What was held back, U+FFFD where bytes are missing; for the end of the sequence."""
+        text = self._decode(self._ids[self._start :])
+        return self._send(text, len(text))
+
+    def _send(self, text: str, end: int) -> str:
+        if end <= self._sent:
+            return ""
+        piece = text[self._sent : end]
+        self._sent = end
+        return piece

@@ -1,0 +1,75 @@
+"""The engine's and the sampler's options as command-line options, made from their dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from dataclasses import Field, fields
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.sampling_params import SamplingParams
+
+# The commands take the most probable token unless told otherwise, so that the same command gives
+# the same text twice; and enough tokens for an answer.
+CLI_DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
+
+_SAMPLING_HELP = {
+    "temperature": "0 takes the most probable token; above, the higher the more varied",
+    "top_p": "only the most probable tokens that together reach this probability",
+    "top_k": "only so many of the most probable tokens; 0: all",
+    "min_p": "only tokens at least this fraction as probable as the most probable one",
+    "max_tokens": "most tokens to generate for a prompt",
+    "min_tokens": "fewest tokens before anything may end the text",
+    "ignore_eos": "go on after the model's end-of-text token",
+}
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of `EngineConfig` but the model."""
+    group = parser.add_argument_group("engine options")
+    hints = get_type_hints(EngineConfig)
+    for option in fields(EngineConfig):
+        if option.name != "model":
+            _add(group, option, hints[option.name], option.metadata["help"], option.default)
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The values of the engine's options, for `EngineConfig` or `LLM`."""
+    names = [option.name for option in fields(EngineConfig) if option.name != "model"]
+    return {name: getattr(arguments, name) for name in names}
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `SamplingParams` that make sense for a whole command."""
+    group = parser.add_argument_group("sampling options")
+    hints = get_type_hints(SamplingParams)
+    for option in fields(SamplingParams):
+        if option.name in _SAMPLING_HELP:
+            default = CLI_DEFAULTS.get(option.name, option.default)
+            _add(group, option, hints[option.name], _SAMPLING_HELP[option.name], default)
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text (may be repeated)"
+    )
+
+
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """The sampling options' values. Raises ValueError if one is out of range."""
+    values = {name: getattr(arguments, name) for name in _SAMPLING_HELP}
+    return SamplingParams(stop=arguments.stop, **values)
+
+
+def _add(
+    group: argparse._ArgumentGroup, option: Field[Any], hint: Any, text: str, default: Any
+) -> None:
+    flag = "--" + option.name.replace("_", "-")
+    if hint is bool:
+        text += f" (default: {'on' if default else 'off'})"
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+        return
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (part for part in get_args(hint) if part is not type(None))
+    if default is not None:
+        text += f" (default: {default})"
+    metavar = {int: "N", float: "X"}.get(hint, "NAME")
+    group.add_argument(flag, type=hint, default=default, metavar=metavar, help=text)

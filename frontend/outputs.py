@@ -1,0 +1,66 @@
+"""What a finished request gives back, under the field names that vLLM uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One generated continuation.
+
+    Attributes:
+        index: which continuation of the request this is, from 0.
+        text: the generated text, cut before a stop string unless its inclusion was asked for.
+        token_ids: every generated token, the one that ended the text included.
+        finish_reason: "stop" (end-of-text token, stop token or stop string), "length" (max_tokens
+            or the model's length), "abort" (cancelled) or "error" (a step failed).
+        stop_reason: the stop string, or the id of the stop token, that ended the text; None where
+            the model's own end-of-text token or a length did. For "error", the error's message.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt with what was generated for it.
+
+    Attributes:
+        request_id: the name under which the engine ran the request.
+        prompt: the prompt as text, None when it was given as token ids.
+        prompt_token_ids: the prompt as the model saw it.
+        outputs: the continuations; one for now.
+        finished: whether the request has ended.
+        cached_tokens: prompt tokens whose KV was reused instead of computed.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[CompletionOutput]
+    finished: bool
+    cached_tokens: int
+
+
+class GenerationError(RuntimeError):
+    """Some requests of a call failed inside a step; the others ran to their end.
+
+    Attributes:
+        outputs: all outputs of the call, in the order of its prompts; those that failed have the
+            finish reason "error" and the message as stop reason.
+    """
+
+    def __init__(self, outputs: list[RequestOutput]) -> None:
+        self.outputs = outputs
+        failed = [
+            f"prompt {index}: {output.outputs[0].stop_reason}"
+            for index, output in enumerate(outputs)
+            if output.outputs[0].finish_reason == "error"
+        ]
+        named = "; ".join(failed[:3]) + ("; ..." if len(failed) > 3 else "")
+        super().__init__(f"{len(failed)} of {len(outputs)} requests failed: {named}")

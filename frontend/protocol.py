@@ -1,0 +1,265 @@
+"""The OpenAI API's requests, read strictly: every parameter is honoured or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from reprlib import repr as shown
+from typing import Any, TypeAlias
+
+from coppice.frontend.tokenizer import Message
+from coppice.runtime.sampling_params import SamplingParams
+
+PromptInput: TypeAlias = str | list[int]
+
+
+class BadRequest(ValueError):
+    """What is wrong with a request, in the terms of the API's error object."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_body(message, kind=kind, param=param, code=code)
+
+
+def error_body(
+    message: str, *, kind: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The API's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A checked request of either endpoint: `prompts` or `messages` is set, never both."""
+
+    model: str
+    prompts: tuple[PromptInput, ...]
+    messages: tuple[Message, ...]
+    params: SamplingParams
+    cache_salt: str | None
+    stream: bool
+    include_usage: bool
+
+
+# Parameters of the API that are not supported yet, with the values that ask for nothing and are
+# accepted therefore. A null is accepted for each of them.
+_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": (),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "user": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _same(value: Any, accepted: Any) -> bool:
+    """Equality that keeps true and 1 apart, but not 0 and 0.0."""
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(item, str) for item in value)
+    )
+
+
+def _is_integers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_integer, value))
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# Parameters that go into SamplingParams under their own name: the check of the type, its name.
+_SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (_is_number, "a number"),
+    "top_p": (_is_number, "a number"),
+    "top_k": (_is_integer, "an integer"),
+    "min_p": (_is_number, "a number"),
+    "seed": (_is_integer, "an integer"),
+    "max_tokens": (_is_integer, "an integer"),
+    "min_tokens": (_is_integer, "an integer"),
+    "stop": (_is_stop, "a string or a list of strings"),
+    "stop_token_ids": (_is_integers, "a list of token ids"),
+    "ignore_eos": (_is_bool, "true or false"),
+    "include_stop_str_in_output": (_is_bool, "true or false"),
+    "skip_special_tokens": (_is_bool, "true or false"),
+}
+
+_COMMON = {"model", "stream", "stream_options", "cache_salt"}
+
+
+def parse_completion(body: Any) -> CompletionRequest:
+    """The body of /v1/completions. Raises BadRequest."""
+    body = _fields(body, {"prompt"})
+    if "prompt" not in body:
+        raise BadRequest("prompt is required", param="prompt")
+    return _request(body, _sampling(body), prompts=_prompts(body["prompt"]))
+
+
+def parse_chat(body: Any) -> CompletionRequest:
+    """The body of /v1/chat/completions; without max_tokens an answer may fill the context.
+
+    Raises BadRequest.
+    """
+    body = _fields(body, {"messages", "max_completion_tokens"})
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list of at least one message", param="messages")
+    if "max_completion_tokens" in body and "max_tokens" in body:
+        raise BadRequest(
+            "max_tokens and max_completion_tokens mean the same; give one of them",
+            param="max_completion_tokens",
+        )
+    values = {"max_tokens": None} | _sampling(body)
+    if "max_completion_tokens" in body:
+        values |= _sampling({"max_tokens": body["max_completion_tokens"]})
+    return _request(body, values, messages=tuple(messages))
+
+
+def _fields(body: Any, own: set[str]) -> dict[str, Any]:
+    """The parameters that are set; refuses what is unknown or not supported."""
+    if not isinstance(body, Mapping):
+        raise BadRequest("the body must be a JSON object")
+    known = own | _COMMON | set(_SAMPLING)
+    for name, value in body.items():
+        if name in known or value is None:
+            continue
+        if name not in _NOT_SUPPORTED:
+            raise BadRequest(f"{name} is not a parameter of this endpoint", param=name)
+        accepted = _NOT_SUPPORTED[name]
+        if not any(_same(value, ok) for ok in accepted):
+            only = f"; it may only be {' or '.join(map(repr, accepted))}" if accepted else ""
+            raise BadRequest(f"{name} is not supported yet, got {shown(value)}{only}", param=name)
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    values = {}
+    for name, (good, what) in _SAMPLING.items():
+        if name not in body:
+            continue
+        if not good(body[name]):
+            raise BadRequest(f"{name} must be {what}, got {shown(body[name])}", param=name)
+        values[name] = body[name]
+    return values
+
+
+def _typed(body: Mapping[str, Any], name: str, good: Callable[[Any], bool], what: str) -> Any:
+    if name in body and not good(body[name]):
+        raise BadRequest(f"{name} must be {what}, got {shown(body[name])}", param=name)
+    return body.get(name)
+
+
+def _request(
+    body: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    *,
+    prompts: tuple[PromptInput, ...] = (),
+    messages: tuple[Message, ...] = (),
+) -> CompletionRequest:
+    model = _typed(body, "model", _is_string, "a string")
+    if model is None:
+        raise BadRequest("model is required", param="model")
+    stream = bool(_typed(body, "stream", _is_bool, "true or false"))
+    try:
+        params = SamplingParams(**sampling)
+    except ValueError as error:
+        raise bad_value(error, body) from error
+    return CompletionRequest(
+        model,
+        prompts,
+        messages,
+        params,
+        _typed(body, "cache_salt", _is_string, "a string"),
+        stream,
+        _include_usage(body, stream),
+    )
+
+
+def bad_value(error: ValueError, body: Mapping[str, Any]) -> BadRequest:
+    """A refusal by a deeper layer, whose message begins with the parameter's name."""
+    first = str(error).split(" ", 1)[0].split("[", 1)[0].rstrip(":")
+    return BadRequest(str(error), param=first if first in body else None)
+
+
+def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise BadRequest("stream_options needs stream to be true", param="stream_options")
+    if not isinstance(options, Mapping):
+        raise BadRequest(
+            f"stream_options must be an object, got {shown(options)}", param="stream_options"
+        )
+    for name in options:
+        if name != "include_usage":
+            raise BadRequest(
+                f"stream_options.{name} is not supported; only include_usage is",
+                param=f"stream_options.{name}",
+            )
+    include = options.get("include_usage", False)
+    if not isinstance(include, bool):
+        raise BadRequest(
+            f"stream_options.include_usage must be true or false, got {shown(include)}",
+            param="stream_options.include_usage",
+        )
+    return include
+
+
+def _prompts(prompt: Any) -> tuple[PromptInput, ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    if isinstance(prompt, list) and prompt:
+        if _is_integers(prompt):
+            return (prompt,)
+        if all(isinstance(item, str) or _is_integers(item) for item in prompt):
+            return tuple(prompt)
+    raise BadRequest(
+        "prompt must be a string, a list of token ids, or a list of either, and not be empty",
+        param="prompt",
+    )

@@ -1,0 +1,354 @@
+"""An HTTP server that speaks the OpenAI API's completions and chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from typing import Any
+
+from aiohttp import web
+
+from coppice.frontend.engine_thread import DeltaStream, EngineStopped, EngineThread, RequestFailed
+from coppice.frontend.outputs import RequestOutput
+from coppice.frontend.protocol import (
+    BadRequest,
+    CompletionRequest,
+    bad_value,
+    error_body,
+    parse_chat,
+    parse_completion,
+)
+from coppice.frontend.text_engine import TextDelta
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 * 2**20
+RETRY_AFTER_SECONDS = 5
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """The routes, over one engine that serves one model.
+
+    Args:
+        engine: a started engine thread.
+        model: the name under which requests must ask for the model.
+    """
+
+    def __init__(self, engine: EngineThread, model: str) -> None:
+        self._engine = engine
+        self._model = model
+        self._created = int(time.time())
+        # One thread, so that a tokenizer is never in two calls at once.
+        self._tokenizing = ThreadPoolExecutor(1, "coppice-tokenizer")
+
+    def application(self) -> web.Application:
+        """The application; run it with `handler_cancellation`, so that vanished clients count."""
+        app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat_completions),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._one_model),
+                web.get("/health", self._health),
+            ]
+        )
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if self._engine.alive:
+            return web.json_response({"status": "ok"})
+        return web.json_response({"status": "the engine is not running"}, status=503)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._card()]})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        self._check_model(request.match_info["model"])
+        return web.json_response(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "coppice",
+        }
+
+    def _check_model(self, model: str) -> None:
+        if model != self._model:
+            raise BadRequest(
+                f"model {model!r} is not served here; {self._model!r} is",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, parse_completion, Completion(self._model))
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, parse_chat, ChatCompletion(self._model))
+
+    async def _answer(
+        self,
+        request: web.Request,
+        parse: Callable[[Any], CompletionRequest],
+        shape: Completion,
+    ) -> web.StreamResponse:
+        body = await _json(request)
+        asked = parse(body)
+        self._check_model(asked.model)
+        async with AsyncExitStack() as stack:
+            try:
+                streams = [
+                    await stack.enter_async_context(
+                        await self._engine.submit(
+                            text, ids, asked.params, cache_salt=asked.cache_salt
+                        )
+                    )
+                    for text, ids in await self._tokenize(asked)
+                ]
+            except ValueError as error:
+                raise bad_value(error, body) from error
+            if asked.stream:
+                return await self._stream(request, shape, streams, asked.include_usage)
+            outputs = [await _last(stream) for stream in streams]
+        return web.json_response(shape.whole(outputs))
+
+    async def _tokenize(self, asked: CompletionRequest) -> list[tuple[str | None, list[int]]]:
+        """Text (if there was one) and token ids of each prompt, made off the event loop."""
+        tokenizer = self._engine.text_engine.tokenizer
+
+        def tokenize() -> list[tuple[str | None, list[int]]]:
+            if asked.messages:
+                return [(None, tokenizer.encode_chat(asked.messages))]
+            return [
+                (prompt, tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+                for prompt in asked.prompts
+            ]
+
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        shape: Completion,
+        streams: Sequence[DeltaStream],
+        include_usage: bool,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        outputs: list[RequestOutput] = []
+        blank = {"usage": None} if include_usage else {}
+        try:
+            for index in range(len(streams)):
+                for chunk in shape.opening(index):
+                    await _send(response, chunk | blank)
+            async with Merged(streams) as deltas:
+                async for index, delta in deltas:
+                    for chunk in shape.chunks(index, delta):
+                        await _send(response, chunk | blank)
+                    if delta.output is not None:
+                        outputs.append(delta.output)
+            if include_usage:
+                await _send(response, shape.usage_chunk(outputs))
+        except ConnectionError:
+            raise
+        except Exception as error:  # the status line is out; the stream itself must tell
+            if not isinstance(error, RequestFailed):
+                log.exception("%s failed", request.path)
+            await _send(response, error_body(str(error), kind="server_error"))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+class Completion:
+    """The answers of /v1/completions to one request."""
+
+    object_whole = "text_completion"
+    object_chunk = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, model: str) -> None:
+        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._model = model
+        self._created = int(time.time())
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
+        return self._object(self.object_whole, choices) | {"usage": usage(outputs)}
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """What is sent before there is any text."""
+        return []
+
+    def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
+        """What is sent for one delta."""
+        if not delta.text and delta.output is None:
+            return []
+        choice = {"index": index, "text": delta.text, "logprobs": None, **_ending(delta.output)}
+        return [self._object(self.object_chunk, [choice])]
+
+    def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The last chunk, if it was asked for."""
+        return self._object(self.object_chunk, []) | {"usage": usage(outputs)}
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        text = output.outputs[0].text
+        return {"index": index, "text": text, "logprobs": None, **_ending(output)}
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+
+class ChatCompletion(Completion):
+    """The answers of /v1/chat/completions to one request."""
+
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None)]
+
+    def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
+        made = [self._chunk(index, {"content": delta.text}, None)] if delta.text else []
+        if delta.output is not None:
+            made.append(self._chunk(index, {}, delta.output))
+        return made
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], output: RequestOutput | None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, **_ending(output)}
+        return self._object(self.object_chunk, [choice])
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.outputs[0].text}
+        return {"index": index, "message": message, "logprobs": None, **_ending(output)}
+
+
+class Merged(AsyncIterator[tuple[int, TextDelta]]):
+    """The deltas of several streams as they come, each with the number of its stream."""
+
+    def __init__(self, streams: Sequence[DeltaStream]) -> None:
+        self._streams = streams
+        self._queue: asyncio.Queue[tuple[int, TextDelta | Exception | None]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._open = len(streams)
+
+    async def __aenter__(self) -> Merged:
+        self._tasks = [
+            asyncio.create_task(self._pump(index, stream))
+            for index, stream in enumerate(self._streams)
+        ]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __anext__(self) -> tuple[int, TextDelta]:
+        while self._open:
+            index, item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is not None:
+                return index, item
+            self._open -= 1
+        raise StopAsyncIteration
+
+    async def _pump(self, index: int, stream: DeltaStream) -> None:
+        try:
+            async for delta in stream:
+                self._queue.put_nowait((index, delta))
+        except RequestFailed as error:
+            self._queue.put_nowait((index, error))
+        else:
+            self._queue.put_nowait((index, None))
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Token counts over all choices of a request."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(output.outputs[0].token_ids) for output in outputs)
+    cached = sum(output.cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _ending(output: RequestOutput | None) -> dict[str, Any]:
+    if output is None:
+        return {"finish_reason": None, "stop_reason": None}
+    completion = output.outputs[0]
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+async def _last(stream: DeltaStream) -> RequestOutput:
+    output = None
+    async for delta in stream:
+        output = delta.output
+    assert output is not None, "a stream ends with an output or an exception"
+    return output
+
+
+async def _send(response: web.StreamResponse, chunk: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+
+
+async def _json(request: web.Request) -> Any:
+    raw = await request.read()
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:  # bad UTF-8 and huge integers included
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure in the API's error shape."""
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return web.json_response(error.body, status=error.status)
+    except web.HTTPException as error:
+        text = f"{request.method} {request.path}: {error.reason}"
+        headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+        body = error_body(text, kind="invalid_request_error")
+        return web.json_response(body, status=error.status, headers=headers)
+    except EngineStopped as error:
+        body = error_body(str(error), kind="server_error")
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return web.json_response(body, status=503, headers=headers)
+    except RequestFailed as error:
+        return web.json_response(error_body(str(error), kind="server_error"), status=500)
+    except ConnectionError:  # the client is gone; there is nobody to tell
+        raise
+    except Exception as error:
+        log.exception("%s %s failed", request.method, request.path)
+        text = f"internal error: {type(error).__name__}: {error}"
+        return web.json_response(error_body(text, kind="server_error"), status=500)

@@ -1,0 +1,87 @@
+"""Starts the server, says where it is and how to use it, and stops it in an orderly way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+
+from aiohttp import web
+
+from coppice.frontend.engine_thread import EngineThread
+from coppice.frontend.server import Server
+from coppice.frontend.text_engine import TextEngine
+
+DRAIN_SECONDS = 30.0
+
+
+def serve(text_engine: TextEngine, *, model: str, host: str, port: int) -> int:
+    """Serves until SIGINT or SIGTERM, then lets running requests end; the exit status.
+
+    New connections are refused at once when a signal comes. Requests that take longer than
+    `DRAIN_SECONDS` from there on are aborted, and a second signal aborts them at once.
+
+    Args:
+        text_engine: the loaded model.
+        model: the name under which requests ask for it.
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+    """
+    return asyncio.run(_serve(text_engine, model, host, port))
+
+
+async def _serve(text_engine: TextEngine, model: str, host: str, port: int) -> int:
+    engine = EngineThread(text_engine)
+    runner = web.AppRunner(
+        Server(engine, model).application(),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=DRAIN_SECONDS,
+    )
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    try:
+        await site.start()
+    except OSError as error:
+        print(f"coppice serve: cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
+        await runner.cleanup()
+        return 1
+    engine.start()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, lambda: (hurry if stop.is_set() else stop).set())
+    print(_greeting(text_engine, model, *runner.addresses[0][:2]), flush=True)
+    await stop.wait()
+    print(f"stopping: {engine.running} requests are running", flush=True)
+    await _drain(runner, engine, hurry)
+    return 0
+
+
+async def _drain(runner: web.AppRunner, engine: EngineThread, hurry: asyncio.Event) -> None:
+    """Waits for the running requests, until the time is over or a second signal comes."""
+    closing = asyncio.create_task(runner.cleanup())
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    await engine.stop()  # whatever still runs ends with an error that says so
+    await closing
+
+
+def _greeting(text_engine: TextEngine, model: str, host: str, port: int) -> str:
+    address = f"[{host}]" if ":" in host else host
+    url = f"http://{address}:{port}"
+    if text_engine.tokenizer.wrapped.chat_template:
+        path = "/v1/chat/completions"
+        body = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+    else:
+        path, body = "/v1/completions", {"model": model, "prompt": "Hello"}
+    return "\n".join(
+        [
+            f"model   {model}",
+            f"memory  {text_engine.engine.memory}",
+            f"url     {url}",
+            f"try     curl {url}{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        ]
+    )

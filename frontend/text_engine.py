@@ -1,0 +1,172 @@
+"""The engine with text on both sides: prompts in, pieces of text out, step by step.
+
+The engine knows token ids only. Here prompts become tokens, each step's tokens become text, and a
+stop string that appears ends its request before the next step is made. The Python API and the
+server both stand on this. Like the engine, one thread calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from coppice.frontend.detokenizer import IncrementalDecoder
+from coppice.frontend.outputs import CompletionOutput, RequestOutput
+from coppice.frontend.stop_strings import StopStrings
+from coppice.frontend.tokenizer import Tokenizer, model_source
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine import Engine
+from coppice.runtime.request import StepOutput
+from coppice.runtime.sampling_params import SamplingParams
+from coppice.runtime.weights import resolve_model
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What a step did to one request.
+
+    Attributes:
+        text: new text that no stop string can take back any more.
+        output: the whole result, once the request has ended.
+    """
+
+    request_id: str
+    text: str
+    new_token_ids: tuple[int, ...]
+    output: RequestOutput | None
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request's text as far as it has come."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    decoder: IncrementalDecoder
+    stops: StopStrings
+    token_ids: list[int] = field(default_factory=list)
+
+
+class TextEngine:
+    """An engine and the tokenizer of its model.
+
+    Attributes:
+        engine: the engine, for its memory arithmetic and cache report.
+        tokenizer: the model's tokenizer.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._running: dict[str, _Running] = {}
+
+    @classmethod
+    def load(cls, config: EngineConfig, tokenizer: str | None = None) -> TextEngine:
+        """Loads a model and its tokenizer; `config.model` may be "demo".
+
+        Args:
+            config: the engine's options; the model is a directory, a hub id or "demo".
+            tokenizer: where the tokenizer is, if not with the model.
+
+        Raises:
+            ValueError: there is no such model, it is not supported, or its memory does not suffice.
+        """
+        path = resolve_model(model_source(config.model))
+        source = path if tokenizer is None else resolve_model(model_source(tokenizer))
+        loaded = Tokenizer(source)  # first, since it takes less to find that one is missing
+        return cls(Engine(replace(config, model=str(path))), loaded)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: the engine refuses it (see `Engine.add_request`); nothing was queued.
+        """
+        ids = list(prompt_token_ids)
+        self.engine.add_request(request_id, ids, params, cache_salt=cache_salt)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        self._running[request_id] = _Running(
+            request_id,
+            prompt,
+            tuple(ids),
+            params,
+            IncrementalDecoder(decode),
+            StopStrings(params.stop_strings, include=params.include_stop_str_in_output),
+        )
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request and gives its pages back; False if it is unknown or has ended."""
+        self._running.pop(request_id, None)
+        return self.engine.abort(request_id)
+
+    def unfinished(self) -> list[str]:
+        """Names of the requests that were added and have not ended."""
+        return list(self._running)
+
+    def has_unfinished(self) -> bool:
+        """Whether a step has anything to do."""
+        return self.engine.has_unfinished()
+
+    def step(self) -> list[TextDelta]:
+        """Runs one step; what it did to each request that it touched."""
+        deltas = []
+        for output in self.engine.step():
+            running = self._running.get(output.request_id)
+            if running is not None:  # it was not aborted between two steps
+                deltas.append(self._advance(running, output))
+        return deltas
+
+    def _advance(self, running: _Running, step: StepOutput) -> TextDelta:
+        params, stops = running.params, running.stops
+        new = list(step.new_token_ids)
+        # The token that ended the text is part of the result, but not of the text.
+        silent = step.finish_reason == "stop" and not params.include_stop_str_in_output
+        for position, token in enumerate(new):
+            running.token_ids.append(token)
+            if silent and position == len(new) - 1:
+                break
+            piece = running.decoder.push((token,))
+            stops.push(piece, armed=len(running.token_ids) > params.min_tokens)
+            if stops.matched is not None:
+                del new[position + 1 :]
+                break
+        finish_reason, stop_reason = step.finish_reason, _stop_reason(step)
+        if finish_reason is not None and stops.matched is None:
+            armed = len(running.token_ids) > params.min_tokens
+            stops.push(running.decoder.flush(), armed=armed)
+        if stops.matched is not None:
+            if finish_reason is None:
+                self.engine.abort(running.request_id)
+            finish_reason, stop_reason = "stop", stops.matched
+        text = stops.take(final=finish_reason is not None)
+        output = None
+        if finish_reason is not None:
+            del self._running[running.request_id]
+            output = RequestOutput(
+                running.request_id,
+                running.prompt,
+                running.prompt_token_ids,
+                [
+                    CompletionOutput(
+                        0, stops.text, tuple(running.token_ids), finish_reason, stop_reason
+                    )
+                ],
+                True,
+                step.cached_tokens,
+            )
+        return TextDelta(running.request_id, text, tuple(new), output)
+
+
+def _stop_reason(step: StepOutput) -> int | str | None:
+    return step.error if step.finish_reason == "error" else step.stop_reason
