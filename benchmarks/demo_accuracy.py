@@ -1,0 +1,101 @@
+"""Measures how many of a handbook's questions the demo model answers exactly.
+
+Every conversation has a fresh document of 600 to 1,000 tokens as its system prompt and three
+different questions about it, answered greedily through transformers' own ``generate`` with the chat
+template applied. The answers to the first and to the third question are scored: right means equal
+to the fact's value, character for character. Documents come from the eval split, whose names never
+occur in training (see ``coppice.frontend.demo_facts``).
+
+Prints one JSON object a line: first each kind of fact, then each turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from coppice.frontend.demo_facts import Document, ask, make_document
+
+DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "frontend" / "demo_model"
+TURNS = 3
+SCORED_TURNS = (1, TURNS)
+
+
+def fresh_document(tokenizer: Any, seed: int, shortest: int = 600, longest: int = 1000) -> Document:
+    """The first document from ``seed`` on whose length in tokens is in the wanted range."""
+    for attempt in range(1000):
+        # The number of facts sweeps the range, so that all lengths are measured.
+        document = make_document(seed * 1000 + attempt, 58 + (seed * 7 + attempt) % 40, "eval")
+        if shortest <= len(tokenizer(document.text)["input_ids"]) <= longest:
+            return document
+    raise RuntimeError(f"no document of {shortest} to {longest} tokens in 1000 tries")
+
+
+@torch.inference_mode()
+def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """The model's greedy answer to a conversation, as text."""
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    out = model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    new = out[0, prompt["input_ids"].shape[1] :]
+    return str(tokenizer.decode(new, skip_special_tokens=True))
+
+
+def measure(model_dir: Path, conversations: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Asks ``TURNS`` questions in each conversation and returns the rows to print."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    right: dict[int, int] = defaultdict(int)
+    kinds: dict[str, list[bool]] = defaultdict(list)
+    lengths: list[int] = []
+    start = time.perf_counter()
+    for conversation in range(conversations):
+        document = fresh_document(tokenizer, seed * conversations + conversation)
+        lengths.append(len(tokenizer(document.text)["input_ids"]))
+        messages = [{"role": "system", "content": document.text}]
+        for turn, question in enumerate(ask(document, conversation, TURNS), start=1):
+            messages.append({"role": "user", "content": question.text})
+            said = answer(model, tokenizer, messages)
+            messages.append({"role": "assistant", "content": said})
+            if turn in SCORED_TURNS:
+                right[turn] += said == question.answer
+                kinds[question.fact.attribute].append(said == question.answer)
+    seconds = time.perf_counter() - start
+    common = {"benchmark": "demo_accuracy", "model": model_dir.name}
+    rows: list[dict[str, Any]] = [
+        common | {"attribute": kind, "questions": len(hits), "exact": sum(hits) / len(hits)}
+        for kind, hits in sorted(kinds.items())
+    ]
+    machine = {"machine": platform.processor() or platform.machine(), "seconds": round(seconds, 1)}
+    documents = {"shortest_document": min(lengths), "longest_document": max(lengths)}
+    for turn in SCORED_TURNS:
+        exact = {"turn": turn, "questions": conversations, "exact": right[turn] / conversations}
+        rows.append(common | exact | documents | machine)
+    return rows
+
+
+def main() -> None:
+    """Parses the command line, measures, prints the rows and keeps them if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="model directory")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--quick", action="store_true", help="20 conversations instead of 200")
+    args = parser.parse_args()
+    rows = measure(args.model, conversations=20 if args.quick else 200)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    print(lines, end="")
+    if args.json is not None:
+        args.json.write_text(lines, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
