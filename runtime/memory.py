@@ -64,8 +64,8 @@ def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
         f"KV cache: {arithmetic}; {source} {pages:,} pages = {pages * size:,} tokens = "
         f"{_bytes(pages * each)}"
     )
-    if pages < 1:
-        raise ValueError(f"{memory}; at least one page is needed")
+    if pages * size < 2:
+        raise ValueError(f"{memory}; room for at least 2 tokens is needed")
     if config.max_model_len is not None and config.max_model_len > pages * size:
         raise ValueError(
             f"max_model_len={config.max_model_len} tokens do not fit: {memory}. Give a larger "

@@ -47,8 +47,8 @@ class Scheduler:
     When pages run out, a sequence may take those of one that was admitted after it, which is
     preempted: its computed tokens enter the tree, and it resumes from whatever is left of them
     then. The one admitted first is therefore never preempted for another, and everything ends. Only
-    if it runs alone and still lacks pages (its own hit may lock a longer edge than it needs) it
-    starts again as a *private* sequence, which locks nothing and can evict all the rest.
+    if it runs alone and still lacks pages (beside the page that its hit ends in it needs a copy of
+    it) it starts again as a *private* sequence, which locks nothing and can evict all the rest.
     """
 
     def __init__(self, paging: Paging, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -141,7 +141,7 @@ class Scheduler:
             if not self._fits(sequence, match):
                 if self.running:
                     return
-                # Alone, but the hit's lock leaves too few pages: compute it without the hit.
+                # Alone, but what the hit locks leaves too few pages: compute it without the hit.
                 sequence.private = True
                 match = self.paging.match(sequence)
             count = min(len(sequence.tokens) - match.length, budget)

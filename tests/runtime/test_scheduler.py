@@ -150,13 +150,15 @@ def test_preemption_happens_and_resumes_from_the_tree():
     )
 
 
-def test_a_sequence_as_long_as_the_pool_ends_although_its_hit_locks_a_longer_edge():
+def test_a_sequence_as_long_as_the_pool_ends_although_its_hit_needs_a_page_more():
     machine = Machine(pages=4, page_size=4, seqs=4, tokens=64)
     machine.add([1] * 10, max_new=6)
     machine.drain()
-    # It hits 9 tokens inside an edge of 15, whose lock leaves too few pages for its own branch.
+    # It hits 9 tokens: three locked pages, of which the third has to be copied for its own branch.
     machine.add([1] * 9 + [2], max_new=6)
+    assert machine.scheduler.preemptions == 0
     machine.drain()
+    assert machine.scheduler.preemptions == 1  # it had to start again without its hit
     assert list(machine.finished[-1].tokens) == expected([1] * 9 + [2], 6)
 
 

@@ -1,0 +1,65 @@
+"""What every benchmark shares: its two options, rows of JSON, and the machine's name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """An argument parser with `--json FILE` and `--quick`."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+    made.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    return made
+
+
+class Rows:
+    """Prints one JSON object a line, and writes the same lines to a file if asked."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("")
+
+    def add(self, **row: Any) -> None:
+        line = json.dumps(row)
+        print(line, flush=True)
+        if self._file is not None:
+            with self._file.open("a") as out:
+                out.write(line + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """The processor, the cores this process may use, and the versions that matter."""
+    import torch
+
+    name = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            name = line.split(":", 1)[1].strip()
+            break
+    return {
+        "cpu": name,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
+    """Minimum, median and maximum."""
+    return {
+        "min": round(min(values), digits),
+        "median": round(statistics.median(values), digits),
+        "max": round(max(values), digits),
+    }
