@@ -1,4 +1,4 @@
-"""The pool of KV pages: ids with reference counts, handed out in runs of neighbours where it can."""
+"""The pool of KV pages: ids with reference counts, handed out in runs where it can."""
 
 from __future__ import annotations
 
@@ -115,6 +115,8 @@ class PagePool:
         """
         if count < 0:
             raise ValueError(f"count must be at least 0, got {count}")
+        if not -1 <= after < self.num_pages:
+            raise ValueError(f"after must be -1 or a page, 0 .. {self.num_pages - 1}, got {after}")
         if count > self.free_pages:
             raise OutOfPages(count, self.free_pages)
         pages = array("i")
@@ -135,11 +137,11 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more reference for each page. Raises ValueError, with nothing changed, if one is free."""
-        refs = self.refs
+        """One more reference for each page; ValueError, with nothing changed, if one is free."""
+        refs, end = self.refs, self.num_pages
         for page in pages:
-            if refs[page] <= 0:
-                raise ValueError(f"page {page} is free and can't be shared")
+            if not 0 <= page < end or not refs[page]:
+                raise ValueError(f"pages: {page} can't be shared, {self._unused(page)}")
         for page in pages:
             refs[page] += 1
 
@@ -151,10 +153,10 @@ class PagePool:
         """
         if len(pages) >= _VECTOR:
             return self._release_many(np.array(pages, np.int32))
-        refs = self.refs
+        refs, last = self.refs, self.num_pages
         for page in pages:
-            if refs[page] <= 0:
-                raise ValueError(f"page {page} is released more often than it was taken")
+            if not 0 <= page < last or not refs[page]:
+                raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
         freed, start, end = 0, -1, -1
         for page in pages:
             count = refs[page] - 1
@@ -174,10 +176,13 @@ class PagePool:
 
     def _release_many(self, pages: np.ndarray) -> int:
         refs = np.frombuffer(self.refs, np.int32)
+        unused = (pages < 0) | (pages >= self.num_pages)
+        if not unused.any():
+            unused = refs[pages] == 0
+        if unused.any():
+            page = int(pages[int(unused.argmax())])
+            raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
         counts = refs[pages] - 1
-        if counts.min() < 0:
-            page = int(pages[int(counts.argmin())])
-            raise ValueError(f"page {page} is released more often than it was taken")
         refs[pages] = counts
         freed = pages[counts == 0]
         if len(freed):
@@ -187,6 +192,11 @@ class PagePool:
             for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
                 self._give(start, end - start + 1)
         return len(freed)
+
+    def _unused(self, page: int) -> str:
+        if 0 <= page < self.num_pages:
+            return "it is free"
+        return f"the pool has pages 0 .. {self.num_pages - 1}"
 
     def free_runs(self) -> list[tuple[int, int]]:
         """The free runs as (first page, length), in page order. O(num_pages)."""

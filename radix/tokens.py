@@ -1,4 +1,4 @@
-"""Tokens as contiguous int32 bytes, and the longest common prefix of two of them at memcmp speed."""
+"""Tokens as contiguous int32 bytes, and their longest common prefix at memcmp speed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class RadixTree:
         match = tree.match(tokens)           # changes nothing
         hold = tree.lock(match)              # the path stays until unlock
         table = tree.page_table(hold)        # pages of the hit
-        tree.claim_tail(hold)                # may it write behind the hit, or must it copy the page?
+        tree.claim_tail(hold)                # may it write behind the hit, or copy the page?
         table += tree.allocate(n)            # evicts if need be
         ... KV of more tokens is written to the sequence's own pages ...
         tree.insert(hold, tokens, table)     # as often as wanted
@@ -68,7 +68,7 @@ class RadixTree:
         return self.cached_pages - self.locked_pages
 
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
-        """The longest cached prefix of `tokens`; changes nothing, not even the order of eviction."""
+        """The longest cached prefix of `tokens`; changes nothing, nor the order of eviction."""
         query = token_bytes(tokens)
         root = self._roots.get(namespace)
         if root is None:
@@ -132,7 +132,14 @@ class RadixTree:
         return node
 
     def fork(self, hold: Hold) -> Hold:
-        """A second lock on the same path, for a sequence that continues from the same tokens."""
+        """A second lock on the same path, for a sequence that continues from the same tokens.
+
+        The new sequence takes a copy of the page table and, by `PagePool.share`, a reference on its
+        pages from `hold.length // page_size` on. Insert all computed tokens first, so that at most
+        a partly filled tail is among those, and copy that tail for one of the two at once: a page
+        that one sequence enters in the tree while another has a reference on it counts as
+        evictable once the first has left, but evicting it frees nothing.
+        """
         node = self._held(hold)
         walk: Node | None = node
         while walk is not None:
@@ -170,7 +177,7 @@ class RadixTree:
     # -- pages -------------------------------------------------------------------------------
 
     def page_table(self, hold: Hold) -> array[int]:
-        """The pages of the held tokens, in order: `ceil(hold.length / page_size)` ids (a new array)."""
+        """The `ceil(hold.length / page_size)` pages of the held tokens, in order (a new array)."""
         table = array("i")
         for node in self._held(hold).path():
             if node.start % self.page_size:
@@ -266,7 +273,7 @@ class RadixTree:
         return Inserted(total - matched, matched - held)
 
     def _adopt(self, hold: Hold, node: Node, table: array[int], matched: int) -> None:
-        """Replaces the full pages of positions held .. matched by the tree's, and frees the copies."""
+        """Replaces the full pages of positions held .. matched by the tree's; frees the copies."""
         first, last = hold.length // self.page_size, matched // self.page_size
         if last <= first:
             return
@@ -278,7 +285,7 @@ class RadixTree:
     def _extend(
         self, node: Node, bottom: Node, query: bytes, matched: int, table: array[int]
     ) -> Node:
-        """Enters the tokens from `matched` on below the end of `node`; returns the node they end in.
+        """Enters the tokens from `matched` on below `node`; returns the node they end in.
 
         The references that the sequence has on full pages pass to the node; the partly filled last
         page gets one more, since the sequence goes on writing there.
@@ -341,9 +348,9 @@ class RadixTree:
     def _split(self, node: Node, tokens: int) -> Node:
         """Cuts the edge of `node` after `tokens` tokens; returns the new upper part.
 
-        `node` stays the lower part, so that holds, matches (see `_ending`) and the order of eviction
-        need no change. Both are locked if it was. A page that lies on both sides of the cut is
-        referenced by both.
+        `node` stays the lower part, so that holds, matches (see `_ending`) and the order of
+        eviction need no change. Both are locked if it was. A page that lies on both sides of the
+        cut is referenced by both.
         """
         size = self.page_size
         parent = node.parent
@@ -372,7 +379,7 @@ class RadixTree:
     # -- evicting ----------------------------------------------------------------------------
 
     def _leaf(self, node: Node) -> None:
-        """Enters an unlocked leaf into the order of eviction (a root that is empty goes at once)."""
+        """Enters an unlocked leaf into the order of eviction (an empty root goes at once)."""
         if isinstance(node, Root):
             del self._roots[node.namespace]
             self._epoch += 1
@@ -390,7 +397,7 @@ class RadixTree:
         )
 
     def _compact(self) -> None:
-        """Drops dead and double entries; as many as live ones were pushed since, so O(1) amortised."""
+        """Drops dead and double entries; pushes since pay for it, so O(1) amortised."""
         entries = {id(entry[2]): entry for entry in self._order if self._live(entry)}
         self._order = list(entries.values())
         heapq.heapify(self._order)
@@ -400,6 +407,8 @@ class RadixTree:
 
         Returns how many pages were freed: less than `count` only if all else is locked.
         """
+        if count < 0:
+            raise ValueError(f"count must be at least 0, got {count}")
         freed = 0
         while freed < count and self._order:
             entry = heapq.heappop(self._order)
