@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from coppice.frontend.engine_options import (
     engine_options,
     sampling_params,
 )
+from coppice.runtime.config import EngineConfig
 
 if TYPE_CHECKING:
     from coppice.frontend.llm import LLM
@@ -129,13 +131,20 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """`coppice serve`."""
     if not 0 <= arguments.port <= 65535:
         raise ValueError(f"port must be from 0 to 65535, got {arguments.port}")
-    from coppice.frontend.serving import serve
-    from coppice.frontend.text_engine import TextEngine
-    from coppice.runtime.config import EngineConfig
-
     config = EngineConfig(model=arguments.model, **engine_options(arguments))
-    text_engine = TextEngine.load(config, arguments.tokenizer)
-    return serve(text_engine, model=arguments.model, host=arguments.host, port=arguments.port)
+    try:
+        listener = _bound(arguments.host, arguments.port)
+    except OSError as error:
+        where = f"{arguments.host}:{arguments.port}"
+        print(f"coppice serve: cannot listen on {where}: {error.strerror}", file=sys.stderr)
+        return 1
+    with listener:
+        from coppice.frontend.serving import serve
+        from coppice.frontend.text_engine import TextEngine
+
+        text_engine = TextEngine.load(config, arguments.tokenizer)
+        serve(text_engine, model=arguments.model, listener=listener)
+    return 0
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
@@ -146,6 +155,22 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
     run(Console())
     return 0
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Takes the port before the minutes that a large model may take to load.
+
+    It does not listen yet, so that clients are refused instead of kept waiting.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:

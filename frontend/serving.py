@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
+import socket
 
 from aiohttp import web
 
@@ -16,8 +16,8 @@ from coppice.frontend.text_engine import TextEngine
 DRAIN_SECONDS = 30.0
 
 
-def serve(text_engine: TextEngine, *, model: str, host: str, port: int) -> int:
-    """Serves until SIGINT or SIGTERM, then lets running requests end; the exit status.
+def serve(text_engine: TextEngine, *, model: str, listener: socket.socket) -> None:
+    """Serves until SIGINT or SIGTERM, then lets running requests end.
 
     New connections are refused at once when a signal comes. Requests that take longer than
     `DRAIN_SECONDS` from there on are aborted, and a second signal aborts them at once.
@@ -25,13 +25,12 @@ def serve(text_engine: TextEngine, *, model: str, host: str, port: int) -> int:
     Args:
         text_engine: the loaded model.
         model: the name under which requests ask for it.
-        host: address to listen on.
-        port: port to listen on; 0 takes a free one.
+        listener: bound to the address to serve at; it is closed at the end.
     """
-    return asyncio.run(_serve(text_engine, model, host, port))
+    asyncio.run(_serve(text_engine, model, listener))
 
 
-async def _serve(text_engine: TextEngine, model: str, host: str, port: int) -> int:
+async def _serve(text_engine: TextEngine, model: str, listener: socket.socket) -> None:
     engine = EngineThread(text_engine)
     runner = web.AppRunner(
         Server(engine, model).application(),
@@ -40,23 +39,16 @@ async def _serve(text_engine: TextEngine, model: str, host: str, port: int) -> i
         shutdown_timeout=DRAIN_SECONDS,
     )
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
-    try:
-        await site.start()
-    except OSError as error:
-        print(f"coppice serve: cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
-        await runner.cleanup()
-        return 1
+    await web.SockSite(runner, listener).start()
     engine.start()
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, lambda: (hurry if stop.is_set() else stop).set())
-    print(_greeting(text_engine, model, *runner.addresses[0][:2]), flush=True)
+    print(_greeting(text_engine, model, *listener.getsockname()[:2]), flush=True)
     await stop.wait()
     print(f"stopping: {engine.running} requests are running", flush=True)
     await _drain(runner, engine, hurry)
-    return 0
 
 
 async def _drain(runner: web.AppRunner, engine: EngineThread, hurry: asyncio.Event) -> None:

@@ -1,0 +1,87 @@
+"""A tiny checkpoint with a real tokenizer and chat template, and engines over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from coppice.frontend.tokenizer import Tokenizer
+from coppice.runtime.config import EngineConfig
+
+if TYPE_CHECKING:
+    from coppice.frontend.text_engine import TextEngine
+
+SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+CORPUS = (
+    "The quick brown fox jumps over the lazy dog while the band plays on in the old town hall.",
+    "Where is the key? The key is under the mat, and the mat is at the door of the house.",
+    "Crème brûlée, naïve café, Straße, 東京, Привет, 🙂🙃 and numbers such as 1234567890.",
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_level_tokenizer(corpus: Sequence[str] = CORPUS, size: int = 384) -> FastTokenizer:
+    """A byte-level BPE trained on a few sentences: rare characters take several tokens."""
+    tokenizer = FastTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama whose greedy text varies, with its tokenizer."""
+    path = tmp_path_factory.mktemp("tiny-llama")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_tokenizer(), eos_token="<|end|>", pad_token="<|pad|>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+    )
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer(checkpoint)
+
+
+@pytest.fixture
+def text_engine(checkpoint: Path) -> TextEngine:
+    """A real engine over the tiny checkpoint, with a small cache of its own."""
+    from coppice.frontend.text_engine import TextEngine
+
+    return TextEngine.load(
+        EngineConfig(model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8)
+    )

@@ -1,0 +1,224 @@
+"""The Python API: order, kinds of prompts, refusals that leave nothing behind, failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice import LLM, SamplingParams
+from coppice.frontend.outputs import GenerationError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+PROMPTS = ["The key is", "Where is the fox?", "The key is", "東京", "The quick brown fox jumps"]
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    return LLM(str(checkpoint), kv_cache_tokens=4096, max_num_seqs=4)
+
+
+def nothing_left(llm: LLM) -> bool:
+    engine = llm._text_engine.engine
+    return not engine.has_unfinished() and llm.cache_report().pages_held == 0
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    lengths = [9, 2, 7, 1, 4]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = llm.generate(PROMPTS, params)
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    alone = [llm.generate(prompt, one)[0] for prompt, one in zip(PROMPTS, params, strict=True)]
+    assert [o.outputs[0] for o in outputs] == [o.outputs[0] for o in alone]
+    assert all(output.finished for output in outputs)
+    assert len({output.request_id for output in outputs}) == len(outputs)
+    assert nothing_left(llm)
+
+
+def test_every_way_to_write_a_prompt(llm: LLM) -> None:
+    ids = llm.get_tokenizer()("The key is")["input_ids"]
+    ways: list[Any] = [
+        "The key is",
+        ["The key is"],
+        ids,
+        [ids],
+        {"prompt": "The key is"},
+        [{"prompt_token_ids": ids}],
+        [{"prompt_token_ids": tuple(ids), "cache_salt": "mine"}],
+    ]
+    outputs = [llm.generate(way, GREEDY) for way in ways]
+    assert all(len(output) == 1 for output in outputs)
+    assert len({output[0].outputs[0] for output in outputs}) == 1
+    assert all(output[0].prompt_token_ids == tuple(ids) for output in outputs)
+    assert outputs[2][0].prompt is None
+
+
+def test_a_second_time_the_prompt_is_cached(llm: LLM) -> None:
+    prompt = {"prompt": "The lazy dog is under the mat.", "cache_salt": "second time"}
+    first, second = llm.generate(prompt, GREEDY)[0], llm.generate(prompt, GREEDY)[0]
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == len(second.prompt_token_ids) - 1
+    assert first.outputs == second.outputs
+    other = llm.generate(prompt | {"cache_salt": "another"}, GREEDY)[0]
+    assert other.cached_tokens == 0
+
+
+def test_chat_is_generate_on_the_template(llm: LLM) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Where is "}, {"type": "text", "text": "it?"}],
+        },
+    ]
+    text = "<|system|>Be brief.<|end|><|user|>Where is it?<|end|><|assistant|>"
+    expected = llm.generate(text, GREEDY)[0]
+    (single,) = llm.chat(messages, GREEDY)
+    assert single.prompt_token_ids == expected.prompt_token_ids
+    assert single.outputs == expected.outputs
+    assert [o.outputs for o in llm.chat([messages, messages], GREEDY)] == [expected.outputs] * 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "prompts must not be empty"),
+        (7, "prompts must be a prompt or a list"),
+        (b"bytes", "prompts must be a prompt or a list"),
+        (["text", 3], "must be all token ids or all prompts"),
+        (["fine", ""], r"prompts\[1\]: prompt must have at least one token"),
+        (["fine", [1, 100_000]], r"prompts\[1\]: prompt token ids must be .* got 100000"),
+        (["fine", [1, -1]], r"prompts\[1\]: .* got -1"),
+        (["fine", [1.5]], r"prompts\[1\]: .* got 1.5"),
+        (["fine", [1] * 600], r"prompts\[1\]: prompt must be shorter than 512"),
+        (["fine", None], r"prompts\[1\] must be text or token ids, got None"),
+        (["fine", {"text": "x"}], r"prompts\[1\] must have either prompt or"),
+        ([{"prompt": "x", "prompt_token_ids": [1]}], r"prompts\[0\] must have either"),
+        ([{"prompt": 5}], r"prompts\[0\]: prompt must be text, got 5"),
+        ([{"prompt": "x", "cache_salt": 5}], r"prompts\[0\]: cache_salt must be a string"),
+        (["fine", "half \ud83d"], "lone surrogate"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, prompts: Any, message: str) -> None:
+    before = llm.cache_report()
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, GREEDY)
+    assert llm.cache_report() == before
+    assert nothing_left(llm)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([GREEDY], "one for each of the 2, got 1"),
+        ([GREEDY, None], "must be a SamplingParams or a list of them"),
+        ("greedy", "must be a SamplingParams or a list of them"),
+    ],
+)
+def test_bad_parameters_are_refused(llm: LLM, params: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate(["a", "b"], params)
+    assert nothing_left(llm)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages must be a conversation"),
+        ("hello", "messages must be a conversation"),
+        ([{"role": "robot", "content": "x"}], r"messages\[0\].role must be one of .*'robot'"),
+        ([{"role": "user"}], r"messages\[0\].content must be a string"),
+        ([{"role": "user", "content": "x", "name": "Al"}], r"messages\[0\] has name"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            r"messages\[0\].content may only have parts of type 'text', got 'image_url'",
+        ),
+        ([[{"role": "user", "content": "x"}], []], "messages must be a list of messages"),
+    ],
+)
+def test_bad_conversations_are_refused(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.chat(messages, GREEDY)
+    assert nothing_left(llm)
+
+
+def test_a_failed_step_fails_the_call_with_all_outputs(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step in which the second batch begins breaks; the first four prompts have ended."""
+    decoder = llm._text_engine.engine.decoder
+    forward, calls = decoder.forward, 0
+
+    def break_late(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ArithmeticError("a cosmic ray")
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(decoder, "forward", break_late)
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    with pytest.raises(GenerationError, match=r"1 of 5 requests failed: .*cosmic ray") as caught:
+        llm.generate([[token] for token in range(10, 15)], params)
+    reasons = [output.outputs[0].finish_reason for output in caught.value.outputs]
+    assert sorted(reasons) == ["error", "length", "length", "length", "length"]
+    monkeypatch.undo()
+    assert nothing_left(llm)
+    assert llm.generate("The key", GREEDY)[0].outputs[0].finish_reason in ("length", "stop")
+
+
+def test_an_interrupt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    text_engine = llm._text_engine
+    step, calls = text_engine.step, 0
+
+    def interrupted() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(text_engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=50, ignore_eos=True))
+    assert nothing_left(llm)
+
+
+def test_forgetting_the_cache(llm: LLM) -> None:
+    llm.generate("The key is under the mat", GREEDY)
+    assert llm.cache_report().pages_cached > 0
+    llm.reset_prefix_cache()
+    assert llm.cache_report().pages_cached == 0
+    assert llm.generate("The key is under the mat", GREEDY)[0].cached_tokens == 0
+
+
+def test_unknown_options_are_refused_by_name(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization, tensor: no such option"):
+        LLM(str(checkpoint), tensor=2, gpu_memory_utilization=0.9)
+    with pytest.raises(ValueError, match=r"page_size must be .* got 0"):
+        LLM(str(checkpoint), page_size=0)
+
+
+def test_a_model_without_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    with pytest.raises(ValueError, match="tokenizer cannot be loaded"):
+        LLM(str(tmp_path), kv_cache_tokens=64, max_num_seqs=4)
+    llm = LLM(str(tmp_path), str(checkpoint), kv_cache_tokens=64, max_num_seqs=4)
+    assert llm.generate("The key", GREEDY)[0].prompt == "The key"
+
+
+def test_the_bar_draws_only_where_there_is_a_terminal(
+    llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.generate("The key", GREEDY)
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    llm.generate(["The key", "The fox"], GREEDY)
+    drawn = capfd.readouterr()
+    assert "2/2" in drawn.err
+    assert "tokens/s" in drawn.err
+    assert not drawn.out

@@ -1,0 +1,214 @@
+"""Reading the API's requests: honoured, accepted where it asks for nothing, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coppice.frontend.protocol import BadRequest, parse_chat, parse_completion
+
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def refused(parse: Any, body: Any) -> dict[str, Any]:
+    with pytest.raises(BadRequest) as caught:
+        parse(body)
+    assert caught.value.status == 400
+    error: dict[str, Any] = caught.value.body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+def test_what_is_asked_for_arrives() -> None:
+    asked = parse_completion(
+        COMPLETION
+        | {
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 7,
+            "min_p": 0.1,
+            "seed": 11,
+            "max_tokens": 9,
+            "min_tokens": 2,
+            "stop": ["a", "b"],
+            "stop_token_ids": [3],
+            "ignore_eos": True,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "cache_salt": "mine",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
+    params = asked.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (params.seed, params.max_tokens, params.min_tokens) == (11, 9, 2)
+    assert (params.stop_strings, params.stop_ids) == (("a", "b"), (3,))
+    assert params.ignore_eos
+    assert params.include_stop_str_in_output
+    assert not params.skip_special_tokens
+    assert asked.cache_salt == "mine"
+    assert asked.stream
+    assert asked.include_usage
+
+
+def test_lengths_when_none_is_asked_for() -> None:
+    assert parse_completion(COMPLETION).params.max_tokens == 16
+    assert parse_chat(CHAT).params.max_tokens is None
+    assert parse_chat(CHAT | {"max_completion_tokens": 5}).params.max_tokens == 5
+    assert parse_chat(CHAT | {"max_tokens": 6}).params.max_tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("hello", ("hello",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ([1, 2],)),
+        ([[1, 2], [3]], ([1, 2], [3])),
+        (["a", [3]], ("a", [3])),
+    ],
+)
+def test_kinds_of_prompts(prompt: Any, prompts: Any) -> None:
+    assert parse_completion({"model": "m", "prompt": prompt}).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [[], None, 5, {"a": 1}, ["a", 5], [[1], ["b"]], [True], [1.0]])
+def test_no_prompt(prompt: Any) -> None:
+    assert refused(parse_completion, {"model": "m", "prompt": prompt})["param"] == "prompt"
+
+
+NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "logprobs": False,
+    "top_logprobs": None,
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "response_format": {"type": "text"},
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+    "service_tier": "auto",
+    "suffix": None,
+    "user": None,
+    "not_a_parameter": None,
+}
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_what_asks_for_nothing_is_accepted(name: str) -> None:
+    parse_completion(COMPLETION | {name: NEUTRAL[name]})
+    parse_chat(CHAT | {name: NEUTRAL[name]})
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "n": 2,
+    "best_of": 3,
+    "echo": True,
+    "logprobs": True,
+    "top_logprobs": 5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "logit_bias": {"50256": -100},
+    "response_format": {"type": "json_object"},
+    "tools": [{"type": "function"}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "suffix": "",
+    "user": "me",
+    "store": True,
+    "reasoning_effort": "high",
+}
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+@pytest.mark.parametrize(("parse", "body"), [(parse_completion, COMPLETION), (parse_chat, CHAT)])
+def test_what_is_not_supported_is_refused_by_name(parse: Any, body: Any, name: str) -> None:
+    error = refused(parse, body | {name: UNSUPPORTED[name]})
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} is not supported yet")
+
+
+def test_zero_logprobs_ask_for_logprobs() -> None:
+    """In the completions API 0 asks for the logprobs of the chosen tokens."""
+    assert refused(parse_completion, COMPLETION | {"logprobs": 0})["param"] == "logprobs"
+
+
+@pytest.mark.parametrize(("parse", "body"), [(parse_completion, COMPLETION), (parse_chat, CHAT)])
+def test_unknown_parameters_are_refused_by_name(parse: Any, body: Any) -> None:
+    error = refused(parse, body | {"temprature": 0.5})
+    assert error["param"] == "temprature"
+
+
+def test_each_endpoint_has_its_own_parameters() -> None:
+    assert refused(parse_chat, CHAT | {"prompt": "x"})["param"] == "prompt"
+    assert refused(parse_completion, COMPLETION | {"messages": []})["param"] == "messages"
+    both = {"max_tokens": 1, "max_completion_tokens": 1}
+    assert refused(parse_chat, CHAT | both)["param"] == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", 3),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("seed", "lucky"),
+        ("max_tokens", 0),
+        ("max_tokens", 1.0),
+        ("min_tokens", 20),
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop", ""),
+        ("stop", ["x"] * 17),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", "yes"),
+        ("stream", "yes"),
+        ("cache_salt", 5),
+        ("stream_options", {"include_usage": True}),
+    ],
+)
+def test_wrong_types_and_values_name_the_parameter(name: str, value: Any) -> None:
+    assert refused(parse_completion, COMPLETION | {name: value})["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        (5, "stream_options"),
+        ({"include_usage": 1}, "stream_options.include_usage"),
+        ({"include_all": True}, "stream_options.include_all"),
+    ],
+)
+def test_stream_options(options: Any, param: str) -> None:
+    body = COMPLETION | {"stream": True, "stream_options": options}
+    assert refused(parse_completion, body)["param"] == param
+
+
+@pytest.mark.parametrize("body", [None, [], "text", 5])
+def test_the_body_must_be_an_object(body: Any) -> None:
+    assert "JSON object" in refused(parse_completion, body)["message"]
+
+
+def test_the_model_must_be_named() -> None:
+    assert refused(parse_completion, {"prompt": "x"})["param"] == "model"
+
+
+def test_a_long_value_is_not_repeated_whole() -> None:
+    assert len(refused(parse_completion, COMPLETION | {"user": "x" * 100_000})["message"]) < 200

@@ -1,0 +1,397 @@
+"""The server over a real socket: both endpoints, streams, refusals, vanishing clients, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from coppice.frontend.engine_thread import EngineThread
+from coppice.frontend.server import Server
+from coppice.frontend.text_engine import TextEngine
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = "The quick brown fox jumps over the lazy dog"
+GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
+ENDLESS = GREEDY | {"prompt": PROMPT, "max_tokens": 480}
+HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is it?"}]
+
+
+class Client:
+    """A client of one running server."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, engine: EngineThread) -> None:
+        self.session, self.url, self.engine = session, url, engine
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        async with self.session.post(self.url + path, json=body) as response:
+            return response.status, await response.json()
+
+    async def ok(self, path: str, body: Any) -> Any:
+        status, answer = await self.post(path, body)
+        assert status == 200, answer
+        return answer
+
+    async def events(self, path: str, body: Any) -> list[Any]:
+        """All events of a stream, which has to end with [DONE]."""
+        async with self.session.post(self.url + path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            raw = (await response.read()).decode()
+        parts = raw.split("\n\n")
+        assert parts[-2:] == ["data: [DONE]", ""]
+        return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+    async def pages_held(self) -> int:
+        engine = self.engine.text_engine.engine
+        return (await self.engine.call(engine.cache_report)).pages_held
+
+    async def until_idle(self) -> None:
+        """Waits until the engine has nothing left to do, and checks that no page is held."""
+        text_engine = self.engine.text_engine
+        for _ in range(2000):
+            if not await self.engine.call(text_engine.has_unfinished):
+                assert await self.pages_held() == 0
+                assert self.engine.running == 0
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError("requests are still running")
+
+
+@asynccontextmanager
+async def serving(text_engine: TextEngine) -> AsyncIterator[Client]:
+    engine = EngineThread(text_engine)
+    app = Server(engine, "tiny").application()
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=5)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    engine.start()
+    port = runner.addresses[0][1]
+    async with aiohttp.ClientSession() as session:
+        yield Client(session, f"http://127.0.0.1:{port}", engine)
+    await runner.cleanup()
+    await engine.stop()
+
+
+@pytest.fixture
+async def client(text_engine: TextEngine) -> AsyncIterator[Client]:
+    async with serving(text_engine) as client:
+        yield client
+        await client.until_idle()
+
+
+async def test_models_and_health(client: Client) -> None:
+    async with client.session.get(client.url + "/v1/models") as response:
+        (card,) = (await response.json())["data"]
+    assert (card["id"], card["object"]) == ("tiny", "model")
+    async with client.session.get(client.url + "/v1/models/tiny") as response:
+        assert await response.json() == card
+    async with client.session.get(client.url + "/v1/models/other/one") as response:
+        assert response.status == 404
+    async with client.session.get(client.url + "/health") as response:
+        assert (response.status, await response.json()) == (200, {"status": "ok"})
+
+
+async def test_a_completion(client: Client) -> None:
+    body = GREEDY | {"prompt": PROMPT, "max_tokens": 7}
+    answer = await client.ok(COMPLETIONS, body)
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["model"] == "tiny"
+    (choice,) = answer["choices"]
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
+    tokenizer = client.engine.text_engine.tokenizer
+    count = len(tokenizer.encode(PROMPT))
+    assert answer["usage"] == {
+        "prompt_tokens": count,
+        "completion_tokens": 7,
+        "total_tokens": count + 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    again = await client.ok(COMPLETIONS, body)
+    assert again["choices"] == answer["choices"]
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": count - 1}
+
+
+async def test_a_chat_completion(client: Client) -> None:
+    answer = await client.ok(CHAT, GREEDY | {"messages": HELLO, "max_completion_tokens": 5})
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant"
+    text = "<|system|>Be brief.<|end|><|user|>Where is it?<|end|><|assistant|>"
+    same = await client.ok(COMPLETIONS, GREEDY | {"prompt": text, "max_tokens": 5})
+    assert choice["message"]["content"] == same["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
+
+
+async def test_a_chat_answer_may_fill_the_context(client: Client) -> None:
+    answer = await client.ok(CHAT, GREEDY | {"messages": HELLO})
+    assert answer["usage"]["total_tokens"] == 512
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_completion_stream_spells_the_same_text(client: Client) -> None:
+    body = GREEDY | {"prompt": PROMPT, "max_tokens": 40}
+    whole = await client.ok(COMPLETIONS, body)
+    events = await client.events(COMPLETIONS, body)
+    assert {event["object"] for event in events} == {"text_completion"}
+    assert len({event["id"] for event in events}) == 1
+    choices = [event["choices"][0] for event in events]
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+    assert len(choices) > 3
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons[-1] == "length"
+    assert not any(reasons[:-1])
+    assert not any("usage" in event for event in events)
+
+
+async def test_a_chat_stream_spells_the_same_text(client: Client) -> None:
+    body = GREEDY | {"messages": HELLO, "max_tokens": 20}
+    whole = await client.ok(CHAT, body)
+    *events, last = await client.events(CHAT, body | {"stream_options": {"include_usage": True}})
+    assert {event["object"] for event in (*events, last)} == {"chat.completion.chunk"}
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[-1] == {}
+    text = "".join(delta.get("content", "") for delta in deltas)
+    assert text == whole["choices"][0]["message"]["content"]
+    assert all(event["usage"] is None for event in events)
+    assert last["choices"] == []
+    prompt_tokens = whole["usage"]["prompt_tokens"]
+    assert last["usage"] == whole["usage"] | {
+        "prompt_tokens_details": {"cached_tokens": prompt_tokens - 1}
+    }
+
+
+async def test_several_prompts_in_one_request(client: Client) -> None:
+    prompts = [PROMPT, "The key", PROMPT + " again", "東京"]
+    body = GREEDY | {"max_tokens": 9}
+    alone = [
+        (await client.ok(COMPLETIONS, body | {"prompt": prompt}))["choices"][0]["text"]
+        for prompt in prompts
+    ]
+    answer = await client.ok(COMPLETIONS, body | {"prompt": prompts})
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == alone
+    assert answer["usage"]["completion_tokens"] == 36
+    streamed = [""] * 4
+    for event in await client.events(COMPLETIONS, body | {"prompt": prompts}):
+        streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert streamed == alone
+
+
+async def test_token_ids_are_a_prompt(client: Client) -> None:
+    ids = client.engine.text_engine.tokenizer.encode(PROMPT)
+    body = GREEDY | {"max_tokens": 5}
+    text = await client.ok(COMPLETIONS, body | {"prompt": PROMPT})
+    for prompt in (ids, [ids]):
+        answer = await client.ok(COMPLETIONS, body | {"prompt": prompt})
+        assert answer["choices"] == text["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string(client: Client, stream: bool) -> None:
+    body = GREEDY | {"prompt": PROMPT, "max_tokens": 60}
+    text = (await client.ok(COMPLETIONS, body))["choices"][0]["text"]
+    stop = text[20:23]
+    expected = text[: text.index(stop)]
+    if stream:
+        events = await client.events(COMPLETIONS, body | {"stop": stop})
+        choices = [event["choices"][0] for event in events]
+        got = "".join(choice["text"] for choice in choices)
+        last = choices[-1]
+    else:
+        (last,) = (await client.ok(COMPLETIONS, body | {"stop": stop}))["choices"]
+        got = last["text"]
+    assert got == expected
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
+
+
+async def test_many_at_once(client: Client) -> None:
+    """More requests than sequences fit a step; the answers are those that each gets alone."""
+    bodies = [
+        GREEDY | {"prompt": f"{PROMPT} number {number}", "max_tokens": 3 + number % 5}
+        for number in range(24)
+    ]
+    together = await asyncio.gather(*(client.ok(COMPLETIONS, body) for body in bodies))
+    for body, answer in zip(bodies, together, strict=True):
+        alone = await client.ok(COMPLETIONS, body)
+        assert answer["choices"] == alone["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_client_that_goes_away_frees_its_pages(
+    client: Client, stream: bool, count: int
+) -> None:
+    body = ENDLESS | {"prompt": [PROMPT] * count, "stream": stream}
+    async with aiohttp.ClientSession() as session:
+        request = asyncio.create_task(session.post(client.url + COMPLETIONS, json=body))
+        while client.engine.running < count or not await client.pages_held():
+            await asyncio.sleep(0.001)
+        if stream:
+            response = await request
+            await response.content.readany()
+            response.close()
+        else:
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+    await client.until_idle()
+    report = await client.engine.call(client.engine.text_engine.engine.cache_report)
+    assert report.generated_tokens < 480 * count
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        (COMPLETIONS, {"n": 2}, "n"),
+        (COMPLETIONS, {"logprobs": 3}, "logprobs"),
+        (COMPLETIONS, {"surprise": 1}, "surprise"),
+        (COMPLETIONS, {"temperature": 1000}, "temperature"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": [5, 100_000]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x " * 600}, "prompt"),
+        (COMPLETIONS, {"prompt": [PROMPT, ""]}, "prompt"),
+        (COMPLETIONS, {"prompt": "\ud83d"}, "prompt"),
+        (CHAT, {"messages": "hello"}, "messages"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+        (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bad_request_is_refused_by_name(
+    client: Client, path: str, change: dict[str, Any], param: str, stream: bool
+) -> None:
+    body = {"model": "tiny", "stream": stream}
+    if path == COMPLETIONS:
+        body["prompt"] = "hello"
+    status, answer = await client.post(path, body | change)
+    assert status == 400
+    assert answer["error"]["param"] == param
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["message"]
+
+
+async def test_a_model_that_is_not_served(client: Client) -> None:
+    status, answer = await client.post(COMPLETIONS, {"model": "gpt-5", "prompt": "x"})
+    assert status == 404
+    assert answer["error"]["code"] == "model_not_found"
+    assert "'gpt-5'" in answer["error"]["message"]
+    assert "'tiny'" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff\xfe", b'{"model": }', b"[" * 100_000, b'{"seed": 1' + b"0" * 5000 + b"}"],
+)
+async def test_malformed_json(client: Client, body: bytes) -> None:
+    async with client.session.post(client.url + COMPLETIONS, data=body) as response:
+        assert response.status == 400
+        assert "not valid JSON" in (await response.json())["error"]["message"]
+
+
+async def test_other_paths_and_methods_answer_in_the_same_shape(client: Client) -> None:
+    async with client.session.get(client.url + "/v1/embeddings") as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
+    async with client.session.get(client.url + COMPLETIONS) as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+        assert "error" in await response.json()
+
+
+async def test_a_body_that_is_too_large(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client.session.post(client.url + COMPLETIONS, data=b" " * (33 * 2**20)) as response:
+        assert response.status == 413
+        assert "error" in await response.json()
+
+
+def break_next_step(text_engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = text_engine.engine.decoder
+    forward = decoder.forward
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(decoder, "forward", forward)
+        raise ArithmeticError("a cosmic ray")
+
+    monkeypatch.setattr(decoder, "forward", broken)
+
+
+async def test_a_failed_step_is_a_server_error(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_next_step(client.engine.text_engine, monkeypatch)
+    status, answer = await client.post(COMPLETIONS, GREEDY | {"prompt": PROMPT})
+    assert status == 500
+    assert answer["error"]["type"] == "server_error"
+    assert "cosmic ray" in answer["error"]["message"]
+    break_next_step(client.engine.text_engine, monkeypatch)
+    *_, last = await client.events(COMPLETIONS, GREEDY | {"prompt": PROMPT})
+    assert "cosmic ray" in last["error"]["message"]
+    await client.ok(COMPLETIONS, GREEDY | {"prompt": PROMPT})
+
+
+async def test_an_engine_that_breaks_outside_the_model(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the engine itself raises, the requests hear of it and the thread goes on."""
+    engine = client.engine.text_engine.engine
+    step = engine.step
+
+    def broken() -> Any:
+        monkeypatch.setattr(engine, "step", step)
+        raise LookupError("lost my keys")
+
+    monkeypatch.setattr(engine, "step", broken)
+    status, answer = await client.post(COMPLETIONS, GREEDY | {"prompt": PROMPT})
+    assert status == 500
+    assert "lost my keys" in answer["error"]["message"]
+    await client.ok(COMPLETIONS, GREEDY | {"prompt": PROMPT})
+
+
+async def test_stopping_ends_what_runs_with_a_message(text_engine: TextEngine) -> None:
+    async with serving(text_engine) as client:
+        request = asyncio.create_task(client.post(COMPLETIONS, ENDLESS))
+        while not client.engine.running:
+            await asyncio.sleep(0.001)
+        await client.engine.stop()
+        status, answer = await request
+        assert status == 503
+        assert "stopped" in answer["error"]["message"]
+        status, answer = await client.post(COMPLETIONS, GREEDY | {"prompt": PROMPT})
+        assert status == 503
+        async with client.session.get(client.url + "/health") as response:
+            assert response.status == 503
+
+
+async def test_the_loop_is_free_while_the_engine_works(
+    checkpoint: Path, text_engine: TextEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that waits for the event loop to answer would never end if it ran on it."""
+    import threading
+
+    answered = threading.Event()
+    step = text_engine.step
+
+    def waiting() -> Any:
+        assert answered.wait(20), "the event loop did not answer during a step"
+        return step()
+
+    monkeypatch.setattr(text_engine, "step", waiting)
+    async with serving(text_engine) as client:
+        request = asyncio.create_task(client.ok(COMPLETIONS, GREEDY | {"prompt": PROMPT}))
+        async with client.session.get(client.url + "/health") as response:
+            assert response.status == 200
+        answered.set()
+        await request
