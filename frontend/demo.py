@@ -31,6 +31,8 @@ QUESTIONS_PER_USER = 4
 DOCUMENT_SEED = 7
 FACTS = 60
 MAX_ANSWER_TOKENS = 24
+KV_CACHE_TOKENS = 40_960  # enough for all conversations at once without sharing, so that both
+# sides run without preemption
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
 
@@ -82,7 +84,13 @@ def run(console: Console) -> None:
 
 def load(*, prefix_caching: bool) -> TextEngine:
     """An engine of its own for the shipped model."""
-    return TextEngine.load(EngineConfig(model="demo", enable_prefix_caching=prefix_caching))
+    return TextEngine.load(
+        EngineConfig(
+            model="demo",
+            kv_cache_tokens=KV_CACHE_TOKENS,
+            enable_prefix_caching=prefix_caching,
+        )
+    )
 
 
 def warm_up() -> None:

@@ -12,8 +12,8 @@ from rich.text import Text
 from coppice.runtime.report import CacheReport
 
 BAR_WIDTH = 30
-START_CHARACTERS = 34
-END_CHARACTERS = 44
+START_CHARACTERS = 22  # with the end and the sign between: what is left of 80 columns
+END_CHARACTERS = 30
 ENOUGH_TOKENS = 64  # decoded from either end of a prefix: more than the characters shown need
 
 Decode = Callable[[Sequence[int]], str]
