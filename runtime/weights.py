@@ -63,22 +63,15 @@ def resolve_model(model: str) -> Path:
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The type to compute and cache in.
 
-    ``auto`` is the checkpoint's declared type, but float32 on a CPU unless both the checkpoint and
-    the CPU's matrix units are bfloat16: without such units 16-bit arithmetic is emulated and slower
-    than float32. Raises ``ValueError`` for unknown names.
+    ``auto`` is float32 on a CPU, whose attention kernels compute in it (and without bfloat16 units
+    16-bit products are slower than 32-bit ones), elsewhere the checkpoint's declared type. Raises
+    ``ValueError`` for unknown names.
     """
     if dtype == "auto":
-        if device.type != "cpu":
-            return config.torch_dtype
-        fast = config.torch_dtype == torch.bfloat16 and _cpu_has_bfloat16_units()
-        return torch.bfloat16 if fast else torch.float32
+        return torch.float32 if device.type == "cpu" else config.torch_dtype
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
-
-
-def _cpu_has_bfloat16_units() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def load_decoder(

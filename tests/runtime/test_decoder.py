@@ -1,0 +1,239 @@
+"""Logits against transformers' own models, through pages: whole, in chunks, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coppice.kernels.interface import AttentionPlan, select_backend
+from coppice.runtime.decoder import Decoder
+from coppice.runtime.model_config import load_model_config
+from coppice.runtime.weights import load_decoder
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"num_key_value_heads": 4, "head_dim": 32}),
+    ("llama", {"num_key_value_heads": 1, "rms_norm_eps": 0.1}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    ("mistral", {}),
+    ("mistral", {"tie_word_embeddings": True}),
+    ("mistral", {"sliding_window": 11}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
+    ("qwen3", {}),
+    ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+]
+IDS = [f"{family}-{'-'.join(changes) or 'plain'}" for family, changes in VARIANTS]
+
+
+class Run:
+    """A few sequences that a decoder extends step by step, in pages dealt out in random order."""
+
+    def __init__(self, decoder: Decoder, backend: str, sequences: int, page_size: int) -> None:
+        config = decoder.config
+        self.decoder = decoder
+        self.backend = select_backend(backend, CPU)
+        self.page_size = page_size
+        pages = -(-64 // page_size)
+        self.num_pages = pages * sequences
+        order = np.random.default_rng(0).permutation(self.num_pages).astype(np.int32)
+        self.tables = order.reshape(sequences, pages)
+        self.lengths = [0] * sequences
+        shape = (self.num_pages, page_size, config.num_kv_heads, config.head_dim)
+        # Whatever is read though it was never written spoils the result.
+        self.kv = [
+            (torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+            for _ in range(config.num_layers)
+        ]
+
+    def step(
+        self, batch: list[tuple[int, torch.Tensor]], rows: list[int] | None = None
+    ) -> torch.Tensor:
+        """Extend each (sequence, tokens) of the batch; logits of ``rows``, or of all."""
+        positions = [
+            torch.arange(self.lengths[s], self.lengths[s] + len(tokens)) for s, tokens in batch
+        ]
+        slots = [
+            torch.from_numpy(self.tables[s].astype(np.int64))[at // self.page_size] * self.page_size
+            + at % self.page_size
+            for (s, _), at in zip(batch, positions, strict=True)
+        ]
+        for s, tokens in batch:
+            self.lengths[s] += len(tokens)
+        counts = [len(tokens) for _, tokens in batch]
+        tables = [self.tables[s] for s, _ in batch]
+        plan = AttentionPlan(
+            page_size=self.page_size,
+            query_start=np.cumsum([0, *counts], dtype=np.int32),
+            context_len=np.array([self.lengths[s] for s, _ in batch], dtype=np.int32),
+            page_indptr=np.cumsum([0, *map(len, tables)], dtype=np.int32),
+            page_indices=np.concatenate(tables),
+        )
+        prepared = self.backend.prepare(plan, num_pages=self.num_pages)
+        with torch.inference_mode():
+            return self.decoder(
+                torch.cat([tokens for _, tokens in batch]),
+                torch.cat(positions),
+                torch.cat(slots),
+                self.kv,
+                self.backend,
+                prepared,
+                torch.arange(sum(counts)) if rows is None else torch.tensor(rows, dtype=torch.long),
+            )
+
+
+@pytest.fixture
+def models(tiny_checkpoint: Callable[..., Path]) -> Callable[..., tuple[Decoder, Any]]:
+    """Our decoder and transformers' model over the same tiny checkpoint."""
+
+    def load(family: str, changes: dict[str, Any]) -> tuple[Decoder, Any]:
+        folder = tiny_checkpoint(family, **changes)
+        decoder = load_decoder(folder, load_model_config(folder), dtype=torch.float32, device=CPU)
+        reference = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        )
+        return decoder, reference.eval()
+
+    return load
+
+
+def prompt(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 320, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def expected_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(tokens[None]).logits[0].float()
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=IDS)
+def test_agrees_with_transformers(
+    models: Callable[..., tuple[Decoder, Any]], family: str, changes: dict[str, Any], backend: str
+) -> None:
+    """A whole prompt at once, the same in chunks, and the same token by token."""
+    decoder, reference = models(family, changes)
+    tokens = prompt(41)
+    theirs = expected_logits(reference, tokens)
+
+    assert_near(Run(decoder, backend, 1, 16).step([(0, tokens)]), theirs)
+    chunked = Run(decoder, backend, 1, 4)
+    assert_near(
+        torch.cat([chunked.step([(0, part)]) for part in tokens.split([7, 1, 13, 20])]), theirs
+    )
+    stepwise = Run(decoder, backend, 1, 1)
+    assert_near(torch.cat([stepwise.step([(0, token)]) for token in tokens.split(1)]), theirs)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_mixed_batch_keeps_sequences_apart(
+    models: Callable[..., tuple[Decoder, Any]], family: str, backend: str
+) -> None:
+    """Prefill, a chunk over cached tokens and decodes in one step."""
+    decoder, reference = models(family, {})
+    prompts = [prompt(n, seed) for seed, n in enumerate((23, 9, 30, 17))]
+    run = Run(decoder, backend, 4, 4)
+    run.step([(1, prompts[1][:8]), (3, prompts[3][:16]), (2, prompts[2][:11])])
+    logits = run.step(
+        [(0, prompts[0]), (3, prompts[3][16:]), (2, prompts[2][11:]), (1, prompts[1][8:])]
+    )
+    theirs = [expected_logits(reference, tokens) for tokens in prompts]
+    assert_near(logits, torch.cat([theirs[0], theirs[3][16:], theirs[2][11:], theirs[1][8:]]))
+
+
+def test_logits_only_where_asked(models: Callable[..., tuple[Decoder, Any]], family: str) -> None:
+    """Leaving rows out changes neither the others nor the KV that later steps read."""
+    decoder, reference = models(family, {})
+    tokens = prompt(20)
+    theirs = expected_logits(reference, tokens)
+    run = Run(decoder, "reference", 1, 4)
+    nothing = run.step([(0, tokens[:9])], rows=[])
+    assert nothing.shape == (0, decoder.config.vocab_size)
+    assert_near(run.step([(0, tokens[9:15])], rows=[5, 2]), theirs[[14, 11]])
+    assert_near(run.step([(0, tokens[15:])], rows=[4]), theirs[19:])
+
+
+def test_rows_are_taken_before_the_last_layers_projections(
+    models: Callable[..., tuple[Decoder, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that nothing reads are not computed: the feed-forward sees 2 of 20."""
+    decoder, _ = models("llama", {})
+    seen: list[int] = []
+    for layer in decoder.layers:
+        layer.down.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    Run(decoder, "reference", 1, 16).step([(0, prompt(20))], rows=[3, 19])
+    assert seen == [20, 2]
+
+
+def test_needs_the_cache_of_every_layer(models: Callable[..., tuple[Decoder, Any]]) -> None:
+    decoder, _ = models("llama", {})
+    run = Run(decoder, "reference", 1, 16)
+    run.kv.pop()
+    with pytest.raises(ValueError, match="zip"):
+        run.step([(0, prompt(3))])
+
+
+def test_bfloat16_stays_near_float32(
+    models: Callable[..., tuple[Decoder, Any]], tiny_checkpoint: Callable[..., Path], family: str
+) -> None:
+    _, reference = models(family, {})
+    folder = tiny_checkpoint(family)
+    decoder = load_decoder(folder, load_model_config(folder), dtype=torch.bfloat16, device=CPU)
+    run = Run(decoder, "reference", 1, 16)
+    run.kv = [(k.bfloat16(), v.bfloat16()) for k, v in run.kv]
+    tokens = prompt(20)
+    logits = run.step([(0, tokens)])
+    theirs = expected_logits(reference.bfloat16(), tokens)
+    assert logits.dtype == torch.float32
+    # transformers rounds to bfloat16 in other places: both are as far from float32.
+    exact = expected_logits(reference.float(), tokens)
+    ours_off, theirs_off = (logits - exact).norm(), (theirs - exact).norm()
+    assert ours_off < 1.5 * theirs_off
