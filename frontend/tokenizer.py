@@ -36,9 +36,7 @@ class Tokenizer:
         try:
             self.wrapped: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"tokenizer cannot be loaded from {str(path)!r}: {error}"
-            ) from error
+            raise ValueError(f"tokenizer cannot be loaded from {str(path)!r}: {error}") from error
         # A first call settles the padding and truncation that a tokenizer file may carry, so that
         # later calls change nothing and may come from several threads.
         self.encode("settle")
@@ -79,9 +77,7 @@ class Tokenizer:
                 turns, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         except Exception as error:  # a template is a program: it raises whatever it likes
-            raise ValueError(
-                f"messages: the chat template refuses them: {error}"
-            ) from error
+            raise ValueError(f"messages: the chat template refuses them: {error}") from error
         return list(ids)
 
 
