@@ -82,8 +82,10 @@ class AttentionPlan:
             raise ValueError(f"page_size is {self.page_size}; it must be at least 1")
         for name in ("query_start", "context_len", "page_indptr", "page_indices"):
             array = getattr(self, name)
-            if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != 1:
-                raise ValueError(f"{name} is {_describe(array)}; it must be a 1-d int32 array")
+            if not _is_int32_line(array):
+                raise ValueError(
+                    f"{name} is {_describe(array)}; it must be a contiguous 1-d int32 array"
+                )
         batch = self.num_sequences
         if batch == 0:
             raise ValueError("context_len is empty; a plan needs at least one sequence")
@@ -125,11 +127,13 @@ class AttentionPlan:
         for stretch in sorted(self.stretches, key=lambda s: s.first_page):
             members = stretch.members
             where = f"the stretch of pages {stretch.first_page}+{stretch.num_pages}"
-            if not isinstance(members, np.ndarray) or members.dtype != np.int32:
-                raise ValueError(f"members of {where} is {_describe(members)}; it must be int32")
+            if not _is_int32_line(members):
+                raise ValueError(
+                    f"members of {where} is {_describe(members)}; it must be a contiguous 1-d "
+                    "int32 array"
+                )
             if (
-                members.ndim != 1
-                or len(members) < 2
+                len(members) < 2
                 or members[0] < 0
                 or members[-1] >= self.num_sequences
                 or (members[1:] <= members[:-1]).any()
@@ -369,9 +373,19 @@ def select_backend(name: str, device: torch.device) -> AttentionBackend:
     return CpuBackend()
 
 
+def _is_int32_line(value: object) -> bool:
+    return (
+        isinstance(value, np.ndarray)
+        and value.dtype == np.int32
+        and value.ndim == 1
+        and value.flags.c_contiguous
+    )
+
+
 def _describe(value: object) -> str:
     if isinstance(value, np.ndarray):
-        return f"a {value.ndim}-d {value.dtype} array"
+        spaced = "" if value.flags.c_contiguous else "spaced-out "
+        return f"a {spaced}{value.ndim}-d {value.dtype} array"
     return f"a {type(value).__name__}"
 
 
