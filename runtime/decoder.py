@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from coppice.kernels.interface import AttentionBackend
-from coppice.runtime.layers import Linear, frozen, rms_norm
+from coppice.runtime.layers import Linear, RMSNorm, frozen
 from coppice.runtime.model_config import ModelConfig
 from coppice.runtime.rope import RotaryEmbedding, apply_rope
 
@@ -30,7 +30,7 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 class DecoderLayer(nn.Module):
     """Attention and feed-forward of one layer; ``Decoder.forward`` adds both to the residual."""
 
-    qk_norm: nn.Parameter | None
+    qk_norm: RMSNorm | None
 
     def __init__(
         self,
@@ -50,22 +50,22 @@ class DecoderLayer(nn.Module):
         query_width = config.num_heads * config.head_dim
         qkv_width = query_width + 2 * config.num_kv_heads * config.head_dim
         place: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.attention_norm = frozen(torch.empty(hidden, **place))
+        eps = config.rms_norm_eps
+        self.attention_norm = RMSNorm(hidden, eps=eps, **place)
         self.qkv = linear(hidden, qkv_width, bias=config.attention_bias, **place)
         # Queries and keys lie side by side and are normalised at once, each head by its own row.
         qk_heads = config.num_heads + config.num_kv_heads
         self.qk_norm = (
-            frozen(torch.empty(qk_heads, config.head_dim, **place)) if config.qk_norm else None
+            RMSNorm(qk_heads, config.head_dim, eps=eps, **place) if config.qk_norm else None
         )
         self.output = linear(query_width, hidden, bias=config.output_bias, **place)
-        self.mlp_norm = frozen(torch.empty(hidden, **place))
+        self.mlp_norm = RMSNorm(hidden, eps=eps, **place)
         self.gate_up = linear(hidden, 2 * inner, bias=config.mlp_bias, **place)
         self.down = linear(inner, hidden, bias=config.mlp_bias, **place)
 
     def attend(
         self,
         x: torch.Tensor,
-        eps: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
         cache: LayerCache,
@@ -73,11 +73,11 @@ class DecoderLayer(nn.Module):
         prepared: Any,
     ) -> torch.Tensor:
         """What the heads gathered, ``[T, num_heads * head_dim]``; writes keys and values."""
-        heads = self.qkv(rms_norm(x, self.attention_norm, eps)).view(x.shape[0], -1, self.head_dim)
+        heads = self.qkv(self.attention_norm(x)).view(x.shape[0], -1, self.head_dim)
         qk_heads = self.num_heads + self.num_kv_heads
         qk, v = heads[:, :qk_heads], heads[:, qk_heads:]
         if self.qk_norm is not None:
-            qk = rms_norm(qk, self.qk_norm, eps)
+            qk = self.qk_norm(qk)
         qk = apply_rope(qk, *angles)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         attention.write_kv(k, v, *cache, slots)
@@ -86,9 +86,9 @@ class DecoderLayer(nn.Module):
         )
         return gathered.view(x.shape[0], -1)
 
-    def feed_forward(self, x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """``down(silu(gate) * up)`` of the normalised ``x [T, hidden]``."""
-        gate, up = self.gate_up(rms_norm(x, self.mlp_norm, eps)).chunk(2, dim=-1)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         down: torch.Tensor = self.down(F.silu(gate).mul_(up))
         return down
 
@@ -116,12 +116,11 @@ class Decoder(nn.Module):
             DecoderLayer(config, index, linear=linear, **place)
             for index in range(config.num_layers)
         )
-        self.norm = frozen(torch.empty(config.hidden_size, **place))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **place)
         self.head = linear(config.hidden_size, config.vocab_size, bias=False, **place)
         if self.head_is_embedding:
             self.head.weight = self.embedding
         self.rope = RotaryEmbedding(config.rope, **place)
-        self.eps = torch.tensor(config.rms_norm_eps, dtype=torch.float32, device=device)
 
     @property
     def head_is_embedding(self) -> bool:
@@ -149,11 +148,11 @@ class Decoder(nn.Module):
         x = F.embedding(token_ids, self.embedding)
         layers = cast("Sequence[DecoderLayer]", self.layers)
         for index, (layer, cache) in enumerate(zip(layers, kv, strict=True)):
-            gathered = layer.attend(x, self.eps, angles, slots, cache, attention, prepared)
+            gathered = layer.attend(x, angles, slots, cache, attention, prepared)
             if index == len(layers) - 1:
                 # Nothing reads the other rows any more: the last layer has written their KV.
                 x, gathered = x[logit_rows], gathered[logit_rows]
             x.add_(layer.output(gathered))
-            x.add_(layer.feed_forward(x, self.eps))
-        logits: torch.Tensor = self.head(rms_norm(x, self.norm, self.eps))
+            x.add_(layer.feed_forward(x))
+        logits: torch.Tensor = self.head(self.norm(x))
         return logits.float()

@@ -86,7 +86,7 @@ def load_decoder(
 ) -> Decoder:
     """A decoder with weights: those in ``path``, or random ones with ``load_format="dummy"``.
 
-    Memory: the decoder's own and, while loading, one tensor of the checkpoint. Raises
+    Memory: the decoder's own; files of the checkpoint are mapped, one at a time, not read. Raises
     ``ValueError`` that names the file and the tensor for weights that are missing, unexpected,
     wrongly shaped or of an unsupported type.
     """
@@ -131,7 +131,7 @@ def _places(decoder: Decoder) -> dict[str, _Place]:
     """All tensors that a checkpoint must have, by their Hugging Face names."""
     config = decoder.config
     hidden = config.hidden_size
-    places = {"model.norm.weight": _Place((hidden,), decoder.norm.copy_)}
+    places = {"model.norm.weight": _Place((hidden,), decoder.norm.weight.copy_)}
     embedding_shape = (config.vocab_size, hidden)
     if config.tie_word_embeddings and not decoder.head_is_embedding:
         # The head is of another type than the embedding and is made from the same tensor.
@@ -154,8 +154,8 @@ def _layer_places(layer: DecoderLayer, prefix: str, config: ModelConfig) -> dict
     query_width = config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim
     places = {
-        "input_layernorm.weight": _Place((hidden,), layer.attention_norm.copy_),
-        "post_attention_layernorm.weight": _Place((hidden,), layer.mlp_norm.copy_),
+        "input_layernorm.weight": _Place((hidden,), layer.attention_norm.weight.copy_),
+        "post_attention_layernorm.weight": _Place((hidden,), layer.mlp_norm.weight.copy_),
     }
 
     def pack(linear: Linear, in_features: int, *parts: tuple[str, int]) -> None:
@@ -180,7 +180,8 @@ def _layer_places(layer: DecoderLayer, prefix: str, config: ModelConfig) -> dict
     pack(layer.down, inner, ("mlp.down_proj", hidden))
     if layer.qk_norm is not None:
         # One row a head: copying a single row fills all heads of a kind.
-        queries, keys = layer.qk_norm[: config.num_heads], layer.qk_norm[config.num_heads :]
+        weight = layer.qk_norm.weight
+        queries, keys = weight[: config.num_heads], weight[config.num_heads :]
         places["self_attn.q_norm.weight"] = _Place((config.head_dim,), queries.copy_)
         places["self_attn.k_norm.weight"] = _Place((config.head_dim,), keys.copy_)
     return {prefix + name: place for name, place in places.items()}

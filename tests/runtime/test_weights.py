@@ -219,7 +219,7 @@ def test_dummy_weights_need_only_a_config(
     assert same_weights(decoder, load(tmp_path, seed=3, **options))
     assert not same_weights(decoder, load(tmp_path, seed=4, **options))
     assert decoder.embedding.std().item() == pytest.approx(0.02, rel=0.05)
-    assert torch.equal(decoder.norm, torch.ones(64))
+    assert torch.equal(decoder.norm.weight, torch.ones(64))
 
 
 def test_refuses_unknown_load_formats(tiny_checkpoint: Callable[..., Path]) -> None:
