@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
         "transformers",
         "safetensors",
         "huggingface_hub",
+        "xxhash",
     },
     "frontend": {"coppice", "coppice.runtime", "numpy", "aiohttp", "rich", "transformers"},
 }

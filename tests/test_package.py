@@ -129,7 +129,8 @@ def test_a_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> 
         options = {"symlinks": True} if (ROOT / name).is_dir() else {}
         take(ROOT / name, source / name, **options)  # type: ignore[operator]
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", build, tmp_path, cwd=source)
+    # -P, as every build front end does: Hugging Face's `kernels` brings a setuptools plugin.
+    run(sys.executable, "-P", "-c", build, tmp_path, cwd=source)
     (archive,) = tmp_path.glob("coppice-*.tar.gz")
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
     run(sys.executable, "-m", "pip", "wheel", *options, archive)
