@@ -1,0 +1,880 @@
+"""What the tree promises, one promise a test."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+import pytest
+
+from coppice.radix import (
+    Hold,
+    Inserted,
+    Node,
+    OutOfPages,
+    PagePool,
+    RadixTree,
+    SharedPrefix,
+    check,
+    top_prefixes,
+)
+from coppice.radix.tokens import token_bytes
+
+
+def make_tree(num_pages: int = 64, page_size: int = 4) -> RadixTree:
+    return RadixTree(PagePool(num_pages, page_size))
+
+
+class Run:
+    """A sequence that has hit what it could and has pages of its own for the rest."""
+
+    def __init__(self, tree: RadixTree, tokens: Sequence[int], namespace: Hashable = None) -> None:
+        self.tree = tree
+        self.tokens = list(tokens)
+        match = tree.match(self.tokens, namespace)
+        self.hit = match.length
+        self.hold: Hold = tree.lock(match)
+        self.table = tree.page_table(self.hold)
+        if self.hit % tree.page_size and not tree.claim_tail(self.hold):
+            self.table[-1] = tree.allocate(1)[0]
+        self.grow()
+
+    def grow(self, tokens: Sequence[int] = ()) -> Run:
+        self.tokens += tokens
+        missing = -(-len(self.tokens) // self.tree.page_size) - len(self.table)
+        self.table += self.tree.allocate(missing, self.table[-1] if self.table else -1)
+        return self
+
+    def insert(self, count: int | None = None) -> Inserted:
+        return self.tree.insert(self.hold, self.tokens[:count], self.table)
+
+    def release(self) -> None:
+        self.tree.release(self.hold, self.table)
+
+    def finish(self) -> None:
+        self.insert()
+        self.release()
+
+
+def cache(tree: RadixTree, tokens: Sequence[int], namespace: Hashable = None) -> None:
+    """Runs a sequence of these tokens from beginning to end."""
+    Run(tree, tokens, namespace).finish()
+
+
+def use(tree: RadixTree, tokens: Sequence[int]) -> None:
+    tree.unlock(tree.lock(tree.match(tokens)))
+
+
+def matched(tree: RadixTree, tokens: Sequence[int], namespace: Hashable = None) -> int:
+    return tree.match(tokens, namespace).length
+
+
+def checked(tree: RadixTree, *runs: Run) -> None:
+    check(tree, [(run.hold, run.table) for run in runs])
+
+
+def counts(tree: RadixTree) -> object:
+    return (
+        tree.pool.refs.tobytes(),
+        tree.pool.free_pages,
+        tree.pool.free_runs(),
+        tree.cached_pages,
+        tree.locked_pages,
+        tree.evictable_pages,
+        tree.cached_tokens,
+        tree.evicted_tokens,
+        tree.num_nodes,
+        [(node.prefix(), node.pages.tobytes(), node.locks, node.hits) for node in tree.nodes()],
+    )
+
+
+# -- matching ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_matches_are_exact_to_the_token_at_any_page_size(page_size: int) -> None:
+    tree = make_tree(64, page_size)
+    tokens = list(range(100, 150))
+    cache(tree, tokens)
+    for length in range(len(tokens) + 1):
+        assert matched(tree, tokens[:length]) == length
+        assert matched(tree, [*tokens[:length], 7, 8, 9]) == length
+
+
+def test_a_match_inside_an_edge_changes_no_sizes() -> None:
+    tree = make_tree()
+    cache(tree, range(20))
+    before, epoch = counts(tree), tree.epoch
+    for length in (1, 4, 7, 19):
+        assert matched(tree, [*range(length), 99]) == length
+    assert counts(tree) == before
+    assert tree.epoch == epoch
+
+
+def test_nothing_matches_in_an_empty_tree_or_of_no_tokens() -> None:
+    tree = make_tree()
+    assert matched(tree, [1, 2, 3]) == 0
+    cache(tree, [1, 2, 3])
+    assert matched(tree, []) == 0
+    assert matched(tree, [2, 3]) == 0
+
+
+def test_all_kinds_of_tokens_match_alike() -> None:
+    tree = make_tree()
+    cache(tree, [5, 6, 7])
+    kinds = [5, 6, 7], (5, 6, 7), np.array([5, 6, 7]), array("i", [5, 6, 7]), token_bytes([5, 6, 7])
+    assert [tree.match(tokens).length for tokens in kinds] == [3] * len(kinds)
+    with pytest.raises(ValueError, match="tokens"):
+        tree.match([5, -6])
+
+
+def test_tokens_of_different_namespaces_never_match() -> None:
+    tree = make_tree()
+    tokens = list(range(10))
+    # Keys that would be one and the same if they were written one part after the other.
+    spaces: list[Hashable] = [None, "", "ab", ("a", "b"), ("ab", ""), ("", "ab"), b"ab", 0, "0"]
+    for number, space in enumerate(spaces):
+        assert [matched(tree, tokens, other) for other in spaces[number:]] == [0] * (
+            len(spaces) - number
+        )
+        cache(tree, tokens, space)
+        checked(tree)
+    assert tree.cached_tokens == 10 * len(spaces)
+    pages = [tree.page_table(Run(tree, tokens, space).hold).tobytes() for space in spaces]
+    assert len(set(pages)) == len(spaces), "namespaces share no pages"
+
+
+def test_a_namespace_without_tokens_is_forgotten() -> None:
+    tree = make_tree()
+    for number in range(100):
+        use(tree, [1]) if number % 2 else tree.unlock(tree.lock(tree.match([1], namespace=number)))
+    assert not tree._roots
+    cache(tree, range(8), "a")
+    tree.evict(2)
+    assert not tree._roots
+    checked(tree)
+
+
+# -- stale matches -------------------------------------------------------------------------------
+
+
+def _evict(tree: RadixTree) -> None:
+    tree.evict(1)
+
+
+def _insert(tree: RadixTree) -> None:
+    cache(tree, [1, 2, 3])
+
+
+def _grow(tree: RadixTree) -> None:
+    run = Run(tree, [7, 7, 7])
+    run.insert(1)
+    run.insert()
+    run.release()
+
+
+@pytest.mark.parametrize("change", [_evict, _insert, _grow, RadixTree.reset])
+def test_a_stale_match_is_refused(change: Callable[[RadixTree], None]) -> None:
+    tree = make_tree()
+    cache(tree, range(20))
+    found, missed = tree.match(range(20)), tree.match([50])
+    change(tree)
+    before = counts(tree)
+    for stale in (found, missed):
+        with pytest.raises(ValueError, match="match: the tree has changed"):
+            tree.lock(stale)
+        with pytest.raises(ValueError, match="match: the tree has changed"):
+            tree.available_pages(stale)
+    assert counts(tree) == before
+
+
+def test_matches_survive_each_others_locks_and_splits() -> None:
+    """Several requests are matched first and locked then, each inside the same edge."""
+    tree = make_tree()
+    cache(tree, range(20))
+    lengths = [20, 13, 5, 5, 12, 1, 19, 0]
+    matches = [tree.match([*range(length), 99]) for length in lengths]
+    holds = []
+    for match, length in zip(matches, lengths, strict=True):
+        available = tree.available_pages(match)
+        hold = tree.lock(match)
+        assert (hold.length, available) == (
+            length,
+            tree.pool.free_pages + tree.evictable_pages,
+        )
+        assert list(tree.page_table(hold)) == list(range(-(-length // 4)))
+        holds.append((hold, array("i")))
+        check(tree, holds)
+    assert tree.num_nodes == 6
+    for hold, _ in holds:
+        tree.unlock(hold)
+    checked(tree)
+
+
+# -- locking -------------------------------------------------------------------------------------
+
+
+def test_a_hit_locks_what_was_hit_and_no_more() -> None:
+    """Else a request that shares its first token with a long idle one could starve beside it."""
+    tree = make_tree(num_pages=8)
+    cache(tree, range(32))
+    match = tree.match([0, 50, 51])
+    assert tree.available_pages(match) == 7
+    hold = tree.lock(match)
+    assert (tree.locked_pages, tree.evictable_pages) == (1, 7)
+    assert len(tree.allocate(7)) == 7
+    assert matched(tree, range(32)) == 1
+
+
+def test_a_sequence_that_finds_its_tokens_inserted_locks_only_its_own() -> None:
+    tree = make_tree()
+    slow = Run(tree, range(10))
+    cache(tree, range(40))
+    slow.insert()
+    assert tree.locked_pages == 3
+    checked(tree, slow)
+    tree.evict(64)
+    assert matched(tree, range(40)) == 10
+    slow.release()
+
+
+def test_locks_nest() -> None:
+    tree = make_tree()
+    cache(tree, range(8))
+    cache(tree, range(16))
+    inner, outer = tree.lock(tree.match(range(16))), tree.lock(tree.match(range(8)))
+    again = tree.lock(tree.match(range(16)))
+    assert tree.locked_pages == 4
+    tree.unlock(inner)
+    assert tree.locked_pages == 4
+    tree.unlock(again)
+    assert tree.locked_pages == 2
+    tree.evict(64)
+    assert matched(tree, range(16)) == 8
+    tree.unlock(outer)
+    assert tree.locked_pages == 0
+    assert tree.evict(64) == 2
+    checked(tree)
+
+
+def test_locks_survive_splits() -> None:
+    tree = make_tree()
+    owner = Run(tree, range(20))
+    owner.insert()
+    others = [Run(tree, [*range(cut), 90 + cut]) for cut in (17, 3, 8, 4)]
+    for other in others:
+        other.insert()
+        checked(tree, owner, *others)
+    assert tree.num_nodes == 9
+    for other in others:
+        other.release()
+    assert tree.evict(64) > 0
+    checked(tree, owner)
+    assert matched(tree, range(20)) == 20, "the owner still holds all of its path"
+    assert list(tree.page_table(owner.hold)) == list(owner.table)
+    owner.release()
+    assert tree.locked_pages == 0
+    checked(tree)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda tree, hold: tree.unlock(hold),
+        lambda tree, hold: tree.release(hold, array("i")),
+        lambda tree, hold: tree.fork(hold),
+        lambda tree, hold: tree.page_table(hold),
+        lambda tree, hold: tree.claim_tail(hold),
+        lambda tree, hold: tree.insert(hold, range(8), array("i", [0, 1])),
+    ],
+    ids=["unlock", "release", "fork", "page_table", "claim_tail", "insert"],
+)
+def test_a_hold_that_was_given_back_is_refused(act: Callable[[RadixTree, Hold], object]) -> None:
+    tree = make_tree()
+    cache(tree, range(6))
+    hold = tree.lock(tree.match(range(6)))
+    tree.unlock(hold)
+    before = counts(tree)
+    with pytest.raises(ValueError, match="hold: it was unlocked already"):
+        act(tree, hold)
+    assert counts(tree) == before
+
+
+def test_reset_is_refused_while_locks_are_held() -> None:
+    tree = make_tree()
+    cache(tree, range(20), "other")
+    empty = tree.lock(tree.match([]))
+    held = tree.lock(tree.match(range(7), "other"))
+    for hold in (empty, held):
+        before = counts(tree)
+        with pytest.raises(RuntimeError, match="reset: refused"):
+            tree.reset()
+        assert counts(tree) == before
+        tree.unlock(hold)
+    tree.reset()
+    assert (tree.cached_tokens, tree.cached_pages, tree.num_nodes) == (0, 0, 0)
+    assert tree.pool.free_runs() == [(0, 64)]
+    assert matched(tree, range(20), "other") == 0
+    checked(tree)
+
+
+# -- inserting -----------------------------------------------------------------------------------
+
+
+def test_a_second_insert_of_the_same_tokens_gives_the_duplicates_back() -> None:
+    tree = make_tree()
+    first, second = Run(tree, range(18)), Run(tree, range(18))
+    assert first.insert() == Inserted(new_tokens=18, duplicate_tokens=0)
+    own = list(second.table)
+    free = tree.pool.free_pages
+    assert second.insert() == Inserted(new_tokens=0, duplicate_tokens=18)
+    assert tree.pool.free_pages == free + 4, "all full pages; the tail is written on"
+    assert list(second.table) == [*first.table[:4], own[4]]
+    checked(tree, first, second)
+    first.release()
+    second.release()
+    assert tree.pool.free_pages == 64 - 5
+    assert (tree.cached_tokens, tree.cached_pages) == (18, 5)
+    checked(tree)
+
+
+def test_inserting_again_what_is_inserted_changes_nothing() -> None:
+    tree = make_tree()
+    run = Run(tree, range(18))
+    run.insert()
+    before = counts(tree)
+    assert run.insert() == Inserted(0, 0)
+    assert counts(tree) == before
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 5])
+def test_chunks_and_decoded_tokens_make_no_chain_of_nodes(chunk: int) -> None:
+    tree = make_tree()
+    run = Run(tree, range(50))
+    for end in (*range(chunk, 50, chunk), 50):
+        new = end - run.hold.length
+        assert run.insert(end) == Inserted(new_tokens=new, duplicate_tokens=0)
+        checked(tree, run)
+    assert (tree.num_nodes, tree.cached_tokens, tree.cached_pages) == (1, 50, 13)
+    run.release()
+    assert tree.pool.free_pages == 64 - 13
+    checked(tree)
+
+
+def test_two_that_compute_the_same_in_turns_end_with_the_same_full_pages() -> None:
+    tree = make_tree()
+    ahead, behind = Run(tree, range(30)), Run(tree, range(30))
+    for end in (3, 7, 8, 13, 22, 30):
+        new = end - ahead.hold.length
+        assert ahead.insert(end) == Inserted(new, 0)
+        assert behind.insert(end) == Inserted(0, new)
+        checked(tree, ahead, behind)
+        ahead, behind = behind, ahead
+    assert list(ahead.table[:7]) == list(behind.table[:7])
+    assert tree.cached_tokens == 30
+    ahead.release()
+    behind.release()
+    checked(tree)
+
+
+def test_a_branch_may_end_in_the_tail_page_of_its_grandparent() -> None:
+    """One writes on in the tail in place; another has meanwhile entered the same tokens as a copy."""
+    tree = make_tree()
+    cache(tree, range(5))
+    writer = Run(tree, [0, 1, 2, 3, 4, 5, 6])
+    tail = writer.table[1]
+    copier = Run(tree, [0, 1, 2, 3, 4, 5])
+    assert copier.table[1] != tail
+    copier.insert()
+    checked(tree, writer, copier)
+    assert writer.insert() == Inserted(new_tokens=1, duplicate_tokens=1)
+    assert writer.table[1] == tail
+    checked(tree, writer, copier)
+    assert tree.page_table(writer.hold)[1] == tail
+    assert tree.page_table(copier.hold)[1] == copier.table[1]
+    writer.release()
+    copier.release()
+    checked(tree)
+    assert tree.cached_pages == 3
+    assert tree.evict(1) == 1
+    checked(tree)
+
+
+def test_an_insert_of_the_wrong_size_is_refused_and_changes_nothing() -> None:
+    tree = make_tree()
+    run = Run(tree, range(9))
+    run.insert()
+    before = counts(tree)
+    with pytest.raises(ValueError, match="tokens: 8 of them, but the hold covers 9 already"):
+        run.insert(8)
+    run.tokens += range(9, 13)
+    with pytest.raises(ValueError, match="table: 3 pages of 4 can't hold 13 tokens"):
+        run.insert()
+    with pytest.raises(ValueError, match="tokens"):
+        tree.insert(run.hold, [*range(9), -1], run.table)
+    assert counts(tree) == before
+    checked(tree, run)
+
+
+# -- pages: claims, copies, forks ----------------------------------------------------------------
+
+
+def test_the_sole_owner_of_a_tail_writes_in_place() -> None:
+    tree = make_tree()
+    cache(tree, range(6))
+    hold = tree.lock(tree.match([*range(6), 50]))
+    assert tree.claim_tail(hold)
+    table = tree.page_table(hold)
+    assert tree.insert(hold, [*range(6), 50, 51], table) == Inserted(2, 0)
+    assert tree.cached_pages == 2, "no page more than before"
+    tree.release(hold, table)
+    assert matched(tree, [*range(6), 50, 51]) == 8
+    checked(tree)
+
+
+def test_a_tail_that_others_have_continued_must_be_copied() -> None:
+    tree = make_tree()
+    cache(tree, range(6))
+    cache(tree, [*range(6), 50])
+    hold = tree.lock(tree.match([*range(6), 60]))
+    assert not tree.claim_tail(hold)
+    # Not so behind the one who has continued.
+    other = tree.lock(tree.match([*range(6), 50, 61]))
+    assert tree.claim_tail(other)
+    check(tree, [(hold, array("i")), (other, tree.page_table(other))])
+
+
+def test_a_hit_inside_an_edge_must_be_copied() -> None:
+    tree = make_tree()
+    cache(tree, range(8))
+    assert not tree.claim_tail(tree.lock(tree.match([*range(6), 60])))
+
+
+def test_a_tail_has_one_writer_at_a_time() -> None:
+    tree = make_tree()
+    cache(tree, range(6))
+    first, second = (tree.lock(tree.match([*range(6), 50 + i])) for i in range(2))
+    assert tree.claim_tail(first)
+    assert not tree.claim_tail(second)
+    assert not tree.claim_tail(first), "it has it already"
+    tree.release(first, tree.page_table(first))
+    assert tree.claim_tail(second), "the first has left without a trace"
+    tree.release(second, tree.page_table(second))
+    checked(tree)
+
+
+def test_the_tail_of_a_running_sequence_is_not_for_others() -> None:
+    tree = make_tree()
+    owner = Run(tree, range(6))
+    owner.insert()
+    assert not tree.claim_tail(tree.lock(tree.match(range(6))))
+
+
+def test_a_tail_may_be_claimed_through_several_nodes_in_one_page() -> None:
+    tree = make_tree(page_size=16)
+    cache(tree, range(12))
+    for cut in (3, 6, 9):
+        tree.unlock(tree.lock(tree.match(range(cut))))
+    assert tree.num_nodes == 4
+    hold = tree.lock(tree.match(range(12)))
+    assert tree.claim_tail(hold)
+    check(tree, [(hold, tree.page_table(hold))])
+
+
+def test_there_is_no_tail_to_claim_at_a_page_border() -> None:
+    tree = make_tree()
+    cache(tree, range(8))
+    for length in (0, 4, 8):
+        hold = tree.lock(tree.match(range(length)))
+        with pytest.raises(ValueError, match=f"hold: its {length} tokens end at a page border"):
+            tree.claim_tail(hold)
+
+
+def test_a_fork_holds_the_path_and_its_parents_pages() -> None:
+    tree = make_tree()
+    parent = Run(tree, range(18))
+    parent.insert()
+    hold, table = tree.fork(parent.hold), parent.table[:]
+    tree.pool.share(table[hold.length // 4 :])
+    check(tree, [(parent.hold, parent.table), (hold, table)])
+    parent.release()
+    tree.evict(64)
+    assert matched(tree, range(18)) == 18
+    copy = tree.allocate(1)
+    tree.pool.release(table[4:])
+    table[4:] = copy
+    assert tree.insert(hold, [*range(18), 50, 51, 52], table + tree.allocate(1)) == Inserted(3, 0)
+    assert tree.cached_pages == 7
+    tree.unlock(hold)
+
+
+def test_forks_of_inserted_tokens_leave_evictable_pages_exact() -> None:
+    tree = make_tree(num_pages=12)
+    parent = Run(tree, range(18))
+    parent.insert()
+    children = []
+    for number in range(3):
+        hold, table = tree.fork(parent.hold), parent.table[:4] + tree.allocate(1)
+        tokens = [*range(18), 50 + number]
+        tree.insert(hold, tokens, table)
+        children.append((hold, table))
+    check(tree, [(parent.hold, parent.table), *children])
+    parent.release()
+    for hold, table in children[1:]:
+        tree.release(hold, table)
+    assert tree.evictable_pages == 2
+    assert len(tree.allocate(tree.pool.free_pages + 2)) == 6
+    check_free = counts(tree)
+    with pytest.raises(OutOfPages):
+        tree.allocate(1)
+    assert counts(tree) == check_free
+
+
+def test_a_page_that_a_fork_still_needs_outlives_its_eviction() -> None:
+    """A fork of tokens that were not inserted: its sibling enters them, leaves, and is evicted."""
+    tree = make_tree(num_pages=4)
+    parent = Run(tree, range(16))
+    hold, table = tree.fork(parent.hold), parent.table[:]
+    tree.pool.share(table)
+    parent.finish()
+    check(tree, [(hold, table)])
+    with pytest.raises(OutOfPages):
+        tree.allocate(1)
+    assert tree.cached_pages == 0
+    assert [tree.pool.refs[page] for page in table] == [1, 1, 1, 1]
+    check(tree, [(hold, table)])
+    assert tree.insert(hold, range(16), table) == Inserted(16, 0)
+    tree.release(hold, table)
+    checked(tree)
+
+
+# -- evicting ------------------------------------------------------------------------------------
+
+
+def test_a_shared_prefix_stays_until_its_leaves_are_gone() -> None:
+    tree = make_tree(page_size=4)
+    shared = list(range(8))
+    owner = Run(tree, [*shared, 50, 51, 52, 53])
+    owner.insert()
+    assert matched(tree, shared) == 8, "while its owner runs"
+    cache(tree, [*shared, 60, 61, 62, 63])
+    assert tree.evict(64) == 1, "the idle leaf"
+    assert matched(tree, [*shared, 50, 51, 52, 53]) == 12
+    owner.release()
+    assert matched(tree, shared) == 8, "after it has ended"
+    cache(tree, [*shared, 60, 61, 62, 63])
+    left = []
+    while tree.evict(1):
+        left.append([matched(tree, [*shared, t, t + 1, t + 2, t + 3]) for t in (50, 60)])
+        checked(tree)
+    assert left == [[8, 12], [8, 8], [4, 4], [0, 0]]
+
+
+def test_the_least_recently_used_leaf_goes_first() -> None:
+    tree = make_tree()
+    lines = [[start + i for i in range(4)] for start in range(0, 50, 10)]
+    for line in lines:
+        cache(tree, line)
+    use(tree, lines[0])
+    tree.match(lines[1])  # looking is not using
+    use(tree, lines[3][:2])  # parts the line: its front is newer than its back
+    order = []
+    while tree.cached_pages:
+        before = [matched(tree, line) for line in lines]
+        tree.evict(1)
+        after = [matched(tree, line) for line in lines]
+        order += [number for number, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+        checked(tree)
+    # The back of line 3 has no page of its own: it goes with the next one that has.
+    assert order == [1, 2, 3, 4, 0, 3]
+
+
+def test_a_parent_follows_its_last_child() -> None:
+    tree = make_tree()
+    cache(tree, range(4))
+    cache(tree, [*range(4), 10, 11, 12, 13])
+    cache(tree, [*range(4), 20, 21, 22, 23])
+    cache(tree, [90, 91, 92, 93])
+    use(tree, [*range(4), 20, 21, 22, 23])  # so the parent is newer than the other line
+    gone = []
+    while tree.cached_pages:
+        tree.evict(1)
+        gone.append(
+            [
+                matched(tree, [*range(4), 10, 11, 12, 13]),
+                matched(tree, [*range(4), 20, 21, 22, 23]),
+                matched(tree, [90, 91, 92, 93]),
+            ]
+        )
+    assert gone == [[4, 8, 4], [4, 8, 0], [4, 4, 0], [0, 0, 0]]
+
+
+def test_eviction_takes_no_more_than_was_asked_for() -> None:
+    tree = make_tree()
+    for start in (0, 100, 200):
+        cache(tree, range(start, start + 18))
+    for count in (0, 1, 2, 3, 1):
+        free = tree.pool.free_pages
+        assert tree.evict(count) == count
+        assert tree.pool.free_pages == free + count
+        checked(tree)
+    assert tree.evicted_tokens == 54 - tree.cached_tokens
+    assert tree.evict(64) == 8
+    assert tree.evict(64) == 0
+    assert (tree.cached_tokens, tree.evicted_tokens) == (0, 54)
+    with pytest.raises(ValueError, match="count must be at least 0, got -1"):
+        tree.evict(-1)
+
+
+def test_a_leaf_of_100_000_tokens_gives_up_only_its_last_pages() -> None:
+    tree = make_tree(num_pages=7000, page_size=16)
+    tokens = np.arange(100_000, dtype=np.int32)
+    run = Run(tree, tokens.tolist())
+    run.insert()
+    table = run.table[:]
+    run.release()
+    assert tree.evict(3) == 3
+    assert tree.num_nodes == 1
+    assert tree.match(tokens).length == 100_000 - 48
+    assert [tree.pool.refs[page] for page in table[-4:]] == [1, 0, 0, 0]
+    assert tree.evict(5_000) == 5_000
+    assert tree.match(tokens).length == 100_000 - 48 - 80_000
+    node = next(tree.nodes())
+    assert len(node.edge) <= 2 * 4 * node.length, "tokens that are gone do not stay in memory"
+    checked(tree)
+
+
+def test_what_is_left_of_a_cut_leaf_can_be_continued() -> None:
+    tree = make_tree()
+    cache(tree, range(18))
+    tree.evict(2)
+    assert matched(tree, range(18)) == 12
+    again = Run(tree, [*range(14), 70])
+    assert again.hit == 12
+    assert again.insert() == Inserted(3, 0)
+    checked(tree, again)
+    assert matched(tree, range(18)) == 14, "not what the cut edge once held"
+    assert matched(tree, [*range(14), 70]) == 15
+    again.release()
+    cache(tree, range(18))
+    assert matched(tree, range(18)) == 18
+    checked(tree)
+
+
+def test_a_cut_leaf_is_split_where_it_is_left() -> None:
+    tree = make_tree()
+    cache(tree, range(18))
+    tree.evict(1)
+    cache(tree, [*range(10), 70])
+    checked(tree)
+    assert [matched(tree, line) for line in (range(18), [*range(10), 70, 71])] == [16, 11]
+
+
+def test_a_page_that_is_reused_loses_its_old_identity_even_if_partly_filled() -> None:
+    tree = make_tree(num_pages=2)
+    cache(tree, range(6))
+    run = Run(tree, [50, 51])
+    assert matched(tree, range(6)) == 4, "the page of tokens 4 and 5 is the new sequence's"
+    run.finish()
+    assert [matched(tree, line) for line in (range(6), [50, 51])] == [4, 2]
+    other = Run(tree, [60, 61, 62, 63, 64])
+    assert [matched(tree, line) for line in (range(6), [50, 51])] == [0, 0]
+    other.finish()
+    checked(tree)
+
+
+def test_a_tail_page_that_outlives_its_child_belongs_to_its_parent_alone() -> None:
+    tree = make_tree()
+    cache(tree, range(6))
+    cache(tree, [*range(6), 7, 8])  # in place
+    assert tree.cached_pages == 2
+    use(tree, range(6))
+    tree.evict(1)
+    assert matched(tree, [*range(6), 7, 8]) == 4, "the child had no page of its own to give"
+    checked(tree)
+
+
+def test_a_failed_allocation_leaves_every_count_as_it_was() -> None:
+    tree = make_tree(num_pages=16)
+    cache(tree, range(20))
+    run = Run(tree, [*range(9), 50, 51])
+    run.insert()
+    before = counts(tree)
+    possible = tree.pool.free_pages + tree.evictable_pages
+    with pytest.raises(OutOfPages) as caught:
+        tree.allocate(possible + 1)
+    assert (caught.value.needed, caught.value.available) == (possible + 1, possible)
+    assert counts(tree) == before
+    with pytest.raises(ValueError, match="count must be at least 0, got -1"):
+        tree.allocate(-1)
+    assert counts(tree) == before
+    assert len(tree.allocate(possible)) == possible
+
+
+def test_allocation_evicts_others_and_never_a_pending_hit() -> None:
+    tree = make_tree(num_pages=10)
+    cache(tree, range(20))  # the least recently used, five pages
+    cache(tree, range(100, 120))
+    match = tree.match([*range(18), 50])
+    assert tree.available_pages(match) == 5
+    hold = tree.lock(match)
+    with pytest.raises(OutOfPages):
+        tree.allocate(6)
+    assert len(tree.allocate(5)) == 5
+    assert matched(tree, range(18)) == 18
+    assert matched(tree, range(100, 120)) == 0
+    assert list(tree.page_table(hold)) == [0, 1, 2, 3, 4]
+
+
+def test_using_one_leaf_again_and_again_does_not_grow_the_order_of_eviction() -> None:
+    tree = make_tree()
+    cache(tree, range(8))
+    cache(tree, range(50, 58))
+    for _ in range(1000):
+        use(tree, range(8))
+    assert len(tree._order) <= 64 + 4 * tree.num_nodes
+    assert tree.evict(2) == 2
+    assert [matched(tree, range(8)), matched(tree, range(50, 58))] == [8, 0]
+    checked(tree)
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def test_ten_thousand_sequences_on_a_long_prefix_stay_within_twice_their_bytes() -> None:
+    """Tokens and page ids once each are the live bytes; nodes, locks and the rest come on top."""
+    prefix, own, size = 10_000, 256, 16
+    tree = make_tree(num_pages=prefix // size + 10_000 * own // size, page_size=size)
+    shared = np.arange(prefix, dtype=np.int32)
+    cache(tree, shared.tolist())
+    gc.collect()
+    tracemalloc.start()
+    try:
+        holds = []
+        for number in range(10_000):
+            tokens = np.append(shared, np.full(own, prefix + number, np.int32)).tobytes()
+            hold = tree.lock(tree.match(tokens))
+            table = tree.page_table(hold)
+            table += tree.allocate(own // size)
+            assert tree.insert(hold, tokens, table) == Inserted(own, 0)
+            holds.append(hold)
+            del table, tokens
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tree.cached_tokens == prefix + 10_000 * own
+    assert tree.pool.free_pages == 0
+    live = 10_000 * (own * 4 + own // size * 4)
+    assert taken <= 2 * live, f"{taken} bytes for {live} live ones"
+    for hold in holds:
+        tree.unlock(hold)
+    assert tree.evictable_pages == tree.pool.num_pages
+
+
+# -- the shared prefixes that saved most ---------------------------------------------------------
+
+
+def _tops(tree: RadixTree, count: int = 10) -> list[tuple[int, int, int]]:
+    return [(top.num_tokens, top.hits, top.tokens_saved) for top in top_prefixes(tree, count)]
+
+
+def test_top_prefixes_are_those_that_saved_most() -> None:
+    tree = make_tree(256)
+    for tail in range(4):
+        cache(tree, [*range(30), 1000 + tail])
+    for tail in range(11):
+        cache(tree, [*range(500, 510), 1000 + tail])
+    cache(tree, range(700, 760))
+    assert _tops(tree) == [(10, 10, 100), (30, 3, 90)]
+    assert _tops(tree, 1) == [(10, 10, 100)]
+    assert top_prefixes(tree, 0) == ()
+    assert top_prefixes(tree, 2)[0] == SharedPrefix(tuple(range(500, 510)), 10, 100)
+    with pytest.raises(ValueError, match="count must be at least 0, got -1"):
+        top_prefixes(tree, -1)
+
+
+def test_hits_are_counted_for_requests_that_were_locked_before_any_of_them_inserted() -> None:
+    tree = make_tree(256)
+    cache(tree, [*range(30), 99])
+    runs = [Run(tree, [*range(30), 1000 + tail]) for tail in range(8)]
+    for run in runs:
+        run.finish()
+    assert _tops(tree) == [(30, 8, 240)]
+
+
+def test_hits_of_a_prompt_that_comes_again_are_counted() -> None:
+    """The last token is always computed, so the hit ends one before the end."""
+    tree = make_tree(256)
+    prompt = list(range(30))
+    cache(tree, prompt)
+    for _ in range(5):
+        run = Run(tree, prompt[:-1])
+        run.grow(prompt[-1:])
+        assert run.insert() == Inserted(0, 1)
+        run.release()
+    assert _tops(tree) == [(29, 5, 145)]
+
+
+def test_the_turns_of_a_conversation_are_counted_for_what_each_saved() -> None:
+    tree = make_tree(256)
+    for turn in range(1, 6):
+        cache(tree, range(10 * turn))
+    assert sorted(_tops(tree)) == [(10, 4, 40), (20, 3, 60), (30, 2, 60), (40, 1, 40)]
+
+
+def test_a_fork_is_no_hit_and_a_prefix_that_was_not_hit_is_no_shared_one() -> None:
+    tree = make_tree()
+    run = Run(tree, range(10))
+    run.insert()
+    tree.unlock(tree.fork(run.hold))
+    run.release()
+    assert top_prefixes(tree, 10) == ()
+
+
+def test_a_prefix_that_a_longer_one_explains_is_not_named() -> None:
+    tree = make_tree()
+    cache(tree, range(10))
+    for tail in range(3):
+        cache(tree, [*range(10), 50, 51, 60 + tail])
+    # 10 tokens were hit three times, 12 of them twice: both are told. 12 and 12 + nothing: once.
+    assert _tops(tree) == [(10, 3, 30), (12, 2, 24)]
+    cache(tree, [*range(10), 50, 51, 70])
+    cache(tree, [*range(10), 50, 51, 71])
+    assert _tops(tree) == [(10, 5, 50), (12, 4, 48)]
+
+
+def test_hits_of_an_evicted_prefix_are_forgotten() -> None:
+    tree = make_tree()
+    cache(tree, range(10))
+    use(tree, range(10))
+    assert _tops(tree) == [(10, 1, 10)]
+    tree.evict(1)
+    assert _tops(tree) == [(8, 1, 8)]
+    tree.evict(2)
+    cache(tree, range(10))
+    assert _tops(tree) == []
+
+
+# -- looking -------------------------------------------------------------------------------------
+
+
+def test_nodes_come_parents_first_and_tell_their_prefix() -> None:
+    tree = make_tree()
+    cache(tree, range(10))
+    cache(tree, [*range(6), 50])
+    cache(tree, range(4), "b")
+    seen: set[int] = set()
+    prefixes = []
+    for node in tree.nodes():
+        assert isinstance(node, Node)
+        assert node.parent is not None
+        assert node.parent.parent is None or id(node.parent) in seen
+        seen.add(id(node))
+        prefixes.append(tuple(np.frombuffer(node.prefix(), np.int32).tolist()))
+    expected = [tuple(range(4)), tuple(range(6)), tuple(range(10)), (*range(6), 50)]
+    assert sorted(prefixes) == sorted(expected)
+    assert tree.num_nodes == 4
