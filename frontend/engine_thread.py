@@ -131,24 +131,33 @@ class EngineThread:
             self._commands.append(lambda: self._abort(request_id))
             self._wake.notify()
 
-    def _abort(self, request_id: str) -> None:
-        self.text_engine.abort(request_id)
-
     # What follows runs in the engine's thread.
 
     def _run(self) -> None:
-        while self._take_commands():
-            if not self.text_engine.has_unfinished():
-                continue
-            try:
-                deltas = self.text_engine.step()
-            except Exception as error:
-                log.exception("a step failed")
-                message = f"a step of the engine failed: {type(error).__name__}: {error}"
-                self._fail_all(RequestFailed(message))
-            else:
-                self._hand_over([(delta.request_id, delta) for delta in deltas])
-        self._fail_all(EngineStopped("the engine was stopped"))
+        try:
+            while self._take_commands():
+                if self.text_engine.has_unfinished():
+                    self._step()
+        finally:
+            with self._wake:
+                self._stopping = True  # whatever ended the loop, nothing can be submitted now
+            self._fail_all(EngineStopped, "the engine was stopped")
+
+    def _step(self) -> None:
+        try:
+            deltas = self.text_engine.step()
+        except Exception as error:
+            log.exception("a step failed")
+            message = f"a step of the engine failed: {type(error).__name__}: {error}"
+            self._fail_all(RequestFailed, message)
+        else:
+            self._hand_over([(delta.request_id, delta) for delta in deltas])
+
+    def _abort(self, request_id: str) -> None:
+        try:
+            self.text_engine.abort(request_id)
+        except Exception:  # whoever else waits must not suffer from it
+            log.exception("request %s could not be aborted", request_id)
 
     def _take_commands(self) -> bool:
         """Runs all commands, waiting for one if there is nothing to step; False: time to end."""
@@ -163,14 +172,11 @@ class EngineThread:
                 command = self._commands.popleft()
             command()
 
-    def _fail_all(self, failure: RequestFailed) -> None:
+    def _fail_all(self, failure: type[RequestFailed], message: str) -> None:
         failed: list[tuple[str, TextDelta | RequestFailed]] = []
         for request_id in self.text_engine.unfinished():
-            try:
-                self.text_engine.abort(request_id)
-            except Exception:  # whoever waits for the request must hear of it all the same
-                log.exception("request %s could not be aborted", request_id)
-            failed.append((request_id, failure))
+            self._abort(request_id)
+            failed.append((request_id, failure(message)))
         self._hand_over(failed)
 
     def _hand_over(self, items: Sequence[tuple[str, TextDelta | RequestFailed]]) -> None:

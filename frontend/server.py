@@ -61,7 +61,11 @@ class Server:
                 web.get("/health", self._health),
             ]
         )
+        app.on_cleanup.append(self._close)
         return app
+
+    async def _close(self, app: web.Application) -> None:
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     async def _health(self, request: web.Request) -> web.Response:
         if self._engine.alive:
