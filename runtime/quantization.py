@@ -25,6 +25,8 @@ from torch import nn
 from coppice.runtime.layers import Linear, frozen
 
 _LEVELS = 127
+# Rows quantized at a time: a vocabulary's worth of float copies would be the peak of loading.
+_BLOCK_ROWS = 4096
 
 
 class Int8Linear(Linear):
@@ -67,11 +69,13 @@ class Int8Linear(Linear):
 
     def fill_weight(self, first_row: int, part: torch.Tensor) -> None:
         """Quantize ``part [rows, in_features]`` into the rows from ``first_row`` on."""
-        part = part.float()
-        rows = slice(first_row, first_row + part.shape[0])
-        scale = part.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30).div_(_LEVELS)
-        self.weight[rows].copy_((part / scale).round_())
-        self.weight_scale[rows].copy_(scale[:, 0] / _LEVELS)
+        for block in part.split(_BLOCK_ROWS):
+            values = block.float()
+            rows = slice(first_row, first_row + len(block))
+            scale = values.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30).div_(_LEVELS)
+            self.weight[rows].copy_((values / scale).round_())
+            self.weight_scale[rows].copy_(scale[:, 0] / _LEVELS)
+            first_row = rows.stop
 
 
 def linear_class(quantization: str | None, device: torch.device) -> type[Linear]:

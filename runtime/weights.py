@@ -86,7 +86,7 @@ def load_decoder(
 ) -> Decoder:
     """A decoder with weights: those in ``path``, or random ones with ``load_format="dummy"``.
 
-    Memory: the decoder's own; files of the checkpoint are mapped, one at a time, not read. Raises
+    Memory: the decoder's own and, while loading, that of a tensor of the checkpoint. Raises
     ``ValueError`` that names the file and the tensor for weights that are missing, unexpected,
     wrongly shaped or of an unsupported type.
     """
@@ -231,9 +231,12 @@ def _read_tensors(path: Path, files: dict[str, Path]) -> Iterator[tuple[str, tor
         names = [name for name, holder in files.items() if holder == file]
         with _open(file) as tensors:
             held = set(tensors.keys())
-            for name in sorted(names, key=lambda n: n == "lm_head.weight"):
-                if name not in held:
-                    raise ValueError(f"{file} lacks tensor {name}, though {_INDEX} puts it there")
+        for name in sorted(names, key=lambda n: n == "lm_head.weight"):
+            if name not in held:
+                raise ValueError(f"{file} lacks tensor {name}, though {_INDEX} puts it there")
+            # Opened anew for each tensor: a mapping keeps every page that was ever read through it,
+            # so that one for the whole file would hold the weights a second time in the end.
+            with _open(file) as tensors:
                 yield name, tensors.get_tensor(name)
 
 

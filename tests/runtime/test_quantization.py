@@ -82,6 +82,15 @@ def test_parts_are_quantized_alone() -> None:
     assert torch.equal(packed(x), expected)
 
 
+def test_long_weights_are_quantized_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(50, 32)
+    whole = make(weight)
+    monkeypatch.setattr(quantization, "_BLOCK_ROWS", 16)
+    in_blocks = make(weight)
+    assert torch.equal(in_blocks.weight, whole.weight)
+    assert torch.equal(in_blocks.weight_scale, whole.weight_scale)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_quantized_model_stays_near_its_float_one(
     tiny_checkpoint: Callable[..., Path], family: str, tied: bool

@@ -86,6 +86,23 @@ def test_reads_sharded_checkpoints(
     assert same_weights(load(folder), load(tmp_path))
 
 
+def test_reading_keeps_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
+    """What has been read of the file leaves the process again."""
+
+    def mapped_mb() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("RssFile"))
+
+    file = tmp_path / "model.safetensors"
+    names = [f"tensor{i}" for i in range(12)]
+    save_file({name: torch.zeros(4 << 18) for name in names}, file)  # 4 MB each
+    before = most = mapped_mb()
+    for _, tensor in weights._read_tensors(tmp_path, dict.fromkeys(names, file)):
+        tensor.sum()
+        most = max(most, mapped_mb())
+    assert most - before < 16
+
+
 def test_casts_to_the_asked_type(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
