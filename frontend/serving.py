@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import signal
 import socket
 
@@ -47,7 +48,7 @@ async def _serve(text_engine: TextEngine, model: str, listener: socket.socket) -
         loop.add_signal_handler(signum, lambda: (hurry if stop.is_set() else stop).set())
     print(_greeting(text_engine, model, *listener.getsockname()[:2]), flush=True)
     await stop.wait()
-    print(f"stopping: {engine.running} requests are running", flush=True)
+    print(f"stopping; requests still running: {engine.running}", flush=True)
     await _drain(runner, engine, hurry)
 
 
@@ -74,6 +75,7 @@ def _greeting(text_engine: TextEngine, model: str, host: str, port: int) -> str:
             f"model   {model}",
             f"memory  {text_engine.engine.memory}",
             f"url     {url}",
-            f"try     curl {url}{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+            f"try     curl {url}{path} -H 'Content-Type: application/json' "
+            f"-d {shlex.quote(json.dumps(body))}",
         ]
     )
