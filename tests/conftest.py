@@ -1,11 +1,13 @@
-"""Settings that every test runs under: no network, one torch thread, no tokenizer threads.
+"""Settings that every test runs under: no network, one torch thread, no test judged by its time.
 
-They are set before torch, numba or transformers can be imported, since those read them once.
+The variables are set before torch, numba or transformers can be imported: those read them once.
 """
 
 from __future__ import annotations
 
 import os
+
+from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -14,3 +16,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 # processes must not ask for more cores than the machine has.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+# A busy machine is slow; that says nothing about the code.
+settings.register_profile("coppice", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("coppice")

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from coppice.frontend.protocol import BadRequest, parse_chat, parse_completion
+from coppice.frontend.protocol import (
+    _NOT_SUPPORTED,
+    _SAMPLING,
+    BadRequest,
+    parse_chat,
+    parse_completion,
+)
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -212,3 +220,23 @@ def test_the_model_must_be_named() -> None:
 
 def test_a_long_value_is_not_repeated_whole() -> None:
     assert len(refused(parse_completion, COMPLETION | {"user": "x" * 100_000})["message"]) < 200
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text("ab\ud800", max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner, max_size=3),
+    max_leaves=6,
+)
+OTHER_NAMES = ("model", "prompt", "messages", "stream", "stream_options", "cache_salt")
+NAMES = st.sampled_from([*OTHER_NAMES, *_SAMPLING, *_NOT_SUPPORTED])
+
+
+@given(changes=st.dictionaries(NAMES, JSON, max_size=3))
+def test_garbage_is_refused_and_nothing_worse(changes: dict[str, Any]) -> None:
+    for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
+        try:
+            parse(body | changes)
+        except BadRequest as error:
+            message = error.body["error"]["message"]
+            assert message == str(error)  # noqa: PT017 - that it is refused is no must
+            assert len(message) < 500
