@@ -6,7 +6,7 @@
 #   make lint    ruff: rules and format        make types   mypy
 #   make lock    renew requirements.lock from pyproject.toml, in a fresh environment
 #
-# PYTHON names the interpreter that makes the environment (3.11 or later): make test PYTHON=python3.12
+# PYTHON names the interpreter that makes the environment (3.11 or later): make test PYTHON=python3.11
 
 PYTHON ?= python3
 VENV   := .venv
