@@ -54,6 +54,12 @@ class Engine:
             )
         dtype = resolve_dtype(config.dtype, self.model_config, self.device)
         self.attention = select_backend(config.attention_backend, self.device)
+        if dtype not in self.attention.dtypes:
+            allowed = ", ".join(str(each).removeprefix("torch.") for each in self.attention.dtypes)
+            raise ValueError(
+                f"dtype: the {self.attention.name} attention backend computes in {allowed}, got "
+                f"{str(dtype).removeprefix('torch.')}"
+            )
         self.decoder = load_decoder(
             path,
             self.model_config,

@@ -424,3 +424,9 @@ def test_an_unknown_attention_backend_and_too_long_a_length_are_refused(tiny_che
         engine(tiny_checkpoint("llama"), attention_backend="abacus")
     with pytest.raises(ValueError, match="max_model_len must be at most"):
         engine(tiny_checkpoint("llama"), max_model_len=10**7, kv_cache_tokens=2 * 10**7)
+
+
+def test_a_type_that_the_attention_backend_can_not_compute_in_is_refused(tiny_checkpoint):
+    config = EngineConfig(model=str(tiny_checkpoint("llama")), dtype="bfloat16")
+    with pytest.raises(ValueError, match="dtype: the cpu attention backend computes in float32"):
+        Engine(config)
