@@ -188,18 +188,16 @@ def test_a_page_of_no_pool_is_refused_and_changes_nothing(stranger: int, count: 
     pages = [*pool.allocate(count), stranger]
     pool.allocate(64 - count)  # so that page 63, which -1 could be taken for, is in use
     before = state(pool)
-    with pytest.raises(
-        ValueError, match=f"pages: {stranger} can't be released, the pool has pages"
-    ):
+    with pytest.raises(ValueError, match=f"pages: {stranger} can't be released, the pool has"):
         pool.release(pages)
-    with pytest.raises(ValueError, match=f"pages: {stranger} can't be shared, the pool has pages"):
+    with pytest.raises(ValueError, match=f"pages: {stranger} can't be shared, the pool has"):
         pool.share(pages)
     assert state(pool) == before
 
 
 @pytest.mark.parametrize("count", [47, 48, 49, 500])
 def test_many_pages_are_released_like_few(count: int) -> None:
-    """Shared, single and scattered pages in one call; the same pages one by one as the yardstick."""
+    """Shared and scattered pages in one call; the same pages one by one as the yardstick."""
     many, single = PagePool(600, 16), PagePool(600, 16)
     rng = np.random.default_rng(count)
     pages = rng.permutation(many.allocate(600)[:count])

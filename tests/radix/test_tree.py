@@ -225,6 +225,7 @@ def test_a_hit_locks_what_was_hit_and_no_more() -> None:
     assert tree.available_pages(match) == 7
     hold = tree.lock(match)
     assert (tree.locked_pages, tree.evictable_pages) == (1, 7)
+    check(tree, [(hold, array("i"))])
     assert len(tree.allocate(7)) == 7
     assert matched(tree, range(32)) == 1
 
@@ -381,7 +382,7 @@ def test_two_that_compute_the_same_in_turns_end_with_the_same_full_pages() -> No
 
 
 def test_a_branch_may_end_in_the_tail_page_of_its_grandparent() -> None:
-    """One writes on in the tail in place; another has meanwhile entered the same tokens as a copy."""
+    """One writes on in place; another has meanwhile entered the same tokens with a copy."""
     tree = make_tree()
     cache(tree, range(5))
     writer = Run(tree, [0, 1, 2, 3, 4, 5, 6])
@@ -592,6 +593,16 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     assert order == [1, 2, 3, 4, 0, 3]
 
 
+def test_the_end_of_a_sequence_counts_as_use() -> None:
+    tree = make_tree()
+    long = Run(tree, range(4))
+    long.insert()
+    cache(tree, range(50, 54))
+    long.release()
+    assert tree.evict(1) == 1
+    assert [matched(tree, range(4)), matched(tree, range(50, 54))] == [4, 0]
+
+
 def test_a_parent_follows_its_last_child() -> None:
     tree = make_tree()
     cache(tree, range(4))
@@ -686,7 +697,7 @@ def test_a_page_that_is_reused_loses_its_old_identity_even_if_partly_filled() ->
     checked(tree)
 
 
-def test_a_tail_page_that_outlives_its_child_belongs_to_its_parent_alone() -> None:
+def test_a_child_without_pages_of_its_own_goes_before_its_parents_tail() -> None:
     tree = make_tree()
     cache(tree, range(6))
     cache(tree, [*range(6), 7, 8])  # in place
