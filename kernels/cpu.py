@@ -70,6 +70,7 @@ class CpuBackend(AttentionBackend):
     dtypes = (torch.float32,)
 
     def __init__(self) -> None:
+        threads.calm_waiting_threads()
         self._kernels = _load_kernels()
         self._scratch = _Scratch()
 

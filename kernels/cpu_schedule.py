@@ -134,7 +134,7 @@ def build_schedule(plan: AttentionPlan, window: int | None, threads: int) -> Sch
         below = is_member[row_seq]
         cover_rows(below, np.full_like(cursor, start))
         cursor[below] = stop
-        for i in members[~is_few]:
+        for i in members[~is_few].tolist():
             cover_chunk(i, start)
             chunk_cursor[i] = stop
 
@@ -142,7 +142,7 @@ def build_schedule(plan: AttentionPlan, window: int | None, threads: int) -> Sch
     chunks = []
     bands: list[Band] = []
     masks: dict[tuple[int, int, int], torch.Tensor] = {}
-    for i in np.flatnonzero(~few):
+    for i in np.flatnonzero(~few).tolist():
         if banded[i]:
             assert window is not None
             bands += _bands(plan, i, window, masks)

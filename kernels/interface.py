@@ -172,7 +172,7 @@ class AttentionBackend(ABC):
     """Attention over pages and the two writes to the cache, on one kind of device.
 
     A step calls ``prepare`` once, then for every layer ``write_kv`` and ``attend``. A backend keeps
-    no state between steps but compiled code, and one thread calls it.
+    nothing of one call for the next but compiled code and scratch memory; one thread calls it.
     """
 
     name: ClassVar[str]

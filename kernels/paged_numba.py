@@ -10,7 +10,8 @@ Softmax works in base 2 (scale carries log2 e), so that the exponential is a shi
 and a polynomial, which vectorises where a call to libm does not: relative error 2e-7, and exactly 0
 below 2**-126. Maxima may be -inf, hence no ``nnan`` or ``ninf`` among the fast-math flags.
 
-Compiled on first use, kept on disk by numba: 12 s cold on one core, 0.5 s from the cache.
+Compiled on first use and kept on disk by numba (beside this file or, where that cannot be written,
+in the user's cache folder; NUMBA_CACHE_DIR moves it).
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _C1, _C2, _C3, _C4, _C5, _C6 = (
 
 
 @njit(fastmath=_FAST, cache=True)
-def _dot_2x4(q, a, b, keys, k0, k1, k2, k3, dim):
+def _dot_2x4(
+    q: np.ndarray, a: int, b: int, keys: np.ndarray, k0: int, k1: int, k2: int, k3: int, dim: int
+) -> tuple[np.float32, ...]:
     """Products of the query vectors at offsets a and b with the keys at k0..k3."""
     s0 = s1 = s2 = s3 = t0 = t1 = t2 = t3 = np.float32(0)
     qa, qb = q[a : a + dim], q[b : b + dim]
@@ -57,7 +60,9 @@ def _dot_2x4(q, a, b, keys, k0, k1, k2, k3, dim):
 
 
 @njit(fastmath=_FAST, cache=True)
-def _dot_1x4(q, a, keys, k0, k1, k2, k3, dim):
+def _dot_1x4(
+    q: np.ndarray, a: int, keys: np.ndarray, k0: int, k1: int, k2: int, k3: int, dim: int
+) -> tuple[np.float32, ...]:
     s0 = s1 = s2 = s3 = np.float32(0)
     qa = q[a : a + dim]
     x0, x1 = keys[k0 : k0 + dim], keys[k1 : k1 + dim]
@@ -72,7 +77,20 @@ def _dot_1x4(q, a, keys, k0, k1, k2, k3, dim):
 
 
 @njit(fastmath=_FAST, cache=True)
-def _add_2x4(acc, a, b, w, p, r, values, k0, k1, k2, k3, dim):
+def _add_2x4(
+    acc: np.ndarray,
+    a: int,
+    b: int,
+    w: np.ndarray,
+    p: int,
+    r: int,
+    values: np.ndarray,
+    k0: int,
+    k1: int,
+    k2: int,
+    k3: int,
+    dim: int,
+) -> None:
     """acc at a and b plus the values at k0..k3, weighted by w[p..p+3] and w[r..r+3]."""
     ya, yb = acc[a : a + dim], acc[b : b + dim]
     x0, x1 = values[k0 : k0 + dim], values[k1 : k1 + dim]
@@ -85,7 +103,18 @@ def _add_2x4(acc, a, b, w, p, r, values, k0, k1, k2, k3, dim):
 
 
 @njit(fastmath=_FAST, cache=True)
-def _add_1x4(acc, a, w, p, values, k0, k1, k2, k3, dim):
+def _add_1x4(
+    acc: np.ndarray,
+    a: int,
+    w: np.ndarray,
+    p: int,
+    values: np.ndarray,
+    k0: int,
+    k1: int,
+    k2: int,
+    k3: int,
+    dim: int,
+) -> None:
     ya = acc[a : a + dim]
     x0, x1 = values[k0 : k0 + dim], values[k1 : k1 + dim]
     x2, x3 = values[k2 : k2 + dim], values[k3 : k3 + dim]
@@ -95,7 +124,17 @@ def _add_1x4(acc, a, w, p, values, k0, k1, k2, k3, dim):
 
 
 @njit(fastmath=_FAST, cache=True)
-def _softmax_tile(s, count, j, top, total, acc, bits, powers, dim):
+def _softmax_tile(
+    s: np.ndarray,
+    count: int,
+    j: int,
+    top: np.ndarray,
+    total: np.ndarray,
+    acc: np.ndarray,
+    bits: np.ndarray,
+    powers: np.ndarray,
+    dim: int,
+) -> None:
     """Turn head j's scores of a tile into weights under its running maximum; rescale what it has.
 
     ``s`` holds the head's TILE scores. Those from ``count`` on are padding and get weight 0.
@@ -130,8 +169,20 @@ def _softmax_tile(s, count, j, top, total, acc, bits, powers, dim):
 
 @njit(fastmath=_FAST, cache=True)
 def _one_piece(
-    q, keys, values, table, start, stop, page_size, kv_heads, heads, dim, scale, out, lse
-):
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    table: np.ndarray,
+    start: int,
+    stop: int,
+    page_size: int,
+    kv_heads: int,
+    heads: int,
+    dim: int,
+    scale: np.float32,
+    out: np.ndarray,
+    lse: np.ndarray,
+) -> None:
     """One row over its keys start <= t < stop: out [heads * dim], lse [heads], both overwritten."""
     group = heads // kv_heads
     odd = group % 2
@@ -200,7 +251,9 @@ def _one_piece(
 
 
 @njit(fastmath=_FAST, cache=True)
-def _merge_head(out, lse, other, other_lse, dim):
+def _merge_head(
+    out: np.ndarray, lse: np.float32, other: np.ndarray, other_lse: np.float32, dim: int
+) -> np.float32:
     """Merge one head's result over other keys into ``out`` [dim]; returns the new lse."""
     high = max(lse, other_lse)
     if high == _NEG_INF:
@@ -216,9 +269,22 @@ def _merge_head(out, lse, other, other_lse, dim):
 
 @njit(parallel=True, fastmath=_FAST, cache=True)
 def attend_rows(
-    q, keys, values, page_indices, pieces, shares, merges, page_size, kv_heads, dim, scale,
-    out, lse, extra_out, extra_lse,
-):  # fmt: skip
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    page_indices: np.ndarray,
+    pieces: np.ndarray,
+    shares: np.ndarray,
+    merges: np.ndarray,
+    page_size: int,
+    kv_heads: int,
+    dim: int,
+    scale: np.float32,
+    out: np.ndarray,
+    lse: np.ndarray,
+    extra_out: np.ndarray,
+    extra_lse: np.ndarray,
+) -> None:
     """Attend rows to ranges of their keys, read from the pages in place.
 
     ``q``, ``out`` float32 ``[T, heads * dim]``, ``lse`` ``[T, heads]``; ``keys`` and ``values`` the
@@ -252,7 +318,15 @@ def attend_rows(
 
 
 @njit(parallel=True, fastmath=_FAST, cache=True)
-def merge_rows(out, lse, rows, other, other_lse, kv_heads, threads):
+def merge_rows(
+    out: np.ndarray,
+    lse: np.ndarray,
+    rows: np.ndarray,
+    other: np.ndarray,
+    other_lse: np.ndarray,
+    kv_heads: int,
+    threads: int,
+) -> None:
     """Merge results over further keys into rows of ``out`` ``[T, heads, dim]``, ``lse``.
 
     ``rows`` int64 ``[R]``, no row twice. ``other`` float32 ``[kv_heads, R, group, dim]``,
@@ -272,7 +346,9 @@ def merge_rows(out, lse, rows, other, other_lse, kv_heads, threads):
 
 
 @njit(parallel=True, cache=True)
-def gather_heads(cache, pages, first, count, out, threads):
+def gather_heads(
+    cache: np.ndarray, pages: np.ndarray, first: int, count: int, out: np.ndarray, threads: int
+) -> None:
     """Copy ``count`` tokens, from slot ``first`` of the first of ``pages`` on, into ``out``.
 
     ``cache`` ``[num_pages, page_size, kv_heads, dim]``, ``out`` ``[kv_heads, count, dim]``.

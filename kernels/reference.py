@@ -77,12 +77,11 @@ class ReferenceBackend(AttentionBackend):
             rows = slice(int(plan.query_start[i]), int(plan.query_start[i + 1]))
             context = int(plan.context_len[i])
             table = plan.page_indices[plan.page_indptr[i] : plan.page_indptr[i + 1]]
+            at = range(context)
+            pages = [int(table[t // plan.page_size]) for t in at]
+            slots = [t % plan.page_size for t in at]
             keys, values = (
-                torch.stack(
-                    [cache[table[t // plan.page_size], t % plan.page_size] for t in range(context)]
-                )
-                .double()
-                .repeat_interleave(group, dim=1)
+                cache[pages, slots].double().repeat_interleave(group, dim=1)
                 for cache in (k_cache, v_cache)
             )
             key_at = torch.arange(context, device=q.device)

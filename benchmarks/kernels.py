@@ -1,0 +1,339 @@
+"""Measure the CPU attention kernels: both sides of every comparison in turn, in one run.
+
+    python benchmarks/kernels.py [--json FILE] [--quick]
+
+One JSON object a line. ``ratio`` is how many times faster a way is than the row's baseline: the
+median over rounds of baseline time / its time, each round running all ways one after another;
+``ratio_low`` and ``ratio_high`` are the 10th and 90th percentiles. Times are the best round's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+STEP_SETTINGS: dict[str, dict[str, str]] = {
+    "omp, waiting threads spin (the default)": {"NUMBA_THREADING_LAYER": "omp"},
+    "omp, waiting threads sleep": {"NUMBA_THREADING_LAYER": "omp", "OMP_WAIT_POLICY": "passive"},
+    "omp, waiting threads spin 1,000 times": {
+        "NUMBA_THREADING_LAYER": "omp",
+        "GOMP_SPINCOUNT": "1000",
+    },
+    "workqueue, torch's threads spin": {"NUMBA_THREADING_LAYER": "workqueue"},
+    "workqueue, torch's threads sleep": {
+        "NUMBA_THREADING_LAYER": "workqueue",
+        "OMP_WAIT_POLICY": "passive",
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="also append the rows to this file")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller shapes")
+    parser.add_argument("--step", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.step:
+        print(json.dumps(_time_steps(arguments.step)))
+        return
+    lines = []
+    for row in _rows(arguments.quick):
+        lines.append(json.dumps({**row, "machine": _machine()}))
+        print(lines[-1], flush=True)
+    if arguments.json:
+        with arguments.json.open("a") as file:
+            file.write("\n".join(lines) + "\n")
+
+
+def _rows(quick: bool) -> list[dict[str, Any]]:
+    rounds = 5 if quick else 15
+    rows = [_start_up()]
+    shared = 512 if quick else 2048
+    rows += _shared_decode(32, shared, 128, 16, 8, 128, rounds)
+    rows += _shared_decode(8, shared, 128, 14, 2, 64, rounds)
+    rows += _plain_decode(1, 4 * shared, 16, 8, 128, rounds)
+    rows += _prefill(512 if quick else 2048, shared, 16, 8, 128, rounds)
+    rows += _stretch_rule(rounds, quick)
+    rows += _steps(2 if quick else 5)
+    return rows
+
+
+def _compare(
+    name: str, shape: dict[str, Any], ways: dict[str, Callable[[], Any]], rounds: int
+) -> list[dict[str, Any]]:
+    """Time the ways in turn, round after round; the first is the baseline."""
+    for way in ways.values():
+        way()
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            started = time.perf_counter()
+            run()
+            times[way].append(time.perf_counter() - started)
+    return _ratio_rows(name, shape, times)
+
+
+def _ratio_rows(
+    name: str, shape: dict[str, Any], times: dict[str, list[float]]
+) -> list[dict[str, Any]]:
+    baseline = next(iter(times))
+    rows = []
+    for way, measured in times.items():
+        ratios = sorted(b / t for b, t in zip(times[baseline], measured, strict=True))
+        rows.append(
+            {
+                "benchmark": name,
+                **shape,
+                "way": way,
+                "baseline": baseline,
+                "ratio": round(ratios[len(ratios) // 2], 3),
+                "ratio_low": round(ratios[len(ratios) // 10], 3),
+                "ratio_high": round(ratios[-1 - len(ratios) // 10], 3),
+                "best_ms": round(min(measured) * 1e3, 3),
+            }
+        )
+    return rows
+
+
+def _start_up() -> dict[str, Any]:
+    """Seconds until a backend is ready: kernels compiled, and loaded from numba's cache."""
+    code = (
+        "import time, torch; t = time.perf_counter()\n"
+        "from coppice.kernels.interface import select_backend\n"
+        "select_backend('cpu', torch.device('cpu')); print(time.perf_counter() - t)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = [
+            float(_python(["-c", code], {"NUMBA_CACHE_DIR": folder}).strip()) for _ in range(2)
+        ]
+    return {"benchmark": "start-up", "cold_s": round(seconds[0], 2), "warm_s": round(seconds[1], 2)}
+
+
+class _Batch:
+    """Random caches and two plans, with the shared stretch named and without."""
+
+    def __init__(
+        self, batch: int, shared: int, own: int, rows: int, heads: int, kv_heads: int, dim: int
+    ) -> None:
+        import numpy as np
+        import torch
+
+        from coppice.kernels.interface import AttentionPlan, SharedStretch, select_backend
+
+        size = 16
+        stem, tail = shared // size, -(-own // size)
+        pages = stem + batch * tail
+        self.backend = select_backend("cpu", torch.device("cpu"))
+        self.tables = np.concatenate(
+            [
+                np.tile(np.arange(stem), (batch, 1)),
+                stem + np.arange(batch * tail).reshape(batch, tail),
+            ],
+            axis=1,
+        ).astype(np.int32)
+        self.caches = (
+            torch.randn(pages, size, kv_heads, dim),
+            torch.randn(pages, size, kv_heads, dim),
+        )
+        self.q = torch.randn(batch * rows, heads, dim)
+        self.k, self.v = torch.randn(2, batch * rows, kv_heads, dim)
+        self.scale = dim**-0.5
+        self.context = shared + own
+
+        def plan(stretches: tuple[SharedStretch, ...]) -> Any:
+            made = AttentionPlan(
+                page_size=size,
+                query_start=np.arange(batch + 1, dtype=np.int32) * rows,
+                context_len=np.full(batch, self.context, dtype=np.int32),
+                page_indptr=np.arange(batch + 1, dtype=np.int32) * self.tables.shape[1],
+                page_indices=self.tables.reshape(-1),
+                stretches=stretches,
+            )
+            return self.backend.prepare(made, num_pages=pages)
+
+        self.plain = plan(())
+        self.tree = self.plain
+        if stem and batch > 1:
+            members = np.arange(batch, dtype=np.int32)
+            self.tree = plan((SharedStretch(0, stem, members),))
+
+    def attend(self, prepared: Any) -> Any:
+        return self.backend.attend(self.q, self.k, self.v, *self.caches, prepared, scale=self.scale)
+
+    def gather_and_sdpa(self) -> Any:
+        """What an engine without paged kernels does: copy all pages, then one padded product."""
+        import torch
+
+        index = torch.from_numpy(self.tables.reshape(-1).astype("int64"))
+        batch = len(self.tables)
+        k, v = (
+            cache.index_select(0, index).view(batch, -1, *cache.shape[2:])[:, : self.context]
+            for cache in self.caches
+        )
+        q = self.q.view(batch, -1, *self.q.shape[1:]).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k.transpose(1, 2), v.transpose(1, 2), scale=self.scale, enable_gqa=True
+        )
+
+
+def _shared_decode(
+    batch: int, shared: int, own: int, heads: int, kv_heads: int, dim: int, rounds: int
+) -> list[dict[str, Any]]:
+    import torch
+
+    data = _Batch(batch, shared, own, 1, heads, kv_heads, dim)
+    shape = {
+        "batch": batch,
+        "shared": shared,
+        "own": own,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": dim,
+    }
+    ways = {
+        "gather + scaled_dot_product_attention": data.gather_and_sdpa,
+        "pages in place, every sequence": lambda: data.attend(data.plain),
+        "shared stretch once": lambda: data.attend(data.tree),
+    }
+    a, b, c = (way() for way in ways.values())
+    torch.testing.assert_close(b, c, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(a.transpose(1, 2).reshape(c.shape), c, rtol=1e-4, atol=1e-5)
+    return _compare("shared decode", shape, ways, rounds)
+
+
+def _plain_decode(
+    batch: int, context: int, heads: int, kv_heads: int, dim: int, rounds: int
+) -> list[dict[str, Any]]:
+    data = _Batch(batch, 0, context, 1, heads, kv_heads, dim)
+    shape = {
+        "batch": batch,
+        "context": context,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": dim,
+    }
+    ways = {
+        "gather + scaled_dot_product_attention": data.gather_and_sdpa,
+        "pages in place": lambda: data.attend(data.plain),
+        "sum of the keys and of the values": lambda: [cache.sum() for cache in data.caches],
+    }
+    rows = _compare("plain decode", shape, ways, rounds)
+    moved = sum(cache.nbytes for cache in data.caches)
+    return [{**row, "gb_per_s": round(moved / row["best_ms"] / 1e6, 2)} for row in rows]
+
+
+def _prefill(
+    rows: int, cached: int, heads: int, kv_heads: int, dim: int, rounds: int
+) -> list[dict[str, Any]]:
+    import torch
+
+    data = _Batch(1, 0, cached + rows, rows, heads, kv_heads, dim)
+    flat = [cache.flatten(0, 1) for cache in data.caches]
+    for cache, own in zip(flat, (data.k, data.v), strict=True):
+        cache[cached : cached + rows] = own
+    mask = torch.ones(rows, cached + rows, dtype=torch.bool).tril(cached)
+
+    def masked() -> Any:
+        k, v = (cache[: cached + rows].transpose(0, 1)[None] for cache in flat)
+        return torch.nn.functional.scaled_dot_product_attention(
+            data.q.transpose(0, 1)[None], k, v, mask, scale=data.scale, enable_gqa=True
+        )
+
+    ways = {
+        "scaled_dot_product_attention with a mask": masked,
+        "chunk and prefix apart": lambda: data.attend(data.plain),
+    }
+    a, b = (way() for way in ways.values())
+    torch.testing.assert_close(a[0].transpose(0, 1), b, rtol=1e-4, atol=1e-5)
+    shape = {"rows": rows, "cached": cached, "heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+    return _compare("prefill", shape, ways, max(3, rounds // 3))
+
+
+def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
+    """Where sharing a stretch begins to pay: forced, against the same batch without stretches."""
+    import torch
+
+    from coppice.kernels import cpu_schedule
+
+    rows = []
+    usual = cpu_schedule.CALL_KEYS
+    for heads, kv_heads, dim in ((16, 8, 128), (14, 2, 64), (9, 3, 64))[: 1 if quick else 3]:
+        for batch in (2, 8, 32):
+            for shared in (16, 64, 256, 1024):
+                data = _Batch(batch, shared, 64, 1, heads, kv_heads, dim)
+                cpu_schedule.CALL_KEYS = 0
+                data.attend(data.tree)  # its schedule is made now, and kept
+                cpu_schedule.CALL_KEYS = usual
+                call = usual * torch.get_num_threads()
+                shape = {
+                    "batch": batch,
+                    "shared": shared,
+                    "heads": heads,
+                    "kv_heads": kv_heads,
+                    "head_dim": dim,
+                    "rule_shares": cpu_schedule.stretch_pays(batch, 0, shared, call),
+                }
+                ways: dict[str, Callable[[], Any]] = {
+                    "every sequence": partial(data.attend, data.plain),
+                    "shared stretch once": partial(data.attend, data.tree),
+                }
+                rows += _compare("stretch rule", shape, ways, rounds)[1:]
+    return rows
+
+
+def _steps(repeats: int) -> list[dict[str, Any]]:
+    """A step's pattern, products in torch and attention in numba in turn, by thread settings."""
+    times: dict[str, list[float]] = {name: [] for name in STEP_SETTINGS}
+    for _ in range(repeats):
+        for name, setting in STEP_SETTINGS.items():
+            times[name].append(json.loads(_python([__file__, "--step", "40"], setting)))
+    return _ratio_rows("step", {"rows": 32, "linear": "1024x4096", "context": 128}, times)
+
+
+def _time_steps(rounds: int) -> float:
+    """The median seconds of a linear layer of 32 rows followed by decode attention."""
+    import torch
+
+    data = _Batch(32, 0, 128, 1, 16, 8, 128)
+    x, weight = torch.randn(32, 1024), torch.randn(4096, 1024)
+    times = []
+    for _ in range(rounds + 5):
+        started = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        data.attend(data.plain)
+        times.append(time.perf_counter() - started)
+    return sorted(times[5:])[rounds // 2]
+
+
+def _python(arguments: Sequence[str], settings: dict[str, str]) -> str:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **settings},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+
+
+def _machine() -> str:
+    import numba
+    import torch
+
+    return (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, numba {numba.__version__}"
+    )
+
+
+if __name__ == "__main__":
+    main()

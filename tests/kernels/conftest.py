@@ -1,0 +1,126 @@
+"""Random batches over random trees, as every attention backend is tested on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from coppice.kernels.interface import AttentionBackend, AttentionPlan, SharedStretch
+
+
+@dataclass
+class Batch:
+    """One step's input, built on the interface's rules alone; what nobody owns is NaN.
+
+    ``tails`` are the sequences: rows of this step, and cached tokens beyond what the stretches
+    cover. ``stretches`` are (members, pages), parents before children.
+    """
+
+    tails: Sequence[tuple[int, int]]
+    stretches: Sequence[tuple[Sequence[int], int]] = ()
+    page_size: int = 4
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    shuffled: bool = True
+    seed: int = 0
+    plan: AttentionPlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        torch.manual_seed(self.seed)
+        tables: list[list[int]] = [[] for _ in self.tails]
+        stretches, used = [], 0
+        for members, pages in self.stretches:
+            first = len(tables[members[0]])
+            stretches.append(SharedStretch(first, pages, np.array(members, dtype=np.int32)))
+            for i in members:
+                assert len(tables[i]) == first
+                tables[i] += range(used, used + pages)
+            used += pages
+        rows = [rows for rows, _ in self.tails]
+        context = []
+        for table, (new, cached) in zip(tables, self.tails, strict=True):
+            context.append(len(table) * self.page_size + cached + new)
+            more = -(-context[-1] // self.page_size) - len(table)
+            table += range(used, used + more)
+            used += more
+        self.num_pages = used + 3
+        order = rng.permutation(self.num_pages) if self.shuffled else np.arange(self.num_pages)
+        self.tables = [[int(order[page]) for page in table] for table in tables]
+        self.plan = AttentionPlan(
+            page_size=self.page_size,
+            query_start=np.cumsum([0, *rows]).astype(np.int32),
+            context_len=np.array(context, dtype=np.int32),
+            page_indptr=np.cumsum([0, *map(len, tables)]).astype(np.int32),
+            page_indices=np.concatenate(self.tables).astype(np.int32),
+            stretches=tuple(stretches),
+        )
+        shape = (self.num_pages, self.page_size, self.kv_heads, self.head_dim)
+        self.k_cache = torch.full(shape, float("nan"))
+        self.v_cache = torch.full(shape, float("nan"))
+        slots = []
+        for table, length, new in zip(self.tables, context, rows, strict=True):
+            for t in range(length):
+                page, slot = table[t // self.page_size], t % self.page_size
+                if t >= length - new:
+                    slots.append(page * self.page_size + slot)
+                elif self.k_cache[page, slot].isnan().any():
+                    self.k_cache[page, slot] = torch.randn(shape[2:])
+                    self.v_cache[page, slot] = torch.randn(shape[2:])
+        self.slots = torch.tensor(slots)
+        # As a packed projection leaves them: heads contiguous in a row, rows further apart.
+        heads = self.group * self.kv_heads
+        packed = torch.randn(sum(rows), heads + 2 * self.kv_heads, self.head_dim)
+        self.q, self.k, self.v = packed.split([heads, self.kv_heads, self.kv_heads], dim=1)
+        self.scale = self.head_dim**-0.5
+
+    def run(
+        self, backend: AttentionBackend, window: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        caches = self.k_cache.clone(), self.v_cache.clone()
+        backend.write_kv(self.k, self.v, *caches, self.slots)
+        prepared = backend.prepare(self.plan, num_pages=self.num_pages)
+        return backend.attend(
+            self.q,
+            self.k,
+            self.v,
+            *caches,
+            prepared,
+            scale=self.scale,
+            sliding_window=window,
+            return_lse=True,
+        )
+
+    def dense(self, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by brute force in float64, row by row and head by head, without a backend."""
+        k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
+        k_cache.flatten(0, 1)[self.slots] = self.k
+        v_cache.flatten(0, 1)[self.slots] = self.v
+        outs, lses = [], []
+        row = 0
+        for i, (rows, _) in enumerate(self.tails):
+            context = int(self.plan.context_len[i])
+            for position in range(context - rows, context):
+                low = 0 if window is None else max(0, position - window + 1)
+                seen = [
+                    self.tables[i][t // self.page_size] * self.page_size + t % self.page_size
+                    for t in range(low, position + 1)
+                ]
+                for head in range(self.q.shape[1]):
+                    keys = k_cache.flatten(0, 1)[seen, head // self.group].double()
+                    values = v_cache.flatten(0, 1)[seen, head // self.group].double()
+                    scores = keys @ self.q[row, head].double() * self.scale
+                    outs.append(scores.softmax(0) @ values)
+                    lses.append(scores.logsumexp(0))
+                row += 1
+        return torch.stack(outs).view(self.q.shape), torch.stack(lses).view(self.q.shape[:2])
+
+
+@pytest.fixture
+def make_batch() -> type[Batch]:
+    return Batch

@@ -1,0 +1,216 @@
+"""Every backend gives the answers of the reference, and that gives those of brute force."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from coppice.kernels import cpu, cpu_schedule
+from coppice.kernels.interface import AttentionBackend, select_backend
+from coppice.kernels.reference import ReferenceBackend
+
+REFERENCE = ReferenceBackend()
+NEVER_CALL = 10**9
+
+
+@pytest.fixture(scope="module")
+def compiled() -> AttentionBackend:
+    backend = select_backend("cpu", torch.device("cpu"))
+    assert backend._kernels.__name__.endswith("paged_numba")
+    return backend
+
+
+@pytest.fixture(scope="module")
+def fallen_back() -> AttentionBackend:
+    """The CPU backend as it is where numba cannot be imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "numba", None)
+        patch.delitem(sys.modules, "coppice.kernels.paged_numba", raising=False)
+        patch.delattr("coppice.kernels.paged_numba", raising=False)
+        backend = cpu.CpuBackend()
+    assert backend._kernels.__name__.endswith("paged_torch")
+    return backend
+
+
+@pytest.fixture(params=["compiled", "fallen_back"])
+def backend(request) -> AttentionBackend:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def agree_in_every_way(compiled, fallen_back, monkeypatch):
+    """Compare with the reference: compiled and fallen back, flash kernel forced and forbidden."""
+
+    def compare(batch, window=None) -> None:
+        expected = batch.run(REFERENCE, window)
+        for call_keys in (0, NEVER_CALL):
+            monkeypatch.setattr(cpu_schedule, "CALL_KEYS", call_keys)
+            agree(batch.run(compiled, window), expected)
+            agree(batch.run(fallen_back, window), expected)
+
+    return compare
+
+
+def agree(got, expected) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=2e-5)
+
+
+MIXED = [(1, 0), (5, 0), (1, 7), (9, 8), (1, 8), (12, 3), (2, 1)]
+LEVELS = [
+    (range(7), 3),
+    ([0, 1, 2, 3], 2),
+    ([4, 5], 1),
+    ([0, 2, 3], 2),
+]
+
+
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("stretches", [(), LEVELS], ids=["private", "three levels"])
+def test_reference_equals_brute_force(make_batch, stretches, window):
+    batch = make_batch(MIXED, stretches)
+    agree(batch.run(REFERENCE, window), batch.dense(window))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
+def test_heads(make_batch, agree_in_every_way, group, head_dim):
+    agree_in_every_way(make_batch(MIXED, LEVELS, group=group, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("shuffled", [False, True], ids=["neighbours", "shuffled"])
+@pytest.mark.parametrize("stretches", [(), LEVELS], ids=["private", "three levels"])
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+def test_pages_and_windows(make_batch, agree_in_every_way, page_size, shuffled, stretches, window):
+    batch = make_batch(MIXED, stretches, page_size=page_size, shuffled=shuffled)
+    agree_in_every_way(batch, window)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("cached", [0, 1, 3, 4, 5, 31, 32, 33])
+def test_lengths_at_borders(make_batch, agree_in_every_way, rows, cached):
+    """Around a page's end (4) and around the end of the compiled kernel's tile (32)."""
+    agree_in_every_way(make_batch([(rows, cached), (1, 0), (1, cached)], group=3))
+
+
+@pytest.mark.parametrize("window", [None, 50, 333])
+def test_long_chunk_over_long_prefix(make_batch, backend, window):
+    """Several blocks of copied keys, bands and masks, and the flash kernel's own blocks of 512."""
+    batch = make_batch([(300, 1300), (1, 1500)], [([0, 1], 80)], page_size=8, group=1, kv_heads=1)
+    agree(batch.run(backend, window), batch.run(REFERENCE, window))
+
+
+@pytest.mark.parametrize("shuffled", [False, True], ids=["views", "copies"])
+def test_long_stretch_with_few_rows(make_batch, backend, shuffled):
+    batch = make_batch([(1, 5), (1, 0), (2, 9)], [(range(3), 80)], page_size=16, shuffled=shuffled)
+    agree(batch.run(backend), batch.run(REFERENCE))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("tails", [[(1, 900)], [(1, 40)] * 9, [(1, 3), (1, 700), (1, 90), (1, 1)]])
+def test_any_number_of_threads(make_batch, backend, threads, tails):
+    """One long sequence is cut among threads and merged; many short ones are dealt out."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        batch = make_batch(tails)
+        agree(batch.run(backend), batch.run(REFERENCE))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_scores(make_batch, backend):
+    """Scores of hundreds: softmax is a hard choice, and nothing overflows."""
+    batch = make_batch(MIXED, LEVELS)
+    batch.scale = 100.0
+    agree(batch.run(backend), batch.run(REFERENCE))
+
+
+@st.composite
+def _random_batches(draw):
+    count = draw(st.integers(1, 5))
+    tails = [(draw(st.integers(1, 9)), draw(st.integers(0, 20))) for _ in range(count)]
+    stretches, groups = [], [list(range(count))]
+    for _ in range(3):
+        split = []
+        for members in groups:
+            if len(members) >= 2:
+                if pages := draw(st.integers(0, 3)):
+                    stretches.append((members, pages))
+                at = draw(st.integers(0, len(members)))
+                split += [members[:at], members[at:]]
+        groups = split
+    return tails, stretches
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    shape=_random_batches(),
+    page_size=st.sampled_from([1, 2, 4, 16]),
+    group=st.integers(1, 4),
+    window=st.none() | st.integers(1, 60),
+    seed=st.integers(0, 1000),
+    call=st.sampled_from([0, 20, NEVER_CALL]),
+)
+def test_random_batches(make_batch, compiled, shape, page_size, group, window, seed, call):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_schedule, "CALL_KEYS", call)
+        batch = make_batch(*shape, page_size=page_size, group=group, seed=seed)
+        agree(batch.run(compiled, window), batch.run(REFERENCE, window))
+
+
+def test_same_plan_serves_layers_with_different_windows(make_batch, compiled):
+    batch = make_batch(MIXED, LEVELS)
+    caches = batch.k_cache.clone(), batch.v_cache.clone()
+    compiled.write_kv(batch.k, batch.v, *caches, batch.slots)
+    prepared = compiled.prepare(batch.plan)
+    for window in (None, 5, None, 9, 5):
+        out = compiled.attend(
+            batch.q, batch.k, batch.v, *caches, prepared, scale=batch.scale, sliding_window=window
+        )
+        torch.testing.assert_close(out, batch.run(REFERENCE, window)[0], rtol=2e-5, atol=2e-5)
+
+
+def test_decode_reads_nothing_before_the_window(make_batch, compiled):
+    """Keys that no row may see are poisoned; a read of them, even at weight 0, would show."""
+    batch = make_batch([(1, 90), (2, 60), (150, 70)], [(range(3), 4)], page_size=4)
+    window = 20
+    expected = batch.run(REFERENCE, window)
+    for i, (rows, _) in enumerate(batch.tails):
+        first_seen = int(batch.plan.context_len[i]) - rows - window + 1
+        for page in batch.tables[i][: first_seen // 4]:
+            batch.k_cache[page] = float("nan")
+            batch.v_cache[page] = float("nan")
+    agree(batch.run(compiled, window), expected)
+
+
+def test_missing_numba_is_said_once(caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "coppice.kernels.paged_numba", raising=False)
+    monkeypatch.delattr("coppice.kernels.paged_numba", raising=False)
+    with caplog.at_level(logging.WARNING, logger="coppice.kernels"):
+        cpu.CpuBackend()
+    assert len(caplog.records) == 1
+    assert "numba" in caplog.text
+    assert "plain torch" in caplog.text
+
+
+def test_kernels_that_fail_to_compile_are_replaced(caplog, monkeypatch, make_batch):
+    def fail(kernels):
+        raise RuntimeError("no such processor\nand a long trace")
+
+    monkeypatch.setattr(cpu, "_try_out", fail)
+    with caplog.at_level(logging.WARNING, logger="coppice.kernels"):
+        backend = cpu.CpuBackend()
+    assert "RuntimeError: no such processor" in caplog.text
+    batch = make_batch(MIXED)
+    agree(batch.run(backend), batch.run(REFERENCE))

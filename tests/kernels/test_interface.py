@@ -1,0 +1,155 @@
+"""What breaks the interface's rules is refused by name, and writes to the cache are right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from coppice.kernels.interface import SharedStretch, select_backend
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def backend(request):
+    return select_backend(request.param, torch.device("cpu"))
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+TAILS = [(1, 6), (3, 2), (1, 3)]
+SHARED = [(range(3), 2)]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"page_size": 0}, "page_size"),
+        ({"query_start": ints(0, 1, 4, 5).astype(np.int64)}, "query_start"),
+        ({"query_start": ints(0, 1, 1, 2)}, "query_start"),
+        ({"query_start": ints(0, 1, 4)}, "query_start"),
+        ({"query_start": ints(0, 0, 1, 0, 4, 0, 5, 0)[::2]}, "query_start"),
+        ({"context_len": ints()}, "context_len"),
+        ({"context_len": ints(15, 2, 12)}, r"context_len\[1\]"),
+        ({"context_len": ints(99, 13, 12)}, r"context_len\[0\]"),
+        ({"page_indptr": ints(0, 4, 8, 12)}, "page_indptr"),
+        ({"page_indptr": ints(1, 4, 8, 11)}, "page_indptr"),
+        ({"page_indices": ints(*range(10), 99)}, "page_indices holds 99"),
+        ({"page_indices": ints(*range(10), -1)}, "page_indices holds -1"),
+        ({"page_indices": [0] * 11}, "page_indices"),
+        ({"page_indices": ints(*range(10), 0)}, "pages of sequences 0 and 1 differ"),
+        ({"stretches": (SharedStretch(0, 2, ints(0)),)}, "members"),
+        ({"stretches": (SharedStretch(0, 2, ints(1, 0)),)}, "members"),
+        ({"stretches": (SharedStretch(0, 2, ints(0, 3)),)}, "members"),
+        ({"stretches": (SharedStretch(0, 2, np.array([0, 1])),)}, "members"),
+        ({"stretches": (SharedStretch(0, 0, ints(0, 1)),)}, "num_pages"),
+        ({"stretches": (SharedStretch(1, 1, ints(0, 1)),)}, "first_page"),
+        ({"stretches": (SharedStretch(0, 1, ints(0, 1)),) * 2}, "first_page"),
+        ({"stretches": (SharedStretch(0, 3, ints(0, 1)),)}, "num_pages"),
+    ],
+)
+def test_bad_plan_is_refused(make_batch, backend, change, names):
+    batch = make_batch(TAILS, SHARED)
+    backend.prepare(batch.plan, num_pages=batch.num_pages)
+    with pytest.raises(ValueError, match=names):
+        backend.prepare(replace(batch.plan, **change), num_pages=batch.num_pages)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"q": torch.zeros(4, 4, 16)}, "q is"),
+        ({"q": torch.zeros(5, 3, 16)}, "q has 3 heads"),
+        ({"q": torch.zeros(5, 4, 8)}, "q is"),
+        ({"q": torch.zeros(5, 4, 16, dtype=torch.float64)}, "q is torch.float64"),
+        ({"q": torch.zeros(4, 5, 16).transpose(0, 1)}, "strides"),
+        ({"k": torch.zeros(5, 1, 16)}, "k is"),
+        ({"v": torch.zeros(4, 2, 16)}, "v has 4 rows"),
+        ({"k": torch.zeros(5, 2, 16, dtype=torch.float16)}, "k is torch.float16"),
+        ({"k_cache": torch.zeros(20, 2, 2, 16)}, "v_cache is"),
+        ({"v_cache": torch.zeros(20, 4, 2, 16).transpose(1, 2)}, "v_cache is"),
+        ({"sliding_window": 0}, "sliding_window"),
+    ],
+)
+def test_bad_tensors_are_refused(make_batch, backend, change, names):
+    batch = make_batch(TAILS, SHARED)
+    given = {
+        "q": batch.q,
+        "k": batch.k,
+        "v": batch.v,
+        "k_cache": batch.k_cache,
+        "v_cache": batch.v_cache,
+        "sliding_window": None,
+        "prepared": backend.prepare(batch.plan),
+        "scale": 1.0,
+    }
+    with pytest.raises(ValueError, match=names):
+        backend.attend(**(given | change))
+
+
+def test_page_size_of_plan_and_cache_must_agree(make_batch, backend):
+    batch = make_batch(TAILS, page_size=4)
+    other = make_batch(TAILS, page_size=8)
+    with pytest.raises(ValueError, match="page_size is 4"):
+        backend.attend(
+            batch.q, batch.k, batch.v, other.k_cache, other.v_cache, backend.prepare(batch.plan),
+            scale=1.0,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_cpu_backend_refuses_other_types_by_name(dtype):
+    backend = select_backend("cpu", torch.device("cpu"))
+    cache = torch.zeros(2, 4, 1, 8, dtype=dtype)
+    with pytest.raises(ValueError, match=rf"k_cache is {dtype}.*torch.float32"):
+        backend.write_kv(cache[0], cache[0], cache, cache, torch.arange(4))
+
+
+def test_write_kv_touches_its_slots_only(backend):
+    k_cache, v_cache = torch.randn(2, 5, 4, 2, 8)
+    before = k_cache.clone(), v_cache.clone()
+    k, v = torch.randn(2, 3, 2, 8)
+    backend.write_kv(k, v, k_cache, v_cache, torch.tensor([19, 0, 6]))
+    for cache, new, old in zip((k_cache, v_cache), (k, v), before, strict=True):
+        old.view(20, 2, 8)[[19, 0, 6]] = new
+        assert torch.equal(cache, old)
+
+
+def test_copy_pages_in_all_layers(backend):
+    caches = [tuple(torch.randn(2, 5, 4, 2, 8)) for _ in range(3)]
+    before = [[cache.clone() for cache in layer] for layer in caches]
+    backend.copy_pages(caches, [4, 1], [0, 3])
+    backend.copy_pages(caches, [], [])
+    for layer, old in zip(caches, before, strict=True):
+        for cache, was in zip(layer, old, strict=True):
+            assert torch.equal(cache, was[[4, 1, 2, 1, 4]])
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "names"),
+    [
+        ([0], [5], "dst"),
+        ([-1], [0], "src"),
+        ([0, 1], [2], "dst"),
+        ([0, 1], [2, 2], "dst"),
+        ([0, 1], [1, 2], "dst"),
+    ],
+)
+def test_bad_copies_are_refused(backend, src, dst, names):
+    caches = [(torch.zeros(5, 4, 2, 8), torch.zeros(5, 4, 2, 8))]
+    with pytest.raises(ValueError, match=names):
+        backend.copy_pages(caches, src, dst)
+
+
+def test_backends_are_chosen_by_name():
+    device = torch.device("cpu")
+    assert select_backend("auto", device).name == "cpu"
+    assert select_backend("cpu", device).name == "cpu"
+    assert select_backend("reference", device).name == "reference"
+    with pytest.raises(ValueError, match="attention_backend is 'flashinfer'"):
+        select_backend("flashinfer", device)
+    with pytest.raises(ValueError, match="device is cuda"):
+        select_backend("cpu", torch.device("cuda"))
