@@ -214,7 +214,6 @@ class _Layer:
                 read.rows,
                 other.contiguous().view(*shape, self.head_dim).numpy(),
                 other_lse.contiguous().view(shape).numpy(),
-                self.kv_heads,
                 self.num_threads,
             )
 
@@ -246,10 +245,14 @@ class _Layer:
         """Copy ``count`` tokens of a range, from its ``begin``-th on, into the scratch memory."""
         shape = (2, self.kv_heads, count, self.head_dim)
         parts = self.scratch.tensor(shape)
-        for cache, part in zip(self.caches, parts, strict=True):
-            self.kernels.gather_heads(
-                cache.numpy(), keys.pages, keys.first + begin, count, part.numpy(), self.num_threads
-            )
+        # Only the pages in question: the torch fallback copies those that it is given whole.
+        size = self.plan.page_size
+        at = keys.first + begin
+        pages = keys.pages[at // size : -(-(at + count) // size)]
+        k_cache, v_cache = (cache.numpy() for cache in self.caches)
+        self.kernels.gather_heads(
+            k_cache, v_cache, pages, at % size, count, parts.numpy(), self.num_threads
+        )
         return parts[0].unsqueeze(0), parts[1].unsqueeze(0)
 
 
@@ -289,23 +292,27 @@ def _load_kernels() -> ModuleType:
 
 
 def _try_out(kernels: ModuleType) -> None:
-    """Run every kernel once, so that compiling, or loading, and its failures come here."""
+    """Run every kernel, on one thread's share and on two, so that compiling fails here if it does.
+
+    One row of two query heads over two keys, all ones, in two pieces that are merged.
+    """
     cache = np.ones((1, 4, 1, 8), np.float32)
-    q, out, lse = (
-        np.ones((1, 16), np.float32),
-        np.empty((1, 16), np.float32),
-        np.empty((1, 2), np.float32),
-    )
-    table = np.zeros(1, np.int32)
-    pieces, merges = np.array([[0, 0, 0, 4, -1]]), np.empty((0, 3), np.int64)
-    flat = cache.reshape(-1)
-    kernels.attend_rows(
-        q, flat, flat, table, pieces, np.array([0, 1]), merges, 4, 1, 8, np.float32(1),
-        out, lse, np.empty((0, 16), np.float32), np.empty((0, 2), np.float32),
-    )  # fmt: skip
-    part = np.empty((1, 4, 8), np.float32)
-    kernels.gather_heads(cache, table, 0, 4, part, 1)
-    other, other_lse = np.ones((1, 1, 2, 8), np.float32), np.ones((1, 1, 2), np.float32)
-    kernels.merge_rows(out.reshape(1, 2, 8), lse, np.zeros(1, np.int64), other, other_lse, 1, 1)
-    if not (np.allclose(out, 1) and np.allclose(part, 1)):
+    flat, table = cache.reshape(-1), np.zeros(1, np.int32)
+    q = np.ones((1, 16), np.float32)
+    out, extra = np.empty((1, 16), np.float32), np.empty((1, 16), np.float32)
+    lse, extra_lse = np.empty((1, 2), np.float32), np.empty((1, 2), np.float32)
+    pieces, merges = np.array([[0, 0, 0, 1, -1], [0, 0, 1, 2, 0]]), np.array([[0, 0, 1]])
+    for shares in ([0, 2], [0, 1, 2]):
+        kernels.attend_rows(
+            q, flat, flat, table, pieces, np.array(shares), merges, 4, 1, 8, np.float32(1),
+            out, lse, extra, extra_lse,
+        )  # fmt: skip
+    part = np.empty((2, 1, 4, 8), np.float32)
+    kernels.gather_heads(cache, cache, table, 0, 4, part, 2)
+    many = kernels.MERGE_SHARED_FROM // 16
+    outs, lses = np.ones((many, 2, 8), np.float32), np.zeros((many, 2), np.float32)
+    others, other_lses = np.ones((1, many, 2, 8), np.float32), np.zeros((1, many, 2), np.float32)
+    for sharing in (1, 2):
+        kernels.merge_rows(outs, lses, np.arange(many), others, other_lses, sharing)
+    if not all(np.allclose(got, 1) for got in (out, part, outs)):
         raise ArithmeticError("the compiled kernels give wrong results on a batch of ones")

@@ -1,4 +1,4 @@
-"""The CPU backend's compiled kernels: rows over pages in place, gather by head, and merge.
+"""The CPU backend's compiled kernel for rows over pages in place; with ``merge_numba``, all of them.
 
 ``attend_rows`` reads each key and value once for all query heads of its KV head, tile by tile with
 an online softmax, straight from the pages. The work is a list of pieces (a row and a range of its
@@ -20,6 +20,10 @@ import math
 
 import numpy as np
 from numba import njit, prange
+
+from coppice.kernels.merge_numba import MERGE_SHARED_FROM, gather_heads, merge_extras, merge_rows
+
+__all__ = ["MERGE_SHARED_FROM", "attend_rows", "gather_heads", "merge_rows"]
 
 # No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
@@ -251,23 +255,61 @@ def _one_piece(
 
 
 @njit(fastmath=_FAST, cache=True)
-def _merge_head(
-    out: np.ndarray, lse: np.float32, other: np.ndarray, other_lse: np.float32, dim: int
-) -> np.float32:
-    """Merge one head's result over other keys into ``out`` [dim]; returns the new lse."""
-    high = max(lse, other_lse)
-    if high == _NEG_INF:
-        return high
-    mine, theirs = np.float32(math.exp(lse - high)), np.float32(math.exp(other_lse - high))
-    both = mine + theirs
-    mine /= both
-    theirs /= both
-    for d in range(dim):
-        out[d] = mine * out[d] + theirs * other[d]
-    return high + np.float32(math.log(both))
+def _work_share(
+    begin: int,
+    end: int,
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    page_indices: np.ndarray,
+    pieces: np.ndarray,
+    page_size: int,
+    kv_heads: int,
+    dim: int,
+    scale: np.float32,
+    out: np.ndarray,
+    lse: np.ndarray,
+    extra_out: np.ndarray,
+    extra_lse: np.ndarray,
+) -> None:
+    """Pieces ``begin:end``, one after another."""
+    heads = q.shape[1] // dim
+    for n in range(begin, end):
+        row, table, goes = pieces[n, 0], pieces[n, 1], pieces[n, 4]
+        if goes < 0:
+            piece_out, piece_lse = out[row], lse[row]
+        else:
+            piece_out, piece_lse = extra_out[goes], extra_lse[goes]
+        _one_piece(
+            q[row], keys, values, page_indices[table:], pieces[n, 2], pieces[n, 3],
+            page_size, kv_heads, heads, dim, scale, piece_out, piece_lse,
+        )  # fmt: skip
 
 
 @njit(parallel=True, fastmath=_FAST, cache=True)
+def _work_shares(
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    page_indices: np.ndarray,
+    pieces: np.ndarray,
+    shares: np.ndarray,
+    page_size: int,
+    kv_heads: int,
+    dim: int,
+    scale: np.float32,
+    out: np.ndarray,
+    lse: np.ndarray,
+    extra_out: np.ndarray,
+    extra_lse: np.ndarray,
+) -> None:
+    for share in prange(len(shares) - 1):
+        _work_share(
+            shares[share], shares[share + 1], q, keys, values, page_indices, pieces,
+            page_size, kv_heads, dim, scale, out, lse, extra_out, extra_lse,
+        )  # fmt: skip
+
+
 def attend_rows(
     q: np.ndarray,
     keys: np.ndarray,
@@ -294,70 +336,11 @@ def attend_rows(
     int64 ``[threads + 1]``: thread i works pieces ``shares[i]:shares[i + 1]``. ``merges`` int64
     ``[m, 3]``: row, and the extra rows ``[a, b)`` to be merged into it afterwards.
     """
-    heads = q.shape[1] // dim
-    for share in prange(len(shares) - 1):
-        for n in range(shares[share], shares[share + 1]):
-            row, table, goes = pieces[n, 0], pieces[n, 1], pieces[n, 4]
-            if goes < 0:
-                piece_out, piece_lse = out[row], lse[row]
-            else:
-                piece_out, piece_lse = extra_out[goes], extra_lse[goes]
-            _one_piece(
-                q[row], keys, values, page_indices[table:], pieces[n, 2], pieces[n, 3],
-                page_size, kv_heads, heads, dim, scale, piece_out, piece_lse,
-            )  # fmt: skip
-    # At most one row for each thread was cut, so this is too little work to share.
-    for n in range(len(merges)):
-        row = merges[n, 0]
-        for extra in range(merges[n, 1], merges[n, 2]):
-            for j in range(heads):
-                lse[row, j] = _merge_head(
-                    out[row, j * dim : j * dim + dim], lse[row, j],
-                    extra_out[extra, j * dim : j * dim + dim], extra_lse[extra, j], dim,
-                )  # fmt: skip
-
-
-@njit(parallel=True, fastmath=_FAST, cache=True)
-def merge_rows(
-    out: np.ndarray,
-    lse: np.ndarray,
-    rows: np.ndarray,
-    other: np.ndarray,
-    other_lse: np.ndarray,
-    kv_heads: int,
-    threads: int,
-) -> None:
-    """Merge results over further keys into rows of ``out`` ``[T, heads, dim]``, ``lse``.
-
-    ``rows`` int64 ``[R]``, no row twice. ``other`` float32 ``[kv_heads, R, group, dim]``,
-    ``other_lse`` ``[kv_heads, R, group]``: the layout of query heads folded into rows.
-    """
-    group = out.shape[1] // kv_heads
-    count = len(rows)
-    for share in prange(threads):
-        for n in range(count * share // threads, count * (share + 1) // threads):
-            row = rows[n]
-            for h in range(kv_heads):
-                for g in range(group):
-                    j = h * group + g
-                    lse[row, j] = _merge_head(
-                        out[row, j], lse[row, j], other[h, n, g], other_lse[h, n, g], out.shape[2]
-                    )
-
-
-@njit(parallel=True, cache=True)
-def gather_heads(
-    cache: np.ndarray, pages: np.ndarray, first: int, count: int, out: np.ndarray, threads: int
-) -> None:
-    """Copy ``count`` tokens, from slot ``first`` of the first of ``pages`` on, into ``out``.
-
-    ``cache`` ``[num_pages, page_size, kv_heads, dim]``, ``out`` ``[kv_heads, count, dim]``.
-    """
-    page_size, kv_heads, dim = cache.shape[1], cache.shape[2], cache.shape[3]
-    for share in prange(threads):
-        for t in range(count * share // threads, count * (share + 1) // threads):
-            position = first + t
-            page, slot = pages[position // page_size], position % page_size
-            for h in range(kv_heads):
-                for d in range(dim):
-                    out[h, t, d] = cache[page, slot, h, d]
+    rest = (page_size, kv_heads, dim, scale, out, lse, extra_out, extra_lse)
+    # Waking threads costs more than a small batch, so what is one share is worked right here.
+    if len(shares) == 2:
+        _work_share(0, len(pieces), q, keys, values, page_indices, pieces, *rest)
+    else:
+        _work_shares(q, keys, values, page_indices, pieces, shares, *rest)
+    if len(merges):
+        merge_extras(merges, dim, out, lse, extra_out, extra_lse)

@@ -58,7 +58,6 @@ def merge_rows(
     rows: np.ndarray,
     other: np.ndarray,
     other_lse: np.ndarray,
-    kv_heads: int,
     threads: int,
 ) -> None:
     """Merge results over further keys into rows; see ``paged_numba``."""
@@ -73,12 +72,19 @@ def merge_rows(
 
 
 def gather_heads(
-    cache: np.ndarray, pages: np.ndarray, first: int, count: int, out: np.ndarray, threads: int
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    pages: np.ndarray,
+    first: int,
+    count: int,
+    out: np.ndarray,
+    threads: int,
 ) -> None:
     """Copy a range of tokens, head by head, into ``out``; see ``paged_numba``."""
     index = torch.from_numpy(pages.astype(np.int64))
-    tokens = torch.from_numpy(cache).index_select(0, index).flatten(0, 1)
-    torch.from_numpy(out).copy_(tokens[first : first + count].transpose(0, 1))
+    for cache, part in zip((k_cache, v_cache), torch.from_numpy(out), strict=True):
+        tokens = torch.from_numpy(cache).index_select(0, index).flatten(0, 1)
+        part.copy_(tokens[first : first + count].transpose(0, 1))
 
 
 def _merge(
