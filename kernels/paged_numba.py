@@ -1,4 +1,4 @@
-"""The CPU backend's compiled kernel for rows over pages in place; with ``merge_numba``, all of them.
+"""The CPU backend's compiled kernels: rows over pages in place; merge and gather are next door.
 
 ``attend_rows`` reads each key and value once for all query heads of its KV head, tile by tile with
 an online softmax, straight from the pages. The work is a list of pieces (a row and a range of its
