@@ -846,16 +846,23 @@ def test_a_fork_is_no_hit_and_a_prefix_that_was_not_hit_is_no_shared_one() -> No
     assert top_prefixes(tree, 10) == ()
 
 
-def test_a_prefix_that_a_longer_one_explains_is_not_named() -> None:
+def test_a_prefix_within_another_is_named_only_if_more_hit_it() -> None:
     tree = make_tree()
     cache(tree, range(10))
     for tail in range(3):
         cache(tree, [*range(10), 50, 51, 60 + tail])
-    # 10 tokens were hit three times, 12 of them twice: both are told. 12 and 12 + nothing: once.
     assert _tops(tree) == [(10, 3, 30), (12, 2, 24)]
-    cache(tree, [*range(10), 50, 51, 70])
-    cache(tree, [*range(10), 50, 51, 71])
-    assert _tops(tree) == [(10, 5, 50), (12, 4, 48)]
+
+
+def test_a_prefix_that_a_longer_one_explains_is_not_named() -> None:
+    tree = make_tree()
+    slow = Run(tree, [0, 1, 2, 3, 90])
+    cache(tree, range(10))
+    for tail in range(3):
+        cache(tree, [*range(10), 60 + tail])
+    slow.finish()  # a branch at 4, where no hit ended
+    assert tree.num_nodes == 6
+    assert _tops(tree) == [(10, 3, 30)]
 
 
 def test_hits_of_an_evicted_prefix_are_forgotten() -> None:
