@@ -10,8 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from coppice.kernels.threads import calm_waiting_threads
-
 if TYPE_CHECKING:
     from coppice.frontend.llm import LLM
     from coppice.frontend.outputs import CompletionOutput, RequestOutput
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
     from coppice.runtime.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-
-# Here, because it must come before torch is loaded.
-calm_waiting_threads()
 
 _HOME_OF = {
     "LLM": "coppice.frontend.llm",
