@@ -33,7 +33,7 @@ def check(tree: RadixTree, sequences: Iterable[tuple[Hold, array[int]]] = ()) ->
             covered = hold.length // size
             assert table[:covered] == tree.page_table(hold)[:covered], "a table has left the tree"
 
-    live = {id(entry[2]) for entry in tree._order if tree._live(entry)}
+    live = {id(leaf) for leaf in tree._order}
     nodes = cached = locked = tokens = 0
     unique: set[int] = set()
     for namespace, root in tree._roots.items():

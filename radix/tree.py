@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections.abc import Hashable, Iterator
 
 from coppice.radix.node import Hold, Inserted, Match, Node, Root
+from coppice.radix.order import LeastRecentlyUsed
 from coppice.radix.pool import OutOfPages, PagePool
 from coppice.radix.tokens import TOKEN_BYTES, Tokens, common_prefix, token_bytes
 
@@ -36,7 +36,8 @@ class RadixTree:
     a reference of the sequence.
 
     Costs: match O(tokens / memcmp speed + nodes on the path), lock and unlock O(nodes on the
-    path), insert O(new tokens), evict O(log nodes) for each leaf touched, amortised.
+    path), insert O(new tokens, and the edge of a leaf that grows), evict O(log nodes) for each leaf
+    touched, amortised.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -50,10 +51,7 @@ class RadixTree:
         self._nodes = 0
         self._clock = 0
         self._epoch = 0  # counts changes that could make a match stale
-        # Least recently used first: (stamp, serial, leaf). An entry is live while the node still is
-        # an unlocked leaf of that stamp; others are dropped when they surface, or by `_compact`.
-        self._order: list[tuple[int, int, Node]] = []
-        self._serial = 0
+        self._order = LeastRecentlyUsed()
 
     # -- matching ----------------------------------------------------------------------------
 
@@ -384,23 +382,7 @@ class RadixTree:
             del self._roots[node.namespace]
             self._epoch += 1
             return
-        self._serial += 1
-        heapq.heappush(self._order, (node.stamp, self._serial, node))
-        if len(self._order) > 64 + 4 * self._nodes:
-            self._compact()
-
-    @staticmethod
-    def _live(entry: tuple[int, int, Node]) -> bool:
-        stamp, _, node = entry
-        return (
-            node.stamp == stamp and not node.locks and not node.children and node.parent is not None
-        )
-
-    def _compact(self) -> None:
-        """Drops dead and double entries; pushes since pay for it, so O(1) amortised."""
-        entries = {id(entry[2]): entry for entry in self._order if self._live(entry)}
-        self._order = list(entries.values())
-        heapq.heapify(self._order)
+        self._order.add(node)
 
     def evict(self, count: int) -> int:
         """Frees up to `count` pages: least recently used leaves first, each from its tail.
@@ -410,10 +392,8 @@ class RadixTree:
         if count < 0:
             raise ValueError(f"count must be at least 0, got {count}")
         freed = 0
-        while freed < count and self._order:
-            entry = heapq.heappop(self._order)
-            if self._live(entry):
-                freed += self._evict_leaf(entry[2], count - freed)
+        while freed < count and (leaf := self._order.pop()) is not None:
+            freed += self._evict_leaf(leaf, count - freed)
         return freed
 
     def _evict_leaf(self, leaf: Node, count: int) -> int:
@@ -429,8 +409,7 @@ class RadixTree:
             leaf.own_pages -= count
             if length * TOKEN_BYTES * 2 < len(leaf.edge):
                 leaf.edge = leaf.edge[: length * TOKEN_BYTES]  # copied once each halving
-            self._serial += 1
-            heapq.heappush(self._order, (leaf.stamp, self._serial, leaf))
+            self._order.add(leaf)
             own = count
         else:
             parent = leaf.parent
@@ -451,8 +430,10 @@ class RadixTree:
         held = sum(1 for root in self._roots.values() if root.locks)
         if held:
             raise RuntimeError("reset: refused, since running sequences hold locks in the tree")
-        while self._order:
+        evicted = self.evicted_tokens
+        while self.cached_tokens:
             self.evict(self.pool.num_pages + 1)
+        self.evicted_tokens = evicted  # nothing was short of pages
 
     # -- looking -----------------------------------------------------------------------------
 
