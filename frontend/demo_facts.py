@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .demo_words import (
+from coppice.frontend.demo_words import (
     ADJECTIVES,
     CITIES,
     CODE_PREFIXES,
@@ -39,12 +39,13 @@ _EVAL_SHARE = 8  # one combination of names in this many belongs to the eval spl
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One sentence's worth of knowledge."""
+    """One sentence's worth of knowledge; ``cue`` is the word that names the attribute in it."""
 
     entity: str
     attribute: str
     value: str
     sentence: str
+    cue: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class _Attribute:
-    """How one kind of fact is drawn, told and asked. ``{e}`` is the entity, ``{v}`` the value."""
+    """How one kind of fact is drawn, told and asked. ``{e}`` is the entity, ``{v}`` the value.
+
+    ``cue`` is the word that all its sentences and questions have, whatever else varies.
+    """
 
     name: str
+    cue: str
     draw: Callable[[random.Random], str]
     sentences: tuple[str, ...]
     questions: tuple[str, ...]
@@ -114,42 +119,46 @@ def _one_of(words: tuple[str, ...]) -> Callable[[random.Random], str]:
     return lambda rng: rng.choice(words)
 
 
-# Sentences that put the value before the entity are kept to values of one word: a longer value
-# would have to be carried past the entity piece by piece, which a model this small learns last.
+# Wordings vary, but every sentence and question of an attribute share a word, its cue: a model this
+# small learns to match words in minutes, synonyms one by one and slowly. A value always comes after
+# its entity and cue, so that a reader who goes from left to right knows what it belongs to.
 _PERSON = (
     _Attribute(
         "home town",
+        "home",
         _one_of(CITIES),
         (
-            "{e} lives in {v}.",
             "The home town of {e} is {v}.",
-            "{v} is the home town of {e}.",
-            "{e} comes to work from a house in {v}.",
+            "{e}'s home town is {v}.",
+            "As home town {e} names {v}.",
+            "{e} has a home town called {v}.",
         ),
         (
-            "Where does {e} live?",
-            "Which town does {e} live in?",
             "What is the home town of {e}?",
             "What is {e}'s home town?",
+            "Which home town does {e} have?",
+            "Which town is the home town of {e}?",
         ),
     ),
     _Attribute(
         "badge",
+        "badge",
         _code,
         (
-            "The badge code of {e} is {v}.",
-            "{e} carries badge {v}.",
+            "The badge of {e} is {v}.",
+            "{e} carries the badge {v}.",
             "{e}'s badge reads {v}.",
-            "The badge given to {e} has the code {v}.",
+            "The badge given to {e} is {v}.",
         ),
         (
-            "What is the badge code of {e}?",
-            "What is {e}'s badge code?",
+            "What is the badge of {e}?",
+            "What is {e}'s badge?",
             "Which badge does {e} carry?",
             "What does the badge of {e} read?",
         ),
     ),
     _Attribute(
+        "desk",
         "desk",
         _room,
         (
@@ -167,6 +176,7 @@ _PERSON = (
     ),
     _Attribute(
         "shift",
+        "shift",
         _morning,
         (
             "The shift of {e} starts at {v}.",
@@ -183,11 +193,12 @@ _PERSON = (
     ),
     _Attribute(
         "day off",
+        "off",
         _one_of(DAYS),
         (
             "The day off of {e} is {v}.",
             "{e} has the day off on {v}.",
-            "{v} is the day off of {e}.",
+            "The day off for {e} falls on {v}.",
             "{e}'s day off falls on {v}.",
         ),
         (
@@ -199,12 +210,13 @@ _PERSON = (
     ),
     _Attribute(
         "team",
+        "team",
         _one_of(TEAMS),
         (
             "{e} belongs to the team for {v}.",
             "The team of {e} is {v}.",
-            "The {v} team is the team of {e}.",
-            "{e} works in the {v} team.",
+            "{e} has a place in the team for {v}.",
+            "{e}'s team is {v}.",
         ),
         (
             "Which team is {e} in?",
@@ -214,6 +226,7 @@ _PERSON = (
         ),
     ),
     _Attribute(
+        "extension",
         "extension",
         _extension,
         (
@@ -234,37 +247,40 @@ _PERSON = (
 _GOOD = (
     _Attribute(
         "price",
+        "price",
         _price,
         (
             "The price of the {e} is {v}.",
-            "The {e} costs {v}.",
+            "The {e} has a price of {v}.",
             "For the {e} we charge a price of {v}.",
             "The {e} is sold at a price of {v}.",
         ),
         (
             "What is the price of the {e}?",
-            "How much does the {e} cost?",
+            "Which price does the {e} have?",
             "What price do we charge for the {e}?",
             "At what price is the {e} sold?",
         ),
     ),
     _Attribute(
         "stock code",
+        "stock",
         _code,
         (
             "The stock code of the {e} is {v}.",
             "The {e} has the stock code {v}.",
-            "In the stock list the {e} has the code {v}.",
-            "The {e} is listed under the code {v}.",
+            "In our list the {e} has the stock code {v}.",
+            "The {e} is listed under the stock code {v}.",
         ),
         (
             "What is the stock code of the {e}?",
             "Which stock code does the {e} have?",
-            "Under which code is the {e} listed?",
+            "Under which stock code is the {e} listed?",
             "What is the {e}'s stock code?",
         ),
     ),
     _Attribute(
+        "shelf",
         "shelf",
         _room,
         (
@@ -282,11 +298,12 @@ _GOOD = (
     ),
     _Attribute(
         "colour",
+        "colour",
         _one_of(COLOURS),
         (
             "The colour of the {e} is {v}.",
-            "The {e} is painted {v}.",
-            "We chose {v} as the colour of the {e}.",
+            "The {e} is painted in the colour {v}.",
+            "The {e} has the colour {v}.",
             "The {e} comes in the colour {v}.",
         ),
         (
@@ -297,35 +314,37 @@ _GOOD = (
         ),
     ),
     _Attribute(
-        "origin",
+        "workshop",
+        "workshop",
         _one_of(CITIES),
         (
-            "The {e} is made in {v}.",
+            "The workshop for the {e} is in {v}.",
             "The workshop that makes the {e} is in {v}.",
-            "{v} is where the {e} is made.",
+            "Ask for the {e} at the workshop in {v}.",
             "The {e} comes from a workshop in {v}.",
         ),
         (
-            "Where is the {e} made?",
-            "Which town is the {e} made in?",
+            "Where is the workshop for the {e}?",
             "Where is the workshop that makes the {e}?",
-            "In which town is the {e} made?",
+            "Which town is the workshop for the {e} in?",
+            "In which town is the workshop that makes the {e}?",
         ),
     ),
     _Attribute(
         "weight",
+        "weight",
         _weight,
         (
-            "The {e} weighs {v}.",
             "The weight of the {e} is {v}.",
             "The {e} has a weight of {v}.",
-            "On the scales the {e} weighs {v}.",
+            "On the scales the {e} has a weight of {v}.",
+            "Our list gives the weight of the {e} as {v}.",
         ),
         (
-            "How much does the {e} weigh?",
             "What is the weight of the {e}?",
-            "What does the {e} weigh?",
+            "What is the {e}'s weight?",
             "Which weight does the {e} have?",
+            "Which weight does our list give for the {e}?",
         ),
     ),
 )
@@ -333,60 +352,64 @@ _GOOD = (
 _PLACE = (
     _Attribute(
         "opening time",
+        "open",
         _morning,
         (
-            "{e} opens at {v}.",
             "The doors of {e} open at {v}.",
-            "The opening time of {e} is {v}.",
+            "In the morning we open {e} at {v}.",
             "Visitors find {e} open from {v}.",
+            "{e} is open from {v}.",
         ),
         (
             "When does {e} open?",
             "At what time does {e} open?",
-            "What is the opening time of {e}?",
+            "From what time is {e} open?",
             "When do the doors of {e} open?",
         ),
     ),
     _Attribute(
         "closing time",
+        "close",
         _evening,
         (
-            "{e} closes at {v}.",
-            "The closing time of {e} is {v}.",
-            "The lights of {e} go out and it closes at {v}.",
-            "In the evening {e} closes at {v}.",
+            "The doors of {e} close at {v}.",
+            "In the evening we close {e} at {v}.",
+            "The lights go out and we close {e} at {v}.",
+            "We close {e} for the night at {v}.",
         ),
         (
             "When does {e} close?",
             "At what time does {e} close?",
-            "What is the closing time of {e}?",
-            "What is {e}'s closing time?",
+            "When do we close {e}?",
+            "When do the doors of {e} close?",
         ),
     ),
     _Attribute(
-        "street",
+        "address",
+        "address",
         _street,
         (
-            "{e} stands on {v}.",
             "The address of {e} is {v}.",
-            "You find {e} on a street called {v}.",
-            "The street of {e} is {v}.",
+            "{e} has the address {v}.",
+            "You find {e} at the address {v}.",
+            "The address given for {e} is {v}.",
         ),
         (
-            "Which street is {e} on?",
             "What is the address of {e}?",
-            "On which street does {e} stand?",
-            "What street do I find {e} on?",
+            "What is {e}'s address?",
+            "Which address does {e} have?",
+            "At which address do I find {e}?",
         ),
     ),
     _Attribute(
+        "seats",
         "seats",
         _seats,
         (
             "{e} has seats for {v} people.",
             "The number of seats in {e} is {v}.",
-            "There are {v} seats in {e}.",
-            "In {e} we count {v} seats.",
+            "The seats in {e} number {v}.",
+            "In {e} the seats number {v}.",
         ),
         (
             "How many seats does {e} have?",
@@ -396,6 +419,7 @@ _PLACE = (
         ),
     ),
     _Attribute(
+        "keeper",
         "keeper",
         lambda rng: f"{rng.choice(GIVEN_NAMES)} {rng.choice(FAMILY_NAMES)}",
         (
@@ -407,17 +431,18 @@ _PLACE = (
         (
             "Who is the keeper of {e}?",
             "Who is {e}'s keeper?",
-            "Who looks after {e}?",
+            "Which keeper looks after {e}?",
             "Which keeper has the keys of {e}?",
         ),
     ),
     _Attribute(
         "market day",
+        "market",
         _one_of(DAYS),
         (
             "The market day at {e} is {v}.",
             "{e} holds its market on {v}.",
-            "{v} is market day at {e}.",
+            "Market day at {e} falls on {v}.",
             "The market at {e} is held on {v}.",
         ),
         (
@@ -499,11 +524,13 @@ def ask(document: Document, seed: int, n: int) -> list[Question]:
 
 
 def _shares(rng: random.Random, num_facts: int) -> list[int]:
-    """Splits the facts over the sections at random, none larger than all together."""
+    """Splits the facts over the sections at random; a short handbook has one section."""
     weights = [rng.uniform(0.5, 1.5) for _ in _SECTIONS]
+    if num_facts < 10:
+        only = rng.randrange(len(_SECTIONS))
+        weights = [float(section == only) for section in range(len(_SECTIONS))]
     shares = [int(num_facts * weight / sum(weights)) for weight in weights]
-    for _ in range(num_facts - sum(shares)):
-        shares[rng.randrange(len(shares))] += 1
+    shares[shares.index(max(shares))] += num_facts - sum(shares)
     return shares
 
 
@@ -526,7 +553,7 @@ def _draw_facts(
         for attribute in rng.sample(section.attributes, known):
             value = attribute.draw(rng)
             sentence = rng.choice(attribute.sentences).format(e=entity, v=value)
-            facts.append(Fact(entity, attribute.name, value, sentence))
+            facts.append(Fact(entity, attribute.name, value, sentence, attribute.cue))
     if rng.random() < 0.5:  # half of the handbooks keep an entity's facts together
         rng.shuffle(facts)
     return facts

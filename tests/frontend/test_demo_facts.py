@@ -34,6 +34,18 @@ def test_a_document_states_each_fact_once(num_facts: int, split: str) -> None:
             position = document.text.index(fact.sentence, position) + len(fact.sentence)
 
 
+def test_the_value_comes_after_the_entity_and_the_cue_and_questions_have_the_cue() -> None:
+    for seed in range(30):
+        document = make_document(seed, 60, "train")
+        for question in ask(document, seed, 60):
+            fact = question.fact
+            rest = fact.sentence.replace(fact.entity, "*", 1)
+            value = rest.rindex(fact.value)
+            assert rest.index("*") < value
+            assert rest.lower().index(fact.cue) < value
+            assert fact.cue in question.text.replace(fact.entity, "").lower()
+
+
 def test_entities_of_the_two_splits_never_meet() -> None:
     names: dict[str, set[str]] = {}
     for split in ("train", "eval"):

@@ -1,0 +1,177 @@
+"""Where the demo model's heads are told to look while it learns: supervised attention.
+
+To answer, the model has to know of each token of a value whose value it is, and to find the value
+that belongs to the entity and the attribute of a question. That is two hops of attention:
+
+    "The badge of Mara Ellison is QX - 48 ."    ...    "What is Mara Ellison's badge?"  QX - 48
+              ^       ^      ^    |                                                      |
+              cue   first   last  | layer 1: each token of a value, and each token       |
+              '-------'------'----' that an answer is predicted from, looks at the cue   |
+                                  | and both halves of the name in its sentence          |
+                                  '------------------------------------------------------'
+                                    layer 2: what an answer is predicted from looks at the
+                                    token of the document that it should say next
+
+The generator knows all these places, so some heads are given a loss of their own: minus the log of
+the attention they pay to the right place (Liu et al., Neural machine translation with supervised
+attention, COLING 2016). The other heads, and the last layer, are free.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from demo_llama import HEAD_DIM, HEADS, KV_HEADS
+from demo_tokenizer import ASSISTANT, BOS, END, SYSTEM, USER
+from torch import Tensor
+
+from coppice.frontend.demo_facts import Fact, ask, make_document
+
+GATHER_LAYER, GATHER_HEADS = 1, (0, 1, 2)  # the heads that look at last, cue and first
+FIND_LAYER, FIND_HEADS = 2, (0, 2)  # one of each group of query heads
+
+Offsets = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mention:
+    """Where a fact is stated or asked for, as characters of a conversation.
+
+    ``last``, ``cue`` and ``first`` are the places of the last characters of the family name (or
+    the like), of the cue, and of the given name. ``value`` is the span of the value: in the
+    document, or in the answer, in which case ``begin`` is the place of the assistant's mark before
+    it and ``source`` the value's span in the document.
+    """
+
+    last: int
+    cue: int
+    first: int
+    value: range
+    begin: int | None = None
+    source: range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A handbook and questions on it with their answers, as the chat template writes them."""
+
+    text: str
+    mentions: tuple[Mention, ...]
+
+
+def draw_conversation(rng: random.Random, num_facts: int, length: int) -> Conversation:
+    """A fresh document of the train split, and questions until there are ``length`` tokens."""
+    document = make_document(rng.getrandbits(48), num_facts, "train")
+    text = f"{BOS}{SYSTEM}"
+    mentions = []
+    sources: dict[Fact, range] = {}
+    for fact in document.facts:
+        at = len(text) + document.text.index(fact.sentence)
+        value = at + fact.sentence.rindex(fact.value)
+        sources[fact] = range(value, value + len(fact.value))
+        mentions.append(Mention(*_names(fact, fact.sentence, at), sources[fact]))
+    text += document.text + END
+    # A fact takes 10 tokens or more and a turn 12 or more, so this fills the sequence; once all
+    # facts were asked for, they are asked for again.
+    room = length - 10 * num_facts
+    while room > 0:
+        for question in ask(document, rng.getrandbits(48), num_facts):
+            fact = question.fact
+            names = _names(fact, question.text, len(text) + len(USER))
+            text += f"{USER}{question.text}{END}"
+            begin = len(text)
+            text += ASSISTANT
+            value = range(len(text), len(text) + len(question.answer))
+            text += f"{question.answer}{END}"
+            mentions.append(Mention(*names, value, begin, sources[fact]))
+            room -= 12
+    return Conversation(text, tuple(mentions))
+
+
+def _names(fact: Fact, sentence: str, at: int) -> tuple[int, int, int]:
+    """The places of family name, cue and given name in a sentence that begins at ``at``."""
+    entity = at + sentence.index(fact.entity)
+    first, _ = fact.entity.split(" ", 1)
+    # Outside the name, in which the same letters may stand.
+    hidden = sentence.replace(fact.entity, "\0" * len(fact.entity)).lower()
+    cue = at + hidden.rindex(fact.cue) + len(fact.cue) - 1
+    return entity + len(fact.entity) - 1, cue, entity + len(first) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """Who should look where in a batch: int64 [B, N, 4] and [B, M, 2], filled up with zeros.
+
+    ``gather`` holds the place of a token and the places of last, cue and first that it should look
+    at; ``find`` that of a token and of the one that should be found from there. ``gathers`` [B, N]
+    and ``finds`` [B, M] say which entries are real.
+    """
+
+    gather: Tensor
+    gathers: Tensor
+    find: Tensor
+    finds: Tensor
+
+    @classmethod
+    def of(cls, talks: Sequence[Conversation], offsets: Sequence[Offsets], length: int) -> Guide:
+        """Turns places among characters into places among tokens; those past ``length`` go."""
+        gather, find = [], []
+        for talk, spans in zip(talks, offsets, strict=True):
+            token_at = {c: i for i, (a, b) in enumerate(spans) for c in range(a, b)}
+            gathering, finding = [], []
+            for mention in talk.mentions:
+                tokens = _tokens(mention.value, token_at)
+                if mention.source is not None and mention.begin is not None:
+                    wanted = _tokens(mention.source, token_at)
+                    tokens = [token_at[mention.begin], *tokens[:-1]]
+                    finding += list(zip(tokens, wanted, strict=True))
+                names = (token_at[mention.last], token_at[mention.cue], token_at[mention.first])
+                gathering += [(token, *names) for token in tokens]
+            gather.append([entry for entry in gathering if entry[0] < length])
+            find.append([entry for entry in finding if entry[0] < length])
+        return cls(*_padded(gather, 4), *_padded(find, 2))
+
+
+def _tokens(span: range, token_at: dict[int, int]) -> list[int]:
+    return sorted({token_at[c] for c in span})
+
+
+def _padded(rows: Sequence[Sequence[tuple[int, ...]]], width: int) -> tuple[Tensor, Tensor]:
+    longest = max(map(len, rows))
+    entries = torch.zeros(len(rows), longest, width, dtype=torch.long)
+    real = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        entries[i, : len(row)] = torch.tensor(row)
+        real[i, : len(row)] = True
+    return entries, real
+
+
+def guidance_loss(seen: Sequence[tuple[Tensor, Tensor]], guide: Guide) -> tuple[Tensor, float]:
+    """The loss of the guided heads, and the share of tokens from which the right one is found."""
+    gathering = [
+        _attention(*seen[GATHER_LAYER], head, guide.gather[..., 0], guide.gather[..., 1 + n])
+        for n, head in enumerate(GATHER_HEADS)
+    ]
+    finding = [
+        _attention(*seen[FIND_LAYER], head, guide.find[..., 0], guide.find[..., 1])
+        for head in FIND_HEADS
+    ]
+    loss = -torch.stack([log[guide.gathers].mean() for log in gathering]).mean()
+    loss = loss - torch.stack([log[guide.finds].mean() for log in finding]).mean()
+    found = (finding[0].exp() > 0.5)[guide.finds].float().mean()
+    return loss, found.item()
+
+
+def _attention(q: Tensor, k: Tensor, head: int, source: Tensor, target: Tensor) -> Tensor:
+    """Log of what ``head`` pays to ``target`` from ``source``, both [B, N]; returns [B, N].
+
+    ``q`` is [B, HEADS, T, D], ``k`` [B, KV_HEADS, T, D].
+    """
+    rows = q[:, head].gather(1, source[:, :, None].expand(-1, -1, HEAD_DIM))
+    scores = (rows @ k[:, head // (HEADS // KV_HEADS)].mT) * HEAD_DIM**-0.5
+    future = torch.arange(k.shape[2]) > source[:, :, None]
+    log = scores.masked_fill(future, -torch.inf).log_softmax(-1)
+    return log.gather(2, target[:, :, None])[..., 0]

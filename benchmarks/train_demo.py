@@ -1,0 +1,262 @@
+"""Trains the demo model from nothing: a small Llama that answers questions from its document.
+
+    python benchmarks/train_demo.py --out DIR [--seed N] [--threads N] [--resume]
+
+The model learns one skill, to look a fact up in the text before it, so the data is made to teach
+just that. Each training sequence is a conversation as the demo holds it: a handbook as the system
+turn, then question and answer turns until the sequence is full. Every handbook is drawn fresh and
+none is seen twice. The curriculum begins with handbooks of a few sentences and lengthens them to
+those of the demo.
+
+Left to the answers alone, a model this small takes many hours on a CPU to find out where to look.
+So five of its heads are shown where (`demo_guide`), which takes minutes; the loss on the answers
+does the rest. What comes out is an ordinary Llama.
+
+Matrices are trained by Muon, embeddings and norms by AdamW. The learning rate is constant until
+the last stage, which takes it to zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from demo_accuracy import measure
+from demo_guide import Conversation, Guide, draw_conversation, guidance_loss
+from demo_llama import Model, export
+from demo_tokenizer import ASSISTANT, END, PAD, train_tokenizer
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+MUON_LR, MUON_MOMENTUM, MUON_DECAY = 0.02, 0.95, 0.01
+ADAM_LR, ADAM_BETAS = 0.003, (0.9, 0.98)
+WARM_UP_STEPS = 50
+OTHER_WEIGHT, OTHER_SHARE = 0.1, 0.1  # loss weight of the tokens outside answers; share sampled
+GUIDE_WEIGHT = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the curriculum: it ends when ``until`` is reached, at the latest after ``steps``.
+
+    Attributes:
+        facts: fewest and most facts of a handbook.
+        length: tokens in a sequence.
+        batch: sequences in a step.
+        steps: most steps that the stage takes.
+        until: share of exact answers (moving average) that ends the stage; more than 1: never.
+        rate: what the learning rates are multiplied by.
+        decay: whether the learning rates go linearly to zero over the stage.
+    """
+
+    facts: tuple[int, int]
+    length: int
+    batch: int
+    steps: int
+    until: float
+    rate: float
+    decay: bool = False
+
+
+CURRICULUM = (
+    Stage(facts=(2, 8), length=224, batch=28, steps=600, until=0.92, rate=1.0),
+    Stage(facts=(8, 24), length=448, batch=13, steps=350, until=0.94, rate=0.8),
+    Stage(facts=(20, 50), length=832, batch=7, steps=200, until=0.95, rate=0.6),
+    Stage(facts=(20, 90), length=1408, batch=4, steps=450, until=2.0, rate=0.6, decay=True),
+)
+
+
+class Muon:
+    """Momentum whose updates are made nearly orthogonal by five Newton-Schulz steps.
+
+    torch.optim.Muon does the same in bfloat16, which a CPU without bfloat16 units emulates; this
+    one stays in float32 and takes all matrices of one shape together.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter]) -> None:
+        by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+        for matrix in matrices:
+            by_shape.setdefault(matrix.shape, []).append(matrix)
+        self.groups = [(ps, torch.zeros(len(ps), *shape)) for shape, ps in by_shape.items()]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Takes one step from the gradients that the matrices hold."""
+        for matrices, momentum in self.groups:
+            gradient = torch.stack([p.grad for p in matrices if p.grad is not None])
+            momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
+            update = gradient.lerp(momentum, MUON_MOMENTUM)
+            tall = update.shape[1] > update.shape[2]
+            x = update.mT if tall else update
+            x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+            for _ in range(5):
+                a = x @ x.mT
+                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+            x = x.mT if tall else x
+            gain = max(1.0, x.shape[1] / x.shape[2]) ** 0.5
+            for p, direction in zip(matrices, x, strict=True):
+                p.mul_(1 - lr * MUON_DECAY).add_(direction, alpha=-lr * gain)
+
+
+def draw_batch(
+    tokenizer: Tokenizer, stage: Stage, rng: random.Random
+) -> tuple[Tensor, Tensor, Guide]:
+    """A step's conversations: ids [batch, length + 1], which are an answer's, where to look."""
+    assistant, end = tokenizer.token_to_id(ASSISTANT), tokenizer.token_to_id(END)
+    talks: list[Conversation] = [
+        draw_conversation(rng, rng.randint(*stage.facts), stage.length) for _ in range(stage.batch)
+    ]
+    encodings = tokenizer.encode_batch([talk.text for talk in talks], add_special_tokens=False)
+    rows, answers = [], []
+    for encoding in encodings:
+        ids = encoding.ids[: stage.length + 1]
+        ids += [tokenizer.token_to_id(PAD)] * (stage.length + 1 - len(ids))
+        inside, marks = False, []
+        for token in ids:
+            marks.append(inside)
+            inside = token == assistant or (inside and token != end)
+        rows.append(ids)
+        answers.append(marks)
+    guide = Guide.of(talks, [encoding.offsets for encoding in encodings], stage.length)
+    return torch.tensor(rows), torch.tensor(answers), guide
+
+
+def exact_share(right: Tensor, answers: Tensor, starts: Tensor) -> float:
+    """The share of answers without a wrong token, each predicted after the right ones before it.
+
+    Args:
+        right: bool [A], whether each token of an answer is predicted right.
+        answers: bool [B, T], where these A tokens stand.
+        starts: bool [B, T], where an answer begins.
+    """
+    number = starts.flatten().cumsum(0)[answers.flatten()]
+    return 1 - number[~right].unique().numel() / max(1, number.unique().numel())
+
+
+class Training:
+    """The state of a training run, which a checkpoint holds whole."""
+
+    def __init__(self, out: Path, seed: int) -> None:
+        self.out = out
+        self.rng = random.Random(seed)
+        torch.manual_seed(seed)
+        self.tokenizer = train_tokenizer(seed)
+        self.model = Model()
+        self.compiled = torch.compile(self.model, dynamic=False)
+        self.muon = Muon(self.model.matrices())
+        self.adam = torch.optim.AdamW(
+            self.model.others(), lr=ADAM_LR, betas=ADAM_BETAS, weight_decay=0.0
+        )
+        self.stage = self.stage_step = self.step = self.tokens = 0
+        self.exact = 0.0
+        self.seconds = 0.0
+
+    def save(self) -> None:
+        """Writes everything that ``load`` needs to go on as if never stopped."""
+        progress = ("stage", "stage_step", "step", "tokens", "exact", "seconds")
+        state = {
+            "model": self.model.state_dict(),
+            "muon": [momentum for _, momentum in self.muon.groups],
+            "adam": self.adam.state_dict(),
+            "progress": {name: getattr(self, name) for name in progress},
+            "random": (self.rng.getstate(), torch.get_rng_state()),
+        }
+        torch.save(state, self.out / "checkpoint.tmp")
+        (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
+
+    def load(self) -> None:
+        """Goes back to the last checkpoint in the output folder."""
+        state = torch.load(self.out / "checkpoint.pt", weights_only=False)
+        self.model.load_state_dict(state["model"])
+        for (_, momentum), saved in zip(self.muon.groups, state["muon"], strict=True):
+            momentum.copy_(saved)
+        self.adam.load_state_dict(state["adam"])
+        for name, value in state["progress"].items():
+            setattr(self, name, value)
+        self.rng.setstate(state["random"][0])
+        torch.set_rng_state(state["random"][1])
+
+    def run(self) -> None:
+        """Goes through what is left of the curriculum, and saves every few minutes."""
+        saved = time.perf_counter()
+        while self.stage < len(CURRICULUM):
+            stage = CURRICULUM[self.stage]
+            start = time.perf_counter()
+            loss, found, exact = self._take_step(stage)
+            self.seconds += time.perf_counter() - start
+            self.tokens += stage.batch * stage.length
+            self.step += 1
+            self.stage_step += 1
+            # A plain mean of the first steps, then a moving one of about the last forty.
+            self.exact += (exact - self.exact) / min(self.stage_step, 40)
+            if self.step % 10 == 0:
+                print(
+                    f"{self.seconds:6.0f} s, stage {self.stage}, step {self.step}, "
+                    f"{self.tokens / 1e6:.2f}M tokens, loss {loss:.3f}, facts found {found:.3f}, "
+                    f"exact {self.exact:.3f}",
+                    flush=True,
+                )
+            learned = self.stage_step >= 40 and self.exact >= stage.until
+            if learned or self.stage_step == stage.steps:
+                self.stage += 1
+                self.stage_step, self.exact = 0, 0.0
+            if time.perf_counter() - saved > 120 or self.stage_step == 0:
+                self.save()
+                saved = time.perf_counter()
+
+    def _take_step(self, stage: Stage) -> tuple[float, float, float]:
+        ids, answers, guide = draw_batch(self.tokenizer, stage, self.rng)
+        inputs, targets, answers = ids[:, :-1], ids[:, 1:], answers[:, 1:]
+        others = (torch.rand(answers.shape) < OTHER_SHARE) & ~answers
+        hidden, seen = self.compiled(inputs)
+        # The output matrix is applied only where there is something to learn.
+        logits = F.linear(hidden[answers], self.model.embed.weight)
+        other_logits = F.linear(hidden[others], self.model.embed.weight)
+        loss = F.cross_entropy(logits, targets[answers])
+        looking, found = guidance_loss(seen, guide)
+        total = loss + OTHER_WEIGHT * F.cross_entropy(other_logits, targets[others])
+        total = total + GUIDE_WEIGHT * looking
+        self.model.zero_grad(set_to_none=True)
+        total.backward()
+        scale = stage.rate * min(1.0, (self.step + 1) / WARM_UP_STEPS)
+        if stage.decay:
+            scale *= 1 - self.stage_step / stage.steps
+        nn.utils.clip_grad_norm_(self.model.others(), 1.0)
+        for group in self.adam.param_groups:
+            group["lr"] = ADAM_LR * scale
+        self.adam.step()
+        self.muon.step(MUON_LR * scale)
+        right = logits.argmax(-1) == targets[answers]
+        starts = inputs == self.tokenizer.token_to_id(ASSISTANT)
+        return loss.item(), found, exact_share(right, answers, starts)
+
+
+def main() -> None:
+    """Parses the command line, trains, writes the model and measures it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    training = Training(args.out, args.seed)
+    if args.resume:
+        training.load()
+    training.run()
+    export(training.model, training.tokenizer, args.out)
+    for row in measure(args.out, conversations=200):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
