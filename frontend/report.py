@@ -14,6 +14,7 @@ from coppice.runtime.report import CacheReport
 BAR_WIDTH = 30
 START_CHARACTERS = 22  # with the end and the sign between: what is left of 80 columns
 END_CHARACTERS = 30
+LEAST_SHARE = 0.01  # of all that was saved: prefixes below are not worth a row
 ENOUGH_TOKENS = 64  # decoded from either end of a prefix: more than the characters shown need
 
 Decode = Callable[[Sequence[int]], str]
@@ -75,7 +76,10 @@ def _prefixes(report: CacheReport, decode: Decode) -> RenderableType:
     table.add_column("hits", justify="right")
     table.add_column("saved", justify="right", style="green")
     table.add_column("text: beginning … end", overflow="fold")
+    least = LEAST_SHARE * sum(prefix.tokens_saved for prefix in report.top_prefixes)
     for prefix in report.top_prefixes:
+        if prefix.tokens_saved < least:
+            break
         table.add_row(
             f"{prefix.num_tokens:,}",
             f"{prefix.hits:,}",

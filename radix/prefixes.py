@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coppice.radix.node import Node
 from coppice.radix.tree import RadixTree
 
 
@@ -15,7 +16,9 @@ class SharedPrefix:
 
     token_ids: tuple[int, ...]  # from the root
     hits: int  # requests that reused it to its end
-    tokens_saved: int  # tokens of it that were not computed again: hits x its tokens
+    # Tokens not computed again thanks to it: hits x those of its tokens that lie beyond the next
+    # shorter prefix with more hits. So nothing is counted twice, and all prefixes together add up.
+    tokens_saved: int
 
     @property
     def num_tokens(self) -> int:
@@ -23,22 +26,28 @@ class SharedPrefix:
 
 
 def top_prefixes(tree: RadixTree, count: int) -> tuple[SharedPrefix, ...]:
-    """The up to `count` prefixes with the most tokens saved, most first.
+    """The up to `count` prefixes that saved the most tokens, most first.
 
     A prefix is named once, at its longest: one that another extends with as many hits is left
-    out, and so is one that was never hit. O(nodes of the tree).
+    out, and so is one that was never hit. O(nodes of the tree, times chains of equal hits).
     """
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
     hit = [
-        node
+        (node.hits * (node.end - _end_of_more_hits(node)), node)
         for node in tree.nodes()
         if node.hits and not any(child.hits >= node.hits for child in node.children.values())
     ]
-    hit.sort(key=lambda node: node.hits * node.end, reverse=True)
+    hit.sort(key=lambda saved: saved[0], reverse=True)
     return tuple(
-        SharedPrefix(
-            tuple(np.frombuffer(node.prefix(), np.int32).tolist()), node.hits, node.hits * node.end
-        )
-        for node in hit[:count]
+        SharedPrefix(tuple(np.frombuffer(node.prefix(), np.int32).tolist()), node.hits, saved)
+        for saved, node in hit[:count]
     )
+
+
+def _end_of_more_hits(node: Node) -> int:
+    """Tokens of the longest prefix of this one that was hit more often."""
+    above = node.parent
+    while above is not None and above.hits <= node.hits:
+        above = above.parent
+    return above.end if above is not None else 0

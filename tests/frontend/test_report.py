@@ -95,3 +95,11 @@ def test_a_long_text_of_few_tokens_is_cut_in_the_middle() -> None:
 
 def test_unprintable_characters_are_made_visible() -> None:
     assert one_line("a\r\nb\tc\x1b[0m\u200b") == "a↵b·c·[0m·"
+
+
+def test_a_prefix_that_saved_next_to_nothing_gets_no_row() -> None:
+    small = SharedPrefix(LETTERS[:5], hits=2, tokens_saved=10)
+    large = SharedPrefix(LETTERS[:900], hits=63, tokens_saved=56_700)
+    both = printed(replace(REPORT, top_prefixes=(large, small)))
+    assert both == printed(replace(REPORT, top_prefixes=(large,)))
+    assert both != printed(replace(REPORT, top_prefixes=(small,)))

@@ -357,8 +357,10 @@ class World:
             assert used == tree.evictable_pages + len(held), (
                 "free + cached only + held != pool size"
             )
-        for prefix in top_prefixes(tree, 3):
-            assert prefix.hits > 0 and prefix.tokens_saved == prefix.hits * prefix.num_tokens
+        prefixes = top_prefixes(tree, tree.num_nodes)
+        assert all(0 < p.tokens_saved <= p.hits * p.num_tokens for p in prefixes)
+        saved = sum(node.hits * node.length for node in tree.nodes())
+        assert sum(prefix.tokens_saved for prefix in prefixes) == saved
 
     def _read(self, table: array[int], names: list[int]) -> None:
         """Whoever reads these positions through the table finds their own tokens' KV."""
