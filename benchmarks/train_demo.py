@@ -14,6 +14,11 @@ does the rest. What comes out is an ordinary Llama.
 
 Matrices are trained by Muon, embeddings and norms by AdamW. The learning rate is constant until
 the last stage, which takes it to zero.
+
+The shipped model was made by ``--seed 0 --threads 1``: 969 steps, 5.7 million tokens, 37 minutes on
+one busy core of a 2-core machine. It answers 200 of 200 fresh questions exactly in a conversation's
+first turn and 198 of 200 in its third (`demo_accuracy`). Another number of threads adds floats in
+another order and so gives another model.
 """
 
 from __future__ import annotations
