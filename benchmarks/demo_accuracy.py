@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -57,7 +55,6 @@ def measure(model_dir: Path, conversations: int, seed: int = 0) -> list[dict[str
     right: dict[int, int] = defaultdict(int)
     kinds: dict[str, list[bool]] = defaultdict(list)
     lengths: list[int] = []
-    start = time.perf_counter()
     for conversation in range(conversations):
         document = fresh_document(tokenizer, seed * conversations + conversation)
         lengths.append(len(tokenizer(document.text)["input_ids"]))
@@ -69,17 +66,15 @@ def measure(model_dir: Path, conversations: int, seed: int = 0) -> list[dict[str
             if turn in SCORED_TURNS:
                 right[turn] += said == question.answer
                 kinds[question.fact.attribute].append(said == question.answer)
-    seconds = time.perf_counter() - start
     common = {"benchmark": "demo_accuracy", "model": model_dir.name}
     rows: list[dict[str, Any]] = [
         common | {"attribute": kind, "questions": len(hits), "exact": sum(hits) / len(hits)}
         for kind, hits in sorted(kinds.items())
     ]
-    machine = {"machine": platform.processor() or platform.machine(), "seconds": round(seconds, 1)}
     documents = {"shortest_document": min(lengths), "longest_document": max(lengths)}
     for turn in SCORED_TURNS:
         exact = {"turn": turn, "questions": conversations, "exact": right[turn] / conversations}
-        rows.append(common | exact | documents | machine)
+        rows.append(common | exact | documents)
     return rows
 
 

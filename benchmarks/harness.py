@@ -23,7 +23,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 class Rows:
-    """Prints one JSON object a line, and writes the same lines to a file if asked."""
+    """Prints one JSON object a line, and writes the same lines to a file if asked.
+
+    Absolute times go under the key `times`. The file keeps them only from a GPU: those of a CPU are
+    true for one machine on one day, their ratios for longer.
+    """
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -32,11 +36,12 @@ class Rows:
             file.write_text("")
 
     def add(self, **row: Any) -> None:
-        line = json.dumps(row)
-        print(line, flush=True)
+        print(json.dumps(row), flush=True)
+        if "gpu" not in row.get("machine", ()):
+            row.pop("times", None)
         if self._file is not None:
             with self._file.open("a") as out:
-                out.write(line + "\n")
+                out.write(json.dumps(row) + "\n")
 
 
 def machine() -> dict[str, Any]:
@@ -48,12 +53,15 @@ def machine() -> dict[str, Any]:
         if line.startswith("model name"):
             name = line.split(":", 1)[1].strip()
             break
-    return {
+    found = {
         "cpu": name,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
 
 
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:

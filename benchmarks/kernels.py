@@ -4,7 +4,7 @@
 
 One JSON object a line. ``ratio`` is how many times faster a way is than the row's baseline: the
 median over rounds of baseline time / its time, each round running all ways one after another;
-``ratio_low`` and ``ratio_high`` are the 10th and 90th percentiles. Times are the best round's.
+``ratio_low`` and ``ratio_high`` are the 10th and 90th percentiles. `times` are the best round's.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+from harness import Rows, machine, parser
 
 from coppice.kernels.threads import calm_waiting_threads
 
@@ -36,23 +36,18 @@ STEP_SETTINGS: dict[str, dict[str, str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="also append the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller shapes")
-    parser.add_argument("--step", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--step", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     outside = dict(os.environ)
     calm_waiting_threads()
     if arguments.step:
         print(json.dumps(_time_steps(arguments.step)))
         return
-    lines = []
+    rows = Rows(arguments.json)
+    where = machine()
     for row in _rows(arguments.quick, outside):
-        lines.append(json.dumps({**row, "machine": _machine()}))
-        print(lines[-1], flush=True)
-    if arguments.json:
-        with arguments.json.open("a") as file:
-            file.write("\n".join(lines) + "\n")
+        rows.add(**row, machine=where)
 
 
 def _rows(quick: bool, outside: dict[str, str]) -> list[dict[str, Any]]:
@@ -99,7 +94,7 @@ def _ratio_rows(
                 "ratio": round(ratios[len(ratios) // 2], 3),
                 "ratio_low": round(ratios[len(ratios) // 10], 3),
                 "ratio_high": round(ratios[-1 - len(ratios) // 10], 3),
-                "best_ms": round(min(measured) * 1e3, 3),
+                "times": {"best_ms": round(min(measured) * 1e3, 3)},
             }
         )
     return rows
@@ -117,7 +112,12 @@ def _start_up(outside: dict[str, str]) -> dict[str, Any]:
             float(_python(["-c", code], {**outside, "NUMBA_CACHE_DIR": folder}).strip())
             for _ in range(2)
         ]
-    return {"benchmark": "start-up", "cold_s": round(seconds[0], 2), "warm_s": round(seconds[1], 2)}
+    times = {"cold_s": round(seconds[0], 2), "warm_s": round(seconds[1], 2)}
+    return {
+        "benchmark": "start-up",
+        "cold_over_warm": round(seconds[0] / seconds[1], 1),
+        "times": times,
+    }
 
 
 class _Batch:
@@ -230,7 +230,9 @@ def _plain_decode(
     }
     rows = _compare("plain decode", shape, ways, rounds)
     moved = sum(cache.nbytes for cache in data.caches)
-    return [{**row, "gb_per_s": round(moved / row["best_ms"] / 1e6, 2)} for row in rows]
+    for row in rows:
+        row["times"]["gb_per_s"] = round(moved / row["times"]["best_ms"] / 1e6, 2)
+    return rows
 
 
 def _prefill(
@@ -326,16 +328,6 @@ def _python(arguments: Sequence[str], environment: dict[str, str]) -> str:
         capture_output=True,
         text=True,
     ).stdout
-
-
-def _machine() -> str:
-    import numba
-    import torch
-
-    return (
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}, numba {numba.__version__}"
-    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ draws new tokens and runs all three sides on the same ones; the ratios are taken
 from __future__ import annotations
 
 import gc
-import json
 import random
 import tempfile
 import time
@@ -150,11 +149,12 @@ def main() -> None:
 
     workload = {name: getattr(args, name) for name in ("requests", "shared", "own", "out")}
     for name, results in runs.items():
-        row: dict[str, Any] = {"side": name, "seconds": spread([r["seconds"] for r in results])}
+        row: dict[str, Any] = {"side": name}
+        times = {"seconds": spread([r["seconds"] for r in results])}
         if name != "transformers":
-            row["ttft_median_s"] = spread([r["ttft"] for r in results])
+            times["ttft_median_s"] = spread([r["ttft"] for r in results])
             row["prompt_tokens_computed"] = results[0]["prompt_tokens_computed"]
-        rows.add(benchmark="serving", **workload, **row)
+        rows.add(benchmark="serving", **workload, **row, times=times, machine=machine())
     fast = runs["cache_on"]
     for name, results in runs.items():
         if name == "cache_on":
@@ -170,7 +170,7 @@ def main() -> None:
             ratio=f"{name} / cache_on",
             times_slower=spread(ratios, 2),
             same_outputs=f"{same} of {args.requests * args.rounds}",
-            machine=json.loads(json.dumps(machine())),
+            machine=machine(),
         )
 
 

@@ -25,7 +25,9 @@ from coppice.kernels.interface import AttentionPlan
 # that one row could have read from pages meanwhile: 0.15 to 0.25 ms, on one thread, against 60 ns
 # a key and query head (8 KV heads of 128) to 25 (2 of 64), which comes to 500 to 1,000. The call's
 # own cost is not shared among threads while the reading is, hence it counts once for each thread.
-CALL_KEYS = 768
+# The rows "stretch rule" of benchmarks/kernels.py put the break-even a little higher: there sharing
+# loses up to 1,984 keys saved with two threads and wins from 7,000 on.
+CALL_KEYS = 1280
 
 # Rows of a block of a windowed chunk: its products cover window + BAND_ROWS keys, so the waste is
 # BAND_ROWS / window, while every block costs a call.
