@@ -67,7 +67,15 @@ def _greeting(text_engine: TextEngine, model: str, host: str, port: int) -> str:
     url = f"http://{address}:{port}"
     if text_engine.tokenizer.wrapped.chat_template:
         path = "/v1/chat/completions"
-        body = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+        # The demo model can do nothing but look things up in the document it is given.
+        talk = {"user": "Hello"}
+        if model == "demo":
+            talk = {
+                "system": "People: The badge of Mara Ellison is NK-48.",
+                "user": "Which badge does Mara Ellison carry?",
+            }
+        messages = [{"role": role, "content": content} for role, content in talk.items()]
+        body: dict[str, object] = {"model": model, "messages": messages}
     else:
         path, body = "/v1/completions", {"model": model, "prompt": "Hello"}
     return "\n".join(
