@@ -44,21 +44,25 @@ class Rows:
                 out.write(json.dumps(row) + "\n")
 
 
-def machine() -> dict[str, Any]:
-    """The processor, the cores this process may use, and the versions that matter."""
-    import torch
-
+def processor() -> dict[str, Any]:
+    """The processor, the cores this process may use, and Python's version; imports nothing big."""
     name = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             name = line.split(":", 1)[1].strip()
             break
-    found = {
+    return {
         "cpu": name,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "torch": torch.__version__,
     }
+
+
+def machine() -> dict[str, Any]:
+    """The processor, torch's version, and the GPU if there is one."""
+    import torch
+
+    found = {**processor(), "torch": torch.__version__}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found

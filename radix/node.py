@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from coppice.radix.tokens import TOKEN_BYTES
 
@@ -22,7 +23,7 @@ class Node:
     """
 
     __slots__ = ("parent", "children", "edge", "start", "length", "pages", "own_pages", "locks",
-                 "stamp", "hits")  # fmt: skip
+                 "stamp", "hits", "mark")  # fmt: skip
 
     def __init__(self, parent: Node | None, edge: bytes, start: int, pages: array[int]) -> None:
         self.parent = parent
@@ -37,6 +38,7 @@ class Node:
         self.locks = 0  # sequences that hold this node or one below it
         self.stamp = 0  # the tree's clock when it was last used
         self.hits = 0  # locks that matched this node to its end
+        self.mark: Any = None  # what the eviction policy keeps about it
 
     @property
     def end(self) -> int:

@@ -1,15 +1,65 @@
-"""The order of eviction: unlocked leaves, least recently used first."""
+"""The order of eviction: what a policy is told, and which unlocked leaf it gives up next."""
 
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 from coppice.radix.node import Node
 
 
-class LeastRecentlyUsed:
-    """A heap of leaves by their stamp, maintained as they come and go and never rebuilt to evict.
+class EvictionOrder(ABC):
+    """Keeps the unlocked leaves of a tree in the order in which they should go.
+
+    The tree evicts leaves only, from their tails, and only as many pages as it needs; a policy
+    decides which leaf is next. It may keep what it knows about a node in `node.mark`. All hooks but
+    `add` and `pop` may be left as they are: they do nothing. Each must be O(log leaves) amortised,
+    plus the depth of the path for `used`.
+    """
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self.capacity_tokens = capacity_tokens
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Node]:
+        """The leaves that `pop` may return, each once, in no order."""
+
+    @abstractmethod
+    def add(self, leaf: Node) -> None:
+        """Enters a leaf that has no lock; called again when it was used since."""
+
+    @abstractmethod
+    def pop(self) -> Node | None:
+        """Takes out the leaf that should go next; None if there is no unlocked leaf.
+
+        The tree evicts from its tail, and adds it again if something is left.
+        """
+
+    def used(self, node: Node, clock: int) -> None:  # noqa: B027
+        """A request has hit the tokens up to the end of `node`; stamps and hits are the old ones.
+
+        Args:
+            node: end of the path that was hit; the root after a miss.
+            clock: the tree's logical time, which the path's stamps become.
+        """
+
+    def inserted(self, node: Node, tokens: int) -> None:  # noqa: B027
+        """`tokens` new tokens have been entered at the end of `node`, which is new or has grown."""
+
+    def evicted(self, node: Node, tokens: int) -> None:  # noqa: B027
+        """The last `tokens` tokens of `node` are about to go; if they are all, the node does."""
+
+    def split(self, upper: Node, lower: Node) -> None:  # noqa: B027
+        """`upper` has taken the first tokens of `lower`, and has the same `mark`."""
+
+    def cleared(self) -> None:  # noqa: B027
+        """The tree was emptied on purpose: its evictions tell nothing."""
+
+
+class LeafHeap:
+    """Unlocked leaves by a key, maintained as they come and go and never rebuilt to evict.
 
     An entry is live while its node still is an unlocked leaf with the stamp it was entered with.
     Locking a leaf or giving it children costs nothing here: the entry goes dead and is dropped
@@ -20,7 +70,7 @@ class LeastRecentlyUsed:
     __slots__ = ("_entries", "_limit", "_serial")
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, int, Node]] = []  # stamp, serial number, leaf
+        self._entries: list[tuple[Any, int, int, Node]] = []  # key, serial number, stamp, leaf
         self._serial = 0
         self._limit = 64
 
@@ -29,34 +79,32 @@ class LeastRecentlyUsed:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Node]:
-        """The leaves that `pop` may return, in no order."""
-        return (entry[2] for entry in self._entries if self._live(entry))
+        """The live leaves, each once, in no order."""
+        return iter({id(entry[3]): entry[3] for entry in self._entries if _live(entry)}.values())
 
-    def add(self, leaf: Node) -> None:
-        """Enters an unlocked leaf; call again when it was used since."""
+    def add(self, key: Any, leaf: Node) -> None:
+        """Enters an unlocked leaf; keys of one heap must be comparable."""
         self._serial += 1
-        heapq.heappush(self._entries, (leaf.stamp, self._serial, leaf))
+        heapq.heappush(self._entries, (key, self._serial, leaf.stamp, leaf))
         if len(self._entries) > self._limit:
             self._compact()
 
     def pop(self) -> Node | None:
-        """Takes out the leaf that was used least recently; None if there is no unlocked leaf."""
+        """Takes out the leaf with the least key; None if no entry is live."""
         while self._entries:
             entry = heapq.heappop(self._entries)
-            if self._live(entry):
-                return entry[2]
+            if _live(entry):
+                return entry[3]
         return None
-
-    @staticmethod
-    def _live(entry: tuple[int, int, Node]) -> bool:
-        stamp, _, node = entry
-        return (
-            node.stamp == stamp and not node.locks and not node.children and node.parent is not None
-        )
 
     def _compact(self) -> None:
         """Drops dead and double entries; as many additions as are left paid for it."""
-        entries = {id(entry[2]): entry for entry in self._entries if self._live(entry)}
+        entries = {id(entry[3]): entry for entry in self._entries if _live(entry)}
         self._entries = list(entries.values())
         heapq.heapify(self._entries)
         self._limit = 64 + 4 * len(entries)
+
+
+def _live(entry: tuple[Any, int, int, Node]) -> bool:
+    _, _, stamp, node = entry
+    return node.stamp == stamp and not node.locks and not node.children and node.parent is not None

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterator
 
 from coppice.radix.node import Hold, Inserted, Match, Node, Root
-from coppice.radix.order import LeastRecentlyUsed
+from coppice.radix.policies import make_order
 from coppice.radix.pool import OutOfPages, PagePool
 from coppice.radix.tokens import TOKEN_BYTES, Tokens, common_prefix, token_bytes
 
@@ -40,7 +40,7 @@ class RadixTree:
     touched, amortised.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, policy: str = "lru") -> None:
         self.pool = pool
         self.page_size = pool.page_size
         self.cached_pages = 0  # pages that nodes cover, each counted once
@@ -51,7 +51,7 @@ class RadixTree:
         self._nodes = 0
         self._clock = 0
         self._epoch = 0  # counts changes that could make a match stale
-        self._order = LeastRecentlyUsed()
+        self._order = make_order(policy, pool.num_pages * pool.page_size)
 
     # -- matching ----------------------------------------------------------------------------
 
@@ -109,6 +109,7 @@ class RadixTree:
         if match.length < node.end:
             node = self._split(node, match.length - node.start)
         self._clock = clock = self._clock + 1
+        self._order.used(node, clock)
         walk: Node | None = node
         while walk is not None:
             if not walk.locks:
@@ -330,6 +331,7 @@ class RadixTree:
         self.cached_tokens += total - matched
         if grown.locks:
             self.locked_pages += len(pages)
+        self._order.inserted(grown, total - matched)
         return grown
 
     def _move(self, hold: Hold, bottom: Node, node: Node) -> None:
@@ -358,6 +360,7 @@ class RadixTree:
         upper = Node(parent, node.edge[: tokens * TOKEN_BYTES], node.start,
                      node.pages[: -(-cut // size) - first])  # fmt: skip
         upper.locks, upper.stamp, upper.hits = node.locks, node.stamp, node.hits
+        upper.mark = node.mark
         node.edge = node.edge[tokens * TOKEN_BYTES : node.length * TOKEN_BYTES]
         node.length -= tokens
         node.start = cut
@@ -372,6 +375,7 @@ class RadixTree:
         upper.own_pages = node.own_pages - own
         node.own_pages = own
         self._nodes += 1
+        self._order.split(upper, node)
         return upper
 
     # -- evicting ----------------------------------------------------------------------------
@@ -405,6 +409,7 @@ class RadixTree:
             del leaf.pages[keep:]
             length = (leaf.start // size + keep) * size - leaf.start
             evicted = leaf.length - length
+            self._order.evicted(leaf, evicted)
             leaf.length = length
             leaf.own_pages -= count
             if length * TOKEN_BYTES * 2 < len(leaf.edge):
@@ -415,6 +420,7 @@ class RadixTree:
             parent = leaf.parent
             assert parent is not None
             gone, evicted, own = leaf.pages, leaf.length, leaf.own_pages
+            self._order.evicted(leaf, evicted)
             del parent.children[leaf.edge[:TOKEN_BYTES]]
             leaf.parent = None
             self._nodes -= 1
@@ -434,6 +440,7 @@ class RadixTree:
         while self.cached_tokens:
             self.evict(self.pool.num_pages + 1)
         self.evicted_tokens = evicted  # nothing was short of pages
+        self._order.cleared()
 
     # -- looking -----------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ DAMAGE: dict[str, Callable[[RadixTree, Hold, array[int]], object]] = {
     "a child misplaced": lambda tree, hold, table: _front(tree).children.update(
         {b"....": _front(tree).children.popitem()[1]}
     ),
-    "a leaf that is never evicted": lambda tree, hold, table: tree._order._entries.clear(),
+    "a leaf that is never evicted": lambda tree, hold, table: tree._order._leaves._entries.clear(),
     "a child newer than its parent": lambda tree, hold, table: setattr(
         _leaf(tree, 60), "stamp", 10**6
     ),

@@ -746,7 +746,7 @@ def test_using_one_leaf_again_and_again_does_not_grow_the_order_of_eviction() ->
     cache(tree, range(50, 58))
     for _ in range(1000):
         use(tree, range(8))
-    assert len(tree._order) <= 64 + 4 * tree.num_nodes
+    assert len(tree._order._leaves) <= 64 + 4 * tree.num_nodes
     assert tree.evict(2) == 2
     assert [matched(tree, range(8)), matched(tree, range(50, 58))] == [8, 0]
     checked(tree)

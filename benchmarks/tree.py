@@ -1,0 +1,312 @@
+"""Drives the radix tree alone, without a model or torch, over six workloads.
+
+    python benchmarks/tree.py [--workload A..F ...] [--pool TOKENS ...] [--policy NAME ...]
+                              [--page-size N] [--trace FILE] [--json FILE] [--quick]
+    python benchmarks/tree.py --evict [--json FILE]
+
+A request is what an engine does to the tree for it: match, lock, claim or copy the tail, allocate
+(which evicts), insert the prompt, allocate and insert the output, release. Requests come one after
+another. A row gives milliseconds a request (mean, median, 99th percentile), microseconds an evict
+call, the hit rate (hit tokens over prompt tokens) and resident bytes a cached token.
+
+Absolute times drift from machine to machine and hour to hour, so the same run times a fixed loop of
+memory comparisons and dictionary lookups (`reference_loop`), before and after; `x_reference` are a
+request's times as multiples of it.
+
+The workloads:
+
+    A   5,000 requests of 2,048 shared and 256 own tokens
+    B   200 conversations of 10 turns that grow by 300 tokens
+    C   a tree of thoughts, depth 6, fan-out 4, segments of 128 tokens: 5,000 random revisits
+    D   a pool of 200,000 tokens, a working set of a million in 500 documents, Zipf popularity
+    E   50 documents of 100,000 tokens, 20 questions of 100 tokens to each
+    F   a trace of real requests (Mooncake's conversation trace, FAST'25), given by --trace; each
+        hash id stands for 512 tokens
+
+`--evict` instead evicts single pages from trees of 1,000 and of 100,000 leaves, in turn.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Rows, parser, processor, spread
+
+from coppice.radix import PagePool, RadixTree
+
+TRACE_BLOCK = 512
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request: its prompt and the tokens it generates, as int32 bytes."""
+
+    prompt: bytes
+    output: bytes = b""
+
+
+def tokens(stream: int, count: int) -> bytes:
+    """`count` deterministic tokens of stream number `stream`."""
+    return np.random.default_rng(stream).integers(0, 2**31, count, np.int32).tobytes()
+
+
+def workload_a(quick: bool) -> Iterator[Work]:
+    shared = tokens(0, 2048)
+    for request in range(500 if quick else 5000):
+        yield Work(shared + tokens(1 + request, 256))
+
+
+def workload_b(quick: bool) -> Iterator[Work]:
+    """The conversations take their turns in random order."""
+    conversations = 20 if quick else 200
+    turns = [conversation for conversation in range(conversations) for _ in range(10)]
+    random.Random(0).shuffle(turns)
+    texts = [b""] * conversations
+    for number, conversation in enumerate(turns):
+        texts[conversation] += tokens(number, 300)
+        yield Work(texts[conversation])
+
+
+def workload_c(quick: bool) -> Iterator[Work]:
+    rng = random.Random(0)
+    for _ in range(500 if quick else 5000):
+        node, path = 0, b""
+        for _ in range(rng.randint(1, 6)):
+            node = 4 * node + 1 + rng.randrange(4)
+            path += tokens(node, 128)
+        yield Work(path)
+
+
+def workload_d(quick: bool) -> Iterator[Work]:
+    rng = np.random.default_rng(0)
+    weights = 1 / np.arange(1, 501)
+    requests = 500 if quick else 5000
+    documents = rng.choice(500, requests, p=weights / weights.sum())
+    for number, document in enumerate(documents):
+        yield Work(tokens(int(document), 2000) + tokens(1000 + number, 50))
+
+
+def workload_e(quick: bool) -> Iterator[Work]:
+    documents = 5 if quick else 50
+    questions = [document for document in range(documents) for _ in range(20)]
+    random.Random(0).shuffle(questions)
+    for number, document in enumerate(questions):
+        yield Work(tokens(document, 100_000) + tokens(1000 + number, 100))
+
+
+def workload_f(trace: Path, quick: bool) -> Iterator[Work]:
+    """A request's last block is cut to its input length; its output is fresh tokens."""
+    inside = np.arange(TRACE_BLOCK, dtype=np.uint64)
+    fresh = 0
+    with trace.open() as lines:
+        for number, line in enumerate(lines):
+            if quick and number == 1000:
+                return
+            request = json.loads(line)
+            ids = np.array(request["hash_ids"], np.uint64)[:, None] * np.uint64(TRACE_BLOCK)
+            prompt = _mixed((ids + inside).reshape(-1)[: request["input_length"]])
+            generated = np.arange(fresh, fresh + request["output_length"], dtype=np.uint64)
+            fresh += request["output_length"]
+            yield Work(prompt, _mixed(generated + np.uint64(2**40)))
+
+
+def _mixed(numbers: np.ndarray) -> bytes:
+    """Tokens of 31 bits, one a number (uint64), by multiplication with an odd constant."""
+    return ((numbers * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)).astype(np.int32).tobytes()
+
+
+def serve(tree: RadixTree, work: Work) -> tuple[int, int]:
+    """One request through the tree; returns its prompt tokens and those of them that hit."""
+    size = tree.page_size
+    prompt = work.prompt
+    length = len(prompt) // TOKEN_BYTES
+    match = tree.match(prompt[:-TOKEN_BYTES])  # the last token's logits are needed
+    hold = tree.lock(match)
+    table = tree.page_table(hold)
+    if match.length % size and not tree.claim_tail(hold):
+        table[-1] = tree.allocate(1)[0]
+    _grow(tree, table, length)
+    tree.insert(hold, prompt, table)
+    if work.output:
+        everything = prompt + work.output
+        _grow(tree, table, len(everything) // TOKEN_BYTES)
+        tree.insert(hold, everything, table)
+    tree.release(hold, table)
+    return length, match.length
+
+
+def _grow(tree: RadixTree, table: array[int], length: int) -> None:
+    missing = -(-length // tree.page_size) - len(table)
+    if missing > 0:
+        table += tree.allocate(missing, table[-1] if table else -1)
+
+
+def reference_loop() -> float:
+    """Milliseconds of a fixed loop: compare 8 KiB and look up a dictionary, 100 times."""
+    left, right = bytes(range(256)) * 32, bytes(range(256)) * 32
+    table = {number.to_bytes(4, "little"): number for number in range(1000)}
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        for number in range(0, 400, 4):
+            if left.startswith(right) and left[number : number + 4] in table:
+                continue
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class TimedEvictions:
+    """Counts and times the evict calls of a tree."""
+
+    def __init__(self, tree: RadixTree) -> None:
+        self.calls = 0
+        self.seconds = 0.0
+        self._evict = tree.evict
+        tree.evict = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, count: int) -> int:
+        start = time.perf_counter()
+        freed = self._evict(count)
+        self.seconds += time.perf_counter() - start
+        self.calls += 1
+        return freed
+
+
+def measure(
+    requests: Iterator[Work], pool_tokens: int, policy: str, page_size: int
+) -> dict[str, Any]:
+    """Runs all requests through a fresh tree; returns a row's figures."""
+    gc.collect()
+    before = resident()
+    tree = RadixTree(PagePool(-(-pool_tokens // page_size), page_size), policy=policy)
+    evictions = TimedEvictions(tree)
+    times = array("d")
+    prompt_tokens = hit_tokens = 0
+    references = [reference_loop()]
+    for work in requests:
+        start = time.perf_counter()
+        length, hit = serve(tree, work)
+        times.append(time.perf_counter() - start)
+        prompt_tokens += length
+        hit_tokens += hit
+    references.append(reference_loop())
+    gc.collect()
+    grown = resident() - before
+    reference = statistics.mean(references)
+    milliseconds = np.array(times) * 1e3
+    figures = {
+        "mean": float(milliseconds.mean()),
+        "p50": float(np.percentile(milliseconds, 50)),
+        "p99": float(np.percentile(milliseconds, 99)),
+    }
+    evict_us = evictions.seconds / evictions.calls * 1e6 if evictions.calls else None
+    return {
+        "requests": len(times),
+        "hit_rate": round(hit_tokens / prompt_tokens, 4),
+        "x_reference": {name: round(value / reference, 2) for name, value in figures.items()},
+        "evict_calls": evictions.calls,
+        "evict_x_reference": evict_us and round(evict_us / 1e3 / reference, 3),
+        "bytes_a_cached_token": round(grown / tree.cached_tokens, 2),
+        "cached_tokens": tree.cached_tokens,
+        "nodes": tree.num_nodes,
+        "times": {
+            "ms_a_request": {name: round(value, 4) for name, value in figures.items()},
+            "evict_us": evict_us and round(evict_us, 1),
+            "reference_ms": round(reference, 4),
+        },
+    }
+
+
+def tree_of_leaves(leaves: int, policy: str) -> RadixTree:
+    """A tree of `leaves` leaves of 4 pages each, 100 below each node of one shared page."""
+    tree = RadixTree(PagePool(5 * leaves, 16), policy=policy)
+    stems = np.random.default_rng(0).integers(0, 2**31, (leaves // 100, 16), np.int32)
+    own = np.random.default_rng(1).integers(0, 2**31, (leaves, 64), np.int32)
+    for leaf in range(leaves):
+        serve(tree, Work(stems[leaf % len(stems)].tobytes() + own[leaf].tobytes()))
+    return tree
+
+
+def measure_evictions(policy: str, quick: bool) -> dict[str, Any]:
+    """Times single-page evictions from a small and a large tree in turn."""
+    sizes = (1_000, 10_000 if quick else 100_000)
+    trees = [tree_of_leaves(size, policy) for size in sizes]
+    gc.collect()
+    rounds = 20
+    times: list[list[float]] = [[], []]
+    for _ in range(rounds):
+        for tree, spent in zip(trees, times, strict=True):
+            start = time.perf_counter()
+            for _ in range(100):
+                tree.evict(1)
+            spent.append((time.perf_counter() - start) / 100 * 1e6)
+    ratios = [large / small for small, large in zip(*times, strict=True)]
+    return {
+        "leaves": sizes,
+        "evictions": 100 * rounds,
+        "large_over_small": spread(ratios, 2),
+        "times": {f"us_at_{size}": spread(spent) for size, spent in zip(sizes, times, strict=True)},
+    }
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--workload", nargs="+", choices="ABCDEF", default=list("ABCDE"))
+    options.add_argument(
+        "--pool", nargs="+", type=int, metavar="TOKENS", help="0: large enough to evict nothing"
+    )
+    options.add_argument("--policy", nargs="+", default=["lru"])
+    options.add_argument("--page-size", type=int, default=16)
+    options.add_argument("--trace", type=Path, help="the trace of workload F")
+    options.add_argument("--evict", action="store_true", help="time evictions at many leaves")
+    args = options.parse_args()
+    if "F" in args.workload and args.trace is None:
+        options.error("--workload F needs --trace FILE")
+    makers: dict[str, Callable[[], Iterator[Work]]] = {
+        "A": lambda: workload_a(args.quick),
+        "B": lambda: workload_b(args.quick),
+        "C": lambda: workload_c(args.quick),
+        "D": lambda: workload_d(args.quick),
+        "E": lambda: workload_e(args.quick),
+        "F": lambda: workload_f(args.trace, args.quick),
+    }
+    pools = {"D": [200_000], "F": [1_000_000, 3_000_000, 10_000_000, 0]}
+    rows = Rows(args.json)
+    if args.evict:
+        for policy in args.policy:
+            figures = measure_evictions(policy, args.quick)
+            rows.add(benchmark="tree eviction", policy=policy, **figures, machine=processor())
+        return
+    for name in args.workload:
+        for pool in args.pool or pools.get(name, [0]):
+            for policy in args.policy:
+                # Enough: no workload enters more tokens than that, its page ends included.
+                capacity = pool or sum(
+                    (len(work.prompt) + len(work.output)) // TOKEN_BYTES + 2 * args.page_size
+                    for work in makers[name]()
+                )
+                row = {"workload": name, "pool_tokens": pool or "unlimited", "policy": policy}
+                row["page_size"] = args.page_size
+                figures = measure(makers[name](), capacity, policy, args.page_size)
+                rows.add(benchmark="tree", **row, **figures, machine=processor())
+
+
+if __name__ == "__main__":
+    main()
