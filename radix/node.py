@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from coppice.radix.tokens import TOKEN_BYTES
 
@@ -91,8 +90,7 @@ class Root(Node):
         self.namespace = namespace
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The longest cached prefix of some tokens: `length` tokens, ending in `node`.
 
     Valid until the tree changes; `RadixTree.lock` refuses a stale one.
@@ -119,8 +117,7 @@ class Hold:
         self.length = length
 
 
-@dataclass(frozen=True, slots=True)
-class Inserted:
+class Inserted(NamedTuple):
     """What an insert did."""
 
     new_tokens: int  # tokens that were not in the tree before

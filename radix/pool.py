@@ -10,6 +10,9 @@ import numpy as np
 # From this many pages on, numpy's vector operations beat a Python loop.
 _VECTOR = 48
 
+# From so many runs on the counts of all pages are changed at once, not run by run.
+_MANY_RUNS = 6
+
 
 class OutOfPages(RuntimeError):
     """More pages were asked for than are free (or could be freed). No count has changed."""
@@ -124,16 +127,33 @@ class PagePool:
             length = self._head[after + 1]
             if length:
                 pages = self._take(after + 1, length, min(count, length))
-        while len(pages) < count:
-            need = count - len(pages)
+        head, tail, firsts = self._head, self._tail, self._first
+        refs, ids, ones = self.refs, self._ids, self._ones
+        while (need := count - len(pages)) > 0:
             # Any run of class (need - 1).bit_length() or above is long enough; take the smallest
             # such class so that long runs stay whole. With none, take the longest class there is.
             fitting = self._classes >> (need - 1).bit_length() << (need - 1).bit_length()
-            chosen = fitting & -fitting if fitting else self._classes
-            start = self._first[chosen.bit_length() - 1]
-            length = self._head[start]
-            run = self._take(start, length, min(need, length))
-            pages = pages + run if pages else run
+            if fitting:
+                start = firsts[(fitting & -fitting).bit_length() - 1]
+                pages += self._take(start, head[start], need)
+                break
+            size_class = self._classes.bit_length() - 1
+            start = firsts[size_class]
+            length = head[start]
+            if length >= need:
+                pages += self._take(start, length, need)
+                break
+            # All of a run that heads its list: what _take does, without the general case. A pool
+            # that is always full is in pieces, and this loop is where that is felt.
+            head[start] = tail[start + length - 1] = 0
+            follower = firsts[size_class] = self._next[start]
+            if follower >= 0:
+                self._prev[follower] = -1
+            else:
+                self._classes ^= 1 << size_class
+            self.free_pages -= length
+            refs[start : start + length] = ones[:length]
+            pages += ids[start : start + length]
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
@@ -148,50 +168,84 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> int:
         """One reference less for each page; those that reach zero return to the pool.
 
-        Returns how many did. O(pages). Raises ValueError, with nothing changed, if a page is free
-        already. A page may appear in `pages` only once.
+        Returns how many did. O(runs of neighbours) at memory speed, plus the pages of runs in which
+        some keep a reference. Raises ValueError, with nothing changed, if a page is free already. A
+        page may appear in `pages` only once.
         """
-        if len(pages) >= _VECTOR:
-            return self._release_many(np.array(pages, np.int32))
-        refs, last = self.refs, self.num_pages
-        for page in pages:
-            if not 0 <= page < last or not refs[page]:
+        if not isinstance(pages, array):
+            pages = array("i", pages)
+        refs, ones, count = self.refs, self._ones, len(pages)
+        if count == 1 and 0 <= (page := pages[0]) < self.num_pages and refs[page]:
+            refs[page] -= 1
+            if refs[page]:
+                return 0
+            self._give(page, 1)
+            return 1
+        runs = [(pages[0], count)] if count else []
+        if count > 1 and pages != self._ids[pages[0] : pages[0] + count]:
+            runs = _runs(pages)
+        if len(runs) > _MANY_RUNS:
+            return self._release_pieces(np.frombuffer(pages, np.int32))
+        kept = []  # of each run, whether some of its pages have other references
+        for start, length in runs:
+            if start < 0 or start + length > self.num_pages:
+                page = start if start < 0 else max(start, self.num_pages)
                 raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
-        freed, start, end = 0, -1, -1
-        for page in pages:
-            count = refs[page] - 1
-            refs[page] = count
-            if count:
-                continue
-            freed += 1
-            if page == end:
-                end += 1
-                continue
-            if start >= 0:
-                self._give(start, end - start)
-            start, end = page, page + 1
-        if start >= 0:
-            self._give(start, end - start)
+            counts = refs[start : start + length]
+            alone = counts == ones[:length]
+            if not alone and 0 in counts:
+                page = start + counts.index(0)
+                raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
+            kept.append(not alone)
+        freed = 0
+        for (start, length), some_kept in zip(runs, kept, strict=True):
+            if some_kept:
+                freed += self._release_each(start, length)
+            else:
+                refs[start : start + length] = array("i", bytes(4 * length))
+                self._give(start, length)
+                freed += length
         return freed
 
-    def _release_many(self, pages: np.ndarray) -> int:
-        refs = np.frombuffer(self.refs, np.int32)
-        unused = (pages < 0) | (pages >= self.num_pages)
-        if not unused.any():
-            unused = refs[pages] == 0
-        if unused.any():
-            page = int(pages[int(unused.argmax())])
+    def _release_pieces(self, pages: np.ndarray) -> int:
+        """Releases pages (int32) that are in many pieces: the counts at once, not run by run."""
+        inside = (pages >= 0) & (pages < self.num_pages)
+        if not inside.all():
+            page = int(pages[int(inside.argmin())])
             raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
-        counts = refs[pages] - 1
+        refs = np.frombuffer(self.refs, np.int32)
+        counts = refs[pages]
+        if not counts.all():
+            page = int(pages[int(counts.argmin())])
+            raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
+        counts -= 1
         refs[pages] = counts
-        freed = pages[counts == 0]
+        freed = pages if not counts.any() else pages[counts == 0]
         if len(freed):
-            borders = np.flatnonzero(np.diff(freed) != 1) + 1
-            starts = freed[np.concatenate(([0], borders))]
-            ends = freed[np.concatenate((borders - 1, [len(freed) - 1]))]
-            for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-                self._give(start, end - start + 1)
+            for start, length in _runs(array("i", freed.tobytes())):
+                self._give(start, length)
         return len(freed)
+
+    def _release_each(self, start: int, length: int) -> int:
+        """Releases a run in which some pages have other references."""
+        refs = self.refs
+        if length < _VECTOR:
+            keeping = []
+            for page in range(start, start + length):
+                refs[page] -= 1
+                if refs[page]:
+                    keeping.append(page - start)
+        else:
+            counts = np.frombuffer(refs, np.int32)[start : start + length]
+            counts -= 1
+            keeping = np.flatnonzero(counts).tolist()
+        freed, first = 0, 0  # the pages start + first, ... have reached zero
+        for kept in [*keeping, length]:
+            if first < kept:
+                self._give(start + first, kept - first)
+                freed += kept - first
+            first = kept + 1
+        return freed
 
     def _unused(self, page: int) -> str:
         if 0 <= page < self.num_pages:
@@ -225,3 +279,23 @@ class PagePool:
                 linked.append(page)
                 before, page = page, self._next[page]
         assert sorted(linked) == [start for start, _ in runs], "lists and tags disagree"
+
+
+def _runs(pages: array[int]) -> list[tuple[int, int]]:
+    """The maximal runs of neighbours in `pages`, at least one, in order: (first page, length)."""
+    if len(pages) >= _VECTOR:
+        ids = np.frombuffer(pages, np.int32)
+        borders = np.flatnonzero(ids[1:] - ids[:-1] != 1) + 1
+        firsts = [0, *borders.tolist()]
+        lasts = [*firsts[1:], len(pages)]
+        return [(pages[a], b - a) for a, b in zip(firsts, lasts, strict=True)]
+    runs = []
+    start, length = pages[0], 0
+    for page in pages:
+        if page == start + length:
+            length += 1
+            continue
+        runs.append((start, length))
+        start, length = page, 1
+    runs.append((start, length))
+    return runs

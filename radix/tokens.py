@@ -39,8 +39,8 @@ def token_bytes(tokens: Tokens) -> bytes:
             raise ValueError(
                 f"tokens: token ids must be integers in 0 .. 2**31 - 1 ({error})"
             ) from None
-    if packed and min(packed) < 0:
-        raise ValueError(f"tokens: token ids must be in 0 .. 2**31 - 1, got {min(packed)}")
+    if packed and (least := int(np.frombuffer(packed, np.int32).min())) < 0:
+        raise ValueError(f"tokens: token ids must be in 0 .. 2**31 - 1, got {least}")
     return packed.tobytes()
 
 

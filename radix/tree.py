@@ -277,8 +277,14 @@ class RadixTree:
         if last <= first:
             return
         ours = table[first:last]
-        theirs = self.page_table(Hold(hold.namespace, node, matched))[first:last]
-        table[first:last] = theirs
+        while first < last:
+            # A node's first page is the path's page of that index even if its parent has one too.
+            begin = node.start // self.page_size
+            above = max(first, begin)
+            table[above:last] = node.pages[above - begin : last - begin]
+            last = above
+            assert node.parent is not None
+            node = node.parent
         self.pool.release(ours)
 
     def _extend(
