@@ -4,20 +4,35 @@ Page ids and tokens only: no tensors, so that the tree can be used, simulated an
 """
 
 from coppice.radix.check import check
+from coppice.radix.events import PageEvents, PagesCleared, PagesRemoved, PagesStored
+from coppice.radix.namespace import Namespace
 from coppice.radix.node import Hold, Inserted, Match, Node
+from coppice.radix.page_hashes import page_hashes
+from coppice.radix.pins import Pin, PinRefused, Pins
+from coppice.radix.policies import POLICIES
 from coppice.radix.pool import OutOfPages, PagePool
 from coppice.radix.prefixes import SharedPrefix, top_prefixes
 from coppice.radix.tree import RadixTree
 
 __all__ = [
+    "POLICIES",
     "Hold",
     "Inserted",
     "Match",
+    "Namespace",
     "Node",
     "OutOfPages",
+    "PageEvents",
     "PagePool",
+    "PagesCleared",
+    "PagesRemoved",
+    "PagesStored",
+    "Pin",
+    "PinRefused",
+    "Pins",
     "RadixTree",
     "SharedPrefix",
     "check",
+    "page_hashes",
     "top_prefixes",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterator
 
+from coppice.radix.events import PageEvents
 from coppice.radix.node import Hold, Inserted, Match, Node, Root
 from coppice.radix.policies import make_order
 from coppice.radix.pool import OutOfPages, PagePool
@@ -47,6 +48,7 @@ class RadixTree:
         self.locked_pages = 0  # those of them that lie under a lock
         self.cached_tokens = 0
         self.evicted_tokens = 0  # since the start
+        self.events: PageEvents | None = None  # attaches itself
         self._roots: dict[Hashable, Root] = {}
         self._nodes = 0
         self._clock = 0
@@ -91,12 +93,12 @@ class RadixTree:
 
     # -- locking -----------------------------------------------------------------------------
 
-    def lock(self, match: Match) -> Hold:
+    def lock(self, match: Match, *, use: bool = True) -> Hold:
         """Locks the path of a match for a sequence, and marks it as just used.
 
         A match that ends inside an edge splits it there: what lies behind the hit is not locked,
-        and the hit is counted where it ends. Raises ValueError if the tree has changed since the
-        match was made.
+        and the hit is counted where it ends. With `use=False` the lock counts neither as a hit nor
+        as a use (a pin's). Raises ValueError if the tree has changed since the match was made.
         """
         if match.epoch != self._epoch:
             raise ValueError("match: the tree has changed since this match was made; match again")
@@ -108,15 +110,17 @@ class RadixTree:
         node = self._ending(node, match.length)
         if match.length < node.end:
             node = self._split(node, match.length - node.start)
-        self._clock = clock = self._clock + 1
-        self._order.used(node, clock)
+        if use:
+            self._clock = clock = self._clock + 1
+            self._order.used(node, clock)
         walk: Node | None = node
         while walk is not None:
             if not walk.locks:
                 self.locked_pages += walk.own_pages
             walk.locks += 1
-            walk.stamp = clock
-            walk.hits += 1
+            if use:
+                walk.stamp = clock
+                walk.hits += 1
             walk = walk.parent
         return Hold(match.namespace, node, match.length)
 
@@ -146,17 +150,23 @@ class RadixTree:
             walk = walk.parent
         return Hold(hold.namespace, node, hold.length)
 
-    def unlock(self, hold: Hold) -> None:
-        """Gives the lock back; the path counts as just used. O(nodes on the path)."""
+    def unlock(self, hold: Hold, *, use: bool = True) -> None:
+        """Gives the lock back; the path counts as just used, unless `use` is False.
+
+        O(nodes on the path).
+        """
         node = self._held(hold)
         hold.node = None
-        self._clock = clock = self._clock + 1
+        if use:
+            self._clock += 1
+        clock = self._clock
         walk: Node | None = node
         while walk is not None:
             walk.locks -= 1
             if not walk.locks:
                 self.locked_pages -= walk.own_pages
-            walk.stamp = clock
+            if use:
+                walk.stamp = clock
             walk = walk.parent
         if not node.children and not node.locks:
             self._leaf(node)
@@ -338,6 +348,8 @@ class RadixTree:
         if grown.locks:
             self.locked_pages += len(pages)
         self._order.inserted(grown, total - matched)
+        if self.events is not None:
+            self.events.stored(grown)
         return grown
 
     def _move(self, hold: Hold, bottom: Node, node: Node) -> None:
@@ -382,6 +394,8 @@ class RadixTree:
         node.own_pages = own
         self._nodes += 1
         self._order.split(upper, node)
+        if self.events is not None:
+            self.events.split(upper, node)
         return upper
 
     # -- evicting ----------------------------------------------------------------------------
@@ -416,6 +430,8 @@ class RadixTree:
             length = (leaf.start // size + keep) * size - leaf.start
             evicted = leaf.length - length
             self._order.evicted(leaf, evicted)
+            if self.events is not None:
+                self.events.removed(leaf, length)
             leaf.length = length
             leaf.own_pages -= count
             if length * TOKEN_BYTES * 2 < len(leaf.edge):
@@ -427,6 +443,8 @@ class RadixTree:
             assert parent is not None
             gone, evicted, own = leaf.pages, leaf.length, leaf.own_pages
             self._order.evicted(leaf, evicted)
+            if self.events is not None:
+                self.events.removed(leaf, 0)
             del parent.children[leaf.edge[:TOKEN_BYTES]]
             leaf.parent = None
             self._nodes -= 1
@@ -442,11 +460,15 @@ class RadixTree:
         held = sum(1 for root in self._roots.values() if root.locks)
         if held:
             raise RuntimeError("reset: refused, since running sequences hold locks in the tree")
-        evicted = self.evicted_tokens
+        evicted, events = self.evicted_tokens, self.events
+        self.events = None
         while self.cached_tokens:
             self.evict(self.pool.num_pages + 1)
         self.evicted_tokens = evicted  # nothing was short of pages
         self._order.cleared()
+        self.events = events
+        if events is not None:
+            events.cleared()
 
     # -- looking -----------------------------------------------------------------------------
 

@@ -1,0 +1,42 @@
+"""Namespaces: what must be equal, beside the tokens, for two prompts to share KV."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+
+class Namespace(NamedTuple):
+    """A structured key, so that no two different ones can come out alike.
+
+    Attributes:
+        model: identity of the weights that compute the KV.
+        adapter: identity of an adapter on top of them; None without.
+        cache_salt: what a user sends along to keep a prompt's KV to itself; None without.
+    """
+
+    model: str = ""
+    adapter: str | None = None
+    cache_salt: str | None = None
+
+
+def encode_namespace(namespace: Hashable) -> bytes:
+    """Bytes that stand for the namespace in hashes, equal in every process; None gives b"".
+
+    Each field goes in with its length, None apart from the empty string, so different namespaces
+    have different bytes. Raises ValueError for keys other than `Namespace` and None: the tree takes
+    them, but nothing says how they read in another process.
+    """
+    if namespace is None:
+        return b""
+    if not isinstance(namespace, Namespace):
+        raise ValueError(
+            f"namespace must be a Namespace or None to be hashed the same everywhere, "
+            f"got {namespace!r}"
+        )
+    encoded = b""
+    for field in namespace:
+        content = b"" if field is None else field.encode()
+        length = -1 if field is None else len(content)
+        encoded += length.to_bytes(8, "little", signed=True) + content
+    return encoded

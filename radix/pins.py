@@ -1,0 +1,189 @@
+"""Pins: prefixes that stay cached until they are unpinned or unused for too long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+from coppice.radix.node import Hold
+from coppice.radix.tokens import TOKEN_BYTES, Tokens, common_prefix, token_bytes
+from coppice.radix.tree import RadixTree
+
+
+class PinRefused(ValueError):
+    """A pin can't be had: its name is taken, or the budget does not allow it."""
+
+
+@dataclass(slots=True)
+class Pin:
+    """A prefix that is kept.
+
+    Attributes:
+        name: chosen by the user, unique among the pins.
+        tokens: the prefix as int32 bytes.
+        namespace: its namespace.
+        ttl: seconds without use after which the pin ends; None: never.
+        hold: the lock on the part that is cached; None while nothing of it is.
+        deadline: when it ends, by the clock of `Pins`; None without a TTL.
+        stamp: the tree's logical time at which the pinned part was last seen used.
+    """
+
+    name: str
+    tokens: bytes
+    namespace: Hashable
+    ttl: float | None
+    hold: Hold | None = None
+    deadline: float | None = None
+    stamp: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of it that are cached, and so are kept now."""
+        return self.hold.length if self.hold is not None else 0
+
+
+class Pins:
+    """The pins of a tree. At most `budget` of the pool's pages can be promised to them.
+
+    A pin is a promise about tokens: what of them is cached already is locked at once, the rest as
+    soon as a request has computed it. Call `refresh` after every step, and before asking how things
+    stand: it ends pins whose time has passed, and takes hold of what was computed since.
+    """
+
+    def __init__(
+        self, tree: RadixTree, budget: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises ValueError if `budget`, a fraction of the pool, is not within 0 .. 1."""
+        if not 0 <= budget <= 1:
+            raise ValueError(f"budget must be a fraction of the pool, 0 to 1, got {budget}")
+        self.tree = tree
+        self.budget_pages = int(tree.pool.num_pages * budget)
+        self._clock = clock
+        self._pins: dict[str, Pin] = {}
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._pins.values())
+
+    def pin(
+        self, name: str, tokens: Tokens, namespace: Hashable = None, *, ttl: float | None = None
+    ) -> Pin:
+        """Keeps a prefix. O(pins x tokens / memcmp speed).
+
+        Raises PinRefused, with nothing changed, if the name is taken or the pages of all pins would
+        exceed the budget; ValueError for no tokens at all, bad ones, or a `ttl` not above 0.
+        """
+        prefix = token_bytes(tokens)
+        if not prefix:
+            raise ValueError("tokens: a pin needs at least one token, got none")
+        if ttl is not None and not ttl > 0:
+            raise ValueError(f"ttl must be more than 0 seconds, or None for no end, got {ttl}")
+        if name in self._pins:
+            raise PinRefused(f"name: there is a pin named {name!r} already; unpin it first")
+        pin = Pin(name, prefix, namespace, ttl)
+        promised, wanted = self.promised_pages(), self._pages([*self._pins.values(), pin])
+        if wanted > self.budget_pages:
+            raise PinRefused(
+                f"pin {name!r} needs {wanted - promised} pages more, but {promised} of the "
+                f"{self.budget_pages} pages that pins may take are promised to others"
+            )
+        if ttl is not None:
+            pin.deadline = self._clock() + ttl
+        self._pins[name] = pin
+        self._take_hold(pin)
+        pin.stamp = _last_use(pin)
+        return pin
+
+    def unpin(self, name: str) -> bool:
+        """Ends a pin; what it kept may be evicted from now on. False if there is none."""
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            return False
+        self._let_go(pin)
+        return True
+
+    def clear(self) -> None:
+        """Ends all pins."""
+        for name in list(self._pins):
+            self.unpin(name)
+
+    def refresh(self) -> list[str]:
+        """Ends the pins whose time has passed; takes hold of what was computed since.
+
+        Returns the names of those that ended. A use since the last call counts as if it were now.
+        O(1) without pins; O(pins) if all they keep is cached, else a match for each that is not.
+        """
+        if not self._pins:
+            return []
+        now, ended = self._clock(), []
+        for pin in list(self._pins.values()):
+            if pin.cached_tokens < pin.num_tokens:
+                self._take_hold(pin)
+            if pin.ttl is None or pin.deadline is None:
+                continue
+            used = _last_use(pin)
+            if used != pin.stamp:
+                pin.stamp, pin.deadline = used, now + pin.ttl
+            if now >= pin.deadline:
+                self.unpin(pin.name)
+                ended.append(pin.name)
+        return ended
+
+    def promised_pages(self) -> int:
+        """Pages that the pins will take once all of their tokens are cached."""
+        return self._pages(list(self._pins.values()))
+
+    def locked_pages(self) -> int:
+        """Pages that the pins keep now, each counted once. O(nodes on their paths)."""
+        nodes = {
+            id(node): node.own_pages
+            for pin in self._pins.values()
+            if pin.hold is not None and pin.hold.node is not None
+            for node in pin.hold.node.path()
+        }
+        return sum(nodes.values())
+
+    def _pages(self, pins: list[Pin]) -> int:
+        """Pages of the union of these prefixes.
+
+        In sorted order a prefix shares with all earlier ones what it shares with the one before.
+        """
+        size = self.tree.page_size
+        total = 0
+        keys = {pin.namespace for pin in pins}
+        for namespace in keys:
+            before = b""
+            for tokens in sorted(pin.tokens for pin in pins if pin.namespace == namespace):
+                shared = common_prefix(tokens, 0, before) // TOKEN_BYTES
+                total += -(-len(tokens) // TOKEN_BYTES // size) - shared // size
+                before = tokens
+        return total
+
+    def _take_hold(self, pin: Pin) -> None:
+        """Locks as much of the prefix as is cached by now."""
+        match = self.tree.match(pin.tokens, pin.namespace)
+        if match.length <= pin.cached_tokens:
+            return
+        before = pin.hold
+        pin.hold = self.tree.lock(match, use=False)
+        if before is not None:
+            self.tree.unlock(before, use=False)
+
+    def _let_go(self, pin: Pin) -> None:
+        if pin.hold is not None:
+            self.tree.unlock(pin.hold, use=False)
+            pin.hold = None
+
+
+def _last_use(pin: Pin) -> int:
+    """The tree's logical time of the last use of the part that is kept; 0 if nothing is."""
+    if pin.hold is None or pin.hold.node is None:
+        return 0
+    return pin.hold.node.stamp
