@@ -49,12 +49,13 @@ def _numbers(report: CacheReport) -> Table:
     )
     used = report.pages_total - report.pages_free
     in_use = used / report.pages_total
+    pinned = f"{report.pages_pinned:,} pinned, " if report.pages_pinned else ""
     table.add_row("pool use", f"{in_use:.1%}", _bar(in_use, "cyan"))
     table.add_row(
         "pages",
         f"{report.pages_total:,}",
-        f"{report.pages_held:,} held, {report.pages_cached:,} cached, {report.pages_free:,} free; "
-        f"{report.page_size} tokens each",
+        f"{report.pages_held:,} held, {report.pages_cached:,} cached, {pinned}"
+        f"{report.pages_free:,} free; {report.page_size} tokens each",
     )
     if report.evicted_tokens or report.preemptions:
         table.add_row("tokens evicted", f"{report.evicted_tokens:,}", "")

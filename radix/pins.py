@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from coppice.radix.node import Hold
+from coppice.radix.node import Hold, Node
 from coppice.radix.tokens import TOKEN_BYTES, Tokens, common_prefix, token_bytes
 from coppice.radix.tree import RadixTree
 
@@ -141,14 +142,14 @@ class Pins:
         return self._pages(list(self._pins.values()))
 
     def locked_pages(self) -> int:
-        """Pages that the pins keep now, each counted once. O(nodes on their paths)."""
-        nodes = {
-            id(node): node.own_pages
+        """Pages that pins keep and no sequence uses, each counted once. O(nodes on their paths)."""
+        pins: Counter[Node] = Counter(
+            node
             for pin in self._pins.values()
             if pin.hold is not None and pin.hold.node is not None
             for node in pin.hold.node.path()
-        }
-        return sum(nodes.values())
+        )
+        return sum(node.own_pages for node, count in pins.items() if node.locks == count)
 
     def _pages(self, pins: list[Pin]) -> int:
         """Pages of the union of these prefixes.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from coppice.radix import POLICIES
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = (None, "int8")
@@ -36,6 +38,10 @@ class EngineConfig:
     max_num_seqs: int = _option(64, "most sequences in one step")
     max_num_batched_tokens: int = _option(2048, "most tokens in one step")
     enable_prefix_caching: bool = _option(True, "reuse the KV of prefixes seen before")
+    eviction_policy: str = _option(
+        "lru", f"what goes first when pages run out: {', '.join(POLICIES)}"
+    )
+    pin_budget: float = _option(0.25, "most of the KV cache that pins may keep, as a fraction")
     attention_backend: str = _option("auto", "attention kernels: auto, cpu or reference")
     seed: int = _option(0, "seed of dummy weights and of requests that bring none")
 
@@ -63,6 +69,9 @@ class EngineConfig:
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), so "
                 f"that every sequence gets its token in a step, got {self.max_num_batched_tokens}"
             )
+        _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
+        if not isinstance(self.pin_budget, (int, float)) or not 0 <= self.pin_budget <= 1:
+            raise ValueError(f"pin_budget must be from 0 to 1, got {self.pin_budget!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(
                 f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"

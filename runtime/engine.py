@@ -11,7 +11,16 @@ from collections.abc import Sequence as Seq
 import torch
 
 from coppice.kernels.interface import select_backend
-from coppice.radix import PagePool, RadixTree, check, top_prefixes
+from coppice.radix import (
+    Namespace,
+    PagePool,
+    Pin,
+    PinRefused,
+    Pins,
+    RadixTree,
+    check,
+    top_prefixes,
+)
 from coppice.runtime.batch import Batch, build_batch
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.memory import plan_cache
@@ -94,7 +103,10 @@ class Engine:
         self._new_pages()
 
     def _new_pages(self) -> None:
-        tree = RadixTree(PagePool(self.num_pages, self.config.page_size))
+        tree = RadixTree(
+            PagePool(self.num_pages, self.config.page_size), self.config.eviction_policy
+        )
+        self.pins = Pins(tree, self.config.pin_budget)
         self.paging = Paging(tree, enable_prefix_caching=self.config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.paging,
@@ -125,14 +137,14 @@ class Engine:
                 f"request_id must be unique among running requests, got {request_id!r}"
             )
         self.check_prompt(prompt_token_ids, params)
-        room = self.max_model_len - len(prompt_token_ids)
+        room = self.longest_request - len(prompt_token_ids)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         request = Request(
             request_id=request_id,
             prompt_token_ids=array("i", prompt_token_ids),
             params=params,
-            namespace=("cache_salt", cache_salt),
+            namespace=self._namespace(cache_salt),
             arrival=self._arrivals,
             seed=seed,
             max_length=len(prompt_token_ids) + limit,
@@ -153,16 +165,27 @@ class Engine:
                 raise ValueError(
                     f"prompt token ids must be integers from 0 to {vocabulary - 1}, got {token!r}"
                 )
-        if count >= self.max_model_len:
+        if count >= (longest := self.longest_request):
             pool = self.num_pages * self.config.page_size
-            limit = "the KV cache" if self.max_model_len == pool else "max_model_len"
+            limit = "the KV cache" if longest == pool else "max_model_len"
+            if longest < self.max_model_len:
+                limit = "the part of the KV cache that no pin keeps"
             raise ValueError(
-                f"prompt must be shorter than {self.max_model_len} tokens ({limit}), so that "
+                f"prompt must be shorter than {longest} tokens ({limit}), so that "
                 f"there is room for at least one more, got {count}"
             )
         for token in params.stop_ids:
             if token >= vocabulary:
                 raise ValueError(f"stop_token_ids must be from 0 to {vocabulary - 1}, got {token}")
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens, prompt and output together, that a request may have beside the present pins."""
+        free_of_pins = self.num_pages - self.pins.promised_pages()
+        return min(self.max_model_len, free_of_pins * self.config.page_size)
+
+    def _namespace(self, cache_salt: str | None) -> Namespace:
+        return Namespace(model=self.config.model, cache_salt=cache_salt)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request: its pages are given back, what it computed stays in the tree.
@@ -198,6 +221,7 @@ class Engine:
             return outputs
         self._count(schedule, time.perf_counter() - start)
         outputs = self._commit(schedule, batch, tokens)
+        self.pins.refresh()
         self._check_when_idle()
         return outputs
 
@@ -279,6 +303,39 @@ class Engine:
             cached_tokens=max(sequence.cached_tokens, 0),
         )
 
+    # -- pins --------------------------------------------------------------------------------
+
+    def pin(
+        self,
+        name: str,
+        token_ids: Seq[int],
+        *,
+        cache_salt: str | None = None,
+        ttl: float | None = None,
+    ) -> Pin:
+        """Keeps a prefix in the cache until `unpin`, or until it was unused for `ttl` seconds.
+
+        What of it is cached already is kept from now on, the rest once a request has computed it.
+        Raises PinRefused, a ValueError, if the name is taken, if `pin_budget` does not allow it, or
+        if a request that was accepted could no longer be served beside it; ValueError for bad
+        arguments.
+        """
+        if not self.config.enable_prefix_caching:
+            raise PinRefused(f"pin {name!r}: there is no cache, enable_prefix_caching is off")
+        pin = self.pins.pin(name, token_ids, self._namespace(cache_salt), ttl=ttl)
+        most = max((s.request.max_length for s in self._sequences.values()), default=0)
+        if most > self.longest_request:
+            self.pins.unpin(name)
+            raise PinRefused(
+                f"pin {name!r}: a request that may grow to {most} tokens could not be served "
+                f"beside it; try again when it has ended"
+            )
+        return pin
+
+    def unpin(self, name: str) -> bool:
+        """Ends a pin; False if there is none of that name."""
+        return self.pins.unpin(name)
+
     # -- counts ------------------------------------------------------------------------------
 
     def _count(self, schedule: Schedule, seconds: float) -> None:
@@ -303,6 +360,7 @@ class Engine:
         """The prefix-hit report as of now. O(nodes of the tree)."""
         counters, tree = self.counters, self.tree
         free, cached = tree.pool.free_pages, tree.evictable_pages
+        pinned = self.pins.locked_pages()
         return CacheReport(
             requests=counters.requests,
             prompt_tokens=counters.prompt_tokens,
@@ -317,16 +375,18 @@ class Engine:
             pages_total=self.num_pages,
             pages_free=free,
             pages_cached=cached,
-            pages_held=self.num_pages - free - cached,
+            pages_pinned=pinned,
+            pages_held=self.num_pages - free - cached - pinned,
             top_prefixes=top_prefixes(tree, TOP_PREFIXES),
         )
 
     def reset_cache(self) -> None:
-        """Empties the cache. Raises RuntimeError while requests run or wait."""
+        """Empties the cache and ends all pins. Raises RuntimeError while requests run or wait."""
         if self._sequences:
             raise RuntimeError(
                 f"reset_cache: refused while {len(self._sequences)} requests are unfinished"
             )
+        self.pins.clear()
         self.tree.reset()
 
     def check(self) -> None:
@@ -334,7 +394,8 @@ class Engine:
         running = self.scheduler.running
         held = [(s.hold, s.table) for s in running if s.hold is not None]
         assert len(held) == len(running), "a running sequence without a lock"
-        check(self.tree, held)
+        pinned = [(pin.hold, array("i")) for pin in self.pins if pin.hold is not None]
+        check(self.tree, held + pinned)
         assert {id(s) for s in self._sequences.values()} == {
             id(s) for s in (*running, *self.scheduler.waiting)
         }, "a request is lost"
@@ -344,7 +405,8 @@ class Engine:
         """With nothing running every page is free or cached; if not, say so and start afresh."""
         tree = self.tree
         if self.scheduler.running or (
-            tree.pool.free_pages + tree.cached_pages == self.num_pages and not tree.locked_pages
+            tree.pool.free_pages + tree.cached_pages == self.num_pages
+            and tree.locked_pages == self.pins.locked_pages()
         ):
             return
         logger.error(
@@ -356,7 +418,10 @@ class Engine:
             tree.locked_pages,
         )
         waiting, preemptions = list(self.scheduler.waiting), self.scheduler.preemptions
+        pins = list(self.pins)
         self._new_pages()
+        for pin in pins:
+            self.pins.pin(pin.name, pin.tokens, pin.namespace, ttl=pin.ttl)
         self.scheduler.preemptions = preemptions
         for sequence in waiting:
             self.scheduler.add(sequence)

@@ -41,6 +41,7 @@ class CacheReport:
     pages_total: int
     pages_free: int
     pages_cached: int  # held by nothing but the cache: evicted when pages are needed
+    pages_pinned: int  # held by nothing but pins
     pages_held: int  # held by running sequences
     top_prefixes: tuple[SharedPrefix, ...]
 

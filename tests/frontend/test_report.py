@@ -26,7 +26,8 @@ REPORT = CacheReport(
     page_size=16,
     pages_total=2_000,
     pages_free=1_500,
-    pages_cached=397,
+    pages_cached=390,
+    pages_pinned=7,
     pages_held=103,
     top_prefixes=(
         SharedPrefix(LETTERS[:900], hits=63, tokens_saved=56_700),
@@ -51,7 +52,7 @@ def test_every_number_is_there() -> None:
     text = printed(REPORT)
     for number in ("64", "61,234", "52,345", "8,889", "777", "85.5%", "25.0%", "2,000", "1,500"):
         assert number in text, number
-    for number in ("397", "103", "900", "63", "56,700"):
+    for number in ("390", "7 pinned", "103", "900", "63", "56,700"):
         assert number in text, number
     assert f"~{52_345 * 2.0 / 8_889:.2f} s" in text
     assert "evicted" not in text

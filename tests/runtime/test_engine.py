@@ -65,7 +65,7 @@ def run(engine, prompts, params=GREEDY, **options):
         engine.check()
     report = engine.cache_report()
     assert report.pages_held == 0
-    assert report.pages_free + report.pages_cached == report.pages_total
+    assert report.pages_free + report.pages_cached + report.pages_pinned == report.pages_total
     return [tokens[str(i)] for i in range(len(prompts))], [
         finished[str(i)] for i in range(len(prompts))
     ]
@@ -412,6 +412,8 @@ def test_the_memory_arithmetic_is_told(tiny_checkpoint):
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", 63),
         ("enable_prefix_caching", "yes"),
+        ("eviction_policy", "mru"),
+        ("pin_budget", 1.5),
     ],
 )
 def test_bad_options_are_refused_by_name(option, value):
@@ -430,3 +432,28 @@ def test_a_type_that_the_attention_backend_can_not_compute_in_is_refused(tiny_ch
     config = EngineConfig(model=str(tiny_checkpoint("llama")), dtype="bfloat16")
     with pytest.raises(ValueError, match="dtype: the cpu attention backend computes in float32"):
         Engine(config)
+
+
+def test_a_pin_keeps_its_prefix_and_leaves_room_for_requests(tiny_checkpoint):
+    made = engine(tiny_checkpoint("llama"), kv_cache_tokens=64, page_size=4, pin_budget=0.5)
+    handbook = list(range(1, 17))
+    run(made, [[*handbook, 20, 21]])
+    made.pin("handbook", handbook, ttl=3600)
+    for start in range(3):
+        run(made, [[50 + start] * 36])
+        made.check()
+    assert made.tree.match(handbook, made._namespace(None)).length == 16
+    with pytest.raises(ValueError, match=r"shorter than 48 tokens \(the part .* no pin keeps"):
+        made.add_request("long", [1] * 48, SamplingParams(max_tokens=1))
+    made.add_request("c", [60] * 44, SamplingParams(max_tokens=4))
+    with pytest.raises(ValueError, match="pin 'more': a request that may grow to 48 tokens"):
+        made.pin("more", [70, 71, 72, 73])
+    while made.has_unfinished():
+        made.step()
+        made.check()
+    with pytest.raises(ValueError, match="pin 'much' needs"):
+        made.pin("much", [9] * 32)
+    made.reset_cache()
+    assert len(made.pins) == 0
+    assert made.tree.cached_tokens == 0
+    made.check()
