@@ -3,6 +3,8 @@
 Page ids and tokens only: no tensors, so that the tree can be used, simulated and fuzzed alone.
 """
 
+from coppice.radix.accounting import Accounting
+from coppice.radix.accounts import CacheAccounts, Divergence, RequestAccount
 from coppice.radix.check import check
 from coppice.radix.events import PageEvents, PagesCleared, PagesRemoved, PagesStored
 from coppice.radix.namespace import Namespace
@@ -16,6 +18,9 @@ from coppice.radix.tree import RadixTree
 
 __all__ = [
     "POLICIES",
+    "Accounting",
+    "CacheAccounts",
+    "Divergence",
     "Hold",
     "Inserted",
     "Match",
@@ -31,6 +36,7 @@ __all__ = [
     "PinRefused",
     "Pins",
     "RadixTree",
+    "RequestAccount",
     "SharedPrefix",
     "check",
     "page_hashes",

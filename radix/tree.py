@@ -48,6 +48,7 @@ class RadixTree:
         self.locked_pages = 0  # those of them that lie under a lock
         self.cached_tokens = 0
         self.evicted_tokens = 0  # since the start
+        self.last_evicted = 0  # logical time of the last use of what was evicted last
         self.events: PageEvents | None = None  # attaches itself
         self._roots: dict[Hashable, Root] = {}
         self._nodes = 0
@@ -61,6 +62,11 @@ class RadixTree:
     def epoch(self) -> int:
         """Changes whenever a match made before may be stale or no longer the longest."""
         return self._epoch
+
+    @property
+    def clock(self) -> int:
+        """The logical time: it advances with every use, and `Node.stamp` is that of the last."""
+        return self._clock
 
     @property
     def evictable_pages(self) -> int:
@@ -90,6 +96,20 @@ class RadixTree:
                 return node, (at + same) // TOKEN_BYTES
             at += full
             # An edge that was cut by eviction may match beyond its length; it has no children.
+
+    def behind(self, match: Match, count: int) -> bytes:
+        """Up to `count` tokens, as int32 bytes, that are cached behind the end of a match.
+
+        Of several branches the newest. Empty if nothing is. O(count).
+        """
+        if match.node is None:
+            return b""
+        node = self._ending(match.node, match.length)
+        begin = match.length - node.start
+        if begin == node.length and node.children:
+            node, begin = next(reversed(node.children.values())), 0
+        end = min(node.length, begin + count)
+        return node.edge[begin * TOKEN_BYTES : end * TOKEN_BYTES]
 
     # -- locking -----------------------------------------------------------------------------
 
@@ -423,6 +443,7 @@ class RadixTree:
     def _evict_leaf(self, leaf: Node, count: int) -> int:
         size = self.page_size
         self._epoch += 1
+        self.last_evicted = leaf.stamp
         if count < leaf.own_pages:
             keep = len(leaf.pages) - count
             gone = leaf.pages[keep:]

@@ -21,6 +21,7 @@ from coppice.radix import (
     check,
     top_prefixes,
 )
+from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.batch import Batch, build_batch
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.memory import plan_cache
@@ -100,6 +101,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
+        self.accounts = PromptAccounts(pages * config.page_size)
         self._new_pages()
 
     def _new_pages(self) -> None:
@@ -107,7 +109,9 @@ class Engine:
             PagePool(self.num_pages, self.config.page_size), self.config.eviction_policy
         )
         self.pins = Pins(tree, self.config.pin_budget)
-        self.paging = Paging(tree, enable_prefix_caching=self.config.enable_prefix_caching)
+        self.paging = Paging(
+            tree, enable_prefix_caching=self.config.enable_prefix_caching, accounts=self.accounts
+        )
         self.scheduler = Scheduler(
             self.paging,
             max_num_seqs=self.config.max_num_seqs,
@@ -378,6 +382,7 @@ class Engine:
             pages_pinned=pinned,
             pages_held=self.num_pages - free - cached - pinned,
             top_prefixes=top_prefixes(tree, TOP_PREFIXES),
+            accounts=self.accounts.snapshot(),
         )
 
     def reset_cache(self) -> None:
@@ -388,6 +393,7 @@ class Engine:
             )
         self.pins.clear()
         self.tree.reset()
+        self.accounts.cleared()
 
     def check(self) -> None:
         """Recounts every page and lock; raises AssertionError on a mismatch. For tests."""
@@ -420,6 +426,7 @@ class Engine:
         waiting, preemptions = list(self.scheduler.waiting), self.scheduler.preemptions
         pins = list(self.pins)
         self._new_pages()
+        self.accounts.cleared()
         for pin in pins:
             self.pins.pin(pin.name, pin.tokens, pin.namespace, ttl=pin.ttl)
         self.scheduler.preemptions = preemptions

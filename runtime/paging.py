@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coppice.radix import Match, OutOfPages, RadixTree
+from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.request import Sequence
 
 
@@ -23,10 +24,17 @@ class Paging:
     in the tree; the ones from there on are its own, and it alone writes to them.
     """
 
-    def __init__(self, tree: RadixTree, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        *,
+        enable_prefix_caching: bool,
+        accounts: PromptAccounts | None = None,
+    ) -> None:
         self.tree = tree
         self.page_size = tree.page_size
         self.caching = enable_prefix_caching
+        self.accounts = accounts if enable_prefix_caching else None
 
     def match(self, sequence: Sequence) -> Match:
         """Its longest cached prefix, but one token less than all: its last one needs logits.
@@ -44,9 +52,12 @@ class Paging:
         """
         return -(-length // self.page_size) - match.length // self.page_size
 
-    def admit(self, sequence: Sequence, match: Match, count: int) -> PageCopy | None:
+    def admit(
+        self, sequence: Sequence, match: Match, count: int, in_flight: int = 0
+    ) -> PageCopy | None:
         """Locks the hit and takes pages for the next `count` tokens.
 
+        `in_flight` tokens behind the hit are being computed by another sequence, for the accounts.
         Returns the page to copy, if the hit ends inside a page that others may read or write.
         Raises OutOfPages, with nothing changed, if the pages can't be had.
         """
@@ -54,6 +65,8 @@ class Paging:
         needed = self.pages_needed(match.length + count, match)
         if needed > (available := tree.available_pages(match)):
             raise OutOfPages(needed, available)
+        if self.accounts is not None:
+            self.accounts.admitted(sequence, tree, match, in_flight)
         hold = tree.lock(match)
         table = tree.page_table(hold)
         copy = None
@@ -98,6 +111,8 @@ class Paging:
         if keep:
             sequence.private = False
             self._insert(sequence)
+        if self.accounts is not None:
+            self.accounts.left(sequence, self.tree, sequence.computed if keep else 0)
         assert sequence.hold is not None
         self.tree.release(sequence.hold, sequence.table)
         sequence.hold = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coppice.radix import SharedPrefix
+from coppice.radix import CacheAccounts, SharedPrefix
 
 __all__ = ["CacheReport", "Counters", "SharedPrefix"]
 
@@ -44,6 +44,7 @@ class CacheReport:
     pages_pinned: int  # held by nothing but pins
     pages_held: int  # held by running sequences
     top_prefixes: tuple[SharedPrefix, ...]
+    accounts: CacheAccounts  # why tokens missed, and what another size of cache would do
 
     @property
     def hit_rate(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 
-from coppice.radix import Hold
+from coppice.radix import Hold, RequestAccount
 from coppice.runtime.sampling_params import SamplingParams
 
 
@@ -40,7 +40,7 @@ class Sequence:
     """
 
     __slots__ = ("request", "tokens", "computed", "status", "hold", "table", "cached_tokens",
-                 "counted", "admitted", "preempted", "overtaken", "private")  # fmt: skip
+                 "counted", "admitted", "preempted", "overtaken", "private", "account")  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -54,6 +54,7 @@ class Sequence:
         self.admitted = -1  # serial number of its last admission
         self.preempted = False  # waits to be resumed
         self.overtaken = 0  # requests that came later and were admitted before it
+        self.account: RequestAccount | None = None  # of its last admission; None without accounts
         self.private = False  # keeps out of the tree until it ends (see Scheduler)
 
     @property

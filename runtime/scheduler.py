@@ -136,16 +136,18 @@ class Scheduler:
             if not budget or len(self.running) >= self.max_num_seqs:
                 return
             match = self.paging.match(sequence)
-            if self._has_leader(sequence, match):
-                continue
+            in_flight = self._in_flight(sequence, match)
+            if in_flight >= MIN_SHARED_TOKENS:
+                continue  # hit them when they are computed
             if not self._fits(sequence, match):
                 if self.running:
                     return
                 # Alone, but what the hit locks leaves too few pages: compute it without the hit.
                 sequence.private = True
                 match = self.paging.match(sequence)
+                in_flight = 0
             count = min(len(sequence.tokens) - match.length, budget)
-            copy = self.paging.admit(sequence, match, count)
+            copy = self.paging.admit(sequence, match, count, in_flight)
             self._enter(sequence)
             if copy is not None:
                 schedule.copies.append(copy)
@@ -172,11 +174,11 @@ class Scheduler:
         needed = self.paging.pages_needed(length, match) + len(self.running)
         return needed <= self.paging.tree.available_pages(match)
 
-    def _has_leader(self, sequence: Sequence, match: Match) -> bool:
-        """Whether a running sequence is about to compute tokens that this one could hit instead."""
+    def _in_flight(self, sequence: Sequence, match: Match) -> int:
+        """Tokens behind its hit that a running sequence is about to compute as well."""
         if sequence.private or not self.paging.caching:
-            return False
-        tokens = b""
+            return 0
+        tokens, most = b"", 0
         for leader in self.running:
             if (
                 leader.remaining <= 1
@@ -186,6 +188,5 @@ class Scheduler:
                 continue
             tokens = tokens or sequence.tokens[:-1].tobytes()
             shared = common_prefix(tokens, 0, leader.tokens.tobytes()) // TOKEN_BYTES
-            if shared - match.length >= MIN_SHARED_TOKENS:
-                return True
-        return False
+            most = max(most, shared - match.length)
+        return most

@@ -9,6 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from coppice.frontend.report import excerpt, one_line, render_report
+from coppice.radix import Accounting
 from coppice.runtime.report import CacheReport, SharedPrefix
 
 LETTERS = tuple(range(1000))
@@ -33,6 +34,7 @@ REPORT = CacheReport(
         SharedPrefix(LETTERS[:900], hits=63, tokens_saved=56_700),
         SharedPrefix((1, 2, 3), hits=2, tokens_saved=6),
     ),
+    accounts=Accounting(32_000, now=0.0).snapshot(now=1.0),
 )
 
 

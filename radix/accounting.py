@@ -1,0 +1,426 @@
+"""Tells why tokens missed: each request's computed tokens by cause, and the sums of them all.
+
+The accounting stands beside the tree. Whoever admits a request tells it the prompt and the hit;
+whoever ends one tells it the tokens that were added. It remembers, in fixed memory, hashes of what
+was ever seen: of prefixes at the borders of blocks, and of stretches of content wherever they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.radix.accounts import CacheAccounts, Divergence, Kind, RequestAccount
+from coppice.radix.causes import Causes, Prompts, split
+from coppice.radix.curve import FACTORS, MissRatioCurve
+from coppice.radix.hashes import (
+    Blocks,
+    Chunks,
+    ContentCutter,
+    Hashes,
+    PrefixHasher,
+    keys,
+    namespace_salt,
+)
+from coppice.radix.memory import SeenTable
+from coppice.radix.near_misses import SHOWN_TOKENS, SKETCH, NearMisses, Sighting
+from coppice.radix.timeline import Timeline
+from coppice.radix.tokens import TOKEN_BYTES
+from coppice.radix.windows import CAUSES, FIELDS, RollingCounts
+
+# Requests wait to be processed together until there are so many, or so many tokens of them.
+BATCH_REQUESTS = 256
+_BATCH_TOKENS = 1 << 21
+_TICKS = 16  # a second, of the times that the memory keeps
+_LEAST_ENTRIES = 1 << 14
+_NEAR_MISSES = 10
+_KINDS = get_args(Kind)
+_COLUMN = {name: column for column, name in enumerate(FIELDS)}
+_EVICTED = _COLUMN["evicted"]
+# The salt of prefixes that any namespace but the first has seen.
+_ELSEWHERE = np.uint64(0xA0761D6478BD642F)
+
+
+class _Growth:
+    """Tokens that a request added behind its prompt, and what it takes to hash them."""
+
+    __slots__ = ("tokens", "salt", "first_block", "chain", "parent", "content_from", "time")
+
+    def __init__(
+        self,
+        tokens: bytes,
+        salt: int,
+        first_block: int,
+        chain: int,
+        parent: int,
+        content_from: int,
+        time: float,
+    ) -> None:
+        self.tokens = tokens
+        self.salt = salt
+        self.first_block = first_block
+        self.chain = chain
+        self.parent = parent
+        self.content_from = content_from
+        self.time = time
+
+
+class Accounting:
+    """The accounts of one tree over a pool of `pool_tokens` tokens.
+
+    The causes of a prompt's computed tokens, from the end of the hit on; each token has one:
+
+    - `last_token`: the only token left. It is computed for its logits (rule 9).
+    - `in_flight`: as many as the caller says that another request was computing.
+    - `evicted`: up to the longest prefix of the prompt that was seen in its namespace.
+    - `namespace`: up to the longest prefix that was seen in any other.
+    - `diverged`: content that was seen in the namespace, behind another prefix.
+    - `cold`: all else.
+
+    Prefixes are known at multiples of `block_tokens` and at the ends of prompts and sequences.
+    Where a seen prefix ends between, the tokens behind the last border count as evicted if their
+    content was seen, up to where content was cut last; else as cold. Content is known in chunks of
+    about `block_tokens` tokens, so that about one chunk next to each difference counts as cold. The
+    memory holds 16 times the pool's tokens, with 2 bytes a token of a large pool; what was seen
+    before counts as never seen.
+
+    Requests are processed in batches of `BATCH_REQUESTS`, or when anything is asked, or by
+    `settle`, for which a caller may choose a moment at which nobody waits.
+    """
+
+    def __init__(self, pool_tokens: int, *, now: float) -> None:
+        """`now` and all later times are seconds of one clock that never goes back."""
+        if pool_tokens < 1:
+            raise ValueError(f"pool_tokens must be at least 1, got {pool_tokens}")
+        if not math.isfinite(now):
+            raise ValueError(f"now must be a finite number of seconds, got {now}")
+        self.pool_tokens = pool_tokens
+        self.block_tokens = _block_tokens(pool_tokens)
+        entries = 2 * round(FACTORS[-1]) * pool_tokens // self.block_tokens
+        self._memory = SeenTable(max(_LEAST_ENTRIES, entries))
+        self._hasher = PrefixHasher(self.block_tokens)
+        self._cutter = ContentCutter(self.block_tokens)
+        self._curve = MissRatioCurve(pool_tokens, self.block_tokens)
+        self._counts = RollingCounts()
+        self._near_misses = NearMisses()
+        self._gone = Timeline()  # marks: last uses of what was evicted
+        self._start = self._now = now
+        self._pending: list[RequestAccount | _Growth] = []
+        self._pending_tokens = 0
+        # The first namespace's keys have no salt. While it is the only one, none else is looked up.
+        self._home: tuple[Hashable] | None = None
+        self._salted = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory of what was seen."""
+        return self._memory.nbytes
+
+    # -- telling -----------------------------------------------------------------------------
+
+    def request(
+        self,
+        tokens: bytes,
+        namespace: Hashable,
+        hit_tokens: int,
+        *,
+        in_flight_tokens: int = 0,
+        kind: Kind = "cross",
+        divergence: Divergence | None = None,
+        now: float,
+    ) -> RequestAccount:
+        """A sequence was admitted. O(1); its share of the processing, O(tokens), comes later.
+
+        Args:
+            tokens: its prompt as int32 bytes; with `kind` "preempted" all its tokens.
+            namespace: the one it was matched in.
+            hit_tokens: tokens whose KV is reused; less than all, but with `kind` "same".
+            in_flight_tokens: tokens behind the hit that another request was computing.
+            kind: "cross" for a request's first admission; "same" for a further sequence of it,
+                "preempted" for one that was admitted before. Only the first counts in rates.
+            divergence: if the hit ended where the tree has another continuation.
+            now: seconds.
+
+        Raises ValueError if a number is impossible.
+        """
+        prompt = len(tokens) // TOKEN_BYTES
+        if not prompt or len(tokens) % TOKEN_BYTES:
+            raise ValueError(f"tokens: at least one int32 token is needed, got {len(tokens)} bytes")
+        if kind not in _KINDS:
+            raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+        most = prompt if kind == "same" else prompt - 1
+        if not 0 <= hit_tokens <= most:
+            raise ValueError(f"hit_tokens must be in 0 .. {most}, got {hit_tokens}")
+        if not 0 <= in_flight_tokens <= prompt - hit_tokens:
+            raise ValueError(
+                f"in_flight_tokens must be in 0 .. {prompt - hit_tokens}, got {in_flight_tokens}"
+            )
+        if divergence is not None and divergence.position != hit_tokens:
+            raise ValueError(
+                f"divergence: its position must be the hit's end, {hit_tokens}, "
+                f"got {divergence.position}"
+            )
+        self._pass(now)
+        account = RequestAccount(
+            namespace, kind, prompt, hit_tokens, in_flight_tokens, divergence, now, self.settle,
+            tokens, self._salt(namespace), len(self._pending),
+        )  # fmt: skip
+        self._append(account, prompt)
+        return account
+
+    def finish(self, account: RequestAccount, added: bytes, *, now: float) -> None:
+        """The request has ended, and the tree holds these tokens (int32 bytes) behind its prompt.
+
+        Raises ValueError if it was finished before. O(1), and the processing later.
+        """
+        if len(added) % TOKEN_BYTES:
+            raise ValueError(f"added: {len(added)} bytes are no whole number of int32 tokens")
+        if account.finished:
+            raise ValueError("account: its request was finished already")
+        self._pass(now)
+        account.finished = True
+        if not added:
+            return
+        whole, parent, chain, tail = (
+            account.prompt_tokens // self.block_tokens, account.place, account.chain,
+            account.tokens,
+        )  # fmt: skip
+        if parent >= 0:
+            chain, tail = 0, tail[whole * self.block_tokens * TOKEN_BYTES :]
+        self._append(
+            _Growth(tail + added, account.salt, whole, chain, parent, account.prompt_tokens, now),
+            len(added) // TOKEN_BYTES,
+        )
+
+    def evicted(self, last_used: float, *, now: float) -> None:
+        """Tokens that were last used at `last_used` have been evicted.
+
+        From this an account tells when its evicted tokens went: when something as recently used
+        did, which is exact if eviction follows the last use, and an estimate if it does not. O(1).
+        """
+        self._pass(now)
+        self._gone.record(last_used, now)
+
+    def reset(self) -> None:
+        """The tree was emptied on purpose: what was seen is forgotten, so none of it is evicted.
+
+        Sums, curve and near misses stay.
+        """
+        self.settle()
+        self._memory.clear()
+
+    def _pass(self, now: float) -> None:
+        if not self._now <= now < math.inf:
+            raise ValueError(f"now must not go backwards, got {now} after {self._now}")
+        self._now = now
+
+    def _salt(self, namespace: Hashable) -> int:
+        if self._home is None:
+            self._home = (namespace,)
+        if namespace == self._home[0]:
+            return 0
+        self._salted = True
+        return namespace_salt(namespace)
+
+    def _append(self, item: RequestAccount | _Growth, tokens: int) -> None:
+        self._pending.append(item)
+        self._pending_tokens += tokens
+        if len(self._pending) >= BATCH_REQUESTS or self._pending_tokens >= _BATCH_TOKENS:
+            self.settle()
+
+    # -- asking ------------------------------------------------------------------------------
+
+    def snapshot(self, *, now: float) -> CacheAccounts:
+        """The accounts as of `now`. Settles what is pending; O(namespaces) besides."""
+        self._pass(now)
+        self.settle()
+        second = int(now - self._start)
+        namespaces, others = self._counts.by_namespace(second)
+        return CacheAccounts(
+            now - self._start,
+            self.pool_tokens,
+            self._counts.overall(second),
+            namespaces,
+            others,
+            self._curve.points(),
+            self._near_misses.top(_NEAR_MISSES),
+        )
+
+    # -- processing --------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Processes what is pending. O(tokens of it)."""
+        if not self._pending:
+            return
+        batch = self._hash(self._pending)
+        self._pending, self._pending_tokens = [], 0
+        causes = split(batch.prompts, batch.blocks, batch.chunks, *self._see(batch),
+                       self.block_tokens)  # fmt: skip
+        self._close(batch, causes)
+        self._refer(batch)
+        missed = batch.cross & (causes.diverged >= 2 * self.block_tokens)
+        for number in np.flatnonzero(missed).tolist():
+            self._near_miss(batch, number, causes)
+
+    def _hash(self, items: list[RequestAccount | _Growth]) -> _Batch:
+        pieces = [item.tokens for item in items]
+        first_blocks = np.array([item.first_block for item in items])
+        chains = np.array([item.chain for item in items], np.uint64)
+        parents = np.array([item.parent for item in items])
+        blocks = self._hasher.blocks(pieces, first_blocks, chains, parents)
+        content_from = np.array([item.content_from for item in items])
+        skipped = content_from - first_blocks * self.block_tokens
+        chunks = self._cutter.chunks(pieces, skipped.tolist())
+        salts = np.array([item.salt for item in items], np.uint64)
+        times = np.array([item.time for item in items]) - self._start
+        requests = [item if isinstance(item, RequestAccount) else None for item in items]
+        numbers = np.array(
+            [(request.prompt_tokens, request.hit_tokens, request.in_flight_tokens)
+             if request else (0, 0, 0) for request in requests]
+        )  # fmt: skip
+        return _Batch(
+            requests,
+            pieces,
+            Prompts(numbers[:, 0], numbers[:, 1], numbers[:, 2], content_from),
+            np.array([request is not None and request.kind == "cross" for request in requests]),
+            salts,
+            times,
+            (times * _TICKS).astype(np.uint64) + 1,
+            blocks,
+            keys(blocks.hashes, salts[blocks.piece]),
+            chunks,
+            keys(chunks.hashes, salts[chunks.piece]),
+        )
+
+    def _see(self, batch: _Batch) -> tuple[Hashes, Hashes | None, Hashes]:
+        """When each prefix was seen in its own and in other namespaces, and each chunk."""
+        blocks, chunks = batch.blocks, batch.chunks
+        rows = len(blocks.hashes)
+        columns = [batch.prefix_keys, batch.chunk_keys]
+        pieces = [blocks.piece, chunks.piece]
+        writes = None
+        if self._salted:
+            # All others than the first namespace enter their prefixes a second time, under one salt
+            # for them all; so those and the first's tell what any namespace has seen.
+            columns += [keys(blocks.hashes, _ELSEWHERE), keys(blocks.hashes, np.uint64(0))]
+            pieces += [blocks.piece, blocks.piece]
+            own = np.ones(rows + len(chunks.hashes), np.bool_)
+            salted = batch.salts[blocks.piece] != 0
+            writes = np.concatenate((own, salted, np.zeros(rows, np.bool_)))
+        piece = np.concatenate(pieces)
+        seen = self._memory.see(np.concatenate(columns), piece, batch.ticks[piece], writes)
+        first, second = rows, rows + len(chunks.hashes)
+        elsewhere = None
+        if self._salted:
+            elsewhere = np.maximum(seen[second : second + rows], seen[second + rows :])
+        return seen[:first], elsewhere, seen[first:second]
+
+    def _close(self, batch: _Batch, causes: Causes) -> None:
+        """Fills in the accounts of the batch, and adds them to the sums."""
+        idle = np.where(causes.last_seen > 0, (batch.ticks - causes.last_seen) / _TICKS, 0.0)
+        prompt, hit, cross = batch.prompts.tokens, batch.prompts.hit, batch.cross
+        rows = np.zeros((len(cross), len(FIELDS)), np.int64)
+        rows[:, _COLUMN["requests"]] = cross
+        rows[:, _COLUMN["prompt_tokens"]] = prompt
+        rows[:, _COLUMN["hit_tokens"]] = hit
+        for name in (*CAUSES, "ideal_tokens"):
+            rows[:, _COLUMN[name]] = getattr(causes, name)
+        rows[:, _COLUMN["evicted_idle"]] = (causes.evicted * idle).round()
+
+        chains = batch.blocks.chain.tolist()
+        for number, row in enumerate(rows.tolist()):
+            account = batch.requests[number]
+            if account is None:
+                continue
+            whole = account.prompt_tokens // self.block_tokens * self.block_tokens
+            account.settled(row, chains[number], batch.pieces[number][whole * TOKEN_BYTES :])
+            if row[_EVICTED]:
+                since = float(idle[number])
+                gone = self._gone.time_of(account.time - since)
+                told_late = gone is None or gone > account.time
+                account.settled_evicted(since, None if told_late else gone)
+            if account.kind != "cross":
+                rows[number] = 0
+                rows[number, _COLUMN[f"{account.kind}_tokens"]] = account.prompt_tokens
+                rows[number, _COLUMN[f"{account.kind}_hit_tokens"]] = account.hit_tokens
+        told = [(number, request) for number, request in enumerate(batch.requests) if request]
+        numbers = [number for number, _ in told]
+        seconds_told = batch.times[numbers].astype(np.int64).tolist()
+        self._counts.add(rows[numbers], [request.namespace for _, request in told], seconds_told)
+
+    def _refer(self, batch: _Batch) -> None:
+        """Shows the curve which whole blocks were used."""
+        blocks, cross = batch.blocks, batch.cross
+        growth = batch.prompts.tokens == 0
+        sampled = self._curve.sample(batch.prefix_keys)
+        used = (cross | growth)[blocks.piece[sampled]] & blocks.full[sampled]
+        sampled = sampled[used]
+        pieces = blocks.piece[sampled]
+        tokens = batch.prompts.tokens[cross]
+        self._curve.refer(
+            batch.prefix_keys[sampled],
+            pieces,
+            cross[pieces],
+            int((tokens // self.block_tokens).sum()),
+            int(tokens.sum()),
+        )
+
+    def _near_miss(self, batch: _Batch, number: int, causes: Causes) -> None:
+        account = batch.requests[number]
+        assert account is not None
+        tokens, blocks, chunks = batch.pieces[number], batch.blocks, batch.chunks
+        begin, end = np.searchsorted(chunks.piece, (number, number + 1))
+        shared = begin + np.flatnonzero(causes.shared[begin:end])
+        sketch = np.sort(batch.chunk_keys[shared])[:SKETCH].tolist()
+        after = int(chunks.start[shared[0]]) + account.hit_tokens
+        divergence = account.divergence
+        if divergence is None:
+            # The tree has let go of the other continuation; the memory knows where it began.
+            position = min(int(causes.ideal_tokens[number]), after)
+            divergence = Divergence.at(tokens[: after * TOKEN_BYTES], position, b"")
+        border = divergence.position // self.block_tokens
+        row = int(blocks.first_row[number]) + border - 1
+        self._near_misses.add(
+            Sighting(
+                account.namespace,
+                int(batch.prefix_keys[row]) if border else account.salt,
+                sketch,
+                int(causes.diverged[number]),
+                divergence.position,
+                divergence.before,
+                divergence.ours,
+                divergence.theirs,
+                tokens[after * TOKEN_BYTES : (after + SHOWN_TOKENS) * TOKEN_BYTES],
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Requests and growths that are processed together, and the hashes of their tokens."""
+
+    requests: list[RequestAccount | None]  # None: a growth
+    pieces: list[bytes]
+    prompts: Prompts
+    cross: NDArray[np.bool_]
+    salts: Hashes
+    times: NDArray[np.float64]  # seconds since the start
+    ticks: Hashes
+    blocks: Blocks
+    prefix_keys: Hashes  # one for each block
+    chunks: Chunks
+    chunk_keys: Hashes
+
+
+def _block_tokens(pool_tokens: int) -> int:
+    """Small pools are remembered in finer blocks: the memory costs little there."""
+    if pool_tokens > 1 << 18:
+        return 128
+    if pool_tokens > 1 << 15:
+        return 64
+    return 32 if pool_tokens > 1 << 12 else 16

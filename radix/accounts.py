@@ -1,0 +1,173 @@
+"""The nouns of the cache's accounts: of one request, and of the cache as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from coppice.radix.curve import CurvePoint
+from coppice.radix.near_misses import SHOWN_TOKENS, NearMiss
+from coppice.radix.tokens import TOKEN_BYTES
+from coppice.radix.windows import CAUSES, FIELDS, Counts, Windows
+
+Kind = Literal["cross", "same", "preempted"]
+"""Where a hit comes from: other requests, the request's own sequences, or before a preemption."""
+
+
+class Divergence(NamedTuple):
+    """Where a prompt leaves what is cached, and the tokens around (int32 bytes, a few dozen)."""
+
+    position: int
+    before: bytes
+    ours: bytes
+    theirs: bytes
+
+    @classmethod
+    def at(cls, tokens: bytes, position: int, theirs: bytes) -> Divergence:
+        """The divergence of the prompt `tokens`, where the tree goes on with `theirs`. O(1)."""
+        middle, shown = position * TOKEN_BYTES, SHOWN_TOKENS * TOKEN_BYTES
+        return cls(
+            position,
+            tokens[max(0, middle - shown) : middle],
+            tokens[middle : middle + shown],
+            theirs[:shown],
+        )
+
+
+class RequestAccount:
+    """What became of a prompt's tokens. Asking for a cause settles what is still pending."""
+
+    __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
+                 "divergence", "time", "finished", "_evicted_at", "_evicted_idle", "_settle",
+                 "_row", "tokens", "salt", "first_block", "chain", "parent", "content_from",
+                 "place")  # fmt: skip
+
+    def __init__(
+        self,
+        namespace: Hashable,
+        kind: Kind,
+        prompt_tokens: int,
+        hit_tokens: int,
+        in_flight_tokens: int,
+        divergence: Divergence | None,
+        time: float,
+        settle: Callable[[], None],
+        tokens: bytes,
+        salt: int,
+        place: int,
+    ) -> None:
+        self.namespace = namespace
+        self.kind = kind
+        self.prompt_tokens = prompt_tokens
+        self.hit_tokens = hit_tokens
+        self.in_flight_tokens = in_flight_tokens
+        self.divergence = divergence
+        self.time = time  # of the admission
+        self.finished = False
+        self._settle = settle
+        self._row: list[int] | None = None  # counts in the order of `FIELDS`
+        self._evicted_idle: float | None = None
+        self._evicted_at: float | None = None
+        # Until it is settled, the prompt; then its last tokens, behind its last whole block.
+        self.tokens = tokens
+        self.salt = salt
+        self.first_block = 0
+        self.chain = 0  # hash of the prefix that `tokens` continue
+        self.parent = -1
+        self.content_from = hit_tokens
+        self.place = place  # among the pending ones; -1 when settled
+
+    def settled(self, row: list[int], chain: int, tail: bytes) -> None:
+        """Fills in what the accounting found."""
+        self._row, self.chain, self.tokens, self.place = row, chain, tail, -1
+
+    def settled_evicted(self, idle: float | None, at: float | None) -> None:
+        self._evicted_idle, self._evicted_at = idle, at
+
+    def _count(self, name: str) -> int:
+        if self._row is None:
+            self._settle()
+        assert self._row is not None
+        return self._row[FIELDS.index(name)]
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.hit_tokens
+
+    @property
+    def causes(self) -> dict[str, int]:
+        """The computed tokens by cause; their sum is `computed_tokens`."""
+        return {cause: self._count(cause) for cause in CAUSES}
+
+    @property
+    def ideal_tokens(self) -> int:
+        """What an unlimited cache would have hit."""
+        return self._count("ideal_tokens")
+
+    @property
+    def evicted_idle_seconds(self) -> float | None:
+        """How long before the request its evicted tokens were last used; None if none were."""
+        self._count("evicted")
+        return self._evicted_idle
+
+    @property
+    def evicted_at(self) -> float | None:
+        """When its evicted tokens went; None if none were, or the accounting was not told."""
+        self._count("evicted")
+        return self._evicted_at
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAccounts:
+    """What the cache did, and what it could have done."""
+
+    seconds: float  # since the start
+    pool_tokens: int
+    overall: Windows
+    namespaces: dict[Hashable, Windows]
+    other_namespaces: Windows  # those beyond the number that is counted one by one, together
+    curve: tuple[CurvePoint, ...]  # LRU's, since the start; what was achieved is in `overall`
+    near_misses: tuple[NearMiss, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it; a namespace is named by its `str`, or null for None."""
+        return {
+            "seconds": self.seconds,
+            "pool_tokens": self.pool_tokens,
+            "overall": _windows(self.overall),
+            "namespaces": [
+                {"namespace": _name(namespace), **_windows(windows)}
+                for namespace, windows in self.namespaces.items()
+            ],
+            "other_namespaces": _windows(self.other_namespaces),
+            "curve": [asdict(point) for point in self.curve],
+            "near_misses": [
+                asdict(near_miss) | {"namespace": _name(near_miss.namespace)}
+                for near_miss in self.near_misses
+            ],
+        }
+
+
+def _name(namespace: Hashable) -> str | None:
+    return None if namespace is None else str(namespace)
+
+
+def _windows(windows: Windows) -> dict[str, Any]:
+    return {
+        "last_minute": _counts(windows.last_minute),
+        "last_ten_minutes": _counts(windows.last_ten_minutes),
+        "since_start": _counts(windows.since_start),
+    }
+
+
+def _counts(counts: Counts) -> dict[str, Any]:
+    rest = {name: value for name, value in asdict(counts).items() if name not in CAUSES}
+    del rest["evicted_idle"]
+    return rest | {
+        "computed_tokens": counts.computed_tokens,
+        "causes": counts.causes,
+        "hit_rate": counts.hit_rate,
+        "ideal_hit_rate": counts.ideal_hit_rate,
+        "evicted_idle_seconds": counts.evicted_idle_seconds,
+    }

@@ -1,0 +1,154 @@
+"""Groups of requests that would have shared a long prefix had they not diverged early."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+SHOWN_TOKENS = 48
+"""Tokens that are kept of each text: before a divergence, on both sides of it, and after it."""
+
+SKETCH = 8
+"""Hashes that stand for the content a request shares: the smallest ones."""
+
+MAX_GROUPS = 64
+_EXAMPLES = 4
+_RESYNC = 4  # equal tokens that end a difference
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What stood where a request diverged, and what stands there in the tree."""
+
+    ours: tuple[int, ...]
+    theirs: tuple[int, ...]  # empty if the tree has let go of it
+
+
+@dataclass(frozen=True, slots=True)
+class NearMiss:
+    """Requests that computed the same content anew, since the prompt differed before it.
+
+    Texts are token ids, `SHOWN_TOKENS` of each at most.
+    """
+
+    namespace: Hashable
+    requests: int
+    tokens_cost: int  # tokens of known content that these requests computed again
+    position: int  # tokens shared before the difference, at least
+    before: tuple[int, ...]  # the last ones of these
+    differences: tuple[Difference, ...]  # a few examples
+    tokens_after: int  # of known content behind the difference, a request, on average
+    after: tuple[int, ...]  # the first ones of these
+
+
+@dataclass(slots=True)
+class Sighting:
+    """A request with known content behind another prefix."""
+
+    namespace: Hashable
+    border: int  # hash of the prefix at the last block border before the divergence
+    sketch: Sequence[int]  # the smallest hashes of its known content
+    cost: int  # tokens of it
+    position: int
+    before: bytes
+    ours: bytes
+    theirs: bytes
+    after: bytes
+
+
+@dataclass(slots=True)
+class _Group:
+    sighting: Sighting  # the one with the earliest divergence
+    names: set[tuple[int, int]]  # by which it is found: border and hash of content
+    requests: int = 0
+    cost: int = 0
+    inherited: int = 0  # cost of the group whose place it took
+    differences: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+class NearMisses:
+    """Finds the groups as requests come, in memory for `MAX_GROUPS` of them.
+
+    A request belongs to a group if the two diverge behind the same block border and share content
+    behind: of the hashes of its known content the smallest few are kept (a bottom-k sketch, Broder
+    1997), so that the order of the content does not matter. When all places are taken, a new group
+    takes that of the one with the lowest cost and its cost with it, so that whatever keeps costing
+    rises above the rest (Metwally et al., "Space-Saving", ICDT 2005); what is reported is only
+    what a group has cost itself.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[_Group] = []
+        self._by_name: dict[tuple[int, int], _Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, sighting: Sighting) -> None:
+        """O(1), and O(groups) for one that is new."""
+        names = [(sighting.border, value) for value in sighting.sketch[:SKETCH]]
+        group = next((self._by_name[name] for name in names if name in self._by_name), None)
+        if group is None:
+            group = self._open(sighting)
+        elif sighting.position < group.sighting.position:
+            group.sighting = sighting
+        for name in names:
+            if len(group.names) < 4 * SKETCH and name not in self._by_name:
+                group.names.add(name)
+                self._by_name[name] = group
+        group.requests += 1
+        group.cost += sighting.cost
+        difference = sighting.ours, sighting.theirs
+        if len(group.differences) < _EXAMPLES and difference not in group.differences:
+            group.differences.append(difference)
+
+    def _open(self, sighting: Sighting) -> _Group:
+        group = _Group(sighting, set())
+        if len(self._groups) >= MAX_GROUPS:
+            least = min(self._groups, key=lambda other: other.cost + other.inherited)
+            group.inherited = least.cost + least.inherited
+            self._groups.remove(least)
+            for name in least.names:
+                del self._by_name[name]
+        self._groups.append(group)
+        return group
+
+    def top(self, count: int) -> tuple[NearMiss, ...]:
+        """The up to `count` groups that cost the most tokens, most first."""
+        if count < 0:
+            raise ValueError(f"count must be at least 0, got {count}")
+        groups = sorted(self._groups, key=lambda group: group.cost, reverse=True)
+        return tuple(
+            NearMiss(
+                group.sighting.namespace,
+                group.requests,
+                group.cost,
+                group.sighting.position,
+                _ids(group.sighting.before),
+                tuple(difference(_ids(ours), _ids(theirs)) for ours, theirs in group.differences),
+                group.cost // group.requests,
+                _ids(group.sighting.after),
+            )
+            for group in groups[:count]
+        )
+
+
+def difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Difference:
+    """The two sides up to where they are the same again, if they are within what was kept.
+
+    That is where the fewest tokens of both are left out, and the next four, or all that is left of
+    one of them (two at least), are equal.
+    """
+    for total in range(len(ours) + len(theirs)):
+        for left in range(max(0, total - len(theirs)), min(total, len(ours)) + 1):
+            right = total - left
+            same = min(_RESYNC, len(ours) - left, len(theirs) - right)
+            if same >= 2 and ours[left : left + same] == theirs[right : right + same]:
+                return Difference(ours[:left], theirs[:right])
+    return Difference(ours, theirs)
+
+
+def _ids(tokens: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(tokens, np.int32)[:SHOWN_TOKENS].tolist())

@@ -1,0 +1,73 @@
+"""Tells the cache's accounting what happens to sequences: admitted, left, evicted for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from coppice.radix import Accounting, CacheAccounts, Divergence, Match, RadixTree
+from coppice.radix.near_misses import SHOWN_TOKENS
+from coppice.radix.timeline import Timeline
+from coppice.radix.tokens import TOKEN_BYTES
+from coppice.runtime.request import Sequence
+
+
+class PromptAccounts:
+    """The accounts of one engine's prompts, kept beside its tree by `Paging`.
+
+    `clock` gives seconds and never goes back. A prompt is accounted when its sequence is admitted,
+    once as a request and again after each preemption; what it generated is added when it leaves.
+    """
+
+    def __init__(self, pool_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._accounting = Accounting(pool_tokens, now=clock())
+        self._uses = Timeline()  # the tree's logical clock in seconds
+        self._evicted_tokens = 0  # of which the accounting was told
+
+    def admitted(self, sequence: Sequence, tree: RadixTree, match: Match, in_flight: int) -> None:
+        """`sequence` is about to be computed from the end of `match` on."""
+        now = self._clock()
+        self._evictions(tree, now)
+        self._uses.record(tree.clock, now)
+        tokens = sequence.tokens.tobytes()
+        theirs = tree.behind(match, SHOWN_TOKENS)
+        here = match.length * TOKEN_BYTES
+        # A hit of all but the last token goes on with that token, if the tree has it.
+        differs = bool(theirs) and theirs[:TOKEN_BYTES] != tokens[here : here + TOKEN_BYTES]
+        sequence.account = self._accounting.request(
+            tokens,
+            sequence.request.namespace,
+            match.length,
+            in_flight_tokens=in_flight,
+            kind="cross" if sequence.cached_tokens < 0 else "preempted",
+            divergence=Divergence.at(tokens, match.length, theirs) if differs else None,
+            now=now,
+        )
+
+    def left(self, sequence: Sequence, tree: RadixTree, computed: int) -> None:
+        """`sequence` leaves, and its first `computed` tokens stay in the tree."""
+        now = self._clock()
+        self._evictions(tree, now)
+        self._uses.record(tree.clock, now)
+        account = sequence.account
+        if account is not None and not account.finished:
+            added = sequence.tokens[account.prompt_tokens : computed].tobytes()
+            self._accounting.finish(account, added, now=now)
+
+    def cleared(self) -> None:
+        """The tree was emptied on purpose."""
+        self._accounting.reset()
+
+    def snapshot(self) -> CacheAccounts:
+        """The accounts as of now. Settles what is pending."""
+        return self._accounting.snapshot(now=self._clock())
+
+    def _evictions(self, tree: RadixTree, now: float) -> None:
+        """Tells of what was evicted since the last call."""
+        if tree.evicted_tokens == self._evicted_tokens:
+            return
+        self._evicted_tokens = tree.evicted_tokens
+        used = self._uses.time_of(tree.last_evicted)
+        if used is not None:
+            self._accounting.evicted(used, now=now)
