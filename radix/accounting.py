@@ -9,24 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from coppice.radix.accounts import CacheAccounts, Divergence, Kind, RequestAccount
-from coppice.radix.causes import Causes, Prompts, split
+from coppice.radix.batches import TICKS, Batch, BatchHasher, Growth
+from coppice.radix.causes import Causes, split
 from coppice.radix.curve import FACTORS, MissRatioCurve
-from coppice.radix.hashes import (
-    Blocks,
-    Chunks,
-    ContentCutter,
-    Hashes,
-    PrefixHasher,
-    keys,
-    namespace_salt,
-)
+from coppice.radix.hashes import Hashes, keys, namespace_salt
 from coppice.radix.memory import SeenTable
 from coppice.radix.near_misses import SHOWN_TOKENS, SKETCH, NearMisses, Sighting
 from coppice.radix.timeline import Timeline
@@ -36,7 +27,6 @@ from coppice.radix.windows import CAUSES, FIELDS, RollingCounts
 # Requests wait to be processed together until there are so many, or so many tokens of them.
 BATCH_REQUESTS = 256
 _BATCH_TOKENS = 1 << 21
-_TICKS = 16  # a second, of the times that the memory keeps
 _LEAST_ENTRIES = 1 << 14
 _NEAR_MISSES = 10
 _KINDS = get_args(Kind)
@@ -44,30 +34,6 @@ _COLUMN = {name: column for column, name in enumerate(FIELDS)}
 _EVICTED = _COLUMN["evicted"]
 # The salt of prefixes that any namespace but the first has seen.
 _ELSEWHERE = np.uint64(0xA0761D6478BD642F)
-
-
-class _Growth:
-    """Tokens that a request added behind its prompt, and what it takes to hash them."""
-
-    __slots__ = ("tokens", "salt", "first_block", "chain", "parent", "content_from", "time")
-
-    def __init__(
-        self,
-        tokens: bytes,
-        salt: int,
-        first_block: int,
-        chain: int,
-        parent: int,
-        content_from: int,
-        time: float,
-    ) -> None:
-        self.tokens = tokens
-        self.salt = salt
-        self.first_block = first_block
-        self.chain = chain
-        self.parent = parent
-        self.content_from = content_from
-        self.time = time
 
 
 class Accounting:
@@ -103,14 +69,13 @@ class Accounting:
         self.block_tokens = _block_tokens(pool_tokens)
         entries = 2 * round(FACTORS[-1]) * pool_tokens // self.block_tokens
         self._memory = SeenTable(max(_LEAST_ENTRIES, entries))
-        self._hasher = PrefixHasher(self.block_tokens)
-        self._cutter = ContentCutter(self.block_tokens)
+        self._hasher = BatchHasher(self.block_tokens)
         self._curve = MissRatioCurve(pool_tokens, self.block_tokens)
         self._counts = RollingCounts()
         self._near_misses = NearMisses()
         self._gone = Timeline()  # marks: last uses of what was evicted
         self._start = self._now = now
-        self._pending: list[RequestAccount | _Growth] = []
+        self._pending: list[RequestAccount | Growth] = []
         self._pending_tokens = 0
         # The first namespace's keys have no salt. While it is the only one, none else is looked up.
         self._home: tuple[Hashable] | None = None
@@ -193,7 +158,7 @@ class Accounting:
         if parent >= 0:
             chain, tail = 0, tail[whole * self.block_tokens * TOKEN_BYTES :]
         self._append(
-            _Growth(tail + added, account.salt, whole, chain, parent, account.prompt_tokens, now),
+            Growth(tail + added, account.salt, whole, chain, parent, account.prompt_tokens, now),
             len(added) // TOKEN_BYTES,
         )
 
@@ -227,7 +192,7 @@ class Accounting:
         self._salted = True
         return namespace_salt(namespace)
 
-    def _append(self, item: RequestAccount | _Growth, tokens: int) -> None:
+    def _append(self, item: RequestAccount | Growth, tokens: int) -> None:
         self._pending.append(item)
         self._pending_tokens += tokens
         if len(self._pending) >= BATCH_REQUESTS or self._pending_tokens >= _BATCH_TOKENS:
@@ -257,7 +222,7 @@ class Accounting:
         """Processes what is pending. O(tokens of it)."""
         if not self._pending:
             return
-        batch = self._hash(self._pending)
+        batch = self._hasher.hash(self._pending, self._start)
         self._pending, self._pending_tokens = [], 0
         causes = split(batch.prompts, batch.blocks, batch.chunks, *self._see(batch),
                        self.block_tokens)  # fmt: skip
@@ -267,37 +232,7 @@ class Accounting:
         for number in np.flatnonzero(missed).tolist():
             self._near_miss(batch, number, causes)
 
-    def _hash(self, items: list[RequestAccount | _Growth]) -> _Batch:
-        pieces = [item.tokens for item in items]
-        first_blocks = np.array([item.first_block for item in items])
-        chains = np.array([item.chain for item in items], np.uint64)
-        parents = np.array([item.parent for item in items])
-        blocks = self._hasher.blocks(pieces, first_blocks, chains, parents)
-        content_from = np.array([item.content_from for item in items])
-        skipped = content_from - first_blocks * self.block_tokens
-        chunks = self._cutter.chunks(pieces, skipped.tolist())
-        salts = np.array([item.salt for item in items], np.uint64)
-        times = np.array([item.time for item in items]) - self._start
-        requests = [item if isinstance(item, RequestAccount) else None for item in items]
-        numbers = np.array(
-            [(request.prompt_tokens, request.hit_tokens, request.in_flight_tokens)
-             if request else (0, 0, 0) for request in requests]
-        )  # fmt: skip
-        return _Batch(
-            requests,
-            pieces,
-            Prompts(numbers[:, 0], numbers[:, 1], numbers[:, 2], content_from),
-            np.array([request is not None and request.kind == "cross" for request in requests]),
-            salts,
-            times,
-            (times * _TICKS).astype(np.uint64) + 1,
-            blocks,
-            keys(blocks.hashes, salts[blocks.piece]),
-            chunks,
-            keys(chunks.hashes, salts[chunks.piece]),
-        )
-
-    def _see(self, batch: _Batch) -> tuple[Hashes, Hashes | None, Hashes]:
+    def _see(self, batch: Batch) -> tuple[Hashes, Hashes | None, Hashes]:
         """When each prefix was seen in its own and in other namespaces, and each chunk."""
         blocks, chunks = batch.blocks, batch.chunks
         rows = len(blocks.hashes)
@@ -320,9 +255,9 @@ class Accounting:
             elsewhere = np.maximum(seen[second : second + rows], seen[second + rows :])
         return seen[:first], elsewhere, seen[first:second]
 
-    def _close(self, batch: _Batch, causes: Causes) -> None:
+    def _close(self, batch: Batch, causes: Causes) -> None:
         """Fills in the accounts of the batch, and adds them to the sums."""
-        idle = np.where(causes.last_seen > 0, (batch.ticks - causes.last_seen) / _TICKS, 0.0)
+        idle = np.where(causes.last_seen > 0, (batch.ticks - causes.last_seen) / TICKS, 0.0)
         prompt, hit, cross = batch.prompts.tokens, batch.prompts.hit, batch.cross
         rows = np.zeros((len(cross), len(FIELDS)), np.int64)
         rows[:, _COLUMN["requests"]] = cross
@@ -353,7 +288,7 @@ class Accounting:
         seconds_told = batch.times[numbers].astype(np.int64).tolist()
         self._counts.add(rows[numbers], [request.namespace for _, request in told], seconds_told)
 
-    def _refer(self, batch: _Batch) -> None:
+    def _refer(self, batch: Batch) -> None:
         """Shows the curve which whole blocks were used."""
         blocks, cross = batch.blocks, batch.cross
         growth = batch.prompts.tokens == 0
@@ -370,10 +305,10 @@ class Accounting:
             int(tokens.sum()),
         )
 
-    def _near_miss(self, batch: _Batch, number: int, causes: Causes) -> None:
+    def _near_miss(self, batch: Batch, number: int, causes: Causes) -> None:
         account = batch.requests[number]
         assert account is not None
-        tokens, blocks, chunks = batch.pieces[number], batch.blocks, batch.chunks
+        tokens, chunks = batch.pieces[number], batch.chunks
         begin, end = np.searchsorted(chunks.piece, (number, number + 1))
         shared = begin + np.flatnonzero(causes.shared[begin:end])
         sketch = np.sort(batch.chunk_keys[shared])[:SKETCH].tolist()
@@ -383,12 +318,9 @@ class Accounting:
             # The tree has let go of the other continuation; the memory knows where it began.
             position = min(int(causes.ideal_tokens[number]), after)
             divergence = Divergence.at(tokens[: after * TOKEN_BYTES], position, b"")
-        border = divergence.position // self.block_tokens
-        row = int(blocks.first_row[number]) + border - 1
         self._near_misses.add(
             Sighting(
                 account.namespace,
-                int(batch.prefix_keys[row]) if border else account.salt,
                 sketch,
                 int(causes.diverged[number]),
                 divergence.position,
@@ -398,23 +330,6 @@ class Accounting:
                 tokens[after * TOKEN_BYTES : (after + SHOWN_TOKENS) * TOKEN_BYTES],
             )
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Requests and growths that are processed together, and the hashes of their tokens."""
-
-    requests: list[RequestAccount | None]  # None: a growth
-    pieces: list[bytes]
-    prompts: Prompts
-    cross: NDArray[np.bool_]
-    salts: Hashes
-    times: NDArray[np.float64]  # seconds since the start
-    ticks: Hashes
-    blocks: Blocks
-    prefix_keys: Hashes  # one for each block
-    chunks: Chunks
-    chunk_keys: Hashes
 
 
 def _block_tokens(pool_tokens: int) -> int:

@@ -257,7 +257,10 @@ def keys(hashes: Hashes, salts: Hashes | np.uint64) -> Hashes:
 
 
 def namespace_salt(namespace: Hashable) -> int:
-    """64 bits, never 0, that keep the keys of one namespace from those of another."""
+    """64 bits, never 0, that keep the keys of one namespace from those of another.
+
+    Namespaces whose Python hashes are equal are taken for one: fit for counting, as all here.
+    """
     mixed = (hash(namespace) & _MASK) * int(_INDEX) + int(_LENGTH) & _MASK
     mixed = (mixed ^ mixed >> 29) * int(_MIX_2) & _MASK
     return (mixed ^ mixed >> 32) | 1

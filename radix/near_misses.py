@@ -48,7 +48,6 @@ class Sighting:
     """A request with known content behind another prefix."""
 
     namespace: Hashable
-    border: int  # hash of the prefix at the last block border before the divergence
     sketch: Sequence[int]  # the smallest hashes of its known content
     cost: int  # tokens of it
     position: int
@@ -61,7 +60,7 @@ class Sighting:
 @dataclass(slots=True)
 class _Group:
     sighting: Sighting  # the one with the earliest divergence
-    names: set[tuple[int, int]]  # by which it is found: border and hash of content
+    names: set[int]  # the hashes of content by which it is found
     requests: int = 0
     cost: int = 0
     inherited: int = 0  # cost of the group whose place it took
@@ -71,25 +70,28 @@ class _Group:
 class NearMisses:
     """Finds the groups as requests come, in memory for `MAX_GROUPS` of them.
 
-    A request belongs to a group if the two diverge behind the same block border and share content
-    behind: of the hashes of its known content the smallest few are kept (a bottom-k sketch, Broder
-    1997), so that the order of the content does not matter. When all places are taken, a new group
-    takes that of the one with the lowest cost and its cost with it, so that whatever keeps costing
-    rises above the rest (Metwally et al., "Space-Saving", ICDT 2005); what is reported is only
-    what a group has cost itself.
+    A request belongs to the group that it shares most content with: of the hashes of its known
+    content the smallest few are kept (a bottom-k sketch, Broder 1997), so that the order of the
+    content does not matter, nor where the prompts diverged; a quarter of them must be the group's.
+    When all places are taken, a new group takes that of the one with the lowest cost and its cost
+    with it, so that whatever keeps costing rises above the rest (Metwally et al., "Space-Saving",
+    ICDT 2005); what is reported is only what a group has cost itself.
     """
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []
-        self._by_name: dict[tuple[int, int], _Group] = {}
+        self._by_name: dict[int, _Group] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def add(self, sighting: Sighting) -> None:
         """O(1), and O(groups) for one that is new."""
-        names = [(sighting.border, value) for value in sighting.sketch[:SKETCH]]
-        group = next((self._by_name[name] for name in names if name in self._by_name), None)
+        names = sighting.sketch[:SKETCH]
+        found = [self._by_name[name] for name in names if name in self._by_name]
+        group = max(found, key=lambda each: sum(other is each for other in found), default=None)
+        if group is not None and 4 * sum(other is group for other in found) < len(names):
+            group = None
         if group is None:
             group = self._open(sighting)
         elif sighting.position < group.sighting.position:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coppice.radix.node import Node
+from coppice.radix.timeline import Timeline
 from coppice.radix.tree import RadixTree
 
 
@@ -19,17 +20,22 @@ class SharedPrefix:
     # Tokens not computed again thanks to it: hits x those of its tokens that lie beyond the next
     # shorter prefix with more hits. So nothing is counted twice, and all prefixes together add up.
     tokens_saved: int
+    resident_pages: int = 0  # that hold its KV; some may hold other tokens behind it as well
+    idle_seconds: float | None = None  # since it was last used; None if nobody kept the times
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
 
-def top_prefixes(tree: RadixTree, count: int) -> tuple[SharedPrefix, ...]:
+def top_prefixes(
+    tree: RadixTree, count: int, *, uses: Timeline | None = None, now: float = 0.0
+) -> tuple[SharedPrefix, ...]:
     """The up to `count` prefixes that saved the most tokens, most first.
 
     A prefix is named once, at its longest: one that another extends with as many hits is left
-    out, and so is one that was never hit. O(nodes of the tree, times chains of equal hits).
+    out, and so is one that was never hit. `uses` tells when the tree's clock reached its marks, in
+    seconds of the same clock as `now`. O(nodes of the tree, times chains of equal hits).
     """
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
@@ -39,10 +45,14 @@ def top_prefixes(tree: RadixTree, count: int) -> tuple[SharedPrefix, ...]:
         if node.hits and not any(child.hits >= node.hits for child in node.children.values())
     ]
     hit.sort(key=lambda saved: saved[0], reverse=True)
-    return tuple(
-        SharedPrefix(tuple(np.frombuffer(node.prefix(), np.int32).tolist()), node.hits, saved)
-        for saved, node in hit[:count]
-    )
+    prefixes = []
+    for saved, node in hit[:count]:
+        tokens = tuple(np.frombuffer(node.prefix(), np.int32).tolist())
+        used = uses.time_of(node.stamp) if uses is not None else None
+        idle = None if used is None else max(0.0, now - used)
+        pages = -(-node.end // tree.page_size)
+        prefixes.append(SharedPrefix(tokens, node.hits, saved, pages, idle))
+    return tuple(prefixes)
 
 
 def _end_of_more_hits(node: Node) -> int:

@@ -1,0 +1,197 @@
+"""Measures the cache's accounts: what they cost beside the tree, and how true the curve is.
+
+    python benchmarks/accounting.py [--workload A..F ...] [--pool TOKENS] [--rounds N]
+                                    [--trace FILE] [--json FILE] [--quick]
+    python benchmarks/accounting.py --curve [--trace FILE] [--pool TOKENS] [--json FILE] [--quick]
+
+The first form sends a workload of `tree.py` through the tree and tells the accounting of each
+request. A row gives microseconds a request in the tree, in the accounts, and in the miss-ratio
+curve (a part of the accounts); the median over rounds. The second compares the sampled curve to
+exact LRU stack distances of all blocks: on Zipf popularity, and on the trace if one is given.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Rows, parser, processor
+from tree import Work, serve, workload_a, workload_b, workload_c, workload_d, workload_e, workload_f
+
+from coppice.radix import PagePool, RadixTree
+from coppice.radix.accounting import Accounting
+from coppice.radix.curve import FACTORS, MissRatioCurve
+from coppice.radix.hashes import PrefixHasher, keys
+
+PAGE_SIZE = 16
+
+
+def measure(requests: Callable[[], Iterator[Work]], pool_tokens: int) -> dict[str, Any]:
+    tree = RadixTree(PagePool(-(-pool_tokens // PAGE_SIZE), PAGE_SIZE))
+    accounting = Accounting(pool_tokens, now=0.0)
+    in_curve = _timed(accounting._curve)
+    in_tree = in_accounts = 0.0
+    count = 0
+    for work in requests():
+        start = time.perf_counter()
+        _, hit = serve(tree, work)
+        middle = time.perf_counter()
+        account = accounting.request(work.prompt, None, hit, now=float(count))
+        accounting.finish(account, work.output, now=float(count))
+        in_tree += middle - start
+        in_accounts += time.perf_counter() - middle
+        count += 1
+    start = time.perf_counter()
+    accounting.settle()
+    in_accounts += time.perf_counter() - start
+    report = accounting.snapshot(now=float(count))
+    counts = report.overall.since_start
+    return {
+        "tree_us": in_tree / count * 1e6,
+        "accounts_us": in_accounts / count * 1e6,
+        "curve_us": in_curve[0] / count * 1e6,
+        "hit_rate": counts.hit_rate,
+        "ideal_hit_rate": counts.ideal_hit_rate,
+        "causes": counts.causes,
+        "curve": {point.pool_tokens: round(point.hit_rate, 4) for point in report.curve},
+        "bytes_a_pool_token": accounting.nbytes / pool_tokens,
+    }
+
+
+def _timed(curve: MissRatioCurve) -> list[float]:
+    """Seconds spent in the curve, as its methods are called from now on."""
+    spent = [0.0]
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = method(*arguments)
+            spent[0] += time.perf_counter() - start
+            return result
+
+        return timed
+
+    curve.sample = wrap(curve.sample)  # type: ignore[method-assign]
+    curve.refer = wrap(curve.refer)  # type: ignore[method-assign]
+    return spent
+
+
+def compare(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
+    """The sampled curve, and the exact one of the same blocks."""
+    accounting = Accounting(pool_tokens, now=0.0)
+    size = accounting.block_tokens
+    hasher = PrefixHasher(size)
+    zero = np.zeros(1, np.int64)
+    groups: list[tuple[list[int], int]] = []
+    prompt_tokens = 0
+    for work in requests:
+        account = accounting.request(work.prompt, None, 0, now=0.0)
+        accounting.finish(account, work.output, now=0.0)
+        everything = work.prompt + work.output
+        blocks = hasher.blocks([everything], zero, zero.astype(np.uint64), zero - 1)
+        prefixes = keys(blocks.hashes, np.uint64(0))[blocks.full].tolist()
+        groups.append((prefixes, account.prompt_tokens // size))
+        prompt_tokens += account.prompt_tokens
+    exact = exact_hits(groups, np.array(FACTORS) * pool_tokens / size) * size / prompt_tokens
+    sampled = np.array([point.hit_rate for point in accounting.snapshot(now=0.0).curve])
+    return {
+        "rate": accounting._curve.rate,
+        "pool_tokens": [round(factor * pool_tokens) for factor in FACTORS],
+        "exact": exact.round(4).tolist(),
+        "sampled": sampled.round(4).tolist(),
+        "worst_points": round(float(np.abs(exact - sampled).max()) * 100, 2),
+    }
+
+
+def exact_hits(groups: list[tuple[list[int], int]], sizes: np.ndarray) -> np.ndarray:
+    """Blocks hit by LRU for each pool size in blocks: the prompt's, of blocks of whole sequences.
+
+    Stack distances by a Fenwick tree over moments (Bennett and Kruskal, 1975).
+    """
+    total = sum(len(blocks) for blocks, _ in groups)
+    sums = [0] * (total + 1)
+    last: dict[int, int] = {}
+
+    def add(at: int, value: int) -> None:
+        while at <= total:
+            sums[at] += value
+            at += at & -at
+
+    def until(at: int) -> int:
+        value = 0
+        while at:
+            value += sums[at]
+            at &= at - 1
+        return value
+
+    distances = []
+    moment = 0
+    for blocks, counted in groups:
+        # Known blocks are a prefix, each used later than the next.
+        for block in blocks[:counted]:
+            if block not in last:
+                break
+            distances.append(len(last) - until(last[block]) + 1)
+        for block in reversed(blocks):
+            moment += 1
+            if block in last:
+                add(last[block], -1)
+            last[block] = moment
+            add(moment, 1)
+    return np.searchsorted(np.sort(distances), sizes, side="right")
+
+
+def zipf(quick: bool) -> Iterator[Work]:
+    """Documents of uneven lengths by Zipf popularity, each with a question of its own."""
+    rng = np.random.default_rng(1)
+    weights = 1 / np.arange(1, 3001) ** 0.9
+    for number in rng.choice(3000, 2000 if quick else 12_000, p=weights / weights.sum()).tolist():
+        document = np.random.default_rng(number)
+        text = document.integers(0, 2**31, document.integers(500, 4000), np.int32)
+        yield Work(text.tobytes() + rng.integers(0, 2**31, 100, np.int32).tobytes())
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--workload", nargs="+", choices="ABCDEF", default=list("ABCDE"))
+    options.add_argument("--pool", type=int, default=3_000_000, metavar="TOKENS")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--trace", type=Path, help="the trace of workload F")
+    options.add_argument("--curve", action="store_true", help="compare the curve to the exact one")
+    args = options.parse_args()
+    rows = Rows(args.json)
+    if args.curve:
+        traces: dict[str, Callable[[], Iterator[Work]]] = {"zipf": lambda: zipf(args.quick)}
+        if args.trace:
+            traces["F"] = lambda: workload_f(args.trace, args.quick)
+        for name, make in traces.items():
+            figures = compare(make(), args.pool)
+            rows.add(benchmark="miss-ratio curve", trace=name, **figures, machine=processor())
+        return
+    if "F" in args.workload and args.trace is None:
+        options.error("--workload F needs --trace FILE")
+    makers: dict[str, Callable[[], Iterator[Work]]] = {
+        "A": lambda: workload_a(args.quick),
+        "B": lambda: workload_b(args.quick),
+        "C": lambda: workload_c(args.quick),
+        "D": lambda: workload_d(args.quick),
+        "E": lambda: workload_e(args.quick),
+        "F": lambda: workload_f(args.trace, args.quick),
+    }
+    for name in args.workload:
+        rounds = [measure(makers[name], args.pool) for _ in range(args.rounds)]
+        times = {
+            key: round(statistics.median(figures[key] for figures in rounds), 2)
+            for key in ("tree_us", "accounts_us", "curve_us")
+        }
+        rest = {key: value for key, value in rounds[0].items() if key not in times}
+        rows.add(benchmark="accounting", workload=name, pool_tokens=args.pool, **times, **rest,
+                 machine=processor())  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
