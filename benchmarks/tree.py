@@ -178,15 +178,15 @@ class TimedEvictions:
     def __init__(self, tree: RadixTree) -> None:
         self.calls = 0
         self.seconds = 0.0
-        self._evict = tree.evict
-        tree.evict = self  # type: ignore[method-assign, assignment]
+        self._reclaim = tree.reclaim
+        tree.reclaim = self  # type: ignore[method-assign, assignment]
 
-    def __call__(self, count: int) -> int:
+    def __call__(self, count: int) -> array[int]:
         start = time.perf_counter()
-        freed = self._evict(count)
+        pages = self._reclaim(count)
         self.seconds += time.perf_counter() - start
         self.calls += 1
-        return freed
+        return pages
 
 
 def measure(

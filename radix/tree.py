@@ -260,11 +260,18 @@ class RadixTree:
         Raises OutOfPages, with nothing evicted and no count changed, if that can't be enough.
         """
         missing = count - self.pool.free_pages
-        if missing > 0:
-            if missing > self.evictable_pages:
-                raise OutOfPages(count, self.pool.free_pages + self.evictable_pages)
-            self.evict(missing)
-        return self.pool.allocate(count, after)
+        if missing <= 0:
+            return self.pool.allocate(count, after)
+        if missing > self.evictable_pages:
+            raise OutOfPages(count, self.pool.free_pages + self.evictable_pages)
+        # Evicted pages are handed on as they are: in a full pool they would be given back in
+        # pieces only to be taken again.
+        reclaimed = self.reclaim(missing)
+        try:
+            return self.pool.allocate(count - len(reclaimed), after) + reclaimed
+        except OutOfPages:
+            self.pool.release(reclaimed)
+            raise
 
     # -- inserting ---------------------------------------------------------------------------
 
@@ -429,52 +436,59 @@ class RadixTree:
         self._order.add(node)
 
     def evict(self, count: int) -> int:
-        """Frees up to `count` pages: least recently used leaves first, each from its tail.
+        """Frees up to `count` pages: what the policy gives up first, each leaf from its tail.
 
         Returns how many pages were freed: less than `count` only if all else is locked.
         """
+        return self.pool.release(self.reclaim(count))
+
+    def reclaim(self, count: int) -> array[int]:
+        """Evicts like `evict`, and returns the pages, with one reference each for the caller."""
         if count < 0:
             raise ValueError(f"count must be at least 0, got {count}")
-        freed = 0
-        while freed < count and (leaf := self._order.pop()) is not None:
-            freed += self._evict_leaf(leaf, count - freed)
-        return freed
+        pages = array("i")
+        while len(pages) < count and (leaf := self._order.pop()) is not None:
+            gone = self.pool.take_over(self._cut(leaf, count - len(pages)))
+            pages = pages + gone if pages else gone
+        return pages
 
-    def _evict_leaf(self, leaf: Node, count: int) -> int:
-        size = self.page_size
+    def _cut(self, leaf: Node, count: int) -> array[int]:
+        """Takes up to `count` pages of its own off a leaf's tail, and if it has no more, the leaf.
+
+        Returns the pages that it no longer references.
+        """
+        size, own = self.page_size, leaf.own_pages
         self._epoch += 1
         self.last_evicted = leaf.stamp
-        if count < leaf.own_pages:
+        if count < own:
             keep = len(leaf.pages) - count
-            gone = leaf.pages[keep:]
-            del leaf.pages[keep:]
             length = (leaf.start // size + keep) * size - leaf.start
-            evicted = leaf.length - length
-            self._order.evicted(leaf, evicted)
-            if self.events is not None:
-                self.events.removed(leaf, length)
-            leaf.length = length
-            leaf.own_pages -= count
-            if length * TOKEN_BYTES * 2 < len(leaf.edge):
-                leaf.edge = leaf.edge[: length * TOKEN_BYTES]  # copied once each halving
-            self._order.add(leaf)
-            own = count
+            gone, own = leaf.pages[keep:], count
         else:
-            parent = leaf.parent
-            assert parent is not None
-            gone, evicted, own = leaf.pages, leaf.length, leaf.own_pages
-            self._order.evicted(leaf, evicted)
-            if self.events is not None:
-                self.events.removed(leaf, 0)
-            del parent.children[leaf.edge[:TOKEN_BYTES]]
-            leaf.parent = None
-            self._nodes -= 1
-            if not parent.children and not parent.locks:
-                self._leaf(parent)
+            length, gone = 0, leaf.pages
+        evicted = leaf.length - length
+        self._order.evicted(leaf, evicted)
+        if self.events is not None:
+            self.events.removed(leaf, length)
         self.evicted_tokens += evicted
         self.cached_tokens -= evicted
         self.cached_pages -= own
-        return self.pool.release(gone)
+        if length:
+            del leaf.pages[keep:]
+            leaf.length = length
+            leaf.own_pages -= own
+            if length * TOKEN_BYTES * 2 < len(leaf.edge):
+                leaf.edge = leaf.edge[: length * TOKEN_BYTES]  # copied once each halving
+            self._order.add(leaf)
+            return gone
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.edge[:TOKEN_BYTES]]
+        leaf.parent = None
+        self._nodes -= 1
+        if not parent.children and not parent.locks:
+            self._leaf(parent)
+        return gone
 
     def reset(self) -> None:
         """Empties the tree. Raises RuntimeError while any lock is held."""
