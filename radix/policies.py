@@ -1,9 +1,10 @@
-"""The eviction policies by name: least recently used, least frequently used, segmented."""
+"""The eviction policies by name: least recently or frequently used, segmented, hit density."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from coppice.radix.hit_density import HitDensity
 from coppice.radix.node import Node
 from coppice.radix.order import EvictionOrder, LeafHeap
 
@@ -103,6 +104,7 @@ POLICIES: dict[str, type[EvictionOrder]] = {
     "lru": LeastRecentlyUsed,
     "lfu": LeastFrequentlyUsed,
     "slru": SegmentedLeastRecentlyUsed,
+    "density": HitDensity,
 }
 
 

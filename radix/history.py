@@ -1,0 +1,300 @@
+"""What became of the tokens of a tree: their uses, cached or evicted, and what LRU would hold."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+
+from coppice.radix.node import Node, Root
+from coppice.radix.tokens import TOKEN_BYTES, common_prefix
+
+# A ghost knows every 64th of its tokens and its first 8, to tell how far new tokens repeat it.
+STRIDE = 64
+_HEAD = 8
+
+
+class Record:
+    """A stretch of tokens with one history; those of a path follow each other like its nodes.
+
+    The tokens of a live record are in the tree, a ghost's were evicted. A node's edge is covered by
+    one record or several (new tokens may follow some that came back); its `mark` is the last.
+    """
+
+    __slots__ = ("parent", "children", "start", "length", "last", "uses", "live", "in_lru",
+                 "head", "samples")  # fmt: skip
+
+    def __init__(self, parent: Record | None, start: int, length: int, now: int) -> None:
+        self.parent = parent  # None: the top of a namespace, or forgotten
+        self.children: dict[bytes, Record] = {}  # by their first token, as in the tree
+        self.start = start
+        self.length = length
+        self.last = now  # when it was last used, in requests
+        self.uses = 1
+        self.live = True
+        self.in_lru = False  # an LRU cache of the same size would hold it
+        self.head = b""  # of a ghost: its first tokens
+        self.samples = b""  # of a ghost: its tokens at the positions divisible by STRIDE
+
+
+Ended = Callable[[Record, int, bool], None]
+
+
+class History:
+    """The records of a tree: of what is cached, and of up to `max_ghosts` that were evicted.
+
+    `ended(record, age, hit)` is called before each use of a record, `age` requests after its last
+    one, and when a ghost is forgotten without another use. Beside it, an LRU cache of
+    `capacity_tokens` is simulated on the records: `lru_hit_tokens` against our `hit_tokens`.
+    """
+
+    def __init__(self, capacity_tokens: int, max_ghosts: int, ended: Ended) -> None:
+        self.now = 0  # requests
+        self.hit_tokens = 0
+        self.lru_hit_tokens = 0
+        self.entered_tokens = 0
+        self._capacity = capacity_tokens
+        self._max_ghosts = max_ghosts
+        self._ended = ended
+        self._records: list[Record] = []
+        self._roots: dict[Hashable, Record] = {}
+        self._ghosts: deque[Record] = deque()  # by the time of their eviction, revived ones among
+        self._num_ghosts = 0
+        self._recency: deque[tuple[int, Record]] = deque()  # uses, old ones of a record included
+        self._recency_limit = 1024
+        self._lru_tokens = 0
+
+    def records(self) -> list[Record]:
+        """All records, in no order; drops what was kept of others. O(records)."""
+        self._records = [record for record in self._records if record.parent is not None]
+        ghosts = (ghost for ghost in self._ghosts if not ghost.live and ghost.parent is not None)
+        self._ghosts = deque(dict.fromkeys(ghosts))
+        self._roots = {name: top for name, top in self._roots.items() if top.children}
+        return self._records
+
+    # -- uses --------------------------------------------------------------------------------
+
+    def use_path(self, node: Node) -> None:
+        """A request has hit the tokens up to the end of `node`. O(records on the path)."""
+        self.now += 1
+        record: Record | None = self._mark(node)
+        while record is not None and record.parent is not None:
+            self.hit_tokens += record.length
+            self._use(record)
+            record = record.parent
+        recency = self._recency
+        if len(recency) > self._recency_limit:
+            recency = deque(use for use in recency if use[0] == use[1].last and use[1].in_lru)
+            self._recency, self._recency_limit = recency, 1024 + 4 * len(recency)
+        while recency:
+            last, record = recency[0]
+            if record.last == last and record.in_lru:
+                if self._lru_tokens <= self._capacity:
+                    break
+                self._leave_lru(record)  # may put the one above in front
+                continue
+            recency.popleft()
+
+    def _leave_lru(self, record: Record) -> None:
+        record.in_lru = False
+        self._lru_tokens -= record.length
+        above = record.parent
+        if above is not None and above.in_lru and above.last == record.last:
+            self._recency.appendleft((above.last, above))  # a cut one has no entry of its own
+
+    def _use(self, record: Record) -> None:
+        self._ended(record, self.now - record.last, True)
+        record.uses += 1
+        record.last = self.now
+        self._recency.append((self.now, record))
+        if record.in_lru:
+            self.lru_hit_tokens += record.length
+        else:
+            record.in_lru = True
+            self._lru_tokens += record.length
+
+    def _mark(self, node: Node) -> Record:
+        record: Record | None = node.mark
+        if record is None:
+            assert isinstance(node, Root)
+            record = self._roots.setdefault(node.namespace, Record(None, 0, 0, 0))
+            node.mark = record
+        return record
+
+    # -- changes of the tree -----------------------------------------------------------------
+
+    def insert(self, node: Node, tokens: int) -> None:
+        """`tokens` tokens have been entered at the end of `node`; ghosts among them revive."""
+        edge, base, end = node.edge, node.start, node.end
+        at = end - tokens
+        self.entered_tokens += tokens
+        grown = node.mark is not None
+        assert node.parent is not None
+        above = node.mark if grown else self._mark(node.parent)
+        while at < end:
+            ghost = above.children.get(_first(edge, at - base)) or above.children.get(b"")
+            if ghost is None or ghost.live:
+                break
+            same = _repeated(ghost, edge, at, base, end)
+            if not same:
+                self._forget(ghost)
+                break
+            if same < ghost.length:
+                self._shorten(ghost, same, forget=same < end - at)
+            self._use(ghost)
+            above.children[_first(edge, at - base)] = above.children.pop(ghost.head[:TOKEN_BYTES])
+            ghost.live = True
+            ghost.head = ghost.samples = b""
+            self._num_ghosts -= 1
+            above, at = ghost, at + same
+        if at < end:
+            if grown and above is node.mark and above.uses == 1 and not above.children:
+                above.length += end - at  # a prompt in chunks, or its output: one stretch
+                if above.in_lru:
+                    self._lru_tokens += end - at
+            else:
+                fresh = Record(above, at, end - at, self.now)
+                above.children[_first(edge, at - base)] = fresh
+                above = fresh
+                above.in_lru = True
+                self._lru_tokens += end - at
+                self._recency.append((self.now, above))
+                self._records.append(above)
+        node.mark = above
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """`upper` has taken the first tokens of `lower`. O(records on the edge)."""
+        cut = lower.start
+        record: Record = lower.mark
+        while record.start >= cut:
+            assert record.parent is not None
+            record = record.parent
+        if record.start + record.length > cut:
+            key = _first(upper.edge, record.start - upper.start)
+            record = self._cut(record, cut, key, _first(lower.edge, 0))
+        upper.mark = record
+
+    def _cut(self, lower: Record, cut: int, key: bytes, lower_key: bytes) -> Record:
+        """Cuts a live record in two; returns the new upper one."""
+        above = lower.parent
+        assert above is not None
+        upper = Record(above, lower.start, cut - lower.start, lower.last)
+        upper.uses, upper.in_lru = lower.uses, lower.in_lru
+        above.children[key] = upper
+        upper.children[lower_key] = lower
+        lower.parent, lower.start, lower.length = upper, cut, lower.length - upper.length
+        self._records.append(upper)
+        return upper
+
+    def evict(self, node: Node, tokens: int) -> None:
+        """The last `tokens` tokens of `node` are about to go: their records become ghosts."""
+        edge, base, end = node.edge, node.start, node.end
+        at = end - tokens
+        record: Record = node.mark
+        while record.parent is not None and record.start >= at:
+            self._bury(record, edge, base)
+            record = record.parent
+        if record.start + record.length > at:
+            record = self._evict_tail(record, at, edge, base)
+        if at > base:
+            node.mark = record
+        while self._num_ghosts > self._max_ghosts:
+            ghost = self._ghosts.popleft()
+            if ghost.parent is not None and not ghost.live:
+                self._forget(ghost)
+
+    def _evict_tail(self, record: Record, at: int, edge: bytes, base: int) -> Record:
+        """Cuts a live record at `at` and makes a ghost of the rest; returns what stays."""
+        tail = next(iter(record.children.values())) if len(record.children) == 1 else None
+        key = _first(edge, at - base)
+        kind = (False, record.last, record.uses, record.in_lru)
+        if tail is None or (tail.live, tail.last, tail.uses, tail.in_lru) != kind:
+            above = self._cut(record, at, _first(edge, record.start - base), key)
+            self._bury(record, edge, base)
+            return above
+        # Page after page is evicted from the same stretch: one ghost that grows.
+        end = record.start + record.length
+        record.children = {key: tail}
+        record.length -= end - at
+        tail.start, tail.length = at, tail.length + end - at
+        tail.head = (_head(edge, at - base, end - base) + tail.head)[: _HEAD * TOKEN_BYTES]
+        tail.samples = _samples(edge, at, end, base) + tail.samples
+        return record
+
+    def _bury(self, record: Record, edge: bytes, base: int) -> None:
+        end = record.start + record.length
+        record.live = False
+        record.head = _head(edge, record.start - base, end - base)
+        record.samples = _samples(edge, record.start, end, base)
+        self._ghosts.append(record)
+        self._num_ghosts += 1
+
+    def clear(self) -> None:
+        """The tree was emptied on purpose: nothing of it is remembered."""
+        self._records, self._roots = [], {}
+        self._ghosts.clear()
+        self._recency.clear()
+        self._num_ghosts = self._lru_tokens = 0
+
+    # -- ghosts ------------------------------------------------------------------------------
+
+    def _shorten(self, ghost: Record, length: int, forget: bool) -> None:
+        """Cuts a ghost; the rest becomes one whose first token is not known, or is forgotten."""
+        rest = Record(ghost, ghost.start + length, ghost.length - length, ghost.last)
+        rest.uses, rest.in_lru, rest.live = ghost.uses, ghost.in_lru, False
+        samples = (-(-rest.start // STRIDE) + (-ghost.start // STRIDE)) * TOKEN_BYTES
+        ghost.samples, rest.samples = ghost.samples[:samples], ghost.samples[samples:]
+        ghost.length = length
+        ghost.children, rest.children = {b"": rest}, ghost.children
+        for child in rest.children.values():
+            child.parent = rest
+        self._records.append(rest)
+        self._ghosts.append(rest)
+        self._num_ghosts += 1
+        if rest.in_lru:
+            self._recency.appendleft((rest.last, rest))
+        if forget or not rest.samples:
+            self._forget(rest)
+
+    def _forget(self, ghost: Record) -> None:
+        """Takes out a ghost and all below it (ghosts as well)."""
+        above = ghost.parent
+        assert above is not None
+        del above.children[ghost.head[:TOKEN_BYTES]]
+        stack = [ghost]
+        while stack:
+            record = stack.pop()
+            stack.extend(record.children.values())
+            self._ended(record, self.now - record.last, False)
+            if record.in_lru:
+                self._leave_lru(record)
+            record.parent, record.children = None, {}
+            self._num_ghosts -= 1
+
+
+def _first(edge: bytes, at: int) -> bytes:
+    return edge[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES]
+
+
+def _head(edge: bytes, at: int, end: int) -> bytes:
+    return edge[at * TOKEN_BYTES : min(at + _HEAD, end) * TOKEN_BYTES]
+
+
+def _samples(edge: bytes, start: int, end: int, base: int) -> bytes:
+    """The tokens at the positions in start .. end - 1 that STRIDE divides; `base` is the edge's."""
+    first = -(-start // STRIDE) * STRIDE - base
+    return memoryview(edge).cast("i")[first : end - base : STRIDE].tobytes()
+
+
+def _repeated(ghost: Record, edge: bytes, at: int, base: int, end: int) -> int:
+    """How many of the ghost's tokens the edge repeats from `at` on, to a STRIDE or so."""
+    end = min(end, at + ghost.length)
+    head = _head(edge, at - base, end - base)
+    if not head.startswith(ghost.head[: len(head)]):
+        return 0
+    mine, its = _samples(edge, at, end, base), ghost.samples
+    if its.startswith(mine):
+        return end - at
+    agree = common_prefix(its, 0, mine) // TOKEN_BYTES
+    if not agree:
+        return min(len(head), len(ghost.head)) // TOKEN_BYTES
+    return (-(-at // STRIDE) + agree - 1) * STRIDE + 1 - at  # to the last sample that agrees
