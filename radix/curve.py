@@ -69,10 +69,15 @@ class MissRatioCurve:
         self._keys = np.zeros(0, np.uint64)
         self._last: dict[int, int] = {}  # key -> its moment
         self._moment = 0
+        # References that wait to be placed together: keys, numbers of groups, counted or not.
+        self._waiting: list[tuple[Hashes, Ints, NDArray[np.bool_]]] = []
+        self._waiting_keys = 0
+        self._groups = 0
 
     @property
     def tracked(self) -> int:
         """Blocks that are followed now."""
+        self._place_waiting()
         return len(self._last)
 
     def sample(self, keys: Hashes) -> Ints:
@@ -100,14 +105,27 @@ class MissRatioCurve:
         """
         self._references += references
         self._prompt_tokens += prompt_tokens
-        begins = [*np.flatnonzero(np.diff(groups, prepend=-1)).tolist(), len(keys)]
+        if len(keys):
+            self._waiting.append((keys, groups + self._groups, counted))
+            self._groups += int(groups[-1]) + 1
+            self._waiting_keys += len(keys)
+        if self._waiting_keys >= _BATCH:
+            self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        if not self._waiting:
+            return
+        keys, groups, counted = (
+            np.concatenate(column) for column in zip(*self._waiting, strict=True)
+        )
+        self._waiting, self._waiting_keys = [], 0
         first = 0
-        for begin, end in pairwise(begins):
+        begins = np.flatnonzero(np.diff(groups, prepend=-1)).tolist()
+        for begin, end in pairwise((*begins, len(keys))):
             if end - first > _BATCH and begin > first:
                 self._place(keys[first:begin], groups[first:begin], counted[first:begin])
                 first = begin
-        if first < len(keys):
-            self._place(keys[first:], groups[first:], counted[first:])
+        self._place(keys[first:], groups[first:], counted[first:])
 
     def _place(self, keys: Hashes, groups: Ints, counted: NDArray[np.bool_]) -> None:
         """Measures the distances of whole groups, then moves their blocks to the top."""
@@ -153,6 +171,7 @@ class MissRatioCurve:
 
     def points(self) -> tuple[CurvePoint, ...]:
         """The curve at `FACTORS`, empty before the first block of a prompt; never falling."""
+        self._place_waiting()
         expected = self._references * self.rate
         if not expected:
             return ()

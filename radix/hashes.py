@@ -26,8 +26,8 @@ _LENGTH = np.uint64(0xD1B54A32D192ED03)
 _BYTE = np.uint8(0x2D)
 _CONTENT = np.uint64(0x8CB92BA72F3D8DD7)
 
-# Prefixes are hashed in groups of so many tokens, which stay in the processor's cache.
-_GROUP_TOKENS = 1 << 16
+# Tokens are hashed in groups of so many, which stay in the processor's cache.
+_GROUP_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,22 @@ class ContentCutter:
 
         Starts are counted from there.
         """
+        parts = []
+        first = tokens = 0
+        for number, (piece, skip) in enumerate(zip(pieces, skipped, strict=True)):
+            tokens += len(piece) // TOKEN_BYTES - skip
+            if tokens >= _GROUP_TOKENS or number == len(pieces) - 1:
+                end = number + 1
+                parts.append(self._chunks(pieces[first:end], skipped[first:end], first))
+                first, tokens = end, 0
+        if len(parts) == 1:
+            return Chunks(*parts[0])
+        return Chunks(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+    def _chunks(
+        self, pieces: Sequence[bytes], skipped: Sequence[int], first: int
+    ) -> tuple[Hashes, Ints, Ints, Ints]:
+        """The chunks of a group of pieces, which are numbered from `first` on."""
         lengths = np.array([len(piece) for piece in pieces], np.int64) // TOKEN_BYTES
         lengths -= np.array(skipped, np.int64)
         present = np.flatnonzero(lengths)
@@ -219,7 +235,7 @@ class ContentCutter:
         length = np.append(begin[1:], total) - begin
         owner = np.searchsorted(starts, begin, side="right") - 1
         hashes = self._hash(begin, length)
-        return Chunks(hashes, present[owner], begin - starts[owner], length)
+        return hashes, present[owner] + first, begin - starts[owner], length
 
     def _hash(self, begin: Ints, length: Ints) -> Hashes:
         # All windows of the buffer as overlapping items, which numpy copies whole.
