@@ -1,13 +1,15 @@
 """Drives the radix tree alone, without a model or torch, over six workloads.
 
     python benchmarks/tree.py [--workload A..F ...] [--pool TOKENS ...] [--policy NAME ...]
-                              [--page-size N] [--trace FILE] [--json FILE] [--quick]
+                              [--page-size N] [--trace FILE] [--without-accounts]
+                              [--json FILE] [--quick]
     python benchmarks/tree.py --evict [--json FILE]
 
 A request is what an engine does to the tree for it: match, lock, claim or copy the tail, allocate
-(which evicts), insert the prompt, allocate and insert the output, release. Requests come one after
-another. A row gives milliseconds a request (mean, median, 99th percentile), microseconds an evict
-call, the hit rate (hit tokens over prompt tokens) and resident bytes a cached token.
+(which evicts), insert the prompt, allocate and insert the output, release, and the accounts of all
+that. Requests come one after another. A row gives milliseconds a request (mean, median, 99th
+percentile), microseconds an evict call, the hit rate (hit tokens over prompt tokens) and resident
+bytes a cached token, of a process of its own; `accounts_share` is the accounts' part of the mean.
 
 Absolute times drift from machine to machine and hour to hour, so the same run times a fixed loop of
 memory comparisons and dictionary lookups (`reference_loop`), before and after; `x_reference` are a
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -43,7 +46,8 @@ from typing import Any
 import numpy as np
 from harness import Rows, parser, processor, spread
 
-from coppice.radix import PagePool, RadixTree
+from coppice.radix import Accounting, Divergence, Match, PagePool, RadixTree, RequestAccount
+from coppice.radix.near_misses import SHOWN_TOKENS
 
 TRACE_BLOCK = 512
 TOKEN_BYTES = 4
@@ -122,17 +126,65 @@ def workload_f(trace: Path, quick: bool) -> Iterator[Work]:
             yield Work(prompt, _mixed(generated + np.uint64(2**40)))
 
 
+def requests_of(workload: str, trace: Path | None, quick: bool) -> Iterator[Work]:
+    """The requests of a workload, A to F; F takes them from the trace."""
+    if workload == "F":
+        assert trace is not None
+        return workload_f(trace, quick)
+    makers: dict[str, Callable[[bool], Iterator[Work]]] = {
+        "A": workload_a,
+        "B": workload_b,
+        "C": workload_c,
+        "D": workload_d,
+        "E": workload_e,
+    }
+    return makers[workload](quick)
+
+
 def _mixed(numbers: np.ndarray) -> bytes:
     """Tokens of 31 bits, one a number (uint64), by multiplication with an odd constant."""
     return ((numbers * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)).astype(np.int32).tobytes()
 
 
-def serve(tree: RadixTree, work: Work) -> tuple[int, int]:
+class Accounts:
+    """Keeps the accounts of a tree as an engine does, one request a second, and times itself."""
+
+    def __init__(self, pool_tokens: int) -> None:
+        self.seconds = 0.0
+        self.accounting = Accounting(pool_tokens, now=0.0)
+        self._now = 0.0
+        self._account: RequestAccount | None = None
+
+    def admitted(self, tree: RadixTree, prompt: bytes, match: Match) -> None:
+        start = time.perf_counter()
+        self._now += 1.0
+        theirs = tree.behind(match, SHOWN_TOKENS)
+        here = match.length * TOKEN_BYTES
+        differs = bool(theirs) and theirs[:TOKEN_BYTES] != prompt[here : here + TOKEN_BYTES]
+        self._account = self.accounting.request(
+            prompt,
+            None,
+            match.length,
+            divergence=Divergence.at(prompt, match.length, theirs) if differs else None,
+            now=self._now,
+        )
+        self.seconds += time.perf_counter() - start
+
+    def finished(self, output: bytes) -> None:
+        start = time.perf_counter()
+        assert self._account is not None
+        self.accounting.finish(self._account, output, now=self._now)
+        self.seconds += time.perf_counter() - start
+
+
+def serve(tree: RadixTree, work: Work, accounts: Accounts | None = None) -> tuple[int, int]:
     """One request through the tree; returns its prompt tokens and those of them that hit."""
     size = tree.page_size
     prompt = work.prompt
     length = len(prompt) // TOKEN_BYTES
     match = tree.match(prompt[:-TOKEN_BYTES])  # the last token's logits are needed
+    if accounts is not None:
+        accounts.admitted(tree, prompt, match)
     hold = tree.lock(match)
     table = tree.page_table(hold)
     if match.length % size and not tree.claim_tail(hold):
@@ -144,6 +196,8 @@ def serve(tree: RadixTree, work: Work) -> tuple[int, int]:
         _grow(tree, table, len(everything) // TOKEN_BYTES)
         tree.insert(hold, everything, table)
     tree.release(hold, table)
+    if accounts is not None:
+        accounts.finished(work.output)
     return length, match.length
 
 
@@ -190,19 +244,30 @@ class TimedEvictions:
 
 
 def measure(
-    requests: Iterator[Work], pool_tokens: int, policy: str, page_size: int
+    workload: str,
+    options: tuple[Path | None, bool],
+    pool_tokens: int,
+    policy: str,
+    page_size: int,
+    with_accounts: bool,
 ) -> dict[str, Any]:
     """Runs all requests through a fresh tree; returns a row's figures."""
+    if not pool_tokens:  # no workload enters more than all of its tokens, page ends included
+        pool_tokens = sum(
+            (len(work.prompt) + len(work.output)) // TOKEN_BYTES + 2 * page_size
+            for work in requests_of(workload, *options)
+        )
     gc.collect()
     before = resident()
     tree = RadixTree(PagePool(-(-pool_tokens // page_size), page_size), policy=policy)
+    accounts = Accounts(pool_tokens) if with_accounts else None
     evictions = TimedEvictions(tree)
     times = array("d")
     prompt_tokens = hit_tokens = 0
     references = [reference_loop()]
-    for work in requests:
+    for work in requests_of(workload, *options):
         start = time.perf_counter()
-        length, hit = serve(tree, work)
+        length, hit = serve(tree, work, accounts)
         times.append(time.perf_counter() - start)
         prompt_tokens += length
         hit_tokens += hit
@@ -221,6 +286,7 @@ def measure(
         "requests": len(times),
         "hit_rate": round(hit_tokens / prompt_tokens, 4),
         "x_reference": {name: round(value / reference, 2) for name, value in figures.items()},
+        "accounts_share": accounts and round(accounts.seconds / sum(times), 3),
         "evict_calls": evictions.calls,
         "evict_x_reference": evict_us and round(evict_us / 1e3 / reference, 3),
         "bytes_a_cached_token": round(grown / tree.cached_tokens, 2),
@@ -275,18 +341,11 @@ def main() -> None:
     options.add_argument("--policy", nargs="+", default=["lru"])
     options.add_argument("--page-size", type=int, default=16)
     options.add_argument("--trace", type=Path, help="the trace of workload F")
+    options.add_argument("--without-accounts", action="store_true")
     options.add_argument("--evict", action="store_true", help="time evictions at many leaves")
     args = options.parse_args()
     if "F" in args.workload and args.trace is None:
         options.error("--workload F needs --trace FILE")
-    makers: dict[str, Callable[[], Iterator[Work]]] = {
-        "A": lambda: workload_a(args.quick),
-        "B": lambda: workload_b(args.quick),
-        "C": lambda: workload_c(args.quick),
-        "D": lambda: workload_d(args.quick),
-        "E": lambda: workload_e(args.quick),
-        "F": lambda: workload_f(args.trace, args.quick),
-    }
     pools = {"D": [200_000], "F": [1_000_000, 3_000_000, 10_000_000, 0]}
     rows = Rows(args.json)
     if args.evict:
@@ -294,17 +353,16 @@ def main() -> None:
             figures = measure_evictions(policy, args.quick)
             rows.add(benchmark="tree eviction", policy=policy, **figures, machine=processor())
         return
+    options_of_all = (args.trace, args.quick)
     for name in args.workload:
         for pool in args.pool or pools.get(name, [0]):
             for policy in args.policy:
-                # Enough: no workload enters more tokens than that, its page ends included.
-                capacity = pool or sum(
-                    (len(work.prompt) + len(work.output)) // TOKEN_BYTES + 2 * args.page_size
-                    for work in makers[name]()
-                )
                 row = {"workload": name, "pool_tokens": pool or "unlimited", "policy": policy}
+                what = (name, options_of_all, pool, policy, args.page_size)
+                # A process of its own: what a former row left in memory is not this one's.
+                with multiprocessing.get_context("spawn").Pool(1) as process:
+                    figures = process.apply(measure, (*what, not args.without_accounts))
                 row["page_size"] = args.page_size
-                figures = measure(makers[name](), capacity, policy, args.page_size)
                 rows.add(benchmark="tree", **row, **figures, machine=processor())
 
 
