@@ -49,27 +49,29 @@ class History:
 
     def __init__(self, capacity_tokens: int, max_ghosts: int, ended: Ended) -> None:
         self.now = 0  # requests
-        self.hit_tokens = 0
-        self.lru_hit_tokens = 0
-        self.entered_tokens = 0
-        self._capacity = capacity_tokens
-        self._max_ghosts = max_ghosts
-        self._ended = ended
+        self.hit_tokens = self.lru_hit_tokens = self.entered_tokens = 0
+        self._capacity, self._max_ghosts, self._ended = capacity_tokens, max_ghosts, ended
         self._records: list[Record] = []
         self._roots: dict[Hashable, Record] = {}
         self._ghosts: deque[Record] = deque()  # by the time of their eviction, revived ones among
         self._num_ghosts = 0
         self._recency: deque[tuple[int, Record]] = deque()  # uses, old ones of a record included
-        self._recency_limit = 1024
+        self._limit = 1024  # entries of the three until they are compacted
         self._lru_tokens = 0
 
-    def records(self) -> list[Record]:
-        """All records, in no order; drops what was kept of others. O(records)."""
+    def sample(self, size: int) -> tuple[list[Record], int]:
+        """Every n-th record, `size` to twice as many if there are so many; and n."""
+        step = max(1, len(self._records) // size)
+        return [record for record in self._records[::step] if record.parent is not None], step
+
+    def _compact(self) -> None:
+        """Drops dead entries; as many new ones as are left will have paid for the next time."""
         self._records = [record for record in self._records if record.parent is not None]
         ghosts = (ghost for ghost in self._ghosts if not ghost.live and ghost.parent is not None)
         self._ghosts = deque(dict.fromkeys(ghosts))
+        self._recency = deque(use for use in self._recency if use[0] == use[1].last)
+        self._limit = 1024 + 2 * (len(self._recency) + len(self._records) + len(self._ghosts))
         self._roots = {name: top for name, top in self._roots.items() if top.children}
-        return self._records
 
     # -- uses --------------------------------------------------------------------------------
 
@@ -81,10 +83,9 @@ class History:
             self.hit_tokens += record.length
             self._use(record)
             record = record.parent
+        if len(self._recency) + len(self._records) + len(self._ghosts) > self._limit:
+            self._compact()
         recency = self._recency
-        if len(recency) > self._recency_limit:
-            recency = deque(use for use in recency if use[0] == use[1].last and use[1].in_lru)
-            self._recency, self._recency_limit = recency, 1024 + 4 * len(recency)
         while recency:
             last, record = recency[0]
             if record.last == last and record.in_lru:
@@ -221,10 +222,9 @@ class History:
         return record
 
     def _bury(self, record: Record, edge: bytes, base: int) -> None:
-        end = record.start + record.length
         record.live = False
-        record.head = _head(edge, record.start - base, end - base)
-        record.samples = _samples(edge, record.start, end, base)
+        record.head = _head(edge, record.start - base, record.start + record.length - base)
+        record.samples = _samples(edge, record.start, record.start + record.length, base)
         self._ghosts.append(record)
         self._num_ghosts += 1
 
@@ -281,7 +281,7 @@ def _head(edge: bytes, at: int, end: int) -> bytes:
 
 def _samples(edge: bytes, start: int, end: int, base: int) -> bytes:
     """The tokens at the positions in start .. end - 1 that STRIDE divides; `base` is the edge's."""
-    first = -(-start // STRIDE) * STRIDE - base
+    first = start + -start % STRIDE - base
     return memoryview(edge).cast("i")[first : end - base : STRIDE].tobytes()
 
 

@@ -15,6 +15,9 @@ _PRIOR = 2.0
 # estimation leaves is mostly that.
 _STEPS = 6.0
 
+# Of the waits that go on, at least so many are looked at, if there are more.
+_SAMPLE = 2048
+
 _AGES = 32  # age a belongs to the bucket a.bit_length(): 0, 1, 2 .. 3, 4 .. 7, ...
 _WIDTH = [1, *(1 << age for age in range(_AGES - 1))]
 _BEGIN = [0, *_WIDTH[1:]]
@@ -58,15 +61,18 @@ class ReuseTable:
         self._ended[row][bucket] += tokens
         self._waited[row][bucket] += tokens * (age - _BEGIN[bucket])
 
-    def learn(self, waiting: Iterable[Record], now: int, half_life: float, elapsed: int) -> None:
-        """Computes the densities anew, with the waits that go on; O(records).
+    def learn(
+        self, waiting: Iterable[Record], weight: int, now: int, half_life: float, elapsed: int
+    ) -> None:
+        """Computes the densities anew, with the waits that go on; O(waiting).
 
-        Old observations lose half their weight in `half_life` requests.
+        Each of `waiting` stands for `weight` records. Old observations lose half their weight in
+        `half_life` requests; `elapsed` of them have passed since the last time.
         """
         ended = [row.copy() for row in self._ended]
         waited = [row.copy() for row in self._waited]
         total = count = 0
-        fade = [0.5 ** (min(b and 1 << b - 1, 1 << 30) / half_life) for b in range(_AGES)]
+        fade = [weight * 0.5 ** (min(b and 1 << b - 1, 1 << 30) / half_life) for b in range(_AGES)]
         for record in waiting:
             age = now - record.last
             bucket = age.bit_length()
@@ -90,9 +96,12 @@ class ReuseTable:
 
     def _rate(self, waited: list[list[float]], prior: float) -> None:
         """Densities from hits and time; `prior` tokens is what an assumed rate weighs."""
+        # Nothing has waited for longer than this; behind it all lose worth with age alike.
+        known = 2 + max((age for row in waited for age in range(_AGES) if row[age]), default=0)
+        known = min(known, _AGES)
         assumed = 0.25
         common = []
-        for bucket in range(_AGES):
+        for bucket in range(known):
             hits = sum(row[bucket] for row in self._hits)
             time = sum(row[bucket] for row in waited)
             common.append((hits + prior) / (time + prior / assumed))
@@ -100,13 +109,13 @@ class ReuseTable:
         for row, times, densities in zip(self._hits, waited, self.density, strict=True):
             rates = [
                 (hits + prior) / (time + prior / rate)
-                for hits, time, rate in zip(row, times, common, strict=True)
+                for hits, time, rate in zip(row, times, common, strict=False)
             ]
-            stays = [math.exp(-rate * width) for rate, width in zip(rates, _WIDTH, strict=True)]
-            for bucket in range(_AGES):
+            leaves = [1 - math.exp(-rate * _WIDTH[age]) for age, rate in enumerate(rates)]
+            for bucket in range(known):
                 kept, earned, spent, best = 1.0, 0.0, 0.0, 0.0
-                for later in range(bucket, _AGES):
-                    gone = kept * (1 - stays[later])
+                for later in range(bucket, known):
+                    gone = kept * leaves[later]
                     earned += gone
                     spent += gone / rates[later]
                     kept -= gone
@@ -115,6 +124,8 @@ class ReuseTable:
                     elif kept < 0.01:
                         break
                 densities[bucket] = round(math.log(best) * _STEPS)
+            for bucket in range(known, _AGES):
+                densities[bucket] = densities[bucket - 1] - round(_STEPS)
 
 
 # A ghost for so many tokens of capacity, which costs about 3 bytes a token of it.
@@ -209,18 +220,19 @@ class HitDensity(EvictionOrder):
         return self._table.density[row][age.bit_length()], leaf.stamp
 
     def _sort(self, now: int) -> None:
-        """Enters all leaves by their present keys. O(leaves log leaves), each eighth of them."""
+        """Enters all leaves by their present keys. O(leaves log leaves), each third of them."""
         leaves = LeafHeap()
         for leaf in self._leaves:
             leaves.add(self._key(leaf), leaf)
         self._leaves = leaves
-        self._sort_at = now + max(4, len(leaves) // 8)
+        self._sort_at = now + max(4, len(leaves) // 3)
 
     def _learn(self, now: int) -> None:
-        records = self._history.records()
-        self._table.learn(records, now, 4096.0 + 2 * len(records), now - self._learned)
+        waiting, step = self._history.sample(_SAMPLE)
+        half_life = 4096.0 + 2 * step * len(waiting)
+        self._table.learn(waiting, step, now, half_life, now - self._learned)
         self._learned = now
-        self._learn_at = now + min(max(16, now // 4), max(256, len(records) // 8))
+        self._learn_at = now + min(max(16, now // 4), 512)
         self._sort_at = now
 
     # -- LRU or not --------------------------------------------------------------------------
