@@ -18,10 +18,10 @@ FACTORS = tuple(2.0 ** (step / 2) for step in range(-4, 9))
 """Sizes of the pool that the curve is asked for, relative to the present one: 1/4 to 16."""
 
 # Blocks that are followed at most: as many as fit the largest pool of the curve at its rate.
-_MAX_TRACKED = 4096
+_MAX_TRACKED = 8192
 # References that are placed in the stack at once. Their cost is quadratic in this number, that of
-# the calls to numpy is shared among them.
-_BATCH = 192
+# the calls to numpy is shared among them. Counts of them fit a byte.
+_BATCH = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class MissRatioCurve:
     ) -> None:
         """Uses of sampled blocks, group after group, in each from the prompt's beginning on.
 
-        O(blocks x 192, and blocks followed for each 192 of them).
+        O(blocks x 240, and blocks followed for each 240 of them).
 
         Args:
             keys: the blocks, each once in a group.
@@ -130,25 +130,30 @@ class MissRatioCurve:
     def _place(self, keys: Hashes, groups: Ints, counted: NDArray[np.bool_]) -> None:
         """Measures the distances of whole groups, then moves their blocks to the top."""
         # The deepest block of each group first, so that the prompt's beginning ends up on top.
-        order = np.lexsort((-np.arange(len(keys)), groups))
+        begins = np.searchsorted(groups, groups, side="left")
+        order = begins + np.searchsorted(groups, groups, side="right") - 1 - np.arange(len(keys))
         keys, groups, counted = keys[order], groups[order], counted[order]
         start, last = self._moment, self._last
         self._moment += len(keys)
-        previous = np.empty(len(keys), np.int64)  # moments of the uses before; -1: none
-        for at, key in enumerate(keys.tolist()):
-            previous[at] = last.get(key, -1)
-            last[key] = start + at
+        uses: list[int] = []  # moments of the uses before; -1: none
+        for moment, key in enumerate(keys.tolist(), start):
+            uses.append(last.get(key, -1))
+            last[key] = moment
+        previous = np.array(uses, np.int64)
         moments = np.arange(start, self._moment)
 
         # Blocks above the own one: those of the stack as it was, and, of uses of earlier groups
         # since, the ones whose own use before lies below (any other was counted already).
         above = len(self._moments) - np.searchsorted(self._moments, previous, side="right")
         if groups[0] != groups[-1]:
-            above += (
-                (groups < groups[:, None])
-                & (moments > previous[:, None])
-                & (previous < previous[:, None])
-            ).sum(axis=1)
+            # In short numbers, from the first of these moments on: three times as fast.
+            group = (groups - groups[0]).astype(np.int32)
+            use = (moments - start).astype(np.int32)
+            before = np.maximum(previous - start, -(2**31)).astype(np.int32)
+            within = group < group[:, None]
+            within &= use > before[:, None]
+            within &= before < before[:, None]
+            above += within.view(np.uint8).sum(axis=1, dtype=np.uint8)
         found = counted & (previous >= 0)
         distance = (above[found] / self.rate + 1) * self.block_tokens
         places = np.searchsorted(self._limits, distance)

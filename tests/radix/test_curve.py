@@ -80,7 +80,7 @@ def test_large_pools_are_sampled_within_two_points(monkeypatch: pytest.MonkeyPat
     told = [(blocks, True) for blocks in requests(2, 1500, 6000)]
     pool = 4000
     sampled = MissRatioCurve(pool * BLOCK, BLOCK)
-    assert 0 < sampled.rate < 0.1
+    assert 0 < sampled.rate < 0.15
     monkeypatch.setattr("coppice.radix.curve._MAX_TRACKED", 10**6)
     exact = MissRatioCurve(pool * BLOCK, BLOCK)  # as the test above shows
     assert exact.rate == 1
