@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable
 from coppice.radix.node import Node, Root
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 
-# A ghost knows every 64th of its tokens and its first 8, to tell how far new tokens repeat it.
-STRIDE = 64
+# A ghost knows every 128th of its tokens and its first 8, to tell how far new tokens repeat it.
+STRIDE = 128
 _HEAD = 8
 
 
@@ -65,12 +65,12 @@ class History:
         return [record for record in self._records[::step] if record.parent is not None], step
 
     def _compact(self) -> None:
-        """Drops dead entries; as many new ones as are left will have paid for the next time."""
+        """Drops dead entries; half as many new ones as are left pay for the next time."""
         self._records = [record for record in self._records if record.parent is not None]
         ghosts = (ghost for ghost in self._ghosts if not ghost.live and ghost.parent is not None)
         self._ghosts = deque(dict.fromkeys(ghosts))
         self._recency = deque(use for use in self._recency if use[0] == use[1].last)
-        self._limit = 1024 + 2 * (len(self._recency) + len(self._records) + len(self._ghosts))
+        self._limit = 1024 + (len(self._recency) + len(self._records) + len(self._ghosts)) * 3 // 2
         self._roots = {name: top for name, top in self._roots.items() if top.children}
 
     # -- uses --------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class History:
             self._ended(record, self.now - record.last, False)
             if record.in_lru:
                 self._leave_lru(record)
-            record.parent, record.children = None, {}
+            record.parent, record.children, record.samples = None, {}, b""
             self._num_ghosts -= 1
 
 

@@ -129,7 +129,7 @@ class ReuseTable:
 
 
 # A ghost for so many tokens of capacity, which costs about 3 bytes a token of it.
-_TOKENS_A_GHOST = 128
+_TOKENS_A_GHOST = 256
 # What is compared with LRU: windows of at least so many requests that enter at least half the
 # capacity; the first few only learn, so that a short run is plain LRU.
 _WINDOW = 64
@@ -220,12 +220,12 @@ class HitDensity(EvictionOrder):
         return self._table.density[row][age.bit_length()], leaf.stamp
 
     def _sort(self, now: int) -> None:
-        """Enters all leaves by their present keys. O(leaves log leaves), each third of them."""
+        """Enters all leaves by their present keys. O(leaves log leaves), each quarter of them."""
         leaves = LeafHeap()
         for leaf in self._leaves:
             leaves.add(self._key(leaf), leaf)
         self._leaves = leaves
-        self._sort_at = now + max(4, len(leaves) // 3)
+        self._sort_at = now + max(4, len(leaves) // 4)
 
     def _learn(self, now: int) -> None:
         waiting, step = self._history.sample(_SAMPLE)
