@@ -214,12 +214,12 @@ class PagePool:
         O(pages) at memory speed.
         """
         if len(pages) < _VECTOR:
-            refs, sole = self.refs, array("i")
+            sole = array("i")
             for page in pages:
-                if refs[page] == 1:
+                if self.refs[page] == 1:
                     sole.append(page)
                 else:
-                    refs[page] -= 1
+                    self.refs[page] -= 1
             return sole
         refs, ids = np.frombuffer(self.refs, np.int32), np.frombuffer(pages, np.int32)
         counts = refs[ids]

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterator
+from typing import Protocol
 
 from coppice.radix.events import PageEvents
 from coppice.radix.node import Hold, Inserted, Match, Node, Root
 from coppice.radix.policies import make_order
 from coppice.radix.pool import OutOfPages, PagePool
 from coppice.radix.tokens import TOKEN_BYTES, Tokens, common_prefix, token_bytes
+
+
+class TreeWatcher(Protocol):
+    """Whoever wants to know at once what can be hit."""
+
+    def stored(self, node: Node) -> None:
+        """All tokens up to the end of `node` can be hit from now on."""
+
+    def evicted(self, node: Node, length: int) -> None:
+        """Only the first `length` tokens of the edge of `node` will be left, maybe none."""
 
 
 class RadixTree:
@@ -50,6 +61,7 @@ class RadixTree:
         self.evicted_tokens = 0  # since the start
         self.last_evicted = 0  # logical time of the last use of what was evicted last
         self.events: PageEvents | None = None  # attaches itself
+        self.watcher: TreeWatcher | None = None  # attaches itself
         self._roots: dict[Hashable, Root] = {}
         self._nodes = 0
         self._clock = 0
@@ -377,6 +389,8 @@ class RadixTree:
         self._order.inserted(grown, total - matched)
         if self.events is not None:
             self.events.stored(grown)
+        if self.watcher is not None:
+            self.watcher.stored(grown)
         return grown
 
     def _move(self, hold: Hold, bottom: Node, node: Node) -> None:
@@ -470,6 +484,8 @@ class RadixTree:
         self._order.evicted(leaf, evicted)
         if self.events is not None:
             self.events.removed(leaf, length)
+        if self.watcher is not None:
+            self.watcher.evicted(leaf, length)
         self.evicted_tokens += evicted
         self.cached_tokens -= evicted
         self.cached_pages -= own

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.radix import POLICIES
+from coppice.runtime.waiting import SCHEDULING_POLICIES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -38,6 +39,13 @@ class EngineConfig:
     max_num_seqs: int = _option(64, "most sequences in one step")
     max_num_batched_tokens: int = _option(2048, "most tokens in one step")
     enable_prefix_caching: bool = _option(True, "reuse the KV of prefixes seen before")
+    scheduling_policy: str = _option(
+        "lpm", f"who is admitted next: {', '.join(SCHEDULING_POLICIES)}"
+    )
+    max_queued_requests: int | None = _option(None, "requests that may wait; more are refused")
+    max_queued_tokens: int | None = _option(
+        None, "tokens of all requests that may wait; more are refused"
+    )
     eviction_policy: str = _option(
         "lru", f"what goes first when pages run out: {', '.join(POLICIES)}"
     )
@@ -69,6 +77,11 @@ class EngineConfig:
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), so "
                 f"that every sequence gets its token in a step, got {self.max_num_batched_tokens}"
             )
+        _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        if self.max_queued_requests is not None:
+            _at_least("max_queued_requests", self.max_queued_requests, 1)
+        if self.max_queued_tokens is not None:
+            _at_least("max_queued_tokens", self.max_queued_tokens, 1)
         _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
         if not isinstance(self.pin_budget, (int, float)) or not 0 <= self.pin_budget <= 1:
             raise ValueError(f"pin_budget must be from 0 to 1, got {self.pin_budget!r}")

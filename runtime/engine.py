@@ -28,7 +28,7 @@ from coppice.runtime.memory import plan_cache
 from coppice.runtime.model_config import load_model_config
 from coppice.runtime.paging import Paging
 from coppice.runtime.report import CacheReport, Counters
-from coppice.runtime.request import Request, Sequence, Status, StepOutput
+from coppice.runtime.request import QueueFull, Request, Sequence, Status, StepOutput
 from coppice.runtime.sampler import Sampler
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.scheduler import Schedule, Scheduler
@@ -116,6 +116,7 @@ class Engine:
             self.paging,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
+            policy=self.config.scheduling_policy,
         )
 
     @property
@@ -131,16 +132,29 @@ class Engine:
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
-        """Queues a request. Raises ValueError, with nothing queued, if it can't be served.
+        """Queues a request.
 
-        Requests reuse each other's KV only if their `cache_salt` is equal.
+        Requests reuse each other's KV only if their `cache_salt` is equal. `priority` is the
+        request's class under the scheduling policy "priority": the least number first.
+
+        Raises ValueError if it can't be served, and QueueFull if too much waits already; nothing is
+        queued then.
         """
         if request_id in self._sequences:
             raise ValueError(
                 f"request_id must be unique among running requests, got {request_id!r}"
             )
         self.check_prompt(prompt_token_ids, params)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority must be an integer, got {priority!r}")
+        if priority and self.config.scheduling_policy != "priority":
+            raise ValueError(
+                f"priority needs scheduling_policy 'priority', which is "
+                f"{self.config.scheduling_policy!r}; got {priority}"
+            )
+        self._check_queue(len(prompt_token_ids))
         room = self.longest_request - len(prompt_token_ids)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -152,11 +166,26 @@ class Engine:
             arrival=self._arrivals,
             seed=seed,
             max_length=len(prompt_token_ids) + limit,
+            priority=priority,
         )
         self._arrivals += 1
         sequence = Sequence(request)
         self._sequences[request_id] = sequence
         self.scheduler.add(sequence)
+
+    def _check_queue(self, tokens: int) -> None:
+        """Raises QueueFull if a request of so many prompt tokens may not wait as well."""
+        queue, config = self.scheduler.waiting, self.config
+        for limit, waits, more in (
+            ("max_queued_requests", len(queue), 1),
+            ("max_queued_tokens", queue.tokens, tokens),
+        ):
+            allowed = getattr(config, limit)
+            if allowed is not None and waits + more > allowed:
+                raise QueueFull(
+                    f"the queue is full: {waits} of {limit} {allowed} wait, and this request "
+                    f"brings {more} more; try again later"
+                )
 
     def check_prompt(self, prompt_token_ids: Seq[int], params: SamplingParams) -> None:
         """Raises ValueError if the prompt can't be served."""
@@ -253,7 +282,7 @@ class Engine:
 
     def _commit(self, schedule: Schedule, batch: Batch, tokens: list[int]) -> list[StepOutput]:
         for chunk in schedule.chunks:
-            self.paging.commit(chunk.sequence, chunk.count)
+            self.scheduler.computed(chunk)
         outputs = []
         for sequence, token in zip(batch.sampled, tokens, strict=True):
             sequence.tokens.append(token)

@@ -92,6 +92,14 @@ class Paging:
         if missing > 0:
             table += self.tree.allocate(missing, table[-1] if table else -1)
 
+    def own_tokens(self, sequence: Sequence) -> int:
+        """Computed tokens of a running sequence that no other one keeps. O(nodes on its path)."""
+        assert sequence.hold is not None
+        node = sequence.hold.node
+        while node is not None and node.locks == 1:
+            node = node.parent
+        return sequence.computed - (node.end if node is not None else 0)
+
     def commit(self, sequence: Sequence, count: int) -> None:
         """The KV of its next `count` tokens is in its pages now.
 

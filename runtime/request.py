@@ -11,6 +11,10 @@ from coppice.radix import Hold, RequestAccount
 from coppice.runtime.sampling_params import SamplingParams
 
 
+class QueueFull(RuntimeError):
+    """A request was refused because too much waits already."""
+
+
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -28,6 +32,7 @@ class Request:
     arrival: int  # serial number
     seed: int  # of its sampling: the user's, or one that the engine drew
     max_length: int  # tokens, prompt included, at which it ends for "length"
+    priority: int = 0  # its class under the policy "priority": the least number first
 
 
 class Sequence:
@@ -40,7 +45,7 @@ class Sequence:
     """
 
     __slots__ = ("request", "tokens", "computed", "status", "hold", "table", "cached_tokens",
-                 "counted", "admitted", "preempted", "overtaken", "private", "account")  # fmt: skip
+                 "counted", "admitted", "preempted", "private", "account")  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -53,7 +58,6 @@ class Sequence:
         self.counted = False  # in the report: once its first chunk is computed
         self.admitted = -1  # serial number of its last admission
         self.preempted = False  # waits to be resumed
-        self.overtaken = 0  # requests that came later and were admitted before it
         self.account: RequestAccount | None = None  # of its last admission; None without accounts
         self.private = False  # keeps out of the tree until it ends (see Scheduler)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from coppice.radix import Match
-from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.paging import PageCopy, Paging
 from coppice.runtime.request import Sequence, Status
 from coppice.runtime.waiting import WaitingQueue
 
-# A follower that would save fewer tokens than this does not wait for its leader: a step of the
-# whole batch costs more than they do.
-MIN_SHARED_TOKENS = 16
+# So many sequences that do not fit now are passed in one step by ones that do.
+LOOK_PAST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +49,34 @@ class Scheduler:
     it) it starts again as a *private* sequence, which locks nothing and can evict all the rest.
     """
 
-    def __init__(self, paging: Paging, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        paging: Paging,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: str = "lpm",
+    ) -> None:
         self.paging = paging
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.running: list[Sequence] = []  # in order of admission
-        self.waiting = WaitingQueue(
-            lambda sequence: paging.match(sequence).length, overtake_limit=4 * max_num_seqs
-        )
+        self.waiting = WaitingQueue(paging.tree, policy, slack=max_num_batched_tokens)
         self.preemptions = 0
         self._admissions = 0
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.add(sequence)
+        self.waiting.add(sequence, self._hit(sequence))
+
+    def _hit(self, sequence: Sequence) -> int:
+        return self.paging.match(sequence).length
 
     def schedule(self) -> Schedule:
         """The next step; empty if there is nothing to do. Pages are taken, locks are held."""
         schedule = Schedule()
         budget = self.max_num_batched_tokens
+        if self.waiting.policy == "priority":
+            self._make_room()
         # Decodes first, so that a long prompt never stalls them: they are at most max_num_seqs.
         order = sorted(self.running, key=lambda sequence: sequence.remaining > 1)
         short_of_pages = False
@@ -96,11 +104,10 @@ class Scheduler:
             if self.paging.try_grow(sequence, count):
                 return True
             scheduled = {id(chunk.sequence) for chunk in schedule.chunks}
-            victim = self.running[-1]
-            while victim is not sequence and id(victim) in scheduled:
-                victim = self.running[self.running.index(victim) - 1]
-            if victim is not sequence:
-                self.preempt(victim)
+            later = self.running[self.running.index(sequence) + 1 :]
+            victims = [each for each in later if id(each) not in scheduled]
+            if victims:
+                self.preempt(self._cheapest(victims))
             elif len(self.running) > 1:
                 return False  # older ones run; when they leave there are pages
             else:
@@ -109,19 +116,37 @@ class Scheduler:
                 sequence.private = True
                 return False
 
+    def _cheapest(self, victims: list[Sequence]) -> Sequence:
+        """The one whose return costs least: the worst class, then the fewest tokens to redo.
+
+        What it shares with others stays; the rest may be evicted before it resumes. Of equals the
+        one with most work left, then the one admitted last.
+        """
+        return min(
+            victims,
+            key=lambda victim: (
+                -victim.request.priority,
+                self.paging.own_tokens(victim),
+                victim.computed - victim.request.max_length,
+                -victim.admitted,
+            ),
+        )
+
     def preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue; its computed tokens stay in the tree."""
         self.preemptions += 1
         self.running.remove(sequence)
+        self.waiting.stop_leading(sequence)
         self.paging.leave(sequence)
         sequence.status = Status.WAITING
         sequence.preempted = True
-        self.waiting.add(sequence)
+        self.waiting.add(sequence, 0)
 
     def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Ends a running or waiting sequence; `keep` as in `Paging.leave`."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
+            self.waiting.stop_leading(sequence)
             self.paging.leave(sequence, keep=keep)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
@@ -130,32 +155,48 @@ class Scheduler:
     # -- waiting sequences -------------------------------------------------------------------
 
     def _admit(self, schedule: Schedule, budget: int) -> None:
-        if not len(self.waiting) or not budget or len(self.running) >= self.max_num_seqs:
-            return
-        for sequence in self.waiting.ordered():
-            if not budget or len(self.running) >= self.max_num_seqs:
-                return
+        """Admits whoever is next and fits, and a few that do fit behind one that does not."""
+        looked_past = 0
+        while budget and (found := self.waiting.next()) is not None:
+            sequence, next_of_all = found
             match = self.paging.match(sequence)
-            in_flight = self._in_flight(sequence, match)
-            if in_flight >= MIN_SHARED_TOKENS:
-                continue  # hit them when they are computed
-            if not self._fits(sequence, match):
+            in_flight = self.waiting.in_flight(sequence)
+            if len(self.running) >= self.max_num_seqs or not self._fits(sequence, match):
+                if len(self.running) >= self.max_num_seqs:
+                    break
                 if self.running:
-                    return
+                    if next_of_all or looked_past == LOOK_PAST:
+                        break
+                    self.waiting.set_aside(sequence)
+                    looked_past += 1
+                    continue
                 # Alone, but what the hit locks leaves too few pages: compute it without the hit.
                 sequence.private = True
                 match = self.paging.match(sequence)
                 in_flight = 0
             count = min(len(sequence.tokens) - match.length, budget)
             copy = self.paging.admit(sequence, match, count, in_flight)
+            self.waiting.remove(sequence)
             self._enter(sequence)
             if copy is not None:
                 schedule.copies.append(copy)
             schedule.chunks.append(Chunk(sequence, count))
             budget -= count
+        self.waiting.restore(self._hit)
+
+    def _make_room(self) -> None:
+        """Preempts running sequences of worse classes for one that waits and lacks a place."""
+        while (found := self.waiting.next()) is not None:
+            sequence, _ = found
+            worse = [
+                each for each in self.running if each.request.priority > sequence.request.priority
+            ]
+            full = len(self.running) >= self.max_num_seqs
+            if not worse or not (full or not self._fits(sequence, self.paging.match(sequence))):
+                return
+            self.preempt(self._cheapest(worse))
 
     def _enter(self, sequence: Sequence) -> None:
-        self.waiting.admit(sequence)
         sequence.status = Status.RUNNING
         sequence.preempted = False
         sequence.admitted = self._admissions
@@ -163,6 +204,14 @@ class Scheduler:
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = sequence.computed
         self.running.append(sequence)
+        if sequence.remaining > 1 and not sequence.private and self.paging.caching:
+            self.waiting.lead(sequence)
+
+    def computed(self, chunk: Chunk) -> None:
+        """The KV of a chunk is in its pages: what others can hit is entered in the tree."""
+        self.paging.commit(chunk.sequence, chunk.count)
+        if chunk.sequence.remaining <= 1:
+            self.waiting.stop_leading(chunk.sequence)
 
     def _fits(self, sequence: Sequence, match: Match) -> bool:
         """Whether all of it and its next token fit, beside a page more for each one that runs.
@@ -173,20 +222,3 @@ class Scheduler:
         length = min(len(sequence.tokens) + 1, sequence.request.max_length)
         needed = self.paging.pages_needed(length, match) + len(self.running)
         return needed <= self.paging.tree.available_pages(match)
-
-    def _in_flight(self, sequence: Sequence, match: Match) -> int:
-        """Tokens behind its hit that a running sequence is about to compute as well."""
-        if sequence.private or not self.paging.caching:
-            return 0
-        tokens, most = b"", 0
-        for leader in self.running:
-            if (
-                leader.remaining <= 1
-                or leader.private
-                or leader.request.namespace != sequence.request.namespace
-            ):
-                continue
-            tokens = tokens or sequence.tokens[:-1].tobytes()
-            shared = common_prefix(tokens, 0, leader.tokens.tobytes()) // TOKEN_BYTES
-            most = max(most, shared - match.length)
-        return most

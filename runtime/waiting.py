@@ -1,54 +1,284 @@
-"""The queue of waiting sequences, ordered by prefix hit without starving anyone."""
+"""The queue of waiting sequences: which one is next, without starving anyone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 
+from sortedcontainers import SortedDict, SortedList
+
+from coppice.radix import Node, RadixTree
+from coppice.radix.node import Root
 from coppice.runtime.request import Sequence
+from coppice.runtime.waiting_tree import MIN_SHARED_TOKENS, Rank, WaitingTree
+
+# A sequence may be overtaken by at most this fraction of the work that it found before it, so that
+# it waits at most so much longer than first come first served would let it.
+OVERTAKING = 0.15
+
+# What a sequence costs beside its uncached tokens, in tokens: it takes part in steps of its own.
+_OWN_WORK = 32
+
+_CLASS_BITS = 48
+
+
+def _longest_hit(hit: int, ticket: int, waiting: int) -> Rank:
+    return -hit, ticket
+
+
+def _heaviest(hit: int, ticket: int, waiting: int) -> Rank:
+    return -hit, -waiting, ticket
+
+
+def _first_come(hit: int, ticket: int, waiting: int) -> Rank:
+    return (ticket,)
+
+
+def _by_class(hit: int, ticket: int, waiting: int) -> Rank:
+    return ticket >> _CLASS_BITS, -hit, ticket
+
+
+_RANKS: dict[str, Callable[[int, int, int], Rank]] = {
+    "lpm": _longest_hit,
+    "dfs": _heaviest,
+    "fcfs": _first_come,
+    "priority": _by_class,
+}
+
+SCHEDULING_POLICIES = tuple(_RANKS)
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A waiting sequence's place in the queue."""
+
+    sequence: Sequence
+    tokens: bytes
+    ticket: int  # its class and arrival in one number: less is earlier in a better class
+    work: int  # what it costs, in tokens, by the hit it had when it came
+    before: int  # work of all of its class that came before it, since the start
+    ahead: int  # work of its class that it found waiting
+
+
+@dataclass(slots=True)
+class _Class:
+    """What is known of the sequences of one priority class."""
+
+    tickets: SortedList  # of those that wait
+    came: int = 0  # work of all that came, since the start
+    left: int = 0  # work of all that left the queue
 
 
 class WaitingQueue:
     """Sequences that wait for admission.
 
-    First come those that were preempted, then those that were overtaken too often, both in order of
-    arrival; then the longest hit first, first come first served among equals. A sequence counts as
-    overtaken when one that arrived later is admitted before it, so at most `overtake_limit` can
-    pass it: nothing waits for ever.
+    First come those that were preempted, in order of arrival (of the best class that waits). Then
+    whoever has been overtaken by as much work as the bound allows, and else the order of the
+    policy:
+
+    - "lpm": the longest hit first, first come first served among equals.
+    - "dfs": at every branching of what waits, a cached branch before others, and of those the one
+      on which most sequences wait.
+    - "fcfs": in order of arrival.
+    - "priority": by the requests' `priority`, the least number first; "lpm" within a class.
+
+    In every policy a sequence that shares tokens with one that is about to compute them waits to
+    hit them instead. The order is kept up to date by what the tree tells (`RadixTree.watcher`), one
+    path at a time, and costs the same at any length of the queue: every operation is O(tokens of
+    the sequence at memory speed + branches on its path x log).
     """
 
-    def __init__(self, hit: Callable[[Sequence], int], overtake_limit: int) -> None:
-        self._hit = hit
-        self._limit = overtake_limit
-        self._waiting: dict[str, Sequence] = {}
+    def __init__(self, tree: RadixTree, policy: str, *, slack: int) -> None:
+        """`slack` is the work, in tokens, that may always overtake; one step's is a good choice.
+
+        Raises ValueError if the policy is unknown.
+        """
+        if policy not in _RANKS:
+            raise ValueError(
+                f"scheduling_policy must be one of {', '.join(_RANKS)}, got {policy!r}"
+            )
+        self.policy = policy
+        self.tokens = 0  # of all that wait
+        self._slack = slack
+        self._places: dict[int, _Place] = {}  # by ticket
+        self._trees: dict[Hashable, WaitingTree] = {}  # by namespace
+        self._ranks: dict[Hashable, Rank] = {}  # of the trees, as listed
+        self._order: SortedList = SortedList(key=lambda entry: entry[0])  # (rank, namespace)
+        self._resuming: SortedDict = SortedDict()  # preempted ones by ticket
+        self._classes: dict[int, _Class] = {}
+        self._leading: dict[int, tuple[Hashable, bytes]] = {}  # by ticket
+        self._aside: list[_Place] = []
+        tree.watcher = self
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._places) + len(self._resuming)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting.values())
+        yield from self._resuming.values()
+        for place in self._places.values():
+            yield place.sequence
 
-    def add(self, sequence: Sequence) -> None:
-        self._waiting[sequence.request.request_id] = sequence
+    # -- coming and going --------------------------------------------------------------------
+
+    def add(self, sequence: Sequence, hit: int) -> None:
+        """A sequence waits, of whose tokens `hit` are cached now."""
+        self.tokens += len(sequence.tokens)
+        ticket = self._ticket(sequence)
+        if sequence.preempted:
+            self._resuming[ticket] = sequence
+            return
+        group = self._class(ticket)
+        work = len(sequence.tokens) - hit + _OWN_WORK
+        place = _Place(
+            sequence, sequence.tokens.tobytes(), ticket, work, group.came, group.came - group.left
+        )
+        group.came += work
+        group.tickets.add(ticket)
+        self._places[ticket] = place
+        self._enter(place, hit)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes it out without it having been admitted (an abort)."""
-        del self._waiting[sequence.request.request_id]
+        """Takes it out: it was admitted, or has ended."""
+        self.tokens -= len(sequence.tokens)
+        ticket = self._ticket(sequence)
+        if self._resuming.pop(ticket, None) is not None:
+            return
+        place = self._places.pop(ticket)
+        group = self._class(ticket)
+        group.tickets.remove(ticket)
+        group.left += place.work
+        if place in self._aside:
+            self._aside.remove(place)
+            return
+        namespace = sequence.request.namespace
+        self._trees[namespace].remove(place.tokens, ticket)
+        self._list(namespace)
 
-    def admit(self, sequence: Sequence) -> None:
-        """Takes it out for admission; whoever came earlier has been overtaken. O(waiting)."""
-        self.remove(sequence)
-        for other in self._waiting.values():
-            if other.request.arrival < sequence.request.arrival:
-                other.overtaken += 1
+    def set_aside(self, sequence: Sequence) -> None:
+        """Keeps a sequence that does not fit out of the order until `restore`."""
+        place = self._places[self._ticket(sequence)]
+        namespace = sequence.request.namespace
+        self._trees[namespace].remove(place.tokens, place.ticket)
+        self._list(namespace)
+        self._aside.append(place)
 
-    def ordered(self) -> list[Sequence]:
-        """All of them, next first, by their hits as of now. O(waiting x match)."""
-        return sorted(self._waiting.values(), key=self._key)
+    def restore(self, hit: Callable[[Sequence], int]) -> None:
+        """Puts what was set aside back in the order; `hit` tells a sequence's cached tokens."""
+        for place in self._aside:
+            self._enter(place, hit(place.sequence))
+        self._aside.clear()
 
-    def _key(self, sequence: Sequence) -> tuple[int, int, int]:
-        arrival = sequence.request.arrival
-        if sequence.preempted:
-            return 0, 0, arrival
-        if sequence.overtaken >= self._limit:
-            return 1, 0, arrival
-        return 2, -self._hit(sequence), arrival
+    def _enter(self, place: _Place, hit: int) -> None:
+        namespace = place.sequence.request.namespace
+        self._tree(namespace).add(place.tokens, place.ticket, hit)
+        self._list(namespace)
+
+    # -- the next one ------------------------------------------------------------------------
+
+    def next(self) -> tuple[Sequence, bool] | None:
+        """The sequence to admit next, and whether others may not pass it; it stays in the queue.
+
+        None if there is none, or if all wait for what running ones are about to compute.
+        """
+        ticket = self._trees[self._order[0][1]].best() if self._order else None
+        if self._resuming:
+            resuming, sequence = self._resuming.peekitem(0)
+            if ticket is None or resuming >> _CLASS_BITS <= ticket >> _CLASS_BITS:
+                return sequence, True
+        if ticket is None:
+            return None
+        group = self._class(ticket)
+        first = self._places[group.tickets[0]]
+        overtaken = group.left - first.before
+        if overtaken > self._slack + OVERTAKING * first.ahead and self._free(first):
+            return first.sequence, True
+        return self._places[ticket].sequence, False
+
+    def _free(self, place: _Place) -> bool:
+        """Whether it is in the order, and no leader computes what it could hit."""
+        tree = self._trees.get(place.sequence.request.namespace)
+        return (
+            tree is not None
+            and place not in self._aside
+            and tree.shared_with_leader(place.tokens) < MIN_SHARED_TOKENS
+        )
+
+    # -- leaders -----------------------------------------------------------------------------
+
+    def lead(self, sequence: Sequence) -> None:
+        """It was admitted, and is about to compute its tokens from `sequence.computed` on."""
+        namespace, tokens = sequence.request.namespace, sequence.tokens.tobytes()
+        self._leading[self._ticket(sequence)] = namespace, tokens
+        self._tree(namespace).lead(tokens, sequence.computed)
+        self._list(namespace)
+
+    def stop_leading(self, sequence: Sequence) -> None:
+        """It has computed them, or has left; nothing if it did not lead."""
+        led = self._leading.pop(self._ticket(sequence), None)
+        if led is not None:
+            self._trees[led[0]].stop_leading(led[1])
+            self._list(led[0])
+
+    def in_flight(self, sequence: Sequence) -> int:
+        """Tokens behind a waiting sequence's hit that a leader is about to compute."""
+        place = self._places.get(self._ticket(sequence))
+        if place is None:
+            return 0
+        return self._trees[sequence.request.namespace].shared_with_leader(place.tokens)
+
+    # -- what the tree tells -----------------------------------------------------------------
+
+    def stored(self, node: Node) -> None:
+        namespace, tree = self._of(node)
+        if tree is not None:
+            tree.stored(node.prefix())
+            self._list(namespace)
+
+    def evicted(self, node: Node, length: int) -> None:
+        namespace, tree = self._of(node)
+        if tree is not None:
+            tree.evicted(node.prefix(), node.start + length)
+            self._list(namespace)
+
+    def _of(self, node: Node) -> tuple[Hashable, WaitingTree | None]:
+        if not self._trees:
+            return None, None
+        while node.parent is not None:
+            node = node.parent
+        assert isinstance(node, Root)
+        return node.namespace, self._trees.get(node.namespace)
+
+    # -- the books ---------------------------------------------------------------------------
+
+    def _ticket(self, sequence: Sequence) -> int:
+        request = sequence.request
+        group = request.priority if self.policy == "priority" else 0
+        return (group << _CLASS_BITS) + request.arrival
+
+    def _class(self, ticket: int) -> _Class:
+        number = ticket >> _CLASS_BITS
+        if number not in self._classes:
+            self._classes[number] = _Class(SortedList())
+        return self._classes[number]
+
+    def _tree(self, namespace: Hashable) -> WaitingTree:
+        if namespace not in self._trees:
+            self._trees[namespace] = WaitingTree(
+                _RANKS[self.policy], by_weight=self.policy == "dfs"
+            )
+        return self._trees[namespace]
+
+    def _list(self, namespace: Hashable) -> None:
+        """Puts a namespace's tree in its place among the others; drops it when it is empty."""
+        tree = self._trees[namespace]
+        before, rank = self._ranks.get(namespace), tree.rank()
+        if before != rank:
+            if before is not None:
+                self._order.remove((before, namespace))
+            if rank is not None:
+                self._order.add((rank, namespace))
+                self._ranks[namespace] = rank
+            else:
+                del self._ranks[namespace]
+        if tree.empty:
+            del self._trees[namespace]

@@ -106,7 +106,7 @@ def test_a_wrong_value_is_refused_without_a_traceback(
     "arguments",
     [
         [],
-        ["replay", "trace"],
+        ["no-such-command", "trace"],
         ["generate"],
         ["generate", "x", "--no-such-option"],
         ["generate", "x", "--max-tok", "5"],

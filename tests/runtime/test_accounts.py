@@ -43,7 +43,7 @@ class Loop:
             schedule = self.scheduler.schedule()
             for chunk in schedule.chunks:
                 sequence = chunk.sequence
-                self.paging.commit(sequence, chunk.count)
+                self.scheduler.computed(chunk)
                 if not sequence.remaining:
                     sequence.tokens.append(0)
                     if len(sequence.tokens) == sequence.request.max_length:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
+from coppice.runtime.request import QueueFull
 from coppice.runtime.sampling_params import SamplingParams
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
@@ -413,6 +414,9 @@ def test_the_memory_arithmetic_is_told(tiny_checkpoint):
         ("max_num_batched_tokens", 63),
         ("enable_prefix_caching", "yes"),
         ("eviction_policy", "mru"),
+        ("scheduling_policy", "sjf"),
+        ("max_queued_requests", 0),
+        ("max_queued_tokens", "many"),
         ("pin_budget", 1.5),
     ],
 )
@@ -457,3 +461,42 @@ def test_a_pin_keeps_its_prefix_and_leaves_room_for_requests(tiny_checkpoint):
     assert len(made.pins) == 0
     assert made.tree.cached_tokens == 0
     made.check()
+
+
+def test_load_is_shed_with_a_clear_refusal(tiny_checkpoint):
+    made = engine(tiny_checkpoint("llama"), max_queued_requests=2, max_queued_tokens=40)
+    made.add_request("a", [1] * 20, GREEDY)
+    with pytest.raises(QueueFull, match="20 of max_queued_tokens 40 wait, and this request brings"):
+        made.add_request("b", [1] * 21, GREEDY)
+    made.add_request("c", [1] * 10, GREEDY)
+    with pytest.raises(QueueFull, match="2 of max_queued_requests 2 wait"):
+        made.add_request("d", [1], GREEDY)
+    made.step()
+    made.add_request("d", [1], GREEDY)
+    while made.has_unfinished():
+        made.step()
+        made.check()
+
+
+def test_a_better_class_goes_first_and_takes_the_place_of_a_worse_one(tiny_checkpoint, expected):
+    made = engine(tiny_checkpoint("llama"), max_num_seqs=2, scheduling_policy="priority")
+    for name in ("a", "b"):
+        made.add_request(name, PROMPTS[0], GREEDY, priority=5)
+    made.step()
+    made.add_request("late", PROMPTS[1], GREEDY, priority=6)
+    made.add_request("urgent", PROMPTS[2], GREEDY, priority=-1)
+    ends = []
+    while made.has_unfinished():
+        ends += [each.request_id for each in made.step() if each.finish_reason]
+        made.check()
+    assert ends[0] in ("a", "b", "urgent")
+    assert ends.index("urgent") < 2
+    assert ends[-1] == "late"
+    assert made.scheduler.preemptions == 1
+
+
+def test_priority_needs_its_policy(tiny_checkpoint):
+    made = engine(tiny_checkpoint("llama"))
+    with pytest.raises(ValueError, match="priority needs scheduling_policy 'priority'"):
+        made.add_request("a", [1], GREEDY, priority=1)
+    assert not made.has_unfinished()
