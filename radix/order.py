@@ -37,6 +37,13 @@ class EvictionOrder(ABC):
         The tree evicts from its tail, and adds it again if something is left.
         """
 
+    def tail(self, leaf: Node) -> int:
+        """How many tokens at the end of a popped leaf may go before `pop` is asked again.
+
+        At least 1 and at most its length, the default: all of it shares one place in the order.
+        """
+        return leaf.length
+
     def used(self, node: Node, clock: int) -> None:  # noqa: B027
         """A request has hit the tokens up to the end of `node`; stamps and hits are the old ones.
 

@@ -462,7 +462,10 @@ class RadixTree:
             raise ValueError(f"count must be at least 0, got {count}")
         pages = array("i")
         while len(pages) < count and (leaf := self._order.pop()) is not None:
-            gone = self.pool.take_over(self._cut(leaf, count - len(pages)))
+            # The page in which the tail begins goes as well, so that no crumb of it stays.
+            begin = (leaf.end - self._order.tail(leaf)) // self.page_size
+            tail = len(leaf.pages) - (begin - leaf.start // self.page_size)
+            gone = self.pool.take_over(self._cut(leaf, min(tail, count - len(pages))))
             pages = pages + gone if pages else gone
         return pages
 
