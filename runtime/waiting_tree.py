@@ -222,17 +222,23 @@ class WaitingTree:
             self._unlist(branch, parent, first)
             del parent.children[first]
             branch = parent
-        self._refresh(branch)
+        self._refresh(branch, only_waiting=not leaders)
 
     # -- the order ---------------------------------------------------------------------------
 
-    def _refresh(self, branch: Branch) -> None:
-        """Puts a branch that has changed, and those above it, in their places anew."""
+    def _refresh(self, branch: Branch, *, only_waiting: bool = False) -> None:
+        """Puts a branch that has changed, and those above it, in their places anew.
+
+        If only what waits has changed, a branch whose best and oldest are the same ends it.
+        """
         while True:
             parent, first = branch.parent, branch.edge[:TOKEN_BYTES]
             rank, oldest = branch.rank, branch.oldest
             self._order(branch)
             if parent is None:
+                return
+            same = rank == branch.rank and oldest == branch.oldest
+            if same and only_waiting and not self._by_weight:
                 return
             if parent.ages is None or parent.ranks is None:
                 parent.ages, parent.ranks = SortedList(), SortedList()
