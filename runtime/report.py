@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coppice.radix import CacheAccounts, SharedPrefix
+from coppice.radix.near_misses import NearMiss
+from coppice.radix.windows import CAUSES, Counts
 
-__all__ = ["CacheReport", "Counters", "SharedPrefix"]
+# What the front needs to show a report comes from here: it may not reach into the tree's room.
+__all__ = [
+    "CAUSES",
+    "CacheAccounts",
+    "CacheReport",
+    "Counters",
+    "Counts",
+    "NearMiss",
+    "SharedPrefix",
+]
 
 
 @dataclass(slots=True)
