@@ -14,6 +14,10 @@ from coppice.runtime.sampling_params import SamplingParams
 # the same text twice; and enough tokens for an answer.
 CLI_DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
 
+# A server's requests come from many users: none may wait much longer than first come first served
+# would let it, and none may stall the others' answers. One user's batch just has to be done soon.
+SERVER_DEFAULTS = {"overtaking": 0.15, "max_step_stretch": 2.5}
+
 _SAMPLING_HELP = {
     "temperature": "0 takes the most probable token; above, the higher the more varied",
     "top_p": "only the most probable tokens that together reach this probability",
@@ -25,13 +29,14 @@ _SAMPLING_HELP = {
 }
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of `EngineConfig` but the model."""
+def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """One option for each field of `EngineConfig` but the model; `defaults` replace its own."""
     group = parser.add_argument_group("engine options")
     hints = get_type_hints(EngineConfig)
     for option in fields(EngineConfig):
         if option.name != "model":
-            _add(group, option, hints[option.name], option.metadata["help"], option.default)
+            default = defaults.get(option.name, option.default)
+            _add(group, option, hints[option.name], option.metadata["help"], default)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

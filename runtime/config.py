@@ -42,6 +42,16 @@ class EngineConfig:
     scheduling_policy: str = _option(
         "lpm", f"who is admitted next: {', '.join(SCHEDULING_POLICIES)}"
     )
+    overtaking: float | None = _option(
+        None,
+        "work that may overtake a waiting request, as a fraction of what it found before it; "
+        "without it, or inf, there is no bound",
+    )
+    max_step_stretch: float | None = _option(
+        None,
+        "most that prefills may stretch a step, as a multiple of what its decodes take alone; "
+        "without it, or inf, there is no limit",
+    )
     max_queued_requests: int | None = _option(None, "requests that may wait; more are refused")
     max_queued_tokens: int | None = _option(
         None, "tokens of all requests that may wait; more are refused"
@@ -78,6 +88,10 @@ class EngineConfig:
                 f"that every sequence gets its token in a step, got {self.max_num_batched_tokens}"
             )
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        if self.overtaking is not None and not self.overtaking >= 0:
+            raise ValueError(f"overtaking must be at least 0, got {self.overtaking!r}")
+        if self.max_step_stretch is not None and not self.max_step_stretch > 1:
+            raise ValueError(f"max_step_stretch must be more than 1, got {self.max_step_stretch!r}")
         if self.max_queued_requests is not None:
             _at_least("max_queued_requests", self.max_queued_requests, 1)
         if self.max_queued_tokens is not None:

@@ -117,6 +117,8 @@ class Engine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             policy=self.config.scheduling_policy,
+            overtaking=self.config.overtaking,
+            max_step_stretch=self.config.max_step_stretch,
         )
 
     @property
@@ -252,7 +254,9 @@ class Engine:
                 raise
             logger.exception("a step failed; the %d requests in it end", len(schedule.chunks))
             return outputs
-        self._count(schedule, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self.scheduler.observe(schedule, seconds)
+        self._count(schedule, seconds)
         outputs = self._commit(schedule, batch, tokens)
         self.pins.refresh()
         self._check_when_idle()

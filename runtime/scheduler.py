@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from coppice.radix import Match
 from coppice.runtime.paging import PageCopy, Paging
 from coppice.runtime.request import Sequence, Status
+from coppice.runtime.step_times import StepTimes
 from coppice.runtime.waiting import WaitingQueue
 
 # So many sequences that do not fit now are passed in one step by ones that do.
@@ -40,7 +42,8 @@ class Scheduler:
 
     Every step is one mixed batch of at most `max_num_batched_tokens` tokens of at most
     `max_num_seqs` sequences: first a token for each sequence that decodes, then chunks of the
-    prompts in work, then whoever waits, longest hit first.
+    prompts in work, then whoever waits, longest hit first. With `max_step_stretch` so few prompt
+    tokens go with the decodes that the step takes at most so many times what they take alone.
 
     When pages run out, a sequence may take those of one that was admitted after it, which is
     preempted: its computed tokens enter the tree, and it resumes from whatever is left of them
@@ -56,14 +59,20 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: str = "lpm",
+        overtaking: float | None = None,
+        max_step_stretch: float | None = None,
     ) -> None:
         self.paging = paging
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.running: list[Sequence] = []  # in order of admission
-        self.waiting = WaitingQueue(paging.tree, policy, slack=max_num_batched_tokens)
+        self.waiting = WaitingQueue(
+            paging.tree, policy, slack=max_num_batched_tokens, overtaking=overtaking
+        )
         self.preemptions = 0
         self._admissions = 0
+        stretch = math.inf if max_step_stretch is None else max_step_stretch
+        self._times = StepTimes(stretch) if math.isfinite(stretch) else None
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence, self._hit(sequence))
@@ -79,8 +88,10 @@ class Scheduler:
             self._make_room()
         # Decodes first, so that a long prompt never stalls them: they are at most max_num_seqs.
         order = sorted(self.running, key=lambda sequence: sequence.remaining > 1)
-        short_of_pages = False
+        short_of_pages = prefilling = False
         for sequence in order:
+            if sequence.remaining > 1 and not prefilling:
+                prefilling, budget = True, self._prefill_budget(schedule, budget)
             if sequence.status is not Status.RUNNING:  # preempted by one before it
                 short_of_pages = True
                 continue
@@ -93,8 +104,24 @@ class Scheduler:
             else:
                 short_of_pages = True
         if not short_of_pages or not self.running:
+            if not prefilling:
+                budget = self._prefill_budget(schedule, budget)
             self._admit(schedule, budget)
         return schedule
+
+    def _prefill_budget(self, schedule: Schedule, budget: int) -> int:
+        """What is left for prompts beside the decodes that are scheduled."""
+        allowed = self._times.prefill_tokens() if self._times is not None else None
+        if not schedule.chunks or allowed is None:
+            return budget
+        return min(budget, allowed)
+
+    def observe(self, schedule: Schedule, seconds: float) -> None:
+        """Tells what a step took, so that `max_step_stretch` can be kept."""
+        if self._times is not None:
+            decodes = sum(chunk.decode for chunk in schedule.chunks)
+            rows = sum(chunk.count for chunk in schedule.chunks)
+            self._times.observe(decodes, rows - decodes, seconds)
 
     # -- running sequences -------------------------------------------------------------------
 

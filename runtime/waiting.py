@@ -12,10 +12,6 @@ from coppice.radix.node import Root
 from coppice.runtime.request import Sequence
 from coppice.runtime.waiting_tree import MIN_SHARED_TOKENS, Rank, WaitingTree
 
-# A sequence may be overtaken by at most this fraction of the work that it found before it, so that
-# it waits at most so much longer than first come first served would let it.
-OVERTAKING = 0.15
-
 # What a sequence costs beside its uncached tokens, in tokens: it takes part in steps of its own.
 _OWN_WORK = 32
 
@@ -88,8 +84,18 @@ class WaitingQueue:
     the sequence at memory speed + branches on its path x log).
     """
 
-    def __init__(self, tree: RadixTree, policy: str, *, slack: int) -> None:
-        """`slack` is the work, in tokens, that may always overtake; one step's is a good choice.
+    def __init__(
+        self, tree: RadixTree, policy: str, *, slack: int, overtaking: float | None
+    ) -> None:
+        """An empty queue beside a tree.
+
+        Args:
+            tree: whose cached tokens decide.
+            policy: one of `SCHEDULING_POLICIES`.
+            slack: work, in tokens, that may overtake anyone; one step's is a good choice.
+            overtaking: what may overtake a sequence beyond that, as a fraction of the work that it
+                found before it: it waits at most about so much longer than first come first
+                served would let it. None: no bound.
 
         Raises ValueError if the policy is unknown.
         """
@@ -100,6 +106,7 @@ class WaitingQueue:
         self.policy = policy
         self.tokens = 0  # of all that wait
         self._slack = slack
+        self._overtaking = overtaking
         self._places: dict[int, _Place] = {}  # by ticket
         self._trees: dict[Hashable, WaitingTree] = {}  # by namespace
         self._ranks: dict[Hashable, Rank] = {}  # of the trees, as listed
@@ -189,9 +196,10 @@ class WaitingQueue:
             return None
         group = self._class(ticket)
         first = self._places[group.tickets[0]]
-        overtaken = group.left - first.before
-        if overtaken > self._slack + OVERTAKING * first.ahead and self._free(first):
-            return first.sequence, True
+        if self._overtaking is not None:
+            overtaken = group.left - first.before
+            if overtaken > self._slack + self._overtaking * first.ahead and self._free(first):
+                return first.sequence, True
         return self._places[ticket].sequence, False
 
     def _free(self, place: _Place) -> bool:

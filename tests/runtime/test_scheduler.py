@@ -19,7 +19,9 @@ class Machine:
         self.size = page_size
         self.tree = RadixTree(PagePool(pages, page_size))
         self.paging = Paging(self.tree, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.paging, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+        self.scheduler = Scheduler(
+            self.paging, max_num_seqs=seqs, max_num_batched_tokens=tokens, overtaking=0.15
+        )
         self.memory = {}
         self.sequences = {}
         self.arrivals = 0

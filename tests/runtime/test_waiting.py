@@ -40,7 +40,7 @@ class World:
         self.rng = random.Random(seed)
         self.policy = policy
         self.tree = RadixTree(PagePool(40, 4))
-        self.queue = WaitingQueue(self.tree, policy, slack=10**9)
+        self.queue = WaitingQueue(self.tree, policy, slack=10**9, overtaking=None)
         self.waiting: dict[int, Sequence] = {}
         self.leading: list[Sequence] = []
         self.aside = 0
@@ -139,7 +139,7 @@ def test_the_next_is_the_one_that_a_plain_search_finds(policy, least, monkeypatc
 def test_dfs_descends_where_most_wait():
     tree = RadixTree(PagePool(64, 4))
     enter(tree, [1] * 8)
-    queue = WaitingQueue(tree, "dfs", slack=10**9)
+    queue = WaitingQueue(tree, "dfs", slack=10**9, overtaking=None)
     prompts = [[5, 5, 5]] + [[1] * 8 + [2, n] for n in range(3)] + [[1] * 8 + [3, 1], [5, 5, 6]]
     made = [sequence(number, tokens) for number, tokens in enumerate(prompts)]
     for each in made:
@@ -155,7 +155,7 @@ def test_dfs_descends_where_most_wait():
 def test_whoever_was_overtaken_by_much_goes_next_and_none_may_pass():
     tree = RadixTree(PagePool(64, 4))
     enter(tree, [1] * 8)
-    queue = WaitingQueue(tree, "lpm", slack=100)
+    queue = WaitingQueue(tree, "lpm", slack=100, overtaking=0.15)
     cold = sequence(0, [2] * 20)
     queue.add(cold, 0)
     for arrival in range(1, 20):
@@ -172,7 +172,7 @@ def test_whoever_was_overtaken_by_much_goes_next_and_none_may_pass():
 
 def test_preempted_ones_come_first_in_order_of_arrival():
     tree = RadixTree(PagePool(64, 4))
-    queue = WaitingQueue(tree, "lpm", slack=100)
+    queue = WaitingQueue(tree, "lpm", slack=100, overtaking=0.15)
     made = [sequence(number, [number + 1] * 5) for number in range(4)]
     for number in (0, 3, 2):
         made[number].preempted = number > 0
@@ -186,4 +186,4 @@ def test_preempted_ones_come_first_in_order_of_arrival():
 
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="scheduling_policy must be one of lpm, dfs, fcfs"):
-        WaitingQueue(RadixTree(PagePool(1, 1)), "sjf", slack=1)
+        WaitingQueue(RadixTree(PagePool(1, 1)), "sjf", slack=1, overtaking=None)

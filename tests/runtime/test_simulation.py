@@ -1,0 +1,127 @@
+"""Scheduling figures that can be worked out by hand, from the scheduler on a simulated machine."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from coppice.runtime.simulation import Arrival, Machine, Simulation
+from coppice.runtime.step_times import LEAST_PREFILL, StepTimes
+
+
+def arrival(number: int, tokens: int, output: int, time: float = 0.0, label: str = "") -> Arrival:
+    prompt = array("i", range(number * 100_000, number * 100_000 + tokens))
+    return Arrival(time, prompt, output, label=label)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "efficiency"), [((32, 128, 64, 256), 0.46875), ((10, 50, 100, 200), 0.45)]
+)
+def test_a_static_batch_wastes_what_textbooks_say(outputs, efficiency):
+    """Four at a time, and the next four when the longest has ended; continuously, none is idle."""
+    static = Simulation(Machine(1.0, 0.0), pool_tokens=10_000, max_num_seqs=4)
+    static.run([arrival(number, 1, count) for number, count in enumerate(outputs)])
+    assert static.decoded == sum(outputs)
+    assert static.steps == max(outputs)
+    assert static.decoded / (4 * static.steps) == efficiency
+
+    continuous = Simulation(Machine(1.0, 0.0), pool_tokens=100_000, max_num_seqs=4)
+    continuous.run([arrival(number, 1, outputs[number % 4]) for number in range(400)])
+    assert continuous.decoded / (4 * continuous.steps) > 0.97
+
+
+def test_a_prompt_of_8192_tokens_takes_four_chunks_of_2048():
+    simulation = Simulation(Machine(1.0, 0.0), pool_tokens=10_000, max_num_batched_tokens=2048)
+    (outcome,) = simulation.run([arrival(0, 8192, 1)])
+    assert simulation.steps == 4
+    assert outcome.ttft == 4.0
+
+
+def test_the_last_pages_waste_little():
+    """At page size 16, over sequences of 200 to 999 tokens, a few parts in a hundred."""
+    simulation = Simulation(Machine(1.0, 0.0), pool_tokens=200_000, max_num_seqs=100)
+    simulation.run([arrival(number, 200 + 8 * number, 1) for number in range(100)])
+    pages = simulation.tree.cached_pages
+    assert 0 < 1 - simulation.tree.cached_tokens / (16 * pages) < 0.04
+
+
+def test_time_is_what_the_machine_says():
+    simulation = Simulation(Machine(step=1.0, token=0.01), pool_tokens=1000)
+    first, second = simulation.run([arrival(0, 100, 3), arrival(1, 10, 1, time=50.0)])
+    assert first.ttft == pytest.approx(2.0)
+    assert first.end == pytest.approx(2.0 + 2 * 1.01)
+    assert second.ttft == pytest.approx(1.1)
+    assert [gap for _, gap in simulation.gaps] == pytest.approx([1.01, 1.01])
+
+
+def test_hits_come_from_the_tree():
+    simulation = Simulation(Machine(1.0, 0.0), pool_tokens=1000)
+    one, two = simulation.run([arrival(0, 100, 1), arrival(0, 100, 1, time=10.0)])
+    assert (one.hit_tokens, two.hit_tokens) == (0, 99)
+
+
+def test_bad_arrivals_are_refused():
+    simulation = Simulation(Machine(1.0, 0.0), pool_tokens=64)
+    with pytest.raises(ValueError, match="number 0 has 65 tokens, more than the pool"):
+        simulation.run([arrival(0, 64, 1)])
+    simulation = Simulation(Machine(1.0, 0.0), pool_tokens=64)
+    with pytest.raises(ValueError, match="times must not decrease"):
+        simulation.run([arrival(0, 4, 1, time=2.0), arrival(1, 4, 1, time=1.0)])
+
+
+def test_no_one_starves_behind_hot_traffic():
+    """Cold requests wait about as long as first come first served would let them."""
+
+    def arrivals():
+        hot = array("i", range(500))
+        for number in range(600):
+            cold = number % 20 == 0
+            own = range(10_000 + number * 1000, 10_000 + number * 1000 + (500 if cold else 10))
+            prompt = array("i", own) if cold else hot + array("i", own)
+            yield Arrival(number * 0.008, prompt, 4, label="cold" if cold else "hot")
+
+    def run(policy, overtaking):
+        simulation = Simulation(
+            Machine(0.01, 2e-4), pool_tokens=20_000, max_num_seqs=4, policy=policy,
+            overtaking=overtaking, max_num_batched_tokens=512,
+        )  # fmt: skip
+        outcomes = simulation.run(arrivals())
+        cold = sorted(o.ttft for o in outcomes if o.arrival.label == "cold")
+        return cold[-1], sum(outcome.hit_tokens for outcome in outcomes)
+
+    fcfs, _ = run("fcfs", None)
+    unbounded, most_hits = run("lpm", None)
+    bounded, hits = run("lpm", 0.15)
+    assert unbounded > 1.25 * fcfs, "the mix is not one that starves anyone"
+    assert bounded < 1.2 * fcfs
+    assert hits >= 0.98 * most_hits
+
+
+def test_a_long_prompt_does_not_stall_those_who_decode():
+    def longest_gap(stretch):
+        simulation = Simulation(Machine(0.01, 1e-4), pool_tokens=40_000, max_step_stretch=stretch)
+        chats = [arrival(number, 20, 300, label="chat") for number in range(8)]
+        outcomes = simulation.run([*chats, arrival(9, 16_000, 1, time=1.0, label="long")])
+        assert outcomes[-1].end > 0
+        gaps = sorted(gap for label, gap in simulation.gaps if label == "chat")
+        return gaps[int(0.99 * len(gaps))] / gaps[len(gaps) // 2]
+
+    assert longest_gap(None) > 10
+    assert longest_gap(2.5) < 3
+
+
+def test_step_times_limit_prefills_once_both_kinds_were_seen():
+    times = StepTimes(2.0)
+    assert times.prefill_tokens() is None
+    times.observe(4, 0, 0.010)
+    assert times.prefill_tokens() is None
+    times.observe(4, 100, 0.020)
+    assert times.prefill_tokens() == 100  # 10 ms more at 0.1 ms a token
+    times.observe(0, 2000, 9.0)  # a step without decodes tells nothing about the sum
+    assert times.prefill_tokens() == 100
+    for _ in range(100):
+        times.observe(4, 100, 5.0)
+    assert times.prefill_tokens() == LEAST_PREFILL
+    with pytest.raises(ValueError, match="stretch must be more than 1"):
+        StepTimes(1.0)
