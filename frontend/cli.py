@@ -1,4 +1,4 @@
-"""The command `coppice`: generate, serve and demo."""
+"""The command `coppice`: generate, serve, demo and replay."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coppice import __version__
 from coppice.frontend.engine_options import (
+    SERVER_DEFAULTS,
     add_engine_options,
     add_sampling_options,
     engine_options,
@@ -89,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--port", type=int, default=8000, metavar="N", help="port; 0: a free one (default: 8000)"
     )
     serve.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
-    add_engine_options(serve)
+    add_engine_options(serve, **SERVER_DEFAULTS)
     serve.set_defaults(run=run_serve)
 
     demo = commands.add_parser(
@@ -98,7 +100,71 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     demo.set_defaults(run=run_demo)
+
+    replay = commands.add_parser(
+        "replay",
+        help="what the cache would do for a trace of requests, without a model",
+        description="Replays a trace of requests through the real tree and scheduler, without a "
+        "model, and tells what the cache did and why tokens missed.",
+        allow_abbrev=False,
+    )
+    _add_replay_options(replay)
+    replay.set_defaults(run=run_replay)
     return parser
+
+
+def _add_replay_options(replay: argparse.ArgumentParser) -> None:
+    defaults = {option.name: option for option in fields(EngineConfig)}
+    policy, page_size = defaults["eviction_policy"], defaults["page_size"]
+    replay.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="a file with a request a line: Mooncake's format, or JSON with a prompt of token ids "
+        "or text (keys prompt, output or output_tokens, namespace, timestamp in seconds)",
+    )
+    replay.add_argument(
+        "--format",
+        default="auto",
+        metavar="NAME",
+        help="auto, mooncake or jsonl (default: auto, which looks at the first line)",
+    )
+    replay.add_argument(
+        "--policy",
+        default=policy.default,
+        metavar="NAME",
+        help=f"{policy.metadata['help']} (default: {policy.default})",
+    )
+    replay.add_argument(
+        "--pool",
+        default="1000000",
+        metavar="TOKENS",
+        help="size of the KV cache in tokens, or unlimited (default: %(default)s)",
+    )
+    replay.add_argument(
+        "--page-size",
+        type=int,
+        default=page_size.default,
+        metavar="N",
+        help=f"{page_size.metadata['help']} (default: {page_size.default})",
+    )
+    replay.add_argument(
+        "--concurrency",
+        type=int,
+        default=1,
+        metavar="N",
+        help="most requests that run at once, while as many of the next ones wait (default: 1)",
+    )
+    replay.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="whose tokenizer turns texts into tokens and back: a directory, a hub id or `demo`",
+    )
+    replay.add_argument("--limit", type=int, metavar="N", help="read only the first N requests")
+    replay.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    replay.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the report as a page that opens offline"
+    )
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -154,6 +220,28 @@ def run_demo(arguments: argparse.Namespace) -> int:
     from coppice.frontend.demo import run
 
     run(Console())
+    return 0
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """`coppice replay`."""
+    from rich.console import Console
+
+    from coppice.frontend.replay import run
+
+    run(
+        Console(highlight=False),
+        arguments.trace,
+        format=arguments.format,
+        policy=arguments.policy,
+        pool=arguments.pool,
+        page_size=arguments.page_size,
+        concurrency=arguments.concurrency,
+        tokenizer=arguments.tokenizer,
+        limit=arguments.limit,
+        json_file=arguments.json,
+        html_file=arguments.html,
+    )
     return 0
 
 

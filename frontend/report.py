@@ -1,23 +1,39 @@
-"""The prefix-hit report for the terminal: what the cache saved, and which prefixes did it."""
+"""The cache's report for the terminal: what it saved, which prefixes did it, why tokens missed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coppice.runtime.report import CacheReport
+from coppice.frontend.cache_words import (
+    CAUSE_NAMES,
+    Decode,
+    cause_meaning,
+    causes,
+    memory_sentence,
+)
+from coppice.runtime.report import CacheAccounts, CacheReport, NearMiss, SharedPrefix
 
 BAR_WIDTH = 30
-START_CHARACTERS = 22  # with the end and the sign between: what is left of 80 columns
-END_CHARACTERS = 30
+START_CHARACTERS = 20  # with the end and the sign between: what is left of 80 columns
+END_CHARACTERS = 26
 LEAST_SHARE = 0.01  # of all that was saved: prefixes below are not worth a row
 ENOUGH_TOKENS = 64  # decoded from either end of a prefix: more than the characters shown need
-
-Decode = Callable[[Sequence[int]], str]
+NEAR_MISSES = 3
+EXAMPLES = 2  # of each near miss
+SHOWN_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+CAUSE_STYLES = {
+    "cold": "bright_black",
+    "evicted": "red",
+    "diverged": "yellow",
+    "namespace": "magenta",
+    "in_flight": "blue",
+    "last_token": "cyan",
+}
 
 
 def render_report(report: CacheReport, decode: Decode) -> RenderableType:
@@ -27,7 +43,7 @@ def render_report(report: CacheReport, decode: Decode) -> RenderableType:
         report: the engine's counts.
         decode: token ids to text, special tokens kept visible.
     """
-    return Group(_numbers(report), Text(), _prefixes(report, decode))
+    return Group(_numbers(report), Text(), render_prefixes(report.top_prefixes, decode))
 
 
 def _numbers(report: CacheReport) -> Table:
@@ -63,8 +79,9 @@ def _numbers(report: CacheReport) -> Table:
     return table
 
 
-def _prefixes(report: CacheReport, decode: Decode) -> RenderableType:
-    if not report.top_prefixes:
+def render_prefixes(top_prefixes: Sequence[SharedPrefix], decode: Decode) -> RenderableType:
+    """The prefixes that saved the most, as a table of 80 columns at most."""
+    if not top_prefixes:
         return Text("No prefix was hit yet.", style="dim")
     table = Table(
         title="Top shared prefixes",
@@ -77,10 +94,7 @@ def _prefixes(report: CacheReport, decode: Decode) -> RenderableType:
     table.add_column("hits", justify="right")
     table.add_column("saved", justify="right", style="green")
     table.add_column("text: beginning … end", overflow="fold")
-    least = LEAST_SHARE * sum(prefix.tokens_saved for prefix in report.top_prefixes)
-    for prefix in report.top_prefixes:
-        if prefix.tokens_saved < least:
-            break
+    for prefix in worth_showing(top_prefixes):
         table.add_row(
             f"{prefix.num_tokens:,}",
             f"{prefix.hits:,}",
@@ -88,6 +102,124 @@ def _prefixes(report: CacheReport, decode: Decode) -> RenderableType:
             Text(excerpt(prefix.token_ids, decode)),
         )
     return table
+
+
+def render_accounts(accounts: CacheAccounts, policy: str, decode: Decode) -> RenderableType:
+    """Why tokens missed, and what could have been: for 80 columns, and uncoloured too.
+
+    Args:
+        accounts: the cache's own.
+        policy: by which it evicts.
+        decode: token ids to text, special tokens kept visible.
+    """
+    counts = accounts.overall.since_start
+    rates = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    rates.add_column(style="bold", width=15)
+    rates.add_column(justify="right", width=11)
+    rates.add_column(style="dim")
+    rates.add_row("hit rate", f"{counts.hit_rate:.1%}", _bar(counts.hit_rate, "green"))
+    ideal = counts.ideal_hit_rate
+    rates.add_row("ideal hit rate", f"{ideal:.1%}", _bar(ideal, "cyan"))
+    rates.add_row("", "", "what an unlimited cache would have hit")
+    parts: list[RenderableType] = [rates, Text(), _causes(accounts), Text()]
+    if accounts.curve:
+        parts += [_curve(accounts), Text(memory_sentence(accounts, policy)), Text()]
+    parts.append(_near_misses(accounts.near_misses, decode))
+    return Group(*parts)
+
+
+def _titled(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        show_header=False,
+        padding=(0, 2, 0, 0),
+    )
+
+
+def _causes(accounts: CacheAccounts) -> RenderableType:
+    counts = accounts.overall.since_start
+    if not counts.computed_tokens:
+        return Text("No prompt token was computed yet.", style="dim")
+    table = _titled("Why prompt tokens were computed")
+    table.add_column(width=10)
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim")
+    for cause, tokens in causes(counts):
+        share = tokens / counts.computed_tokens
+        table.add_row(
+            CAUSE_NAMES[cause],
+            f"{share:.1%}",
+            f"{tokens:,}",
+            _bar(share, CAUSE_STYLES[cause], width=9),
+            cause_meaning(cause, counts),
+        )
+    return table
+
+
+def _curve(accounts: CacheAccounts) -> Table:
+    table = _titled("Hit rate by size of the cache (LRU, estimated)")
+    table.add_column(justify="right", width=13)
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column(no_wrap=True)
+    for point in accounts.curve:
+        if point.factor in SHOWN_FACTORS:
+            present = point.factor == 1
+            table.add_row(
+                f"{point.pool_tokens:,}",
+                f"× {point.factor:g}",
+                f"{point.hit_rate:.1%}",
+                _bar(point.hit_rate, "green" if present else "cyan"),
+                style="bold" if present else None,
+            )
+    return table
+
+
+def _near_misses(near_misses: Sequence[NearMiss], decode: Decode) -> RenderableType:
+    """The costliest groups: what they share before and after a difference, and the difference."""
+    if not near_misses:
+        return Text("No near misses: no known text came behind another beginning.", style="dim")
+    parts: list[RenderableType] = [
+        Text("Near misses: text that was known, but behind another beginning", style="bold")
+    ]
+    for group in near_misses[:NEAR_MISSES]:
+        requests = f"{group.requests:,} request{'s' if group.requests > 1 else ''}"
+        parts.append(
+            Text(
+                f"{requests} computed {group.tokens_cost:,} tokens again, "
+                f"since they differ after {group.position:,}"
+            )
+        )
+        table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
+        table.add_column(style="dim", min_width=6)
+        table.add_column(overflow="ellipsis", no_wrap=True, max_width=70)
+        if group.before:
+            table.add_row("before", Text("… " + _end(one_line(decode(group.before)))))
+        for example in group.differences[:EXAMPLES]:
+            table.add_row("here", Text(one_line(decode(example.ours)) or "(nothing)", "red"))
+            theirs = one_line(decode(example.theirs)) or "(nothing, or no longer cached)"
+            table.add_row("there", Text(theirs, "green"))
+        table.add_row("after", Text(one_line(decode(group.after)) + " …"))
+        parts.append(table)
+    if len(near_misses) > NEAR_MISSES:
+        cost = sum(group.tokens_cost for group in near_misses[NEAR_MISSES:])
+        parts.append(Text(f"and others that cost {cost:,} tokens", style="dim"))
+    return Group(*parts)
+
+
+def _end(text: str, width: int = 64) -> str:
+    return text[-width:].lstrip()
+
+
+def worth_showing(top_prefixes: Sequence[SharedPrefix]) -> list[SharedPrefix]:
+    """Those that saved at least `LEAST_SHARE` of what all of them did."""
+    least = LEAST_SHARE * sum(prefix.tokens_saved for prefix in top_prefixes)
+    return [prefix for prefix in top_prefixes if prefix.tokens_saved >= least]
 
 
 def excerpt(token_ids: Sequence[int], decode: Decode) -> str:
@@ -114,6 +246,6 @@ def one_line(text: str) -> str:
     )
 
 
-def _bar(share: float, style: str) -> Text:
-    filled = round(BAR_WIDTH * min(max(share, 0.0), 1.0))
-    return Text.assemble(("█" * filled, style), ("░" * (BAR_WIDTH - filled), "dim"))
+def _bar(share: float, style: str, width: int = BAR_WIDTH) -> Text:
+    filled = round(width * min(max(share, 0.0), 1.0))
+    return Text.assemble(("█" * filled, style), ("░" * (width - filled), "dim"))

@@ -26,7 +26,15 @@ ALLOWED: dict[str, set[str]] = {
         "huggingface_hub",
         "xxhash",
     },
-    "frontend": {"coppice", "coppice.runtime", "numpy", "aiohttp", "rich", "transformers"},
+    "frontend": {
+        "coppice",
+        "coppice.runtime",
+        "numpy",
+        "aiohttp",
+        "plotly",
+        "rich",
+        "transformers",
+    },
 }
 
 

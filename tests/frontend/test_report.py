@@ -8,9 +8,12 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from coppice.frontend.report import excerpt, one_line, render_report
-from coppice.radix import Accounting
-from coppice.runtime.report import CacheReport, SharedPrefix
+from coppice.frontend.report import excerpt, one_line, render_accounts, render_report
+from coppice.radix import Accounting, CacheAccounts
+from coppice.radix.curve import FACTORS, CurvePoint
+from coppice.radix.near_misses import Difference
+from coppice.radix.windows import Windows
+from coppice.runtime.report import CacheReport, Counts, NearMiss, SharedPrefix
 
 LETTERS = tuple(range(1000))
 
@@ -106,3 +109,85 @@ def test_a_prefix_that_saved_next_to_nothing_gets_no_row() -> None:
     both = printed(replace(REPORT, top_prefixes=(large, small)))
     assert both == printed(replace(REPORT, top_prefixes=(large,)))
     assert both != printed(replace(REPORT, top_prefixes=(small,)))
+
+
+# -- why tokens missed -------------------------------------------------------------------------
+
+COUNTS = Counts(
+    requests=10,
+    prompt_tokens=200_000_000,
+    hit_tokens=96_000_000,
+    last_token=1,
+    in_flight=999,
+    evicted=60_000_000,
+    namespace=3_000_000,
+    diverged=999_000,
+    cold=40_000_000,
+    ideal_tokens=150_000_000,
+    evicted_idle=60_000_000 * 125,
+)
+NEAR = NearMiss(None, 37, 1_234_567, 900, LETTERS[:48], (Difference((7, 8), ()),) * 3, 33, (500,))
+ACCOUNTS = CacheAccounts(
+    seconds=60.0,
+    pool_tokens=4_000_000,
+    overall=Windows(Counts(), Counts(), COUNTS),
+    namespaces={},
+    other_namespaces=Windows(Counts(), Counts(), Counts()),
+    curve=tuple(
+        CurvePoint(factor, round(factor * 4e6), 0.45 + 0.1299 * (factor >= 2)) for factor in FACTORS
+    ),
+    near_misses=(NEAR,) * 5,
+)
+
+
+def told(accounts: CacheAccounts, policy: str = "lru") -> str:
+    out = io.StringIO()
+    Console(file=out, width=80).print(render_accounts(accounts, policy, decode))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    return text
+
+
+def test_rates_and_causes() -> None:
+    text = told(ACCOUNTS)
+    for number in ("48.0%", "75.0%", "57.7%", "60,000,000", "38.5%", "3,000,000", "999,000"):
+        assert number in text, number
+    assert "was cached; idle for 2 min 5 s" in text
+    order = ["evicted", "cold", "namespace", "diverged", "in flight", "last token"]
+    places = [text.index(f"\n{name} ") for name in order]
+    assert places == sorted(places), "the largest first"
+    lines = text.splitlines()
+    assert len([line for line in lines if "█" in line or "░" in line]) == 2 + 6 + 7
+
+
+def test_the_curve_in_a_sentence() -> None:
+    assert "With twice the memory your hit rate would be 61.0%, not 48.0%." in told(ACCOUNTS)
+    flat = tuple(replace(point, hit_rate=0.4) for point in ACCOUNTS.curve)
+    assert "would still be 48.0%." in told(replace(ACCOUNTS, curve=flat))
+    other = " ".join(told(ACCOUNTS, "slru").split())
+    assert "the hit rate of lru would be 58.0%, not 45.0%: the curve is that of lru" in other
+    steep = tuple(replace(p, hit_rate=p.hit_rate * 2 - 0.45) for p in ACCOUNTS.curve)
+    assert "would be 74.0%, not" in told(replace(ACCOUNTS, curve=steep))
+    steeper = tuple(replace(p, hit_rate=p.hit_rate * 3 - 0.9) for p in ACCOUNTS.curve)
+    assert "would be 75.0%, not" in told(replace(ACCOUNTS, curve=steeper)), "the ideal at most"
+
+
+def test_near_misses_show_both_sides() -> None:
+    text = told(ACCOUNTS)
+    assert (
+        text.count("37 requests computed 1,234,567 tokens again, since they differ after 900") == 3
+    )
+    assert "and others that cost 2,469,134 tokens" in text
+    lines = [line.split() for line in text.splitlines()]
+    assert lines.count(["here", "[7][8]"]) == 3 * 2, "two examples each"
+    assert ["there", "(nothing,", "or", "no", "longer", "cached)"] in lines
+    assert ["after", "[500]", "…"] in lines
+    assert "[47]" in text, "the end of what is shared, not its beginning"
+
+
+def test_accounts_of_nothing() -> None:
+    text = told(Accounting(32_000, now=0.0).snapshot(now=1.0))
+    assert "No prompt token was computed yet." in text
+    assert "No near misses" in text
+    assert "twice the memory" not in text
