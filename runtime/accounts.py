@@ -5,7 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from coppice.radix import Accounting, CacheAccounts, Divergence, Match, RadixTree
+from coppice.radix import (
+    Accounting,
+    CacheAccounts,
+    Divergence,
+    Match,
+    RadixTree,
+    SharedPrefix,
+    top_prefixes,
+)
 from coppice.radix.near_misses import SHOWN_TOKENS
 from coppice.radix.timeline import Timeline
 from coppice.radix.tokens import TOKEN_BYTES
@@ -62,6 +70,12 @@ class PromptAccounts:
     def snapshot(self) -> CacheAccounts:
         """The accounts as of now. Settles what is pending."""
         return self._accounting.snapshot(now=self._clock())
+
+    def top_prefixes(self, tree: RadixTree, count: int) -> tuple[SharedPrefix, ...]:
+        """The prefixes that saved the most tokens (see `coppice.radix.top_prefixes`)."""
+        now = self._clock()
+        self._uses.record(tree.clock, now)
+        return top_prefixes(tree, count, uses=self._uses, now=now)
 
     def _evictions(self, tree: RadixTree, now: float) -> None:
         """Tells of what was evicted since the last call."""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
-from coppice.radix import POLICIES, PagePool, RadixTree, top_prefixes
+from coppice.radix import POLICIES, PagePool, RadixTree
 from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.paging import Paging
@@ -274,7 +274,7 @@ class Replay:
             options=self.options,
             accounts=self._accounts.snapshot(),
             stretches=tuple(self._stretches),
-            top_prefixes=top_prefixes(tree, TOP_PREFIXES),
+            top_prefixes=self._accounts.top_prefixes(tree, TOP_PREFIXES),
             nodes=heaviest_nodes(tree, SHOWN_NODES),
             output_tokens=self._output_tokens,
             evicted_tokens=tree.evicted_tokens,

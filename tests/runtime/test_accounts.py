@@ -128,3 +128,15 @@ def test_tokens_that_another_request_computes_are_in_flight() -> None:
     loop.run()
     assert causes(follower)["in_flight"] == 8
     assert waiting.account is not None and waiting.account.hit_tokens == 35
+
+
+def test_top_prefixes_tell_for_how_long_they_were_idle() -> None:
+    loop = Loop(256)
+    for own in (50, 60):
+        loop.add([*range(1, 20), own])
+        loop.run()
+    loop.now += 100.0
+    (prefix,) = loop.accounts.top_prefixes(loop.paging.tree, 5)
+    assert prefix.num_tokens == 19
+    assert prefix.resident_pages == 5
+    assert prefix.idle_seconds == 100.0
