@@ -187,7 +187,9 @@ def _print_report(console: Console, replayed: Replayed) -> None:
     for part in parts:
         part.stylize("bold", 0, 15)
     console.print(Group(*parts))
-    console.print(render_accounts(report.accounts, report.options.policy, decode))
+    options = report.options
+    pool = options.pages * options.page_size
+    console.print(render_accounts(report.accounts, options.policy, decode, pool_tokens=pool))
     console.print()
     console.print(render_prefixes(report.top_prefixes, decode))
 

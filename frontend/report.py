@@ -104,13 +104,16 @@ def render_prefixes(top_prefixes: Sequence[SharedPrefix], decode: Decode) -> Ren
     return table
 
 
-def render_accounts(accounts: CacheAccounts, policy: str, decode: Decode) -> RenderableType:
+def render_accounts(
+    accounts: CacheAccounts, policy: str, decode: Decode, *, pool_tokens: int | None = None
+) -> RenderableType:
     """Why tokens missed, and what could have been: for 80 columns, and uncoloured too.
 
     Args:
         accounts: the cache's own.
         policy: by which it evicts.
         decode: token ids to text, special tokens kept visible.
+        pool_tokens: the pool, if the accounts were kept for one of another size.
     """
     counts = accounts.overall.since_start
     rates = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -123,7 +126,10 @@ def render_accounts(accounts: CacheAccounts, policy: str, decode: Decode) -> Ren
     rates.add_row("", "", "what an unlimited cache would have hit")
     parts: list[RenderableType] = [rates, Text(), _causes(accounts), Text()]
     if accounts.curve:
-        parts += [_curve(accounts), Text(memory_sentence(accounts, policy)), Text()]
+        parts.append(_curve(accounts, pool_tokens or accounts.pool_tokens))
+        if pool_tokens in (None, accounts.pool_tokens):
+            parts.append(Text(memory_sentence(accounts, policy)))
+        parts.append(Text())
     parts.append(_near_misses(accounts.near_misses, decode))
     return Group(*parts)
 
@@ -161,7 +167,7 @@ def _causes(accounts: CacheAccounts) -> RenderableType:
     return table
 
 
-def _curve(accounts: CacheAccounts) -> Table:
+def _curve(accounts: CacheAccounts, pool_tokens: int) -> Table:
     table = _titled("Hit rate by size of the cache (LRU, estimated)")
     table.add_column(justify="right", width=13)
     table.add_column(justify="right")
@@ -169,10 +175,11 @@ def _curve(accounts: CacheAccounts) -> Table:
     table.add_column(no_wrap=True)
     for point in accounts.curve:
         if point.factor in SHOWN_FACTORS:
-            present = point.factor == 1
+            times = f"{point.pool_tokens / pool_tokens:.3g}"
+            present = times == "1"
             table.add_row(
                 f"{point.pool_tokens:,}",
-                f"× {point.factor:g}",
+                f"× {times}",
                 f"{point.hit_rate:.1%}",
                 _bar(point.hit_rate, "green" if present else "cyan"),
                 style="bold" if present else None,

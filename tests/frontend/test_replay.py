@@ -101,6 +101,9 @@ def test_an_unlimited_pool_reaches_the_ideal(
     file = tmp_path / "report.json"
     out = run(capsys, token_trace, "--pool", "unlimited", "--json", file)
     assert "unlimited pool" in out
+    assert "× 0.0156 " in out, "the curve reaches from a 64th of the pool"
+    assert "× 1 " in out
+    assert "twice the memory" not in out
     said = json.loads(file.read_text())
     counts = said["accounts"]["overall"]["since_start"]
     assert said["evicted_tokens"] == 0
