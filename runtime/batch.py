@@ -10,6 +10,7 @@ import torch
 
 from coppice.kernels.interface import AttentionPlan, SharedStretch
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
+from coppice.runtime.prompt_logprobs import PromptRows
 from coppice.runtime.request import Sequence
 from coppice.runtime.scheduler import Schedule
 
@@ -23,6 +24,8 @@ class Batch:
     slots: torch.Tensor  # int64 [T]: page * page_size + slot of each token's KV
     logit_rows: torch.Tensor  # int64 [R]: the last row of each sequence that reaches its end
     sampled: list[Sequence]  # those R sequences
+    prompt_rows: torch.Tensor  # int64 [S]: further rows, for the logprobs of prompts
+    scored: list[PromptRows]  # what those S rows are for, in order
     plan: AttentionPlan
 
 
@@ -47,6 +50,7 @@ def build_batch(schedule: Schedule, page_size: int, device: torch.device) -> Bat
         for chunk in schedule.chunks
     )
     ends = [chunk.count == chunk.sequence.remaining for chunk in schedule.chunks]
+    prompt_rows, scored = _prompt_rows(schedule, query_start)
     plan = AttentionPlan(
         page_size=page_size,
         query_start=query_start,
@@ -61,8 +65,25 @@ def build_batch(schedule: Schedule, page_size: int, device: torch.device) -> Bat
         slots=torch.from_numpy(pages * page_size + positions % page_size).to(device),
         logit_rows=torch.from_numpy((query_start[1:] - 1)[ends].astype(np.int64)).to(device),
         sampled=[sequence for sequence, end in zip(sequences, ends, strict=True) if end],
+        prompt_rows=torch.from_numpy(prompt_rows).to(device),
+        scored=scored,
         plan=plan,
     )
+
+
+def _prompt_rows(
+    schedule: Schedule, query_start: np.ndarray
+) -> tuple[np.ndarray, list[PromptRows]]:
+    """The rows of a step that prompt logprobs need, int64 [S], and what they are for."""
+    rows, scored = [np.zeros(0, np.int64)], []
+    for index, chunk in enumerate(schedule.chunks):
+        sequence, prompt = chunk.sequence, chunk.sequence.prompt_logprobs
+        if prompt is not None and (missing := prompt.rows(sequence.computed, chunk.count)):
+            offset = int(query_start[index]) - sequence.computed
+            rows.append(np.arange(missing.start, missing.stop, dtype=np.int64) + offset)
+            tokens = sequence.tokens[missing.start + 1 : missing.stop + 1]
+            scored.append(PromptRows(prompt, tokens))
+    return np.concatenate(rows), scored
 
 
 def _offsets(lengths: Seq[int] | np.ndarray) -> np.ndarray:

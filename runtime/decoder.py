@@ -139,6 +139,32 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Logits, float32 ``[R, vocab_size]``, of the rows that ``logit_rows`` names.
 
+        That is ``logits`` of ``hidden_states``, whose arguments these are.
+        """
+        hidden = self.hidden_states(
+            token_ids, positions, slots, kv, attention, prepared, logit_rows
+        )
+        return self.logits(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits, float32 ``[R, vocab_size]``, of hidden states ``[R, hidden]``."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits.float()
+
+    def hidden_states(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        kv: Sequence[LayerCache],
+        attention: AttentionBackend,
+        prepared: Any,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """What the head reads, ``[R, hidden]``, of the rows that ``logit_rows`` names.
+
+        A step that needs logits of many rows takes this, and makes the logits a few rows at a time.
+
         ``token_ids``, ``positions`` (in the token's own sequence) and ``slots`` (where its KV goes,
         page * page_size + slot) are int64 ``[T]``; ``logit_rows`` is int64 ``[R]``, and R may be 0.
         ``kv`` has the cache of each layer; ``prepared`` is what ``attention.prepare`` made of this
@@ -154,5 +180,5 @@ class Decoder(nn.Module):
                 x, gathered = x[logit_rows], gathered[logit_rows]
             x.add_(layer.output(gathered))
             x.add_(layer.feed_forward(x))
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits.float()
+        normed: torch.Tensor = self.norm(x)
+        return normed

@@ -19,17 +19,18 @@ from coppice.radix import (
     Pins,
     RadixTree,
     check,
-    top_prefixes,
 )
 from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.batch import Batch, build_batch
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.logprobs import Logprobs
 from coppice.runtime.memory import plan_cache
 from coppice.runtime.model_config import load_model_config
 from coppice.runtime.paging import Paging
+from coppice.runtime.prompt_logprobs import KnownLogprobs, score_prompts
 from coppice.runtime.report import CacheReport, Counters
 from coppice.runtime.request import QueueFull, Request, Sequence, Status, StepOutput
-from coppice.runtime.sampler import Sampler
+from coppice.runtime.sampler import Sampled, Sampler
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.scheduler import Schedule, Scheduler
 from coppice.runtime.weights import load_decoder, resolve_dtype, resolve_model
@@ -99,6 +100,9 @@ class Engine:
         self.counters = Counters()
         self._sampler = Sampler(self.model_config.eos_token_ids)
         self._seeds = random.Random(config.seed)
+        self._known_logprobs = KnownLogprobs(
+            self.model_config.vocab_size, enabled=config.enable_prefix_caching
+        )
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
         self.accounts = PromptAccounts(pages * config.page_size)
@@ -172,6 +176,7 @@ class Engine:
         )
         self._arrivals += 1
         sequence = Sequence(request)
+        sequence.prompt_logprobs = self._known_logprobs.begin(request)
         self._sequences[request_id] = sequence
         self.scheduler.add(sequence)
 
@@ -209,9 +214,12 @@ class Engine:
                 f"prompt must be shorter than {longest} tokens ({limit}), so that "
                 f"there is room for at least one more, got {count}"
             )
-        for token in params.stop_ids:
-            if token >= vocabulary:
-                raise ValueError(f"stop_token_ids must be from 0 to {vocabulary - 1}, got {token}")
+        params.check_vocabulary(vocabulary)
+        if params.bad_words:
+            raise ValueError(
+                f"bad_words must be token ids here (bad_words_token_ids), since the engine knows "
+                f"no text, got {params.bad_words!r}"
+            )
 
     @property
     def longest_request(self) -> int:
@@ -246,7 +254,7 @@ class Engine:
         if not schedule.chunks:
             return []
         try:
-            batch, tokens = self._run(schedule)
+            batch, sampled = self._run(schedule)
         except BaseException as error:
             # Copies that were to be made may be missing: nothing of this step can be resumed.
             outputs = self._fail(schedule, error)
@@ -257,13 +265,13 @@ class Engine:
         seconds = time.perf_counter() - start
         self.scheduler.observe(schedule, seconds)
         self._count(schedule, seconds)
-        outputs = self._commit(schedule, batch, tokens)
+        outputs = self._commit(schedule, batch, sampled)
         self.pins.refresh()
         self._check_when_idle()
         return outputs
 
     @torch.inference_mode()
-    def _run(self, schedule: Schedule) -> tuple[Batch, list[int]]:
+    def _run(self, schedule: Schedule) -> tuple[Batch, Sampled]:
         if schedule.copies:
             self.attention.copy_pages(
                 self.kv_cache,
@@ -272,30 +280,41 @@ class Engine:
             )
         batch = build_batch(schedule, self.config.page_size, self.device)
         prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)
-        logits = self.decoder.forward(
+        inputs = (
             batch.token_ids,
             batch.positions,
             batch.slots,
             self.kv_cache,
             self.attention,
             prepared,
-            batch.logit_rows,
         )
-        tokens = self._sampler.sample(logits, batch.sampled) if batch.sampled else []
-        return batch, tokens
+        if batch.scored:
+            rows = torch.cat((batch.logit_rows, batch.prompt_rows))
+            hidden = self.decoder.hidden_states(*inputs, rows)
+            logits = self.decoder.logits(hidden[: len(batch.sampled)])
+            score_prompts(hidden[len(batch.sampled) :], batch.scored, self.decoder.logits)
+        else:
+            logits = self.decoder.forward(*inputs, batch.logit_rows)
+        return batch, self._sampler.sample(logits, batch.sampled)
 
-    def _commit(self, schedule: Schedule, batch: Batch, tokens: list[int]) -> list[StepOutput]:
+    def _commit(self, schedule: Schedule, batch: Batch, sampled: Sampled) -> list[StepOutput]:
         for chunk in schedule.chunks:
             self.scheduler.computed(chunk)
         outputs = []
-        for sequence, token in zip(batch.sampled, tokens, strict=True):
+        for row, (sequence, token) in enumerate(zip(batch.sampled, sampled.tokens, strict=True)):
+            if row in sampled.errors:
+                self.scheduler.finish(sequence)
+                del self._sequences[sequence.request.request_id]
+                outputs.append(self._output(sequence, (), "error", None, sampled.errors[row]))
+                continue
             sequence.tokens.append(token)
             self.counters.generated_tokens += 1
             reason, stop = self._finish_reason(sequence, token)
             if reason is not None:
                 self.scheduler.finish(sequence)
                 del self._sequences[sequence.request.request_id]
-            outputs.append(self._output(sequence, (token,), reason, stop))
+            logprobs = sampled.logprobs[row]
+            outputs.append(self._output(sequence, (token,), reason, stop, logprobs=logprobs))
         return outputs
 
     def _finish_reason(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
@@ -328,7 +347,10 @@ class Engine:
         reason: str | None,
         stop: int | None = None,
         error: str | None = None,
+        logprobs: Logprobs | None = None,
     ) -> StepOutput:
+        first = bool(tokens) and sequence.num_generated == len(tokens)
+        prompt = sequence.prompt_logprobs
         return StepOutput(
             request_id=sequence.request.request_id,
             index=0,
@@ -338,6 +360,8 @@ class Engine:
             error=error,
             num_prompt_tokens=len(sequence.request.prompt_token_ids),
             cached_tokens=max(sequence.cached_tokens, 0),
+            logprobs=logprobs,
+            prompt_logprobs=prompt.result() if first and prompt is not None else None,
         )
 
     # -- pins --------------------------------------------------------------------------------
@@ -414,7 +438,7 @@ class Engine:
             pages_cached=cached,
             pages_pinned=pinned,
             pages_held=self.num_pages - free - cached - pinned,
-            top_prefixes=top_prefixes(tree, TOP_PREFIXES),
+            top_prefixes=self.accounts.top_prefixes(tree, TOP_PREFIXES),
             accounts=self.accounts.snapshot(),
         )
 
@@ -426,6 +450,7 @@ class Engine:
             )
         self.pins.clear()
         self.tree.reset()
+        self._known_logprobs.clear()
         self.accounts.cleared()
 
     def check(self) -> None:

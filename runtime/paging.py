@@ -37,12 +37,12 @@ class Paging:
         self.accounts = accounts if enable_prefix_caching else None
 
     def match(self, sequence: Sequence) -> Match:
-        """Its longest cached prefix, but one token less than all: its last one needs logits.
+        """Its longest cached prefix, up to `Sequence.hit_limit`: some rows are needed anyway.
 
         A private sequence, and every one while caching is off, matches nothing.
         """
         hidden = sequence.private or not self.caching
-        tokens = b"" if hidden else sequence.tokens[:-1].tobytes()
+        tokens = b"" if hidden else sequence.tokens[: sequence.hit_limit].tobytes()
         return self.tree.match(tokens, sequence.request.namespace)
 
     def pages_needed(self, length: int, match: Match) -> int:
@@ -119,10 +119,10 @@ class Paging:
         if keep:
             sequence.private = False
             self._insert(sequence)
-        if self.accounts is not None:
-            self.accounts.left(sequence, self.tree, sequence.computed if keep else 0)
         assert sequence.hold is not None
         self.tree.release(sequence.hold, sequence.table)
+        if self.accounts is not None:
+            self.accounts.left(sequence, self.tree, sequence.computed if keep else 0)
         sequence.hold = None
         del sequence.table[:]
         sequence.computed = 0

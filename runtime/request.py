@@ -6,9 +6,15 @@ from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from coppice.radix import Hold, RequestAccount
 from coppice.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # these need torch, which a simulation of the scheduler does without
+    from coppice.runtime.logits import LogitRules
+    from coppice.runtime.logprobs import Logprobs
+    from coppice.runtime.prompt_logprobs import PromptLogprobs
 
 
 class QueueFull(RuntimeError):
@@ -45,7 +51,8 @@ class Sequence:
     """
 
     __slots__ = ("request", "tokens", "computed", "status", "hold", "table", "cached_tokens",
-                 "counted", "admitted", "preempted", "private", "account")  # fmt: skip
+                 "counted", "admitted", "preempted", "private", "account", "prompt_logprobs",
+                 "logit_rules")  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -60,11 +67,22 @@ class Sequence:
         self.preempted = False  # waits to be resumed
         self.account: RequestAccount | None = None  # of its last admission; None without accounts
         self.private = False  # keeps out of the tree until it ends (see Scheduler)
+        self.prompt_logprobs: PromptLogprobs | None = None  # None: not asked for
+        self.logit_rules: LogitRules | None = None  # the sampler's; made when it is first sampled
 
     @property
     def remaining(self) -> int:
         """Tokens whose KV is still to be computed before the next one can be sampled."""
         return len(self.tokens) - self.computed
+
+    @property
+    def hit_limit(self) -> int:
+        """Most tokens that it may hit: all but the last, which needs logits.
+
+        Less if rows before the last are needed for logprobs of the prompt.
+        """
+        last = len(self.tokens) - 1
+        return last if self.prompt_logprobs is None else self.prompt_logprobs.limit(last)
 
     @property
     def num_generated(self) -> int:
@@ -83,3 +101,5 @@ class StepOutput:
     error: str | None  # what went wrong, with finish_reason "error"
     num_prompt_tokens: int
     cached_tokens: int  # prompt tokens whose KV was reused
+    logprobs: Logprobs | None = None  # of the new tokens, if asked for
+    prompt_logprobs: Logprobs | None = None  # of the prompt, with its first new token

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 import xxhash
 
+from coppice.runtime.logits import apply_rules
+from coppice.runtime.logprobs import Logprobs, log_probabilities, of_tokens
 from coppice.runtime.request import Sequence
 from coppice.runtime.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was chosen for each row of a step."""
+
+    tokens: list[int]
+    logprobs: list[Logprobs | None]  # of the row's token, if asked for
+    errors: dict[int, str]  # rows whose token means nothing, and why
 
 
 class Sampler:
@@ -23,14 +35,30 @@ class Sampler:
     def __init__(self, eos_token_ids: Seq[int]) -> None:
         self._eos = tuple(eos_token_ids)
 
-    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
-        """One token id a row. `logits` float32 [R, vocabulary], which may be changed in place.
+    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> Sampled:
+        """One token a row. `logits` float32 [R, vocabulary], which may be changed in place.
 
-        Filters are applied in the order temperature, top-k, top-p, min-p.
+        Logprobs are of the logits as they come. Then the rules of the rows are applied (see
+        `apply_rules`), then temperature, top-k, top-p, min-p.
         """
+        asked: dict[int, list[int]] = {}  # rows by the number of alternatives
         for row, sequence in enumerate(sequences):
-            self._suppress_early_end(logits[row], sequence)
-        tokens = logits.argmax(dim=-1).tolist()
+            top = sequence.request.params.logprobs
+            if top is not None:
+                asked.setdefault(top, []).append(row)
+        raw = {top: log_probabilities(logits[rows]) for top, rows in asked.items()}
+        errors = apply_rules(logits, sequences, self._eos)
+        tokens = self._choose(logits, sequences)
+        logprobs: list[Logprobs | None] = [None] * len(sequences)
+        for top, rows in asked.items():
+            found = of_tokens(raw[top], [tokens[row] for row in rows], top)
+            for place, row in enumerate(rows):
+                logprobs[row] = found[place : place + 1]
+        return Sampled(tokens, logprobs, errors)
+
+    @staticmethod
+    def _choose(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
+        tokens: list[int] = logits.argmax(dim=-1).tolist()
         # Each kind by itself: a row's token must not depend on what the others ask for.
         for kind, choose in ((_is_plain, _sample_plain), (_is_filtered, _sample_filtered)):
             rows = [row for row, sequence in enumerate(sequences) if kind(sequence.request.params)]
@@ -42,14 +70,6 @@ class Sampler:
                 for row, token in zip(rows, chosen.tolist(), strict=True):
                     tokens[row] = token
         return tokens
-
-    def _suppress_early_end(self, logits: torch.Tensor, sequence: Sequence) -> None:
-        params = sequence.request.params
-        if sequence.num_generated < params.min_tokens:
-            ends = {*params.stop_ids, *(() if params.ignore_eos else self._eos)}
-            for token in ends:
-                if token < len(logits):
-                    logits[token] = -torch.inf
 
 
 def _is_plain(params: SamplingParams) -> bool:

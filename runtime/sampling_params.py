@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
+MAX_BIAS = 100.0
+
+LogitsProcessor = Callable[..., Any]
+"""`(generated, logits) -> logits` or `(prompt, generated, logits) -> logits`.
+
+`prompt` and `generated` are lists of token ids, `logits` is the float32 row [vocabulary] of the
+token to be chosen, which the function may change in place; it returns a row of that shape.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,32 @@ class SamplingParams:
     """Only so many of the most probable tokens; 0 or -1: all."""
     min_p: float = 0.0
     """Only tokens at least this fraction as probable as the most probable one; in [0, 1]."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that were generated before; from -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken from them once for each time that they were generated; from -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt and output are divided by it if positive, else multiplied.
+
+    Above 0, and 1 changes nothing. Keskar et al. 2019, CTRL, section 4.1."""
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    """Added to the logits of these token ids; each from -100 to 100. Kept as a dict."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these token ids may be generated; kept as a tuple."""
+    bad_words: Sequence[str] | None = None
+    """Words that must not be generated: a token that would complete one is forbidden.
+
+    Each counts with and without a space before it; kept as a tuple. The engine itself knows no
+    text: there they are `bad_words_token_ids`."""
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    """Token sequences that must not be completed; kept as a tuple of tuples."""
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    """Functions that change the logits, before anything else does; kept as a tuple."""
+    logprobs: int | None = None
+    """Log-probabilities to return for each generated token: its own, and so many of the most
+    probable ones; -1: all. Of the model's logits, before temperature, penalties and filters."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first, given the tokens before it."""
     seed: int | None = None
     """Makes a request repeatable, whatever else is in the batch; None: the engine draws one."""
     max_tokens: int | None = 16
@@ -52,6 +87,14 @@ class SamplingParams:
             raise ValueError("top_p must be above 0 and at most 1, got 0")
         _integer("top_k", self.top_k, -1, 2**31 - 1)
         _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e6)
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty must be above 0, got 0")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), -1, 2**31 - 1)
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.max_tokens is not None:
@@ -65,7 +108,34 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        for name, kept in (
+            ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),
+            ("logit_bias", _logit_bias(self.logit_bias)),
+            ("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids)),
+            ("bad_words", _bad_words(self.bad_words)),
+            ("bad_words_token_ids", _bad_words_token_ids(self.bad_words_token_ids)),
+            ("logits_processors", _logits_processors(self.logits_processors)),
+        ):
+            object.__setattr__(self, name, kept)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises ValueError if it names tokens that a vocabulary of `size` tokens has not."""
+        named: tuple[tuple[str, Iterable[int]], ...] = (
+            ("stop_token_ids", self.stop_ids),
+            ("logit_bias", self.logit_bias or ()),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words_token_ids", (t for word in self.bad_words_token_ids or () for t in word)),
+        )
+        for name, tokens in named:
+            for token in tokens:
+                if token >= size:
+                    raise ValueError(f"{name} must be from 0 to {size - 1}, got {token}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > size:
+                raise ValueError(
+                    f"{name} must be at most {size}, the size of the vocabulary, or -1 for all, "
+                    f"got {getattr(self, name)}"
+                )
 
     @property
     def greedy(self) -> bool:
@@ -107,11 +177,72 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _stop_token_ids(ids: Any) -> tuple[int, ...]:
+def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
-    if not isinstance(ids, (list, tuple)) or not all(
-        isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids
-    ):
-        raise ValueError(f"stop_token_ids must be a list of token ids (0 or above), got {ids!r}")
+    if not isinstance(ids, (list, tuple)) or not all(map(_is_token, ids)):
+        raise ValueError(f"{name} must be a list of token ids (0 or above), got {ids!r}")
     return tuple(ids)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _allowed_token_ids(ids: Any) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    allowed = _token_ids("allowed_token_ids", ids)
+    if not allowed:
+        raise ValueError("allowed_token_ids must have at least one token id, got none")
+    return allowed
+
+
+def _logit_bias(bias: Any) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping) or not all(map(_is_token, bias)):
+        raise ValueError(
+            f"logit_bias must be a mapping from token ids (0 or above) to numbers, got {bias!r}"
+        )
+    for token, value in bias.items():
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not good or math.isnan(value) or abs(value) > MAX_BIAS:
+            raise ValueError(
+                f"logit_bias must have numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
+                f"got {value!r} for token {token}"
+            )
+    return dict(bias)
+
+
+def _bad_words(words: Any) -> tuple[str, ...]:
+    if words is None:
+        return ()
+    if not isinstance(words, (list, tuple)) or not all(
+        isinstance(word, str) and word.strip() for word in words
+    ):
+        raise ValueError(
+            f"bad_words must be a list of strings that are more than spaces, got {words!r}"
+        )
+    return tuple(words)
+
+
+def _bad_words_token_ids(words: Any) -> tuple[tuple[int, ...], ...]:
+    if words is None:
+        return ()
+    if not isinstance(words, (list, tuple)) or not all(
+        isinstance(word, (list, tuple)) and word and all(map(_is_token, word)) for word in words
+    ):
+        raise ValueError(
+            f"bad_words_token_ids must be a list of lists of token ids (0 or above), none of them "
+            f"empty, got {words!r}"
+        )
+    return tuple(tuple(word) for word in words)
+
+
+def _logits_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
+    if processors is None:
+        return ()
+    if not isinstance(processors, (list, tuple)) or not all(map(callable, processors)):
+        raise ValueError(f"logits_processors must be a list of functions, got {processors!r}")
+    return tuple(processors)

@@ -20,7 +20,7 @@ def sequence(params, seed=0, prompt=(1, 2), generated=()):
 def frequencies(logits, params, draws=4000):
     """Share of each token over many positions of one seeded sequence."""
     made = [sequence(params, seed=5, generated=[0] * i) for i in range(draws)]
-    tokens = Sampler(()).sample(logits.repeat(draws, 1), made)
+    tokens = Sampler(()).sample(logits.repeat(draws, 1), made).tokens
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1]) / draws
 
 
@@ -28,9 +28,8 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0, -torch.inf])
 
 
 def test_greedy_takes_the_most_probable():
-    assert Sampler(()).sample(LOGITS[None].clone(), [sequence(SamplingParams(temperature=0))]) == [
-        4
-    ]
+    made = [sequence(SamplingParams(temperature=0))]
+    assert Sampler(()).sample(LOGITS[None].clone(), made).tokens == [4]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +67,8 @@ def test_a_seeded_row_does_not_depend_on_the_batch():
         SamplingParams(seed=5),
     ]
     made = [sequence(params, seed=params.seed or 0) for params in rows]
-    together = Sampler(()).sample(logits.clone(), made)
-    alone = [Sampler(()).sample(logits[i : i + 1].clone(), [made[i]])[0] for i in range(6)]
+    together = Sampler(()).sample(logits.clone(), made).tokens
+    alone = [Sampler(()).sample(logits[i : i + 1].clone(), [made[i]]).tokens[0] for i in range(6)]
     assert together == alone
 
 
@@ -93,7 +92,7 @@ def test_min_tokens_suppresses_every_way_to_end_early():
     params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[0])
     for generated, token in (((), 1), ((1,), 1), ((1, 1), 4)):
         made = sequence(params, generated=generated)
-        assert Sampler((4,)).sample(LOGITS[None].clone(), [made]) == [token]
+        assert Sampler((4,)).sample(LOGITS[None].clone(), [made]).tokens == [token]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +121,37 @@ def test_min_tokens_suppresses_every_way_to_end_early():
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
         ("ignore_eos", 1),
+        ("presence_penalty", 2.5),
+        ("presence_penalty", "x"),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("repetition_penalty", math.inf),
+        ("logprobs", -2),
+        ("logprobs", True),
+        ("logprobs", 1.5),
+        ("prompt_logprobs", -2),
+        ("prompt_logprobs", "5"),
+        ("logit_bias", [1, 2]),
+        ("logit_bias", {"1": 2}),
+        ("logit_bias", {-1: 2}),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", {1: -100.5}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: "x"}),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", 5),
+        ("bad_words", "word"),
+        ("bad_words", ["a", ""]),
+        ("bad_words", [" "]),
+        ("bad_words", [5]),
+        ("bad_words_token_ids", [[]]),
+        ("bad_words_token_ids", [[-1]]),
+        ("bad_words_token_ids", [1]),
+        ("logits_processors", [3]),
+        ("logits_processors", print),
         ("skip_special_tokens", None),
     ],
 )

@@ -1,0 +1,255 @@
+"""What requests ask for that changes logits: penalties, biases, bans and functions of their own.
+
+Every row of a batch follows its own rules. They are gathered into flat arrays of (row, token,
+value), so that each kind is one operation over the batch, and rows without rules are not touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from array import array
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from coppice.runtime.request import Sequence
+from coppice.runtime.sampling_params import LogitsProcessor, SamplingParams
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence, and how often each was generated; kept up by the token.
+
+    `prompt` tokens are listed with the count 0, where they matter.
+    """
+
+    __slots__ = ("ids", "times", "_counted", "_place")
+
+    def __init__(self, prompt: Iterable[int] = ()) -> None:
+        self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self.ids = array("i", self._place)
+        self.times = array("i", bytes(self.ids.itemsize * len(self.ids)))
+        self._counted = 0
+
+    def update(self, sequence: Sequence) -> None:
+        """Counts what the sequence has generated since the last call. O(those tokens)."""
+        begin = len(sequence.request.prompt_token_ids) + self._counted
+        for token in sequence.tokens[begin:]:
+            place = self._place.setdefault(token, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self.times.append(0)
+            self.times[place] += 1
+        self._counted = sequence.num_generated
+
+
+class BadWords:
+    """Token sequences of which the last token is forbidden wherever the others come before it.
+
+    The tokens before it may be of the prompt, as in transformers' NoBadWordsLogitsProcessor.
+    """
+
+    __slots__ = ("single", "_by_last")
+
+    def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
+        self.single: list[int] = []  # words of one token, which are forbidden everywhere
+        # The longer ones by the token before their last: (tokens but the last, the last).
+        self._by_last: dict[int, list[tuple[array[int], int]]] = {}
+        for word in dict.fromkeys(words):
+            if len(word) == 1:
+                self.single.append(word[0])
+            else:
+                start = array("i", word[:-1])
+                self._by_last.setdefault(start[-1], []).append((start, word[-1]))
+
+    def completing(self, tokens: array[int]) -> list[int]:
+        """The tokens that would complete a word of more than one token behind `tokens`."""
+        words = self._by_last.get(tokens[-1], ()) if self._by_last else ()
+        return [last for start, last in words if tokens[-len(start) :] == start]
+
+
+class LogitRules:
+    """What one sequence's parameters do to its logits, made ready for use at every token."""
+
+    __slots__ = ("allowed", "bad_words", "bias", "biased", "counts", "empty", "processors")
+
+    def __init__(self, params: SamplingParams, prompt: Iterable[int]) -> None:
+        repetition = params.repetition_penalty != 1
+        penalised = repetition or params.presence_penalty != 0 or params.frequency_penalty != 0
+        # Only the repetition penalty looks at the prompt: a long one costs nothing otherwise.
+        self.counts = TokenCounts(prompt if repetition else ()) if penalised else None
+        bias = params.logit_bias or {}
+        self.biased = np.array(list(bias), np.int64)
+        self.bias = np.array(list(bias.values()), np.float32)
+        allowed = params.allowed_token_ids
+        self.allowed = None if allowed is None else np.array(list(allowed), np.int64)
+        words = tuple(map(tuple, params.bad_words_token_ids or ()))
+        self.bad_words = BadWords(words) if words else None
+        self.processors = [(each, _wants_prompt(each)) for each in params.logits_processors or ()]
+        self.empty = not (penalised or bias or allowed or words or self.processors)
+
+
+def _wants_prompt(processor: LogitsProcessor) -> bool:
+    try:
+        parameters = inspect.signature(processor).parameters.values()
+    except (TypeError, ValueError):  # a function of C that tells nothing
+        return False
+    required = [
+        each
+        for each in parameters
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(required) == 3
+
+
+def apply_rules(
+    logits: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: Seq[int]
+) -> dict[int, str]:
+    """Changes `logits`, float32 [R, vocabulary], in place by the rules of each row's sequence.
+
+    The order is vLLM's: functions, biases, penalties (repetition, then frequency and presence);
+    what is forbidden comes last here, so that nothing can lift it. `min_tokens` forbids what would
+    end a sequence early.
+
+    Returns what went wrong, by row: a function failed, or no token is left. Such a row's logits
+    mean nothing. Costs O(entries of the rules), and O(vocabulary) for rows where tokens are
+    forbidden.
+    """
+    ruled: list[tuple[int, LogitRules]] = []
+    banned: list[tuple[int, Seq[int]]] = []
+    for row, sequence in enumerate(sequences):
+        rules = sequence.logit_rules
+        if rules is None:
+            request = sequence.request
+            rules = sequence.logit_rules = LogitRules(request.params, request.prompt_token_ids)
+        if not rules.empty:
+            ruled.append((row, rules))
+        if ends := _early_ends(sequence, eos_token_ids, logits.shape[1]):
+            banned.append((row, ends))
+    errors: dict[int, str] = {}
+    if ruled:
+        for row, rules in ruled:
+            if rules.processors:
+                error = _process(logits[row], sequences[row], rules)
+                if error is not None:
+                    errors[row] = error
+        _add_biases(logits, ruled)
+        _penalise(logits, ruled, sequences)
+        for row, rules in ruled:
+            words = rules.bad_words
+            if words is not None and (
+                bad := words.single + words.completing(sequences[row].tokens)
+            ):
+                banned.append((row, bad))
+        _keep_allowed(logits, ruled)
+    _ban(logits, banned)
+    strict = {row for row, rules in ruled if rules.allowed is not None or rules.processors}
+    for row in _without_choice(logits, sorted(strict.union(row for row, _ in banned))):
+        errors.setdefault(
+            row,
+            "no token is left to choose: allowed_token_ids, bad_words, min_tokens and "
+            "logits_processors rule them all out, or a processor made a logit infinite or NaN",
+        )
+    for row in errors:
+        logits[row] = 0.0  # the others are still to be sampled, and nothing may trip over this one
+    return errors
+
+
+def _early_ends(sequence: Sequence, eos_token_ids: Seq[int], vocabulary: int) -> list[int]:
+    params = sequence.request.params
+    if sequence.num_generated >= params.min_tokens:
+        return []
+    ends = {*params.stop_ids, *(() if params.ignore_eos else eos_token_ids)}
+    return [token for token in ends if token < vocabulary]
+
+
+def _process(logits: torch.Tensor, sequence: Sequence, rules: LogitRules) -> str | None:
+    """Runs a row's own functions; what went wrong, if something did."""
+    prompt = sequence.request.prompt_token_ids.tolist()
+    generated = sequence.tokens[len(prompt) :].tolist()
+    for number, (processor, wants_prompt) in enumerate(rules.processors):
+        tokens = (prompt, generated) if wants_prompt else (generated,)
+        try:
+            result = processor(*(list(each) for each in tokens), logits)
+        except Exception as error:  # a user's function: only its own request may suffer
+            return f"logits_processors[{number}] failed: {type(error).__name__}: {error}"
+        if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
+            got = tuple(result.shape) if isinstance(result, torch.Tensor) else result
+            return (
+                f"logits_processors[{number}] must return a tensor of shape "
+                f"{tuple(logits.shape)}, got {got!r:.80}"
+            )
+        if result is not logits:
+            logits.copy_(result)
+    return None
+
+
+def _add_biases(logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]]) -> None:
+    entries = [(row, rules) for row, rules in ruled if len(rules.biased)]
+    if entries:
+        place = _places(logits, [(row, rules.biased) for row, rules in entries])
+        bias = np.concatenate([rules.bias for _, rules in entries])
+        logits[place] += torch.from_numpy(bias).to(logits.device)
+
+
+def _penalise(
+    logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]], sequences: Seq[Sequence]
+) -> None:
+    tokens: list[tuple[int, Seq[int] | np.ndarray]] = []
+    times, penalties = [], []
+    for row, rules in ruled:
+        if rules.counts is not None:
+            rules.counts.update(sequences[row])
+            if rules.counts.ids:
+                params = sequences[row].request.params
+                tokens.append((row, rules.counts.ids))
+                times.append(np.array(rules.counts.times, np.float32))
+                penalties.append(
+                    (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+                )
+    if not tokens:
+        return
+    place = _places(logits, tokens)
+    lengths = torch.tensor([len(each) for each in times])
+    spread = torch.tensor(penalties, dtype=torch.float32).repeat_interleave(lengths, dim=0)
+    repetition, frequency, presence = spread.to(logits.device).unbind(1)
+    count = torch.from_numpy(np.concatenate(times)).to(logits.device)
+    values = logits[place]
+    values = torch.where(values < 0, values * repetition, values / repetition)
+    logits[place] = values - count * frequency - (count > 0) * presence
+
+
+def _keep_allowed(logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]]) -> None:
+    entries = [(row, rules.allowed) for row, rules in ruled if rules.allowed is not None]
+    if entries:
+        place = _places(logits, entries)
+        kept = logits[place]
+        logits[[row for row, _ in entries]] = -torch.inf
+        logits[place] = kept
+
+
+def _ban(logits: torch.Tensor, banned: Seq[tuple[int, Seq[int]]]) -> None:
+    if banned:
+        logits[_places(logits, banned)] = -torch.inf
+
+
+def _without_choice(logits: torch.Tensor, rows: list[int]) -> list[int]:
+    """Those of `rows` whose greatest logit is no number."""
+    if not rows:
+        return []
+    good = logits[rows].amax(dim=-1).isfinite().tolist()
+    return [row for row, fine in zip(rows, good, strict=True) if not fine]
+
+
+def _places(
+    logits: torch.Tensor, entries: Seq[tuple[int, Seq[int] | np.ndarray]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and token id of every entry, as two flat indices int64."""
+    tokens = [np.array(each, np.int64) for _, each in entries]
+    rows = np.repeat([row for row, _ in entries], [len(each) for each in tokens])
+    return (
+        torch.from_numpy(rows.astype(np.int64)).to(logits.device),
+        torch.from_numpy(np.concatenate(tokens)).to(logits.device),
+    )

@@ -1,0 +1,79 @@
+"""Log-probabilities of chosen tokens and of the most probable ones beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logprobs:
+    """Of n tokens, each at its own place in a text: its log-probability, and the k highest there.
+
+    A token's rank is 1 plus the number of tokens that are more probable at its place, so equally
+    probable tokens have the same rank.
+    """
+
+    logprobs: np.ndarray  # float32 [n]: of the token itself
+    ranks: np.ndarray  # int32 [n]: of the token itself
+    top_ids: np.ndarray  # int32 [n, k]: the most probable first
+    top_logprobs: np.ndarray  # float32 [n, k]
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def __getitem__(self, places: slice | np.ndarray) -> Logprobs:
+        """Those of some places: views for a slice, copies for indices int [m]."""
+        return Logprobs(
+            self.logprobs[places],
+            self.ranks[places],
+            self.top_ids[places],
+            self.top_logprobs[places],
+        )
+
+    def copy_to(self, other: Logprobs, at: slice | np.ndarray) -> None:
+        """Overwrites the places `at` of another one with the same k."""
+        for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
+            getattr(other, name)[at] = getattr(self, name)
+
+    def top_ranks(self) -> np.ndarray:
+        """Ranks of the most probable ones, int32 [n, k]."""
+        places = np.arange(self.top_ids.shape[1], dtype=np.int32)
+        less = np.ones(self.top_ids.shape, np.bool_)
+        less[:, 1:] = self.top_logprobs[:, 1:] < self.top_logprobs[:, :-1]
+        return np.maximum.accumulate(np.where(less, places, 0), axis=1) + 1
+
+    @staticmethod
+    def blank(count: int, top: int) -> Logprobs:
+        """Room for `count` tokens with `top` others each; memory is taken as it is written."""
+        return Logprobs(
+            np.zeros(count, np.float32),
+            np.zeros(count, np.int32),
+            np.zeros((count, top), np.int32),
+            np.zeros((count, top), np.float32),
+        )
+
+
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Log-softmax of each row, float32 [n, vocabulary] (a new tensor)."""
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+
+
+def of_tokens(logprobs: torch.Tensor, tokens: Seq[int], top: int) -> Logprobs:
+    """What `logprobs` [n, vocabulary] say of one token a row and of the `top` best; -1: of all.
+
+    O(n * vocabulary), and sorting of `top`.
+    """
+    chosen = torch.tensor(tokens, dtype=torch.int64, device=logprobs.device).unsqueeze(1)
+    own = logprobs.gather(1, chosen)
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    best, ids = logprobs.topk(logprobs.shape[1] if top < 0 else top, dim=-1)
+    return Logprobs(
+        own.squeeze(1).cpu().numpy(),
+        ranks.to(torch.int32).cpu().numpy(),
+        ids.to(torch.int32).cpu().numpy(),
+        best.cpu().numpy(),
+    )
