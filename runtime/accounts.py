@@ -14,6 +14,7 @@ from coppice.radix import (
     SharedPrefix,
     top_prefixes,
 )
+from coppice.radix.accounts import Kind
 from coppice.radix.near_misses import SHOWN_TOKENS
 from coppice.radix.timeline import Timeline
 from coppice.radix.tokens import TOKEN_BYTES
@@ -48,9 +49,16 @@ class PromptAccounts:
             sequence.request.namespace,
             match.length,
             in_flight_tokens=in_flight,
-            kind="cross" if sequence.cached_tokens < 0 else "preempted",
+            kind=_kind(sequence),
             divergence=Divergence.at(tokens, match.length, theirs) if differs else None,
             now=now,
+        )
+
+    def forked(self, sequence: Sequence) -> None:
+        """`sequence` goes on from what another one of its request has computed."""
+        tokens = sequence.tokens[: sequence.computed].tobytes()
+        sequence.account = self._accounting.request(
+            tokens, sequence.request.namespace, sequence.computed, kind="same", now=self._clock()
         )
 
     def left(self, sequence: Sequence, tree: RadixTree, computed: int) -> None:
@@ -85,3 +93,9 @@ class PromptAccounts:
         used = self._uses.time_of(tree.last_evicted)
         if used is not None:
             self._accounting.evicted(used, now=now)
+
+
+def _kind(sequence: Sequence) -> Kind:
+    if sequence.admitted >= 0:
+        return "preempted"
+    return "same" if sequence.index else "cross"

@@ -23,7 +23,7 @@ class Batch:
     positions: torch.Tensor  # int64 [T]
     slots: torch.Tensor  # int64 [T]: page * page_size + slot of each token's KV
     logit_rows: torch.Tensor  # int64 [R]: the last row of each sequence that reaches its end
-    sampled: list[Sequence]  # those R sequences
+    sampled: list[Sequence]  # those R sequences; the engine adds siblings
     prompt_rows: torch.Tensor  # int64 [S]: further rows, for the logprobs of prompts
     scored: list[PromptRows]  # what those S rows are for, in order
     plan: AttentionPlan

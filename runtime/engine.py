@@ -103,7 +103,7 @@ class Engine:
         self._known_logprobs = KnownLogprobs(
             self.model_config.vocab_size, enabled=config.enable_prefix_caching
         )
-        self._sequences: dict[str, Sequence] = {}
+        self._requests: dict[str, list[Sequence]] = {}  # their unfinished sequences
         self._arrivals = 0
         self.accounts = PromptAccounts(pages * config.page_size)
         self._new_pages()
@@ -148,7 +148,7 @@ class Engine:
         Raises ValueError if it can't be served, and QueueFull if too much waits already; nothing is
         queued then.
         """
-        if request_id in self._sequences:
+        if request_id in self._requests:
             raise ValueError(
                 f"request_id must be unique among running requests, got {request_id!r}"
             )
@@ -177,7 +177,7 @@ class Engine:
         self._arrivals += 1
         sequence = Sequence(request)
         sequence.prompt_logprobs = self._known_logprobs.begin(request)
-        self._sequences[request_id] = sequence
+        self._requests[request_id] = [sequence]
         self.scheduler.add(sequence)
 
     def _check_queue(self, tokens: int) -> None:
@@ -230,20 +230,29 @@ class Engine:
     def _namespace(self, cache_salt: str | None) -> Namespace:
         return Namespace(model=self.config.model, cache_salt=cache_salt)
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request: its pages are given back, what it computed stays in the tree.
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Ends a request, or only its sequence `index`: its pages are given back.
 
-        False if it is unknown or has finished already.
+        What it computed stays in the tree. False if it is unknown or has finished already.
         """
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is None:
-            return False
-        self.scheduler.finish(sequence)
+        sequences = self._requests.get(request_id, [])
+        ended = [each for each in sequences if index is None or each.index == index]
+        for sequence in ended:
+            self._end(sequence)
         self._check_when_idle()
-        return True
+        return bool(ended)
+
+    def _end(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """A sequence has ended; so has its request, if it was the last one."""
+        self.scheduler.finish(sequence, keep=keep)
+        request_id = sequence.request.request_id
+        sequences = self._requests[request_id]
+        sequences.remove(sequence)
+        if not sequences:
+            del self._requests[request_id]
 
     def has_unfinished(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._requests)
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -295,24 +304,54 @@ class Engine:
             score_prompts(hidden[len(batch.sampled) :], batch.scored, self.decoder.logits)
         else:
             logits = self.decoder.forward(*inputs, batch.logit_rows)
+        shared = self._with_siblings(batch)
+        if len(shared) > len(logits):
+            logits = logits[shared]
         return batch, self._sampler.sample(logits, batch.sampled)
+
+    def _with_siblings(self, batch: Batch) -> list[int]:
+        """Lets the siblings of a request for several sequences be sampled from its prompt's logits.
+
+        Makes them, puts them behind the first one in `batch.sampled`, and returns the row of the
+        logits of each of these.
+        """
+        rows, sampled = [], []
+        for row, first in enumerate(batch.sampled):
+            request = first.request
+            count = 1 if first.forked else request.params.n
+            first.forked = True
+            sampled.append(first)
+            for index in range(1, count):
+                sibling = Sequence(request, index, self._arrivals)
+                sibling.forked = True
+                self._arrivals += 1
+                sampled.append(sibling)
+            rows += [row] * count
+        batch.sampled[:] = sampled
+        return rows
 
     def _commit(self, schedule: Schedule, batch: Batch, sampled: Sampled) -> list[StepOutput]:
         for chunk in schedule.chunks:
             self.scheduler.computed(chunk)
+        for sequence in batch.sampled:
+            if sequence.index and sequence.status is Status.WAITING:
+                siblings = self._requests[sequence.request.request_id]
+                self.scheduler.fork(siblings[0], sequence)
+                siblings.append(sequence)
         outputs = []
         for row, (sequence, token) in enumerate(zip(batch.sampled, sampled.tokens, strict=True)):
+            if row not in sampled.errors:
+                sequence.tokens.append(token)
+            if sequence.preempted:  # a fork that found no place
+                self.scheduler.add(sequence)
             if row in sampled.errors:
-                self.scheduler.finish(sequence)
-                del self._sequences[sequence.request.request_id]
+                self._end(sequence)
                 outputs.append(self._output(sequence, (), "error", None, sampled.errors[row]))
                 continue
-            sequence.tokens.append(token)
             self.counters.generated_tokens += 1
             reason, stop = self._finish_reason(sequence, token)
             if reason is not None:
-                self.scheduler.finish(sequence)
-                del self._sequences[sequence.request.request_id]
+                self._end(sequence)
             logprobs = sampled.logprobs[row]
             outputs.append(self._output(sequence, (token,), reason, stop, logprobs=logprobs))
         return outputs
@@ -333,10 +372,11 @@ class Engine:
         self.counters.failed_steps += 1
         message = f"the step failed: {type(error).__name__}: {error}"
         outputs = []
-        for chunk in schedule.chunks:
-            self.scheduler.finish(chunk.sequence, keep=False)
-            self._sequences.pop(chunk.sequence.request.request_id, None)
-            outputs.append(self._output(chunk.sequence, (), "error", None, message))
+        failed = {chunk.sequence.request.request_id for chunk in schedule.chunks}
+        for request_id in failed:
+            for sequence in list(self._requests.get(request_id, ())):
+                self._end(sequence, keep=False)
+                outputs.append(self._output(sequence, (), "error", None, message))
         self._check_when_idle()
         return outputs
 
@@ -353,7 +393,7 @@ class Engine:
         prompt = sequence.prompt_logprobs
         return StepOutput(
             request_id=sequence.request.request_id,
-            index=0,
+            index=sequence.index,
             new_token_ids=tokens,
             finish_reason=reason,
             stop_reason=stop,
@@ -384,7 +424,7 @@ class Engine:
         if not self.config.enable_prefix_caching:
             raise PinRefused(f"pin {name!r}: there is no cache, enable_prefix_caching is off")
         pin = self.pins.pin(name, token_ids, self._namespace(cache_salt), ttl=ttl)
-        most = max((s.request.max_length for s in self._sequences.values()), default=0)
+        most = max((s[0].request.max_length for s in self._requests.values()), default=0)
         if most > self.longest_request:
             self.pins.unpin(name)
             raise PinRefused(
@@ -444,9 +484,9 @@ class Engine:
 
     def reset_cache(self) -> None:
         """Empties the cache and ends all pins. Raises RuntimeError while requests run or wait."""
-        if self._sequences:
+        if self._requests:
             raise RuntimeError(
-                f"reset_cache: refused while {len(self._sequences)} requests are unfinished"
+                f"reset_cache: refused while {len(self._requests)} requests are unfinished"
             )
         self.pins.clear()
         self.tree.reset()
@@ -460,7 +500,7 @@ class Engine:
         assert len(held) == len(running), "a running sequence without a lock"
         pinned = [(pin.hold, array("i")) for pin in self.pins if pin.hold is not None]
         check(self.tree, held + pinned)
-        assert {id(s) for s in self._sequences.values()} == {
+        assert {id(s) for sequences in self._requests.values() for s in sequences} == {
             id(s) for s in (*running, *self.scheduler.waiting)
         }, "a request is lost"
         assert all(s.status is Status.RUNNING for s in running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from coppice.radix import Match, OutOfPages, RadixTree
@@ -77,6 +78,26 @@ class Paging:
         sequence.hold, sequence.table, sequence.computed = hold, table, hold.length
         self._grow(sequence, count)
         return copy
+
+    def fork(self, parent: Sequence, child: Sequence) -> PageCopy | None:
+        """Lets `child`, which has no pages, go on from all that `parent` has computed.
+
+        Both share every full page; of a partly filled last one the child gets a copy of its own,
+        which is returned and must be made before the next step. Raises OutOfPages, with nothing
+        changed, if there is no page for it.
+        """
+        tree, size = self.tree, self.page_size
+        self._insert(parent)
+        full = parent.computed // size
+        tail = tree.allocate(1) if parent.computed % size else array("i")
+        assert parent.hold is not None
+        child.hold = tree.fork(parent.hold)
+        shared = parent.table[:full]
+        tree.pool.share(shared[child.hold.length // size :])
+        child.table, child.computed = shared + tail, parent.computed
+        if self.accounts is not None:
+            self.accounts.forked(child)
+        return PageCopy(parent.table[full], tail[0]) if tail else None
 
     def try_grow(self, sequence: Sequence, count: int) -> bool:
         """Takes the pages that its next `count` tokens need, or changes nothing: False."""

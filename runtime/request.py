@@ -52,10 +52,14 @@ class Sequence:
 
     __slots__ = ("request", "tokens", "computed", "status", "hold", "table", "cached_tokens",
                  "counted", "admitted", "preempted", "private", "account", "prompt_logprobs",
-                 "logit_rules")  # fmt: skip
+                 "logit_rules", "index", "arrival", "forked")  # fmt: skip
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, index: int = 0, arrival: int | None = None) -> None:
         self.request = request
+        self.index = index  # of the sequence within the request
+        # Serial number, unique among sequences; those that are forked off have later ones.
+        self.arrival = request.arrival if arrival is None else arrival
+        self.forked = False  # whether its siblings exist already
         self.tokens = array("i", request.prompt_token_ids)
         self.computed = 0
         self.status = Status.WAITING

@@ -115,7 +115,7 @@ def uniform_number(sequence: Sequence) -> float:
     A counter-based generator (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC'11)
     with xxh3 as the mixing function: no state to keep, to copy on a fork, or to rewind.
     """
-    key = struct.pack("<qqq", sequence.request.seed, 0, len(sequence.tokens))
+    key = struct.pack("<qqq", sequence.request.seed, sequence.index, len(sequence.tokens))
     return (xxhash.xxh3_64_intdigest(key) >> 11) * 2.0**-53
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from reprlib import repr as shown
 from typing import Any
 
 MAX_STOP_STRINGS = 16
+MAX_N = 1024
 MAX_SEED = 2**63 - 1
 MAX_BIAS = 100.0
 
@@ -27,7 +28,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Sequences per request; only 1 so far."""
+    """Sequences per request: each is sampled by itself from the prompt on, which they share."""
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the most probable token (greedy)."""
     top_p: float = 1.0
@@ -80,7 +81,7 @@ class SamplingParams:
     """Whether the text leaves out special tokens."""
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, 1, 1)
+        _integer("n", self.n, 1, MAX_N)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
@@ -117,6 +118,14 @@ class SamplingParams:
             ("logits_processors", _logits_processors(self.logits_processors)),
         ):
             object.__setattr__(self, name, kept)
+        if self.allowed_token_ids is not None:
+            forbidden = {word[0] for word in self.bad_words_token_ids or () if len(word) == 1}
+            forbidden.update(self.stop_ids if self.min_tokens else ())
+            if forbidden.issuperset(self.allowed_token_ids):
+                raise ValueError(
+                    f"allowed_token_ids must leave a token that neither bad_words nor min_tokens "
+                    f"forbids, got {shown(self.allowed_token_ids)}"
+                )
 
     def check_vocabulary(self, size: int) -> None:
         """Raises ValueError if it names tokens that a vocabulary of `size` tokens has not."""
@@ -181,7 +190,7 @@ def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     if not isinstance(ids, (list, tuple)) or not all(map(_is_token, ids)):
-        raise ValueError(f"{name} must be a list of token ids (0 or above), got {ids!r}")
+        raise ValueError(f"{name} must be a list of token ids (0 or above), got {shown(ids)}")
     return tuple(ids)
 
 
@@ -203,11 +212,11 @@ def _logit_bias(bias: Any) -> dict[int, float] | None:
         return None
     if not isinstance(bias, Mapping) or not all(map(_is_token, bias)):
         raise ValueError(
-            f"logit_bias must be a mapping from token ids (0 or above) to numbers, got {bias!r}"
+            f"logit_bias must be a mapping from token ids to numbers, got {shown(bias)}"
         )
     for token, value in bias.items():
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or math.isnan(value) or abs(value) > MAX_BIAS:
+        if not good or not abs(value) <= MAX_BIAS:  # a NaN fails the comparison too
             raise ValueError(
                 f"logit_bias must have numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
                 f"got {value!r} for token {token}"
@@ -222,7 +231,7 @@ def _bad_words(words: Any) -> tuple[str, ...]:
         isinstance(word, str) and word.strip() for word in words
     ):
         raise ValueError(
-            f"bad_words must be a list of strings that are more than spaces, got {words!r}"
+            f"bad_words must be a list of strings that are more than spaces, got {shown(words)}"
         )
     return tuple(words)
 
@@ -235,7 +244,7 @@ def _bad_words_token_ids(words: Any) -> tuple[tuple[int, ...], ...]:
     ):
         raise ValueError(
             f"bad_words_token_ids must be a list of lists of token ids (0 or above), none of them "
-            f"empty, got {words!r}"
+            f"empty, got {shown(words)}"
         )
     return tuple(tuple(word) for word in words)
 
@@ -244,5 +253,5 @@ def _logits_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
     if processors is None:
         return ()
     if not isinstance(processors, (list, tuple)) or not all(map(callable, processors)):
-        raise ValueError(f"logits_processors must be a list of functions, got {processors!r}")
+        raise ValueError(f"logits_processors must be a list of functions, got {shown(processors)}")
     return tuple(processors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from coppice.radix import Match
+from coppice.radix import Match, OutOfPages
 from coppice.runtime.paging import PageCopy, Paging
 from coppice.runtime.request import Sequence, Status
 from coppice.runtime.step_times import StepTimes
@@ -71,6 +71,7 @@ class Scheduler:
         )
         self.preemptions = 0
         self._admissions = 0
+        self._forks: list[tuple[Sequence, PageCopy]] = []  # copies that the next step has to make
         stretch = math.inf if max_step_stretch is None else max_step_stretch
         self._times = StepTimes(stretch) if math.isfinite(stretch) else None
 
@@ -82,7 +83,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """The next step; empty if there is nothing to do. Pages are taken, locks are held."""
-        schedule = Schedule()
+        schedule = Schedule(copies=self._copies_of_forks())
         budget = self.max_num_batched_tokens
         if self.waiting.policy == "priority":
             self._make_room()
@@ -159,6 +160,43 @@ class Scheduler:
             ),
         )
 
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Lets `child` go on from what the running `parent` has computed; it runs from now on.
+
+        False if there is no place or no page for it: then give it its next token and `add` it; it
+        will hit what its parent has entered in the tree.
+        """
+        child.cached_tokens = parent.cached_tokens
+        child.counted = True  # as part of its request
+        if len(self.running) < self.max_num_seqs:
+            try:
+                copy = self.paging.fork(parent, child)
+            except OutOfPages:
+                pass
+            else:
+                if copy is not None:
+                    self._forks.append((child, copy))
+                self._run(child)
+                return True
+        child.preempted = True  # it goes before new ones
+        return False
+
+    def _copies_of_forks(self) -> list[PageCopy]:
+        """The copies that forks since the last step need, of those that still run."""
+        forks, self._forks = self._forks, []
+        return [
+            copy
+            for child, copy in forks
+            if child.status is Status.RUNNING and copy.target in child.table[-1:]
+        ]
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        sequence.preempted = False
+        sequence.admitted = self._admissions
+        self._admissions += 1
+        self.running.append(sequence)
+
     def preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue; its computed tokens stay in the tree."""
         self.preemptions += 1
@@ -224,13 +262,9 @@ class Scheduler:
             self.preempt(self._cheapest(worse))
 
     def _enter(self, sequence: Sequence) -> None:
-        sequence.status = Status.RUNNING
-        sequence.preempted = False
-        sequence.admitted = self._admissions
-        self._admissions += 1
+        self._run(sequence)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = sequence.computed
-        self.running.append(sequence)
         if sequence.remaining > 1 and not sequence.private and self.paging.caching:
             self.waiting.lead(sequence)
 

@@ -261,7 +261,7 @@ class WaitingQueue:
     def _ticket(self, sequence: Sequence) -> int:
         request = sequence.request
         group = request.priority if self.policy == "priority" else 0
-        return (group << _CLASS_BITS) + request.arrival
+        return (group << _CLASS_BITS) + sequence.arrival
 
     def _class(self, ticket: int) -> _Class:
         number = ticket >> _CLASS_BITS

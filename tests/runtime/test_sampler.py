@@ -98,7 +98,7 @@ def test_min_tokens_suppresses_every_way_to_end_early():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
+        ("n", 0),
         ("n", 0),
         ("temperature", -0.1),
         ("temperature", math.nan),
