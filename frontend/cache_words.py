@@ -75,17 +75,18 @@ def memory_sentence(accounts: CacheAccounts, policy: str) -> str:
     )
 
 
-def duration(seconds: float) -> str:
-    """A time that people read: the two largest units, or tenths of a second."""
-    if seconds < 60:
+def duration(seconds: float, units: int = 2) -> str:
+    """A time that people read: its largest one or two units, or tenths of a second."""
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    return f"{hours // 24} d {hours % 24} h" if hours % 24 else f"{hours // 24} d"
+    left, parts = round(seconds), []
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        count, left = divmod(left, size)
+        if count:
+            parts.append(f"{count} {unit}")
+        if parts and (len(parts) == units or not count):
+            break
+    return " ".join(parts)
 
 
 def short_count(number: float) -> str:

@@ -234,6 +234,8 @@ def to_dict(replayed: Replayed) -> dict[str, Any]:
                 "num_tokens": prefix.num_tokens,
                 "hits": prefix.hits,
                 "tokens_saved": prefix.tokens_saved,
+                "resident_pages": prefix.resident_pages,
+                "idle_seconds": prefix.idle_seconds,
                 "first_token_ids": prefix.token_ids[:_ENDS],
                 "last_token_ids": prefix.token_ids[-_ENDS:],
                 "first_text": decode(prefix.token_ids[:_ENDS]),

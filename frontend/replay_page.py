@@ -108,7 +108,7 @@ def _tiles(replayed: Replayed) -> str:
             "evicted",
             "tokens evicted",
             _short(report.evicted_tokens),
-            evicted if counts.evicted else "none was wanted again",
+            evicted if counts.evicted else "none was wanted again" if report.evicted_tokens else "",
         ),
         (
             "pool",
@@ -173,11 +173,15 @@ def _prefix_table(prefixes: Sequence[SharedPrefix], decode: Decode) -> str:
             f"{prefix.num_tokens:,}",
             f"{prefix.hits:,}",
             f"{prefix.tokens_saved:,}",
+            f"{prefix.resident_pages:,}",
+            "–" if prefix.idle_seconds is None else duration(prefix.idle_seconds),
             escape(excerpt(prefix.token_ids, decode)),
         )
         for prefix in worth_showing(prefixes)
     )
-    return _table(("tokens", "hits", "tokens saved", "beginning … end"), rows, escaped=True)
+    return _table(
+        ("tokens", "hits", "tokens saved", "pages", "idle", "beginning … end"), rows, escaped=True
+    )
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, escaped: bool = False) -> str:

@@ -14,13 +14,14 @@ from coppice.frontend.cache_words import (
     Decode,
     cause_meaning,
     causes,
+    duration,
     memory_sentence,
 )
 from coppice.runtime.report import CacheAccounts, CacheReport, NearMiss, SharedPrefix
 
 BAR_WIDTH = 30
 START_CHARACTERS = 20  # with the end and the sign between: what is left of 80 columns
-END_CHARACTERS = 26
+END_CHARACTERS = 20
 LEAST_SHARE = 0.01  # of all that was saved: prefixes below are not worth a row
 ENOUGH_TOKENS = 64  # decoded from either end of a prefix: more than the characters shown need
 NEAR_MISSES = 3
@@ -93,12 +94,17 @@ def render_prefixes(top_prefixes: Sequence[SharedPrefix], decode: Decode) -> Ren
     table.add_column("tokens", justify="right")
     table.add_column("hits", justify="right")
     table.add_column("saved", justify="right", style="green")
+    # Times are told by engines that keep accounts, and by replays.
+    told = any(prefix.idle_seconds is not None for prefix in top_prefixes)
+    if told:
+        table.add_column("idle", justify="right", no_wrap=True)
     table.add_column("text: beginning … end", overflow="fold")
     for prefix in worth_showing(top_prefixes):
         table.add_row(
             f"{prefix.num_tokens:,}",
             f"{prefix.hits:,}",
             f"{prefix.tokens_saved:,}",
+            *([duration(prefix.idle_seconds or 0.0, units=1)] if told else []),
             Text(excerpt(prefix.token_ids, decode)),
         )
     return table

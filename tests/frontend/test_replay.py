@@ -92,7 +92,10 @@ def test_the_report_says_what_the_json_says(
     assert over_time[-1]["seconds"] == said["accounts"]["seconds"] == 238
     assert {each["namespace"] for each in said["accounts"]["namespaces"]} == {None, "second"}
     assert said["accounts"]["near_misses"]
-    assert said["top_prefixes"][0]["tokens_saved"] > 0
+    top = said["top_prefixes"][0]
+    assert top["tokens_saved"] > 0
+    assert top["resident_pages"] == -(-top["num_tokens"] // 8)
+    assert 0 <= top["idle_seconds"] <= 238
 
 
 def test_an_unlimited_pool_reaches_the_ideal(
@@ -259,8 +262,10 @@ def test_short_counts_and_durations() -> None:
     ]  # fmt: skip
     seconds = (0, 3.14, 59.96, 60, 125, 3600, 9000, 200_000)
     assert [duration(each) for each in seconds] == [
-        "0.0 s", "3.1 s", "60.0 s", "1 min", "2 min 5 s", "1 h", "2 h 30 min", "2 d 7 h",
+        "0.0 s", "3.1 s", "1 min", "1 min", "2 min 5 s", "1 h", "2 h 30 min", "2 d 7 h",
     ]  # fmt: skip
+    assert [duration(each, units=1) for each in (125, 9000, 200_000)] == ["2 min", "2 h", "2 d"]
+    assert duration(3605) == "1 h"
 
 
 def test_what_twice_the_memory_would_bring(token_trace: Path) -> None:
