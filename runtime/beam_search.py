@@ -103,6 +103,7 @@ class BeamSearch:
         self.beams: list[Beam] = [Beam(0, (), 0.0)]
         self.finished: list[Hypothesis] = []
         self.done = False
+        self.ended: list[int] = []  # beams on which results ended in the last step
         self._stop_ids = stop_ids
         # One beam is a greedy search: what it reaches first is the result.
         self._stops_early = params.early_stopping is True or params.beam_width == 1
@@ -134,6 +135,7 @@ class BeamSearch:
         )
         full = self._stops_early and len(self.finished) == width
         going_on: list[Beam] = []
+        self.ended = []
         for place, (logprob, negative, _, token) in enumerate(candidates):
             tokens = (*self.beams[-negative].tokens, token)
             reason = self._ends(token, length)
@@ -143,6 +145,7 @@ class BeamSearch:
             elif place < width and not full:
                 score = logprob / length**self.params.length_penalty
                 self.finished.append(Hypothesis(tokens, score, logprob, reason))
+                self.ended.append(-negative)
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[width:]
         self.beams = going_on

@@ -7,6 +7,7 @@ import random
 import time
 from array import array
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,8 @@ from coppice.radix import (
 )
 from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.batch import Batch, build_batch
+from coppice.runtime.beam_search import BeamSearch, BeamSearchParams
+from coppice.runtime.beams import BeamGroup
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.logprobs import Logprobs
 from coppice.runtime.memory import plan_cache
@@ -104,6 +107,7 @@ class Engine:
             self.model_config.vocab_size, enabled=config.enable_prefix_caching
         )
         self._requests: dict[str, list[Sequence]] = {}  # their unfinished sequences
+        self._beams: dict[str, BeamGroup] = {}  # of the requests that are beam searches
         self._arrivals = 0
         self.accounts = PromptAccounts(pages * config.page_size)
         self._new_pages()
@@ -148,6 +152,63 @@ class Engine:
         Raises ValueError if it can't be served, and QueueFull if too much waits already; nothing is
         queued then.
         """
+        self._add(request_id, prompt_token_ids, params, cache_salt, priority)
+
+    def add_beam_search(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: BeamSearchParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queues a beam search; its results all come in the step in which it ends, best first.
+
+        Raises as `add_request` does; ValueError also if `beam_width` beams can't run together.
+        """
+        if params.beam_width > self.config.max_num_seqs:
+            raise ValueError(
+                f"beam_width must be at most max_num_seqs, {self.config.max_num_seqs}, "
+                f"got {params.beam_width}"
+            )
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+        )
+        size = self.config.page_size
+        # Each beam has pages of its own behind the prompt, one for the copy of its last page, and
+        # one more while it forks.
+        own = -(-params.max_tokens // size) + 2
+        needed = len(prompt_token_ids) // size + params.beam_width * own
+        if needed > (there := self.num_pages - self.pins.promised_pages()):
+            raise ValueError(
+                f"beam_width: {params.beam_width} beams of {params.max_tokens} tokens behind this "
+                f"prompt take up to {needed} pages, the KV cache has {there} that no pin keeps"
+            )
+        first = self._add(
+            request_id, prompt_token_ids, sampling, cache_salt, priority, beam_search=True
+        )
+        stop_ids = set(sampling.stop_ids)
+        if not params.ignore_eos:
+            stop_ids.update(self.model_config.eos_token_ids)
+        room = first.request.max_length - len(first.request.prompt_token_ids)
+        search = BeamSearch(params, stop_ids=stop_ids, max_tokens=room)
+        self._beams[request_id] = BeamGroup(search, first)
+
+    def _add(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        cache_salt: str | None,
+        priority: int,
+        *,
+        beam_search: bool = False,
+    ) -> Sequence:
         if request_id in self._requests:
             raise ValueError(
                 f"request_id must be unique among running requests, got {request_id!r}"
@@ -173,12 +234,14 @@ class Engine:
             seed=seed,
             max_length=len(prompt_token_ids) + limit,
             priority=priority,
+            beam_search=beam_search,
         )
         self._arrivals += 1
         sequence = Sequence(request)
         sequence.prompt_logprobs = self._known_logprobs.begin(request)
         self._requests[request_id] = [sequence]
         self.scheduler.add(sequence)
+        return sequence
 
     def _check_queue(self, tokens: int) -> None:
         """Raises QueueFull if a request of so many prompt tokens may not wait as well."""
@@ -250,6 +313,7 @@ class Engine:
         sequences.remove(sequence)
         if not sequences:
             del self._requests[request_id]
+            self._beams.pop(request_id, None)
 
     def has_unfinished(self) -> bool:
         return bool(self._requests)
@@ -307,7 +371,78 @@ class Engine:
         shared = self._with_siblings(batch)
         if len(shared) > len(logits):
             logits = logits[shared]
+        beams = [row for row, each in enumerate(batch.sampled) if each.request.beam_search]
+        if beams:
+            self._score_beams(logits[beams], [batch.sampled[row] for row in beams])
+            others = [row for row, each in enumerate(batch.sampled) if not each.request.beam_search]
+            logits = logits[others]
+            batch.sampled[:] = [batch.sampled[row] for row in others]
         return batch, self._sampler.sample(logits, batch.sampled)
+
+    def _score_beams(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
+        """Hands each beam's best continuations to its search. `logits` float32 [R, vocabulary]."""
+        searches = [self._beams[each.request.request_id] for each in sequences]
+        temperatures = [group.search.params.temperature or 1.0 for group in searches]
+        scale = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
+        logprobs = (logits / scale).log_softmax(dim=-1)
+        most = min(logits.shape[1], max(group.search.continuations for group in searches))
+        values, tokens = (found.tolist() for found in logprobs.topk(most, dim=-1))
+        for row, (group, sequence) in enumerate(zip(searches, sequences, strict=True)):
+            count = group.search.continuations
+            best = zip(tokens[row][:count], values[row][:count], strict=True)
+            group.take(sequence, list(best))
+
+    def _advance_beams(self) -> list[StepOutput]:
+        """Takes a step of each search whose beams are all computed; results of those that end."""
+        outputs = []
+        for request_id, group in list(self._beams.items()):
+            if not group.complete:
+                continue
+            first = group.lines[0]
+            moves = group.advance()
+            for sequence in moves.ended:
+                if sequence.status is Status.RUNNING:  # results stay in the tree
+                    self.paging.enter(sequence)
+            for sequence in moves.dropped:
+                self._end(sequence, keep=False)
+            if group.search.done:
+                self.counters.generated_tokens += sum(
+                    len(each.tokens) for each in group.search.results()
+                )
+                outputs += [
+                    replace(
+                        self._output(first, result.tokens, result.finish_reason),
+                        index=index,
+                        score=result.score,
+                        cumulative_logprob=result.cumulative_logprob,
+                    )
+                    for index, result in enumerate(group.search.results())
+                ]
+                continue
+            forked = [self._fork_beam(parent, token) for parent, token in moves.forks]
+            self._requests[request_id] += forked
+            for sequence, token in moves.tokens:
+                waits = sequence.status is Status.WAITING  # it was preempted meanwhile
+                if waits:
+                    self.scheduler.waiting.remove(sequence)
+                sequence.tokens.append(token)
+                if waits:
+                    self.scheduler.add(sequence)
+            group.adopt(forked)
+        return outputs
+
+    def _fork_beam(self, parent: Sequence, token: int) -> Sequence:
+        child = Sequence(parent.request, parent.index, self._arrivals)
+        self._arrivals += 1
+        child.forked = True
+        child.tokens = parent.tokens[:]
+        placed = parent.status is Status.RUNNING and self.scheduler.fork(parent, child)
+        child.tokens.append(token)
+        if not placed:
+            child.cached_tokens, child.counted = parent.cached_tokens, True
+            child.preempted = True
+            self.scheduler.add(child)
+        return child
 
     def _with_siblings(self, batch: Batch) -> list[int]:
         """Lets the siblings of a request for several sequences be sampled from its prompt's logits.
@@ -354,7 +489,7 @@ class Engine:
                 self._end(sequence)
             logprobs = sampled.logprobs[row]
             outputs.append(self._output(sequence, (token,), reason, stop, logprobs=logprobs))
-        return outputs
+        return outputs + self._advance_beams()
 
     def _finish_reason(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
         params = sequence.request.params

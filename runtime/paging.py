@@ -131,6 +131,10 @@ class Paging:
         if count > 1 or sequence.computed <= len(sequence.request.prompt_token_ids):
             self._insert(sequence)
 
+    def enter(self, sequence: Sequence) -> None:
+        """Enters all that a running sequence has computed in the tree."""
+        self._insert(sequence)
+
     def leave(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Gives back its pages and its lock; what it computed stays in the tree.
 

@@ -39,6 +39,7 @@ class Request:
     seed: int  # of its sampling: the user's, or one that the engine drew
     max_length: int  # tokens, prompt included, at which it ends for "length"
     priority: int = 0  # its class under the policy "priority": the least number first
+    beam_search: bool = False  # its sequences are the beams of a search
 
 
 class Sequence:
@@ -105,5 +106,7 @@ class StepOutput:
     error: str | None  # what went wrong, with finish_reason "error"
     num_prompt_tokens: int
     cached_tokens: int  # prompt tokens whose KV was reused
+    score: float | None = None  # of a beam search's result
+    cumulative_logprob: float | None = None  # of a beam search's result: the sum of its tokens'
     logprobs: Logprobs | None = None  # of the new tokens, if asked for
     prompt_logprobs: Logprobs | None = None  # of the prompt, with its first new token

@@ -108,6 +108,11 @@ class Scheduler:
             if not prefilling:
                 budget = self._prefill_budget(schedule, budget)
             self._admit(schedule, budget)
+        # Sequences may wait for others of their request that can't come in: the last request makes
+        # room, so that the first one can go on with all of its own.
+        while not schedule.chunks and self.running and len(self.waiting):
+            self.preempt(max(self.running, key=lambda each: (each.request.arrival, each.admitted)))
+            self._admit(schedule, budget)
         return schedule
 
     def _prefill_budget(self, schedule: Schedule, budget: int) -> int:

@@ -111,7 +111,9 @@ class WaitingQueue:
         self._trees: dict[Hashable, WaitingTree] = {}  # by namespace
         self._ranks: dict[Hashable, Rank] = {}  # of the trees, as listed
         self._order: SortedList = SortedList(key=lambda entry: entry[0])  # (rank, namespace)
-        self._resuming: SortedDict = SortedDict()  # preempted ones by ticket
+        # Preempted ones by class, request and sequence: so the first request's come before others,
+        # which matters if they all have to run for it to go on.
+        self._resuming: SortedDict = SortedDict()
         self._classes: dict[int, _Class] = {}
         self._leading: dict[int, tuple[Hashable, bytes]] = {}  # by ticket
         self._aside: list[_Place] = []
@@ -132,7 +134,7 @@ class WaitingQueue:
         self.tokens += len(sequence.tokens)
         ticket = self._ticket(sequence)
         if sequence.preempted:
-            self._resuming[ticket] = sequence
+            self._resuming[self._resumption(sequence)] = sequence
             return
         group = self._class(ticket)
         work = len(sequence.tokens) - hit + _OWN_WORK
@@ -148,7 +150,7 @@ class WaitingQueue:
         """Takes it out: it was admitted, or has ended."""
         self.tokens -= len(sequence.tokens)
         ticket = self._ticket(sequence)
-        if self._resuming.pop(ticket, None) is not None:
+        if self._resuming.pop(self._resumption(sequence), None) is not None:
             return
         place = self._places.pop(ticket)
         group = self._class(ticket)
@@ -190,7 +192,7 @@ class WaitingQueue:
         ticket = self._trees[self._order[0][1]].best() if self._order else None
         if self._resuming:
             resuming, sequence = self._resuming.peekitem(0)
-            if ticket is None or resuming >> _CLASS_BITS <= ticket >> _CLASS_BITS:
+            if ticket is None or resuming[0] <= ticket >> _CLASS_BITS:
                 return sequence, True
         if ticket is None:
             return None
@@ -262,6 +264,10 @@ class WaitingQueue:
         request = sequence.request
         group = request.priority if self.policy == "priority" else 0
         return (group << _CLASS_BITS) + sequence.arrival
+
+    def _resumption(self, sequence: Sequence) -> tuple[int, int, int]:
+        ticket = self._ticket(sequence)
+        return ticket >> _CLASS_BITS, sequence.request.arrival, sequence.arrival
 
     def _class(self, ticket: int) -> _Class:
         number = ticket >> _CLASS_BITS

@@ -99,7 +99,6 @@ def test_min_tokens_suppresses_every_way_to_end_early():
     ("name", "value"),
     [
         ("n", 0),
-        ("n", 0),
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", "hot"),
