@@ -6,6 +6,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token at one place of a text.
+
+    Attributes:
+        logprob: log-probability by the model's logits, before temperature, penalties and filters.
+        rank: 1 plus the number of tokens that are more probable there.
+        decoded_token: its text; U+FFFD where it is part of a character.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One generated continuation.
 
@@ -17,6 +32,11 @@ class CompletionOutput:
             or the model's length), "abort" (cancelled) or "error" (a step failed).
         stop_reason: the stop string, or the id of the stop token, that ended the text; None where
             the model's own end-of-text token or a length did. For "error", the error's message.
+        cumulative_logprob: the sum of the generated tokens' logprobs, if they were asked for.
+        logprobs: for each generated token its own logprob, then those of the most probable tokens,
+            by token id; None if they were not asked for.
+        text_offsets: characters of the text before each token, the same way; a stop string that was
+            cut off counts here.
     """
 
     index: int
@@ -24,6 +44,9 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     finish_reason: str | None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    text_offsets: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +60,8 @@ class RequestOutput:
         outputs: the continuations; one for now.
         finished: whether the request has ended.
         cached_tokens: prompt tokens whose KV was reused instead of computed.
+        prompt_logprobs: for each prompt token its logprob given those before it, and those of the
+            most probable tokens, by token id; the first entry is None. None: not asked for.
     """
 
     request_id: str
@@ -45,6 +70,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     cached_tokens: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class GenerationError(RuntimeError):

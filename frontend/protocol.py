@@ -50,29 +50,26 @@ class CompletionRequest:
     include_usage: bool
 
 
+# Alternatives a token that a client may ask for; the API's own limit for chats.
+MAX_LOGPROBS = 20
+
 # Parameters of the API that are not supported yet, with the values that ask for nothing and are
 # accepted therefore. A null is accepted for each of them.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": (),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_logprobs": (0,),
     "audio": (),
     "prediction": (),
     "reasoning_effort": (),
@@ -105,6 +102,26 @@ def _is_integers(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_integer, value))
 
 
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_string, value))
+
+
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and 0 <= value <= MAX_LOGPROBS
+
+
+def _is_bias(value: Any) -> bool:
+    """A JSON object has string keys, so token ids come as those."""
+    return isinstance(value, dict) and all(
+        key.isascii()
+        and key.isdigit()
+        and key == (key.lstrip("0") or "0")
+        and len(key) < 12
+        and _is_number(number)
+        for key, number in value.items()
+    )
+
+
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -119,6 +136,13 @@ _SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (_is_number, "a number"),
     "top_k": (_is_integer, "an integer"),
     "min_p": (_is_number, "a number"),
+    "presence_penalty": (_is_number, "a number"),
+    "frequency_penalty": (_is_number, "a number"),
+    "repetition_penalty": (_is_number, "a number"),
+    "logit_bias": (_is_bias, "an object from token ids to numbers"),
+    "allowed_token_ids": (_is_integers, "a list of token ids"),
+    "bad_words": (_is_strings, "a list of strings"),
+    "prompt_logprobs": (_is_count, f"an integer from 0 to {MAX_LOGPROBS}"),
     "seed": (_is_integer, "an integer"),
     "max_tokens": (_is_integer, "an integer"),
     "min_tokens": (_is_integer, "an integer"),
@@ -134,10 +158,14 @@ _COMMON = {"model", "stream", "stream_options", "cache_salt"}
 
 def parse_completion(body: Any) -> CompletionRequest:
     """The body of /v1/completions. Raises BadRequest."""
-    body = _fields(body, {"prompt"})
+    body = _fields(body, {"prompt", "logprobs"})
     if "prompt" not in body:
         raise BadRequest("prompt is required", param="prompt")
-    return _request(body, _sampling(body), prompts=_prompts(body["prompt"]))
+    values = _sampling(body)
+    if body.get("logprobs", False) is not False:
+        what = f"an integer from 0 to {MAX_LOGPROBS}"
+        values["logprobs"] = _typed(body, "logprobs", _is_count, what)
+    return _request(body, values, prompts=_prompts(body["prompt"]))
 
 
 def parse_chat(body: Any) -> CompletionRequest:
@@ -145,7 +173,7 @@ def parse_chat(body: Any) -> CompletionRequest:
 
     Raises BadRequest.
     """
-    body = _fields(body, {"messages", "max_completion_tokens"})
+    body = _fields(body, {"messages", "max_completion_tokens", "logprobs", "top_logprobs"})
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list of at least one message", param="messages")
@@ -157,6 +185,12 @@ def parse_chat(body: Any) -> CompletionRequest:
     values = {"max_tokens": None} | _sampling(body)
     if "max_completion_tokens" in body:
         values |= _sampling({"max_tokens": body["max_completion_tokens"]})
+    wanted = _typed(body, "logprobs", _is_bool, "true or false")
+    top = _typed(body, "top_logprobs", _is_count, f"an integer from 0 to {MAX_LOGPROBS}") or 0
+    if wanted:
+        values["logprobs"] = top
+    elif top:
+        raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     return _request(body, values, messages=tuple(messages))
 
 
@@ -168,6 +202,8 @@ def _fields(body: Any, own: set[str]) -> dict[str, Any]:
     for name, value in body.items():
         if name in known or value is None:
             continue
+        if name == "logits_processors":
+            raise BadRequest("logits_processors are functions: only from Python", param=name)
         if name not in _NOT_SUPPORTED:
             raise BadRequest(f"{name} is not a parameter of this endpoint", param=name)
         accepted = _NOT_SUPPORTED[name]
@@ -185,6 +221,8 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         if not good(body[name]):
             raise BadRequest(f"{name} must be {what}, got {shown(body[name])}", param=name)
         values[name] = body[name]
+    if "logit_bias" in values:
+        values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
     return values
 
 
@@ -205,6 +243,8 @@ def _request(
     if model is None:
         raise BadRequest("model is required", param="model")
     stream = bool(_typed(body, "stream", _is_bool, "true or false"))
+    if stream and "prompt_logprobs" in sampling:
+        raise BadRequest("prompt_logprobs needs stream to be false", param="prompt_logprobs")
     try:
         params = SamplingParams(**sampling)
     except ValueError as error:

@@ -15,6 +15,12 @@ from typing import Any
 from aiohttp import web
 
 from coppice.frontend.engine_thread import DeltaStream, EngineStopped, EngineThread, RequestFailed
+from coppice.frontend.openai_logprobs import (
+    Place,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from coppice.frontend.outputs import RequestOutput
 from coppice.frontend.protocol import (
     BadRequest,
@@ -25,6 +31,8 @@ from coppice.frontend.protocol import (
     parse_completion,
 )
 from coppice.frontend.text_engine import TextDelta
+from coppice.frontend.token_texts import TokenTexts
+from coppice.runtime.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -97,20 +105,21 @@ class Server:
             )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_completion, Completion(self._model))
+        return await self._answer(request, parse_completion, Completion)
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_chat, ChatCompletion(self._model))
+        return await self._answer(request, parse_chat, ChatCompletion)
 
     async def _answer(
         self,
         request: web.Request,
         parse: Callable[[Any], CompletionRequest],
-        shape: Completion,
+        answers: type[Completion],
     ) -> web.StreamResponse:
         body = await _json(request)
         asked = parse(body)
         self._check_model(asked.model)
+        shape = answers(self._model, asked.params, self._engine.text_engine.token_texts)
         async with AsyncExitStack() as stack:
             try:
                 streams = [
@@ -178,6 +187,9 @@ class Server:
         return response
 
 
+Places = Sequence[Place] | None
+
+
 class Completion:
     """The answers of /v1/completions to one request."""
 
@@ -185,7 +197,9 @@ class Completion:
     object_chunk = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, params: SamplingParams, texts: TokenTexts) -> None:
+        self._params = params
+        self._texts = texts
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._model = model
         self._created = int(time.time())
@@ -201,9 +215,10 @@ class Completion:
 
     def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
         """What is sent for one delta."""
-        if not delta.text and delta.output is None:
+        if not delta.text and not delta.logprobs and delta.output is None:
             return []
-        choice = {"index": index, "text": delta.text, "logprobs": None, **_ending(delta.output)}
+        logprobs = self._logprobs(delta.logprobs, delta.text_offsets)
+        choice = {"index": index, "text": delta.text, "logprobs": logprobs, **_ending(delta.output)}
         return [self._object(self.object_chunk, [choice])]
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -211,8 +226,13 @@ class Completion:
         return self._object(self.object_chunk, []) | {"usage": usage(outputs)}
 
     def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        text = output.outputs[0].text
-        return {"index": index, "text": text, "logprobs": None, **_ending(output)}
+        made = output.outputs[0]
+        logprobs = self._logprobs(made.logprobs, made.text_offsets)
+        choice = {"index": index, "text": made.text, "logprobs": logprobs, **_ending(output)}
+        return choice | _prompt(output)
+
+    def _logprobs(self, places: Places, offsets: Sequence[int] | None) -> dict[str, Any] | None:
+        return completion_logprobs(places, offsets or ()) if places else None
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -235,20 +255,34 @@ class ChatCompletion(Completion):
         return [self._chunk(index, {"role": "assistant", "content": ""}, None)]
 
     def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
-        made = [self._chunk(index, {"content": delta.text}, None)] if delta.text else []
+        made = []
+        if delta.text or delta.logprobs:
+            made.append(self._chunk(index, {"content": delta.text}, None, delta.logprobs))
         if delta.output is not None:
             made.append(self._chunk(index, {}, delta.output))
         return made
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], output: RequestOutput | None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        output: RequestOutput | None,
+        places: Places = None,
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, **_ending(output)}
+        logprobs = self._logprobs(places, None)
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, **_ending(output)}
         return self._object(self.object_chunk, [choice])
 
     def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         message = {"role": "assistant", "content": output.outputs[0].text}
-        return {"index": index, "message": message, "logprobs": None, **_ending(output)}
+        logprobs = self._logprobs(output.outputs[0].logprobs, None)
+        return {"index": index, "message": message, "logprobs": logprobs, **_ending(output)}
+
+    def _logprobs(self, places: Places, offsets: Sequence[int] | None) -> dict[str, Any] | None:
+        return chat_logprobs(places, self._params.logprobs or 0, self._texts) if places else None
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return super().whole(outputs) | _prompt(outputs[0])
 
 
 class Merged(AsyncIterator[tuple[int, TextDelta]]):
@@ -310,6 +344,12 @@ def _ending(output: RequestOutput | None) -> dict[str, Any]:
         return {"finish_reason": None, "stop_reason": None}
     completion = output.outputs[0]
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+def _prompt(output: RequestOutput) -> dict[str, Any]:
+    """vLLM's field with the logprobs of the prompt, if they were asked for."""
+    places = output.prompt_logprobs
+    return {} if places is None else {"prompt_logprobs": prompt_logprobs(places)}
 
 
 async def _last(stream: DeltaStream) -> RequestOutput:

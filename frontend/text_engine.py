@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from coppice.frontend.detokenizer import IncrementalDecoder
-from coppice.frontend.outputs import CompletionOutput, RequestOutput
+from coppice.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from coppice.frontend.stop_strings import StopStrings
+from coppice.frontend.token_texts import TokenTexts
 from coppice.frontend.tokenizer import Tokenizer, model_source
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
@@ -29,12 +30,16 @@ class TextDelta:
     Attributes:
         text: new text that no stop string can take back any more.
         output: the whole result, once the request has ended.
+        logprobs, text_offsets: of the new tokens, as in `CompletionOutput`; empty if they were not
+            asked for.
     """
 
     request_id: str
     text: str
     new_token_ids: tuple[int, ...]
     output: RequestOutput | None
+    logprobs: tuple[dict[int, Logprob], ...] = ()
+    text_offsets: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -48,6 +53,9 @@ class _Running:
     decoder: IncrementalDecoder
     stops: StopStrings
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class TextEngine:
@@ -56,11 +64,13 @@ class TextEngine:
     Attributes:
         engine: the engine, for its memory arithmetic and cache report.
         tokenizer: the model's tokenizer.
+        token_texts: what its tokens spell, one by one.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self.token_texts = TokenTexts(tokenizer)
         self._running: dict[str, _Running] = {}
 
     @classmethod
@@ -94,7 +104,8 @@ class TextEngine:
             ValueError: the engine refuses it (see `Engine.add_request`); nothing was queued.
         """
         ids = list(prompt_token_ids)
-        self.engine.add_request(request_id, ids, params, cache_salt=cache_salt)
+        in_tokens = self._words_as_tokens(params)
+        self.engine.add_request(request_id, ids, in_tokens, cache_salt=cache_salt)
         decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         self._running[request_id] = _Running(
             request_id,
@@ -104,6 +115,23 @@ class TextEngine:
             IncrementalDecoder(decode),
             StopStrings(params.stop_strings, include=params.include_stop_str_in_output),
         )
+
+    def _words_as_tokens(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with `bad_words` as token ids: without and with a space before each."""
+        if not params.bad_words:
+            return params
+        words = list(params.bad_words_token_ids or ())
+        for word in params.bad_words:
+            for spelt in (word.lstrip(), " " + word.lstrip()):
+                try:
+                    spelt.encode()
+                except UnicodeEncodeError:
+                    raise ValueError(f"bad_words must be valid Unicode, got {word!a}") from None
+                ids = self.tokenizer.wrapped(spelt, add_special_tokens=False)["input_ids"]
+                if not ids:
+                    raise ValueError(f"bad_words must be words that have tokens, got {word!r}")
+                words.append(tuple(ids))
+        return replace(params, bad_words=None, bad_words_token_ids=words)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request and gives its pages back; False if it is unknown or has ended."""
@@ -130,17 +158,30 @@ class TextEngine:
     def _advance(self, running: _Running, step: StepOutput) -> TextDelta:
         params, stops = running.params, running.stops
         new = list(step.new_token_ids)
+        if step.prompt_logprobs is not None:
+            ids = running.prompt_token_ids
+            places = self.token_texts.logprobs(step.prompt_logprobs[1:], ids[1:])
+            running.prompt_logprobs = [None, *places]
+        logprobs, offsets = [], []
+        if step.logprobs is not None:
+            logprobs = list(self.token_texts.logprobs(step.logprobs, new))
         # The token that ended the text is part of the result, but not of the text.
         silent = step.finish_reason == "stop" and not params.include_stop_str_in_output
         for position, token in enumerate(new):
             running.token_ids.append(token)
+            if logprobs:
+                offsets.append(len(stops.text))  # where it begins, or what was held back before it
             if silent and position == len(new) - 1:
                 break
             piece = running.decoder.push((token,))
+            if logprobs and (own := self.token_texts.text(token)) and piece.endswith(own):
+                offsets[-1] += len(piece) - len(own)
             stops.push(piece, armed=len(running.token_ids) > params.min_tokens)
             if stops.matched is not None:
-                del new[position + 1 :]
+                del new[position + 1 :], logprobs[position + 1 :]
                 break
+        running.logprobs += logprobs
+        running.text_offsets += offsets
         finish_reason, stop_reason = step.finish_reason, _stop_reason(step)
         if finish_reason is not None and stops.matched is None:
             armed = len(running.token_ids) > params.min_tokens
@@ -157,15 +198,31 @@ class TextEngine:
                 running.request_id,
                 running.prompt,
                 running.prompt_token_ids,
-                [
-                    CompletionOutput(
-                        0, stops.text, tuple(running.token_ids), finish_reason, stop_reason
-                    )
-                ],
+                [_completion(running, finish_reason, stop_reason)],
                 True,
                 step.cached_tokens,
+                running.prompt_logprobs,
             )
-        return TextDelta(running.request_id, text, tuple(new), output)
+        return TextDelta(
+            running.request_id, text, tuple(new), output, tuple(logprobs), tuple(offsets)
+        )
+
+
+def _completion(
+    running: _Running, finish_reason: str, stop_reason: int | str | None
+) -> CompletionOutput:
+    completion = CompletionOutput(
+        0, running.stops.text, tuple(running.token_ids), finish_reason, stop_reason
+    )
+    if running.params.logprobs is None:
+        return completion
+    places = zip(running.token_ids, running.logprobs, strict=True)
+    return replace(
+        completion,
+        cumulative_logprob=sum((place[token].logprob for token, place in places), 0.0),
+        logprobs=running.logprobs,
+        text_offsets=tuple(running.text_offsets),
+    )
 
 
 def _stop_reason(step: StepOutput) -> int | str | None:

@@ -121,11 +121,6 @@ UNSUPPORTED: dict[str, Any] = {
     "n": 2,
     "best_of": 3,
     "echo": True,
-    "logprobs": True,
-    "top_logprobs": 5,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -1,
-    "logit_bias": {"50256": -100},
     "response_format": {"type": "json_object"},
     "tools": [{"type": "function"}],
     "tool_choice": "auto",
@@ -145,9 +140,62 @@ def test_what_is_not_supported_is_refused_by_name(parse: Any, body: Any, name: s
     assert error["message"].startswith(f"{name} is not supported yet")
 
 
-def test_zero_logprobs_ask_for_logprobs() -> None:
-    """In the completions API 0 asks for the logprobs of the chosen tokens."""
-    assert refused(parse_completion, COMPLETION | {"logprobs": 0})["param"] == "logprobs"
+def test_the_sampling_features_arrive() -> None:
+    features = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"7": -100, "0": 1.5},
+        "allowed_token_ids": [7, 8],
+        "bad_words": ["no", "way"],
+        "prompt_logprobs": 3,
+    }
+    for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
+        params = parse(body | features).params
+        assert (params.presence_penalty, params.frequency_penalty) == (0.5, -1)
+        assert params.repetition_penalty == 1.2
+        assert params.logit_bias == {7: -100, 0: 1.5}
+        assert params.allowed_token_ids == (7, 8)
+        assert params.bad_words == ("no", "way")
+        assert params.prompt_logprobs == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "logprobs"),
+    [
+        (COMPLETION, None),
+        (COMPLETION | {"logprobs": False}, None),
+        (COMPLETION | {"logprobs": 0}, 0),
+        (COMPLETION | {"logprobs": 20}, 20),
+        (CHAT, None),
+        (CHAT | {"logprobs": False, "top_logprobs": 0}, None),
+        (CHAT | {"logprobs": True}, 0),
+        (CHAT | {"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_each_endpoint_asks_for_logprobs_in_its_own_way(body: Any, logprobs: int | None) -> None:
+    parse = parse_chat if "messages" in body else parse_completion
+    assert parse(body).params.logprobs == logprobs
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "param"),
+    [
+        (parse_completion, COMPLETION | {"logprobs": True}, "logprobs"),
+        (parse_completion, COMPLETION | {"logprobs": 21}, "logprobs"),
+        (parse_completion, COMPLETION | {"logprobs": -1}, "logprobs"),
+        (parse_completion, COMPLETION | {"top_logprobs": 2}, "top_logprobs"),
+        (parse_chat, CHAT | {"logprobs": 3}, "logprobs"),
+        (parse_chat, CHAT | {"top_logprobs": 3}, "top_logprobs"),
+        (parse_chat, CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (parse_chat, CHAT | {"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+        (parse_chat, CHAT | {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (parse_completion, COMPLETION | {"logits_processors": ["x"]}, "logits_processors"),
+        (parse_completion, COMPLETION | {"bad_words_token_ids": [[1]]}, "bad_words_token_ids"),
+    ],
+)
+def test_wrong_ways_to_ask_are_refused_by_name(parse: Any, body: Any, param: str) -> None:
+    assert refused(parse, body)["param"] == param
 
 
 @pytest.mark.parametrize(("parse", "body"), [(parse_completion, COMPLETION), (parse_chat, CHAT)])
@@ -185,6 +233,19 @@ def test_each_endpoint_has_its_own_parameters() -> None:
         ("stop", ["x"] * 17),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
+        ("presence_penalty", 3),
+        ("frequency_penalty", "much"),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"01": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": float("nan")}),
+        ("logit_bias", [1]),
+        ("allowed_token_ids", []),
+        ("bad_words", "word"),
+        ("bad_words", [" "]),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", True),
         ("ignore_eos", 1),
         ("skip_special_tokens", "yes"),
         ("stream", "yes"),

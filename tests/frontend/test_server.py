@@ -254,7 +254,7 @@ async def test_a_client_that_goes_away_frees_its_pages(
     ("path", "change", "param"),
     [
         (COMPLETIONS, {"n": 2}, "n"),
-        (COMPLETIONS, {"logprobs": 3}, "logprobs"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs"),
         (COMPLETIONS, {"surprise": 1}, "surprise"),
         (COMPLETIONS, {"temperature": 1000}, "temperature"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
