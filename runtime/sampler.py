@@ -46,7 +46,10 @@ class Sampler:
             top = sequence.request.params.logprobs
             if top is not None:
                 asked.setdefault(top, []).append(row)
-        raw = {top: log_probabilities(logits[rows]) for top, rows in asked.items()}
+        raw = {
+            top: log_probabilities(logits if len(rows) == len(sequences) else logits[rows])
+            for top, rows in asked.items()
+        }
         errors = apply_rules(logits, sequences, self._eos)
         tokens = self._choose(logits, sequences)
         logprobs: list[Logprobs | None] = [None] * len(sequences)
