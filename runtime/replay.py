@@ -147,7 +147,8 @@ class Replay:
             before = self._finished
             self._step()
             if self._finished > before:
-                if self._finished >= border and total - self._finished >= stretch / 2:
+                left = total - self._arrivals + len(self._scheduler.waiting)
+                if self._finished >= border and left >= stretch / 2:
                     self._end_stretch()
                     border = self._finished + stretch
                 yield self._finished

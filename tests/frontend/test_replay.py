@@ -172,11 +172,11 @@ def test_texts_are_read_and_shown_by_the_tokenizer(
 ) -> None:
     path = tmp_path / "texts.jsonl"
     shared = "The quick brown fox jumps over the lazy dog while the band plays on. " * 3
-    tools = "Where is the key? The key is under the mat, and the mat is at the door. " * 12
+    tools = " ".join(f"The key is under the mat of house {7 * house}." for house in range(30))
     with path.open("w") as out:
         for number in range(12):
             day = f"Day {number}. " if number % 2 else ""
-            prompt = f"{shared}{day}{tools}Question {number}"
+            prompt = f"{shared}{day}{tools} Question {number}"
             out.write(json.dumps({"prompt": prompt, "output": "mat"}) + "\n")
     assert "needs --tokenizer MODEL" in refused(capsys, path)
     out = run(capsys, path, "--tokenizer", checkpoint, "--pool", 4000)

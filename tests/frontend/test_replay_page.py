@@ -37,12 +37,12 @@ def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     """A page and the JSON of the same replay, of a trace with near misses and hostile text."""
     folder = tmp_path_factory.mktemp("page")
     trace = folder / "a<b>&.jsonl"
-    tools = "Where is the key? The key is under the mat, and the mat is at the door. " * 6
+    tools = " ".join(f"The key is under the mat of house {7 * house}." for house in range(30))
     with trace.open("w") as out:
         for number in range(60):
             day = f"Day {number}. " if number % 3 else ""
             line = {
-                "prompt": f"{HOSTILE}{day}{tools}Question {number % 7}",
+                "prompt": f"{HOSTILE}{day}{tools} Question {number % 7}",
                 "output_tokens": 5,
                 "timestamp": 7 * number,
                 "namespace": "<i>other</i>" if number % 5 == 4 else None,
