@@ -11,10 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coppice.frontend.beam_outputs import BeamSearchOutput
     from coppice.frontend.llm import LLM
     from coppice.frontend.outputs import CompletionOutput, RequestOutput
     from coppice.radix.pool import PagePool
     from coppice.radix.tree import RadixTree
+    from coppice.runtime.beam_search import BeamSearchParams
     from coppice.runtime.config import EngineConfig
     from coppice.runtime.engine import Engine
     from coppice.runtime.report import CacheReport, SharedPrefix
@@ -24,6 +26,8 @@ __version__ = "0.1.0"
 
 _HOME_OF = {
     "LLM": "coppice.frontend.llm",
+    "BeamSearchOutput": "coppice.frontend.beam_outputs",
+    "BeamSearchParams": "coppice.runtime.beam_search",
     "CompletionOutput": "coppice.frontend.outputs",
     "RequestOutput": "coppice.frontend.outputs",
     "PagePool": "coppice.radix.pool",
@@ -37,6 +41,8 @@ _HOME_OF = {
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CacheReport",
     "CompletionOutput",
     "Engine",

@@ -11,9 +11,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
+from coppice.frontend.beam_outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    beam_search_sequence,
+)
 from coppice.frontend.outputs import GenerationError, RequestOutput
 from coppice.frontend.text_engine import TextEngine
 from coppice.frontend.tokenizer import Message
+from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.report import CacheReport
 from coppice.runtime.sampling_params import SamplingParams
@@ -86,6 +92,51 @@ class LLM:
         encode = self._text_engine.tokenizer.encode_chat
         parsed: list[_Parsed] = [(None, encode(turns), None) for turns in conversations]
         return self._run(parsed, sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """Finds the most probable continuations of each prompt; all prompts are searched together.
+
+        Arguments and errors are those of `generate`, but that `params` are one for all.
+
+        Returns:
+            One output a prompt, in the order of the prompts, its sequences best first.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params must be a BeamSearchParams, got {params!r}")
+        parsed = [self._parse(index, prompt) for index, prompt in enumerate(_listed(prompts))]
+        engine, tokenizer = self._text_engine.engine, self._text_engine.tokenizer
+        ids: list[str] = []
+        found: dict[str, list[BeamSearchSequence]] = {}
+        try:
+            for index, (_, token_ids, salt) in enumerate(parsed):
+                request_id = str(self._served + index)
+                try:
+                    engine.add_beam_search(request_id, token_ids, params, cache_salt=salt)
+                except ValueError as error:
+                    raise ValueError(f"prompts[{index}]: {error}") from error
+                ids.append(request_id)
+            with _Bar(len(ids), use_tqdm) as bar:
+                while engine.has_unfinished():
+                    new_tokens = 0
+                    for output in engine.step():
+                        if output.error is not None:
+                            raise RuntimeError(f"the search failed: {output.error}")
+                        prompt_ids = parsed[ids.index(output.request_id)][1]
+                        sequence = beam_search_sequence(output, prompt_ids, tokenizer.decode)
+                        found.setdefault(output.request_id, []).append(sequence)
+                        new_tokens += len(output.new_token_ids)
+                    bar.update(len(found), new_tokens)
+        finally:
+            self._served += len(parsed)
+            for request_id in ids:
+                if request_id not in found:
+                    engine.abort(request_id)
+        return [BeamSearchOutput(found[request_id]) for request_id in ids]
 
     def cache_report(self) -> CacheReport:
         """What the KV cache has saved so far, and which prefixes did it."""
