@@ -226,9 +226,9 @@ class DeltaStream(AsyncIterator[TextDelta]):
             raise item
         if item.output is not None:
             self._end()
-            output = item.output.outputs[0]
-            if output.finish_reason == "error":
-                raise RequestFailed(str(output.stop_reason))
+            for completion in item.output.outputs:
+                if completion.finish_reason == "error":
+                    raise RequestFailed(str(completion.stop_reason))
         return item
 
     def _end(self) -> None:

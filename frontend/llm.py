@@ -214,7 +214,8 @@ class LLM:
                 if request_id not in results:
                     self._text_engine.abort(request_id)
         outputs = [results[request_id] for request_id in ids]
-        if any(output.outputs[0].finish_reason == "error" for output in outputs):
+        made = [completion for output in outputs for completion in output.outputs]
+        if any(completion.finish_reason == "error" for completion in made):
             raise GenerationError(outputs)
         return outputs
 

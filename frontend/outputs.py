@@ -57,7 +57,7 @@ class RequestOutput:
         request_id: the name under which the engine ran the request.
         prompt: the prompt as text, None when it was given as token ids.
         prompt_token_ids: the prompt as the model saw it.
-        outputs: the continuations; one for now.
+        outputs: the `n` continuations, in the order of their indices.
         finished: whether the request has ended.
         cached_tokens: prompt tokens whose KV was reused instead of computed.
         prompt_logprobs: for each prompt token its logprob given those before it, and those of the
@@ -84,9 +84,10 @@ class GenerationError(RuntimeError):
     def __init__(self, outputs: list[RequestOutput]) -> None:
         self.outputs = outputs
         failed = [
-            f"prompt {index}: {output.outputs[0].stop_reason}"
+            f"prompt {index}: {completion.stop_reason}"
             for index, output in enumerate(outputs)
-            if output.outputs[0].finish_reason == "error"
+            for completion in output.outputs
+            if completion.finish_reason == "error"
         ]
         named = "; ".join(failed[:3]) + ("; ..." if len(failed) > 3 else "")
         super().__init__(f"{len(failed)} of {len(outputs)} requests failed: {named}")

@@ -21,7 +21,7 @@ from coppice.frontend.openai_logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from coppice.frontend.outputs import RequestOutput
+from coppice.frontend.outputs import CompletionOutput, RequestOutput
 from coppice.frontend.protocol import (
     BadRequest,
     CompletionRequest,
@@ -32,6 +32,7 @@ from coppice.frontend.protocol import (
 )
 from coppice.frontend.text_engine import TextDelta
 from coppice.frontend.token_texts import TokenTexts
+from coppice.runtime.request import QueueFull
 from coppice.runtime.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -132,8 +133,10 @@ class Server:
                 ]
             except ValueError as error:
                 raise bad_value(error, body) from error
+            except QueueFull as error:
+                raise BadRequest(str(error), status=429, kind="rate_limit_error") from error
             if asked.stream:
-                return await self._stream(request, shape, streams, asked.include_usage)
+                return await self._stream(request, shape, streams, asked)
             outputs = [await _last(stream) for stream in streams]
         return web.json_response(shape.whole(outputs))
 
@@ -156,25 +159,25 @@ class Server:
         request: web.Request,
         shape: Completion,
         streams: Sequence[DeltaStream],
-        include_usage: bool,
+        asked: CompletionRequest,
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
         outputs: list[RequestOutput] = []
-        blank = {"usage": None} if include_usage else {}
+        blank = {"usage": None} if asked.include_usage else {}
         try:
-            for index in range(len(streams)):
+            for index in range(len(streams) * asked.params.n):
                 for chunk in shape.opening(index):
                     await _send(response, chunk | blank)
             async with Merged(streams) as deltas:
                 async for index, delta in deltas:
-                    for chunk in shape.chunks(index, delta):
+                    for chunk in shape.chunks(index * asked.params.n + delta.index, delta):
                         await _send(response, chunk | blank)
                     if delta.output is not None:
                         outputs.append(delta.output)
-            if include_usage:
+            if asked.include_usage:
                 await _send(response, shape.usage_chunk(outputs))
         except ConnectionError:
             raise
@@ -206,7 +209,8 @@ class Completion:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer in one piece."""
-        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
+        made = [(output, each) for output in outputs for each in output.outputs]
+        choices = [self._choice(index, *pair) for index, pair in enumerate(made)]
         return self._object(self.object_whole, choices) | {"usage": usage(outputs)}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
@@ -215,20 +219,19 @@ class Completion:
 
     def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
         """What is sent for one delta."""
-        if not delta.text and not delta.logprobs and delta.output is None:
+        if not delta.text and not delta.logprobs and delta.completion is None:
             return []
         logprobs = self._logprobs(delta.logprobs, delta.text_offsets)
-        choice = {"index": index, "text": delta.text, "logprobs": logprobs, **_ending(delta.output)}
-        return [self._object(self.object_chunk, [choice])]
+        choice = {"index": index, "text": delta.text, "logprobs": logprobs}
+        return [self._object(self.object_chunk, [choice | _ending(delta.completion)])]
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The last chunk, if it was asked for."""
         return self._object(self.object_chunk, []) | {"usage": usage(outputs)}
 
-    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        made = output.outputs[0]
+    def _choice(self, index: int, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
         logprobs = self._logprobs(made.logprobs, made.text_offsets)
-        choice = {"index": index, "text": made.text, "logprobs": logprobs, **_ending(output)}
+        choice = {"index": index, "text": made.text, "logprobs": logprobs, **_ending(made)}
         return choice | _prompt(output)
 
     def _logprobs(self, places: Places, offsets: Sequence[int] | None) -> dict[str, Any] | None:
@@ -258,25 +261,25 @@ class ChatCompletion(Completion):
         made = []
         if delta.text or delta.logprobs:
             made.append(self._chunk(index, {"content": delta.text}, None, delta.logprobs))
-        if delta.output is not None:
-            made.append(self._chunk(index, {}, delta.output))
+        if delta.completion is not None:
+            made.append(self._chunk(index, {}, delta.completion))
         return made
 
     def _chunk(
         self,
         index: int,
         delta: dict[str, Any],
-        output: RequestOutput | None,
+        completion: CompletionOutput | None,
         places: Places = None,
     ) -> dict[str, Any]:
         logprobs = self._logprobs(places, None)
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, **_ending(output)}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, **_ending(completion)}
         return self._object(self.object_chunk, [choice])
 
-    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.outputs[0].text}
-        logprobs = self._logprobs(output.outputs[0].logprobs, None)
-        return {"index": index, "message": message, "logprobs": logprobs, **_ending(output)}
+    def _choice(self, index: int, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": made.text}
+        logprobs = self._logprobs(made.logprobs, None)
+        return {"index": index, "message": message, "logprobs": logprobs, **_ending(made)}
 
     def _logprobs(self, places: Places, offsets: Sequence[int] | None) -> dict[str, Any] | None:
         return chat_logprobs(places, self._params.logprobs or 0, self._texts) if places else None
@@ -327,9 +330,9 @@ class Merged(AsyncIterator[tuple[int, TextDelta]]):
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Token counts over all choices of a request."""
+    """Token counts over all choices of a request; a prompt counts once, whatever its `n`."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(output.outputs[0].token_ids) for output in outputs)
+    completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
     cached = sum(output.cached_tokens for output in outputs)
     return {
         "prompt_tokens": prompt,
@@ -339,10 +342,9 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
-def _ending(output: RequestOutput | None) -> dict[str, Any]:
-    if output is None:
+def _ending(completion: CompletionOutput | None) -> dict[str, Any]:
+    if completion is None:
         return {"finish_reason": None, "stop_reason": None}
-    completion = output.outputs[0]
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
 
@@ -355,7 +357,7 @@ def _prompt(output: RequestOutput) -> dict[str, Any]:
 async def _last(stream: DeltaStream) -> RequestOutput:
     output = None
     async for delta in stream:
-        output = delta.output
+        output = delta.output or output
     assert output is not None, "a stream ends with an output or an exception"
     return output
 
@@ -378,7 +380,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except BadRequest as error:
-        return web.json_response(error.body, status=error.status)
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if error.status == 429 else {}
+        return web.json_response(error.body, status=error.status, headers=headers)
     except web.HTTPException as error:
         text = f"{request.method} {request.path}: {error.reason}"
         headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}

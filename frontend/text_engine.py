@@ -25,11 +25,13 @@ from coppice.runtime.weights import resolve_model
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What a step did to one request.
+    """What a step did to one continuation of a request.
 
     Attributes:
         text: new text that no stop string can take back any more.
-        output: the whole result, once the request has ended.
+        index: which continuation of the request it is.
+        completion: the continuation, once it has ended.
+        output: the whole result, once all continuations have ended.
         logprobs, text_offsets: of the new tokens, as in `CompletionOutput`; empty if they were not
             asked for.
     """
@@ -40,21 +42,32 @@ class TextDelta:
     output: RequestOutput | None
     logprobs: tuple[dict[int, Logprob], ...] = ()
     text_offsets: tuple[int, ...] = ()
+    index: int = 0
+    completion: CompletionOutput | None = None
 
 
 @dataclass(slots=True)
-class _Running:
-    """One request's text as far as it has come."""
+class _Line:
+    """One continuation's text as far as it has come."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
+    index: int
     decoder: IncrementalDecoder
     stops: StopStrings
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
+    completion: CompletionOutput | None = None  # once it has ended
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request and its continuations."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    lines: list[_Line]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
@@ -107,14 +120,15 @@ class TextEngine:
         in_tokens = self._words_as_tokens(params)
         self.engine.add_request(request_id, ids, in_tokens, cache_salt=cache_salt)
         decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-        self._running[request_id] = _Running(
-            request_id,
-            prompt,
-            tuple(ids),
-            params,
-            IncrementalDecoder(decode),
-            StopStrings(params.stop_strings, include=params.include_stop_str_in_output),
-        )
+        lines = [
+            _Line(
+                index,
+                IncrementalDecoder(decode),
+                StopStrings(params.stop_strings, include=params.include_stop_str_in_output),
+            )
+            for index in range(params.n)
+        ]
+        self._running[request_id] = _Running(request_id, prompt, tuple(ids), params, lines)
 
     def _words_as_tokens(self, params: SamplingParams) -> SamplingParams:
         """The parameters with `bad_words` as token ids: without and with a space before each."""
@@ -151,12 +165,14 @@ class TextEngine:
         deltas = []
         for output in self.engine.step():
             running = self._running.get(output.request_id)
-            if running is not None:  # it was not aborted between two steps
+            # It was not aborted between two steps, and no stop string has ended it in this one.
+            if running is not None and running.lines[output.index].completion is None:
                 deltas.append(self._advance(running, output))
         return deltas
 
     def _advance(self, running: _Running, step: StepOutput) -> TextDelta:
-        params, stops = running.params, running.stops
+        params, line = running.params, running.lines[step.index]
+        stops = line.stops
         new = list(step.new_token_ids)
         if step.prompt_logprobs is not None:
             ids = running.prompt_token_ids
@@ -168,60 +184,70 @@ class TextEngine:
         # The token that ended the text is part of the result, but not of the text.
         silent = step.finish_reason == "stop" and not params.include_stop_str_in_output
         for position, token in enumerate(new):
-            running.token_ids.append(token)
+            line.token_ids.append(token)
             if logprobs:
                 offsets.append(len(stops.text))  # where it begins, or what was held back before it
             if silent and position == len(new) - 1:
                 break
-            piece = running.decoder.push((token,))
+            piece = line.decoder.push((token,))
             if logprobs and (own := self.token_texts.text(token)) and piece.endswith(own):
                 offsets[-1] += len(piece) - len(own)
-            stops.push(piece, armed=len(running.token_ids) > params.min_tokens)
+            stops.push(piece, armed=len(line.token_ids) > params.min_tokens)
             if stops.matched is not None:
                 del new[position + 1 :], logprobs[position + 1 :]
                 break
-        running.logprobs += logprobs
-        running.text_offsets += offsets
+        line.logprobs += logprobs
+        line.text_offsets += offsets
         finish_reason, stop_reason = step.finish_reason, _stop_reason(step)
         if finish_reason is not None and stops.matched is None:
-            armed = len(running.token_ids) > params.min_tokens
-            stops.push(running.decoder.flush(), armed=armed)
+            armed = len(line.token_ids) > params.min_tokens
+            stops.push(line.decoder.flush(), armed=armed)
         if stops.matched is not None:
             if finish_reason is None:
-                self.engine.abort(running.request_id)
+                self.engine.abort(running.request_id, line.index)
             finish_reason, stop_reason = "stop", stops.matched
         text = stops.take(final=finish_reason is not None)
         output = None
         if finish_reason is not None:
-            del self._running[running.request_id]
-            output = RequestOutput(
-                running.request_id,
-                running.prompt,
-                running.prompt_token_ids,
-                [_completion(running, finish_reason, stop_reason)],
-                True,
-                step.cached_tokens,
-                running.prompt_logprobs,
-            )
+            line.completion = _completion(line, params, finish_reason, stop_reason)
+            ended = [each.completion for each in running.lines if each.completion is not None]
+            if len(ended) == len(running.lines):
+                del self._running[running.request_id]
+                output = RequestOutput(
+                    running.request_id,
+                    running.prompt,
+                    running.prompt_token_ids,
+                    ended,
+                    True,
+                    step.cached_tokens,
+                    running.prompt_logprobs,
+                )
         return TextDelta(
-            running.request_id, text, tuple(new), output, tuple(logprobs), tuple(offsets)
+            running.request_id,
+            text,
+            tuple(new),
+            output,
+            tuple(logprobs),
+            tuple(offsets),
+            line.index,
+            line.completion,
         )
 
 
 def _completion(
-    running: _Running, finish_reason: str, stop_reason: int | str | None
+    line: _Line, params: SamplingParams, finish_reason: str, stop_reason: int | str | None
 ) -> CompletionOutput:
     completion = CompletionOutput(
-        0, running.stops.text, tuple(running.token_ids), finish_reason, stop_reason
+        line.index, line.stops.text, tuple(line.token_ids), finish_reason, stop_reason
     )
-    if running.params.logprobs is None:
+    if params.logprobs is None:
         return completion
-    places = zip(running.token_ids, running.logprobs, strict=True)
+    places = zip(line.token_ids, line.logprobs, strict=True)
     return replace(
         completion,
         cumulative_logprob=sum((place[token].logprob for token, place in places), 0.0),
-        logprobs=running.logprobs,
-        text_offsets=tuple(running.text_offsets),
+        logprobs=line.logprobs,
+        text_offsets=tuple(line.text_offsets),
     )
 
 

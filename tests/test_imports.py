@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
         "transformers",
         "safetensors",
         "huggingface_hub",
+        "sortedcontainers",
         "xxhash",
     },
     "frontend": {

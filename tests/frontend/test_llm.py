@@ -227,3 +227,35 @@ def test_the_bar_draws_only_where_there_is_a_terminal(
     assert "2/2" in drawn.err
     assert "tokens/s" in drawn.err
     assert not drawn.out
+
+
+def test_n_continuations_of_each_prompt(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=4, max_tokens=8, ignore_eos=True, logprobs=1)
+    outputs = llm.generate(PROMPTS[:2], params)
+    for output in outputs:
+        assert [each.index for each in output.outputs] == [0, 1, 2]
+        assert len({each.text for each in output.outputs}) > 1
+        for each in output.outputs:
+            assert len(each.token_ids) == len(each.logprobs) == 8
+    again = llm.generate(PROMPTS[:2], params)
+    assert [each.text for o in again for each in o.outputs] == [
+        each.text for o in outputs for each in o.outputs
+    ]
+    assert nothing_left(llm)
+
+
+def test_a_stop_string_ends_one_continuation_only(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=4, max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate(PROMPTS[0], params)
+    texts = [each.text for each in output.outputs]
+    stop = next(
+        piece for size in range(1, 6) for at in range(len(texts[1]) - size)
+        if (piece := texts[1][at : at + size]) not in texts[0] + texts[2] and piece.strip()
+    )  # fmt: skip
+    (cut,) = llm.generate(
+        PROMPTS[0], SamplingParams(n=3, seed=4, max_tokens=8, ignore_eos=True, stop=stop)
+    )
+    assert cut.outputs[1].finish_reason == "stop"
+    assert cut.outputs[1].stop_reason == stop
+    assert [cut.outputs[0].text, cut.outputs[2].text] == [texts[0], texts[2]]
+    assert nothing_left(llm)

@@ -118,7 +118,6 @@ def test_what_asks_for_nothing_is_accepted(name: str) -> None:
 
 
 UNSUPPORTED: dict[str, Any] = {
-    "n": 2,
     "best_of": 3,
     "echo": True,
     "response_format": {"type": "json_object"},

@@ -253,7 +253,8 @@ async def test_a_client_that_goes_away_frees_its_pages(
 @pytest.mark.parametrize(
     ("path", "change", "param"),
     [
-        (COMPLETIONS, {"n": 2}, "n"),
+        (COMPLETIONS, {"n": 0}, "n"),
+        (COMPLETIONS, {"n": "two"}, "n"),
         (COMPLETIONS, {"logprobs": 21}, "logprobs"),
         (COMPLETIONS, {"surprise": 1}, "surprise"),
         (COMPLETIONS, {"temperature": 1000}, "temperature"),
@@ -395,3 +396,36 @@ async def test_the_loop_is_free_while_the_engine_works(
             assert response.status == 200
         answered.set()
         await request
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_n_continuations_are_choices_of_their_own(
+    client: Client, path: str, stream: bool
+) -> None:
+    body: dict[str, Any] = {"model": "tiny", "n": 3, "seed": 1, "max_tokens": 6, "ignore_eos": True}
+    body |= {"prompt": [PROMPT, "another"]} if path == COMPLETIONS else {"messages": HELLO}
+    count = 6 if path == COMPLETIONS else 3
+    texts = [""] * count
+    if stream:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = await client.events(path, body | options)
+        ends = []
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                piece = choice.get("text", choice.get("delta", {}).get("content", ""))
+                texts[choice["index"]] += piece
+                ends += [choice["index"]] if choice["finish_reason"] else []
+        assert sorted(ends) == list(range(count))
+        usage = chunks[-1]["usage"]
+    else:
+        answer = await client.ok(path, body)
+        for place, choice in enumerate(answer["choices"]):
+            assert choice["index"] == place
+            assert choice["finish_reason"] == "length"
+            texts[place] = choice["text"] if "text" in choice else choice["message"]["content"]
+        usage = answer["usage"]
+    assert len(set(texts)) > 1
+    assert usage["completion_tokens"] == 6 * count
+    once = await client.ok(path, body | {"n": 1})
+    assert usage["prompt_tokens"] == once["usage"]["prompt_tokens"]

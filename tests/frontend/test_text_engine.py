@@ -26,7 +26,7 @@ class ScriptedEngine:
     def add_request(self, request_id: str, *rest: Any, **options: Any) -> None:
         self.request_id = request_id
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, index: int | None = None) -> bool:
         known = request_id == self.request_id
         if known:
             self.aborted.append(request_id)
