@@ -44,7 +44,12 @@ def render_report(report: CacheReport, decode: Decode) -> RenderableType:
         report: the engine's counts.
         decode: token ids to text, special tokens kept visible.
     """
-    return Group(_numbers(report), Text(), render_prefixes(report.top_prefixes, decode))
+    parts = [_numbers(report), Text(), _causes(report.accounts), Text()]
+    if report.evicted_tokens:
+        parts += [Text(memory_sentence(report.accounts, report.eviction_policy)), Text()]
+    if report.accounts.near_misses:
+        parts += [_near_misses(report.accounts.near_misses, decode), Text()]
+    return Group(*parts, render_prefixes(report.top_prefixes, decode))
 
 
 def _numbers(report: CacheReport) -> Table:

@@ -27,7 +27,7 @@ from coppice.runtime.beam_search import BeamSearch, BeamSearchParams
 from coppice.runtime.beams import BeamGroup
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.logprobs import Logprobs
-from coppice.runtime.memory import plan_cache
+from coppice.runtime.memory import plan_cache, zeroed
 from coppice.runtime.model_config import load_model_config
 from coppice.runtime.paging import Paging
 from coppice.runtime.prompt_logprobs import KnownLogprobs, score_prompts
@@ -91,12 +91,8 @@ class Engine:
             self.model_config.num_kv_heads,
             self.model_config.head_dim,
         )
-        # Zeroed memory is mapped only when it is first written, so an idle cache costs nothing.
         self.kv_cache = [
-            (
-                torch.zeros(shape, dtype=dtype, device=self.device),
-                torch.zeros(shape, dtype=dtype, device=self.device),
-            )
+            (zeroed(shape, dtype, self.device), zeroed(shape, dtype, self.device))
             for _ in range(self.model_config.num_layers)
         ]
         self.num_pages = pages
@@ -605,6 +601,7 @@ class Engine:
             generated_tokens=counters.generated_tokens,
             preemptions=self.scheduler.preemptions,
             evicted_tokens=tree.evicted_tokens,
+            eviction_policy=self.config.eviction_policy,
             prefill_seconds=counters.prefill_seconds,
             decode_seconds=counters.decode_seconds,
             page_size=self.config.page_size,

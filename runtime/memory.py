@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from coppice.runtime.config import EngineConfig
@@ -82,3 +84,15 @@ def _bytes(count: int) -> str:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     raise AssertionError
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros, of which main memory is taken only for what is written to it.
+
+    `torch.zeros` writes all of it at once; numpy asks the system for zeroed memory instead, so an
+    idle cache costs neither memory nor the time to fill it.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

@@ -46,6 +46,7 @@ class CacheReport:
     generated_tokens: int
     preemptions: int
     evicted_tokens: int
+    eviction_policy: str
     prefill_seconds: float
     decode_seconds: float
     page_size: int

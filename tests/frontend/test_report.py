@@ -25,6 +25,7 @@ REPORT = CacheReport(
     generated_tokens=777,
     preemptions=0,
     evicted_tokens=0,
+    eviction_policy="lru",
     prefill_seconds=2.0,
     decode_seconds=1.0,
     page_size=16,
