@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from coppice.frontend.beam_outputs import BeamSearchOutput
     from coppice.frontend.llm import LLM
     from coppice.frontend.outputs import CompletionOutput, RequestOutput
+    from coppice.frontend.session import Session
     from coppice.radix.pool import PagePool
     from coppice.radix.tree import RadixTree
     from coppice.runtime.beam_search import BeamSearchParams
@@ -37,6 +38,7 @@ _HOME_OF = {
     "CacheReport": "coppice.runtime.report",
     "SharedPrefix": "coppice.runtime.report",
     "SamplingParams": "coppice.runtime.sampling_params",
+    "Session": "coppice.frontend.session",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "RadixTree",
     "RequestOutput",
     "SamplingParams",
+    "Session",
     "SharedPrefix",
     "__version__",
 ]

@@ -17,6 +17,7 @@ from coppice.frontend.beam_outputs import (
     beam_search_sequence,
 )
 from coppice.frontend.outputs import GenerationError, RequestOutput
+from coppice.frontend.session import Session
 from coppice.frontend.text_engine import TextEngine
 from coppice.frontend.tokenizer import Message
 from coppice.runtime.beam_search import BeamSearchParams
@@ -137,6 +138,16 @@ class LLM:
                 if request_id not in found:
                     engine.abort(request_id)
         return [BeamSearchOutput(found[request_id]) for request_id in ids]
+
+    def session(self, prompt: Prompt = "") -> Session:
+        """Opens a line of text that can be forked, extended, scored and dropped (see `Session`).
+
+        Raises ValueError if the prompt is not acceptable; an empty text gives an empty line.
+        """
+        if prompt == "":
+            return Session(self, [], None)
+        _, token_ids, salt = self._parse(0, prompt)
+        return Session(self, token_ids, salt)
 
     def cache_report(self) -> CacheReport:
         """What the KV cache has saved so far, and which prefixes did it."""

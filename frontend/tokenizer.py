@@ -50,6 +50,15 @@ class Tokenizer:
         _check_characters("prompt", text)
         return list(self.wrapped(text, add_special_tokens=True)["input_ids"])
 
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of text that goes on behind other text: no special tokens are added.
+
+        Raises:
+            ValueError: as `encode` does.
+        """
+        _check_characters("text", text)
+        return list(self.wrapped(text, add_special_tokens=False)["input_ids"])
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the tokens, exactly as they spell it (no spaces are tidied away)."""
         return self.wrapped.decode(

@@ -564,6 +564,14 @@ class Engine:
             )
         return pin
 
+    def try_pin(self, name: str, token_ids: Seq[int], *, cache_salt: str | None = None) -> bool:
+        """Like `pin`, but False instead of PinRefused."""
+        try:
+            self.pin(name, token_ids, cache_salt=cache_salt)
+        except PinRefused:
+            return False
+        return True
+
     def unpin(self, name: str) -> bool:
         """Ends a pin; False if there is none of that name."""
         return self.pins.unpin(name)

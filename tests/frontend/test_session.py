@@ -1,0 +1,100 @@
+"""Sessions: forks share what they have in common, scores are exact, and closing frees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coppice import LLM, SamplingParams, Session
+
+TEXT = "The key is under the fox. The key is under the"
+
+
+@pytest.fixture
+def llm(checkpoint: Path) -> LLM:
+    return LLM(str(checkpoint), kv_cache_tokens=2048, max_num_seqs=8, page_size=4)
+
+
+def sampled(seed: int) -> SamplingParams:
+    return SamplingParams(max_tokens=6, seed=seed, ignore_eos=True)
+
+
+def test_forks_go_their_own_ways_and_compute_nothing_twice(llm: LLM) -> None:
+    with llm.session(TEXT) as root:
+        root.generate(sampled(0))
+        branches = root.fork(3)
+        before = llm.cache_report()
+        Session.generate_all(branches, [sampled(seed) for seed in (1, 2, 3)])
+        after = llm.cache_report()
+        assert after.computed_tokens - before.computed_tokens == 3, "the last token of each"
+        assert len({branch.token_ids for branch in branches}) == 3
+        assert all(branch.token_ids[: len(root.token_ids)] == root.token_ids for branch in branches)
+        grandchild = branches[0].append(" and the fox").fork()[0]
+        assert grandchild.token_ids == branches[0].token_ids
+        assert grandchild.text.endswith(" and the fox")
+        for branch in (*branches, grandchild):
+            branch.close()
+
+
+def test_generating_is_the_same_as_from_the_whole_text(llm: LLM) -> None:
+    with llm.session(TEXT) as line:
+        first = line.generate(SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        second = line.generate(SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    (whole,) = llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    made = first.outputs[0].token_ids + second.outputs[0].token_ids
+    assert made == whole.outputs[0].token_ids
+
+
+def test_a_score_is_the_sum_of_logprobs(llm: LLM, checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with llm.session(TEXT) as line:
+        before = line.token_ids
+        score = line.score(" quick fox")
+        assert line.token_ids == before
+    more = llm.get_tokenizer()(" quick fox", add_special_tokens=False)["input_ids"]
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([[*before, *more]])).logits[0].log_softmax(-1)
+    expected = sum(float(logprobs[len(before) - 1 + i, token]) for i, token in enumerate(more))
+    assert score == pytest.approx(expected, abs=1e-3)
+
+
+def test_open_sessions_stay_cached_and_closed_ones_may_go(llm: LLM) -> None:
+    engine = llm._text_engine.engine
+    line = llm.session(TEXT)
+    line.generate(sampled(0))
+    kept = list(line.token_ids)[:-1]
+    for number in range(8):
+        llm.generate([[5 + number, 7] * 200], SamplingParams(max_tokens=1))
+    assert engine.tree.match(kept, engine._namespace(None)).length == len(kept)
+    line.close()
+    line.close()
+    assert len(engine.pins) == 0
+    for number in range(8):
+        llm.generate([[20 + number, 7] * 200], SamplingParams(max_tokens=1))
+    assert engine.tree.match(kept, engine._namespace(None)).length == 0
+
+
+def test_what_does_not_fit_the_budget_still_works(checkpoint: Path) -> None:
+    llm = LLM(str(checkpoint), kv_cache_tokens=256, page_size=4, pin_budget=0.0)
+    with llm.session(TEXT) as line:
+        line.generate(sampled(0))
+        assert len(llm._text_engine.engine.pins) == 0
+
+
+def test_misuse_is_refused(llm: LLM) -> None:
+    line = llm.session()
+    with pytest.raises(ValueError, match="a session and its continuation need a token each"):
+        line.score("x")
+    line.append("The key")
+    with pytest.raises(ValueError, match="count must be an integer of at least 1"):
+        line.fork(0)
+    with pytest.raises(ValueError, match="n must be 1 in a session"):
+        line.generate(SamplingParams(n=2))
+    line.close()
+    with pytest.raises(ValueError, match="it was closed"):
+        line.append("more")
+    with pytest.raises(ValueError, match="sessions must not be empty"):
+        Session.generate_all([])
