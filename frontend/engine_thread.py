@@ -19,6 +19,7 @@ from itertools import count
 from typing import TypeVar
 
 from coppice.frontend.text_engine import TextDelta, TextEngine
+from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class EngineThread:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
+        beam: BeamSearchParams | None = None,
         cache_salt: str | None = None,
     ) -> DeltaStream:
         """Queues a request; its deltas come from the stream, the last one with `output` set.
@@ -93,7 +95,12 @@ class EngineThread:
         try:
             await self.call(
                 lambda: self.text_engine.add(
-                    request_id, prompt, prompt_token_ids, params, cache_salt=cache_salt
+                    request_id,
+                    prompt,
+                    prompt_token_ids,
+                    params,
+                    beam=beam,
+                    cache_salt=cache_salt,
                 )
             )
         except BaseException:  # refused, or cancelled while the engine was busy with a step

@@ -8,6 +8,7 @@ from reprlib import repr as shown
 from typing import Any, TypeAlias
 
 from coppice.frontend.tokenizer import Message
+from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.sampling_params import SamplingParams
 
 PromptInput: TypeAlias = str | list[int]
@@ -45,6 +46,7 @@ class CompletionRequest:
     prompts: tuple[PromptInput, ...]
     messages: tuple[Message, ...]
     params: SamplingParams
+    beam: BeamSearchParams | None  # a beam search, of whose parameters `params` are the rest
     cache_salt: str | None
     stream: bool
     include_usage: bool
@@ -153,7 +155,15 @@ _SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
     "skip_special_tokens": (_is_bool, "true or false"),
 }
 
-_COMMON = {"model", "stream", "stream_options", "cache_salt"}
+# Parameters of a beam search, and those of sampling that it shares.
+_BEAM: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "beam_width": (_is_integer, "an integer"),
+    "length_penalty": (_is_number, "a number"),
+    "early_stopping": (lambda value: _is_bool(value) or value == "never", 'a boolean or "never"'),
+}
+_SHARED_WITH_BEAM = {"n", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "temperature"}
+
+_COMMON = {"model", "stream", "stream_options", "cache_salt", "use_beam_search"}
 
 
 def parse_completion(body: Any) -> CompletionRequest:
@@ -198,7 +208,7 @@ def _fields(body: Any, own: set[str]) -> dict[str, Any]:
     """The parameters that are set; refuses what is unknown or not supported."""
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")
-    known = own | _COMMON | set(_SAMPLING)
+    known = own | _COMMON | set(_SAMPLING) | set(_BEAM)
     for name, value in body.items():
         if name in known or value is None:
             continue
@@ -247,6 +257,9 @@ def _request(
         raise BadRequest("prompt_logprobs needs stream to be false", param="prompt_logprobs")
     try:
         params = SamplingParams(**sampling)
+        beam = _beam(body, sampling)
+    except BadRequest:
+        raise
     except ValueError as error:
         raise bad_value(error, body) from error
     return CompletionRequest(
@@ -254,10 +267,32 @@ def _request(
         prompts,
         messages,
         params,
+        beam,
         _typed(body, "cache_salt", _is_string, "a string"),
         stream,
         _include_usage(body, stream),
     )
+
+
+def _beam(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> BeamSearchParams | None:
+    """The parameters of a beam search, if one is asked for."""
+    values = {name: _typed(body, name, *_BEAM[name]) for name in _BEAM if name in body}
+    if not _typed(body, "use_beam_search", _is_bool, "true or false"):
+        for name in values:
+            raise BadRequest(f"{name} needs use_beam_search to be true", param=name)
+        return None
+    for name, value in sampling.items():
+        if name not in _SHARED_WITH_BEAM and name != "skip_special_tokens":
+            raise BadRequest(
+                f"{name} is not supported with use_beam_search, got {shown(value)}", param=name
+            )
+    if "beam_width" not in values:
+        raise BadRequest("beam_width is required with use_beam_search", param="beam_width")
+    if sampling.get("max_tokens", 16) is None:
+        raise BadRequest("max_tokens is required with use_beam_search", param="max_tokens")
+    shared = {name: value for name, value in sampling.items() if name in _SHARED_WITH_BEAM}
+    shared["stop_token_ids"] = tuple(shared.get("stop_token_ids", ()))
+    return BeamSearchParams(**values, **({"n": 1} | shared))
 
 
 def bad_value(error: ValueError, body: Mapping[str, Any]) -> BadRequest:

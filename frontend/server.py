@@ -126,7 +126,11 @@ class Server:
                 streams = [
                     await stack.enter_async_context(
                         await self._engine.submit(
-                            text, ids, asked.params, cache_salt=asked.cache_salt
+                            text,
+                            ids,
+                            asked.params,
+                            beam=asked.beam,
+                            cache_salt=asked.cache_salt,
                         )
                     )
                     for text, ids in await self._tokenize(asked)

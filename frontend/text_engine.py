@@ -16,6 +16,7 @@ from coppice.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from coppice.frontend.stop_strings import StopStrings
 from coppice.frontend.token_texts import TokenTexts
 from coppice.frontend.tokenizer import Tokenizer, model_source
+from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
 from coppice.runtime.request import StepOutput
@@ -109,16 +110,20 @@ class TextEngine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
+        beam: BeamSearchParams | None = None,
         cache_salt: str | None = None,
     ) -> None:
-        """Queues a request.
+        """Queues a request: sampling by `params`, or a beam search for `params.n` results.
 
         Raises:
             ValueError: the engine refuses it (see `Engine.add_request`); nothing was queued.
         """
         ids = list(prompt_token_ids)
-        in_tokens = self._words_as_tokens(params)
-        self.engine.add_request(request_id, ids, in_tokens, cache_salt=cache_salt)
+        if beam is not None:
+            self.engine.add_beam_search(request_id, ids, beam, cache_salt=cache_salt)
+        else:
+            in_tokens = self._words_as_tokens(params)
+            self.engine.add_request(request_id, ids, in_tokens, cache_salt=cache_salt)
         decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         lines = [
             _Line(
@@ -210,6 +215,10 @@ class TextEngine:
         output = None
         if finish_reason is not None:
             line.completion = _completion(line, params, finish_reason, stop_reason)
+            if step.cumulative_logprob is not None:
+                line.completion = replace(
+                    line.completion, cumulative_logprob=step.cumulative_logprob
+                )
             ended = [each.completion for each in running.lines if each.completion is not None]
             if len(ended) == len(running.lines):
                 del self._running[running.request_id]

@@ -255,6 +255,13 @@ async def test_a_client_that_goes_away_frees_its_pages(
     [
         (COMPLETIONS, {"n": 0}, "n"),
         (COMPLETIONS, {"n": "two"}, "n"),
+        (COMPLETIONS, {"use_beam_search": True}, "beam_width"),
+        (COMPLETIONS, {"use_beam_search": True, "beam_width": 999}, "beam_width"),
+        (COMPLETIONS, {"use_beam_search": True, "beam_width": 2, "n": 3}, "n"),
+        (COMPLETIONS, {"use_beam_search": True, "beam_width": 2, "top_p": 0.5}, "top_p"),
+        (COMPLETIONS, {"use_beam_search": True, "beam_width": 2, "stop": "x"}, "stop"),
+        (COMPLETIONS, {"beam_width": 2}, "beam_width"),
+        (COMPLETIONS, {"use_beam_search": 1, "beam_width": 2}, "use_beam_search"),
         (COMPLETIONS, {"logprobs": 21}, "logprobs"),
         (COMPLETIONS, {"surprise": 1}, "surprise"),
         (COMPLETIONS, {"temperature": 1000}, "temperature"),
@@ -429,3 +436,26 @@ async def test_n_continuations_are_choices_of_their_own(
     assert usage["completion_tokens"] == 6 * count
     once = await client.ok(path, body | {"n": 1})
     assert usage["prompt_tokens"] == once["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_beam_search(client: Client, path: str, stream: bool) -> None:
+    body: dict[str, Any] = {"use_beam_search": True, "beam_width": 4, "n": 2, "max_tokens": 6}
+    body |= {"model": "tiny", "length_penalty": 0.5, "early_stopping": "never", "ignore_eos": True}
+    body |= {"prompt": PROMPT} if path == COMPLETIONS else {"messages": HELLO}
+    llm = client.engine.text_engine
+    ids = llm.tokenizer.encode(PROMPT) if path == COMPLETIONS else llm.tokenizer.encode_chat(HELLO)
+    texts = ["", ""]
+    if stream:
+        for chunk in await client.events(path, body):
+            for choice in chunk["choices"]:
+                piece = choice.get("text", choice.get("delta", {}).get("content", ""))
+                texts[choice["index"]] += piece
+    else:
+        answer = await client.ok(path, body)
+        for choice in answer["choices"]:
+            texts[choice["index"]] = choice.get("text") or choice["message"]["content"]
+        assert answer["usage"]["completion_tokens"] == 12
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+    assert all(texts) and texts[0] != texts[1]
