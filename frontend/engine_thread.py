@@ -82,6 +82,7 @@ class EngineThread:
         *,
         beam: BeamSearchParams | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> DeltaStream:
         """Queues a request; its deltas come from the stream, the last one with `output` set.
 
@@ -101,6 +102,7 @@ class EngineThread:
                     params,
                     beam=beam,
                     cache_salt=cache_salt,
+                    priority=priority,
                 )
             )
         except BaseException:  # refused, or cancelled while the engine was busy with a step

@@ -54,6 +54,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt; all of them run together and share their common beginnings.
 
@@ -62,6 +64,7 @@ class LLM:
                 `{"prompt_token_ids": ...}`, which may carry a `cache_salt`.
             sampling_params: one for all, or one for each prompt; `SamplingParams()` if not given.
             use_tqdm: whether to show a progress bar, where there is a terminal to show it in.
+            priority: class of each prompt under the scheduling policy "priority", least first.
 
         Returns:
             One output a prompt, in the order of the prompts.
@@ -71,7 +74,13 @@ class LLM:
             GenerationError: requests failed inside a step; it carries all outputs.
         """
         parsed = [self._parse(index, prompt) for index, prompt in enumerate(_listed(prompts))]
-        return self._run(parsed, sampling_params, use_tqdm)
+        classes = [0] * len(parsed) if priority is None else list(priority)
+        if len(classes) != len(parsed):
+            raise ValueError(
+                f"priority must have one number for each of the {len(parsed)} prompts, "
+                f"got {len(classes)}"
+            )
+        return self._run(parsed, sampling_params, use_tqdm, classes)
 
     def chat(
         self,
@@ -193,6 +202,7 @@ class LLM:
         parsed: Sequence[_Parsed],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params = _params_for_each(sampling_params, len(parsed))
         ids: list[str] = []
@@ -202,7 +212,12 @@ class LLM:
                 request_id = str(self._served + index)
                 try:
                     self._text_engine.add(
-                        request_id, prompt, token_ids, params[index], cache_salt=salt
+                        request_id,
+                        prompt,
+                        token_ids,
+                        params[index],
+                        cache_salt=salt,
+                        priority=priority[index] if priority else 0,
                     )
                 except ValueError as error:
                     raise ValueError(f"prompts[{index}]: {error}") from error

@@ -48,6 +48,7 @@ class CompletionRequest:
     params: SamplingParams
     beam: BeamSearchParams | None  # a beam search, of whose parameters `params` are the rest
     cache_salt: str | None
+    priority: int
     stream: bool
     include_usage: bool
 
@@ -163,7 +164,7 @@ _BEAM: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 _SHARED_WITH_BEAM = {"n", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "temperature"}
 
-_COMMON = {"model", "stream", "stream_options", "cache_salt", "use_beam_search"}
+_COMMON = {"model", "stream", "stream_options", "cache_salt", "priority", "use_beam_search"}
 
 
 def parse_completion(body: Any) -> CompletionRequest:
@@ -269,6 +270,7 @@ def _request(
         params,
         beam,
         _typed(body, "cache_salt", _is_string, "a string"),
+        _typed(body, "priority", _is_integer, "an integer") or 0,
         stream,
         _include_usage(body, stream),
     )

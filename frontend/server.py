@@ -131,6 +131,7 @@ class Server:
                             asked.params,
                             beam=asked.beam,
                             cache_salt=asked.cache_salt,
+                            priority=asked.priority,
                         )
                     )
                     for text, ids in await self._tokenize(asked)

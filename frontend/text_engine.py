@@ -112,6 +112,7 @@ class TextEngine:
         *,
         beam: BeamSearchParams | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
         """Queues a request: sampling by `params`, or a beam search for `params.n` results.
 
@@ -120,10 +121,14 @@ class TextEngine:
         """
         ids = list(prompt_token_ids)
         if beam is not None:
-            self.engine.add_beam_search(request_id, ids, beam, cache_salt=cache_salt)
+            self.engine.add_beam_search(
+                request_id, ids, beam, cache_salt=cache_salt, priority=priority
+            )
         else:
             in_tokens = self._words_as_tokens(params)
-            self.engine.add_request(request_id, ids, in_tokens, cache_salt=cache_salt)
+            self.engine.add_request(
+                request_id, ids, in_tokens, cache_salt=cache_salt, priority=priority
+            )
         decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         lines = [
             _Line(

@@ -259,3 +259,15 @@ def test_a_stop_string_ends_one_continuation_only(llm: LLM) -> None:
     assert cut.outputs[1].stop_reason == stop
     assert [cut.outputs[0].text, cut.outputs[2].text] == [texts[0], texts[2]]
     assert nothing_left(llm)
+
+
+def test_classes_need_the_policy_that_knows_them(llm: LLM, checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"prompts\[1\]: priority needs scheduling_policy"):
+        llm.generate(PROMPTS[:2], GREEDY, priority=[0, 1])
+    with pytest.raises(ValueError, match="priority must have one number for each of the 2"):
+        llm.generate(PROMPTS[:2], GREEDY, priority=[0])
+    assert nothing_left(llm)
+    classes = LLM(str(checkpoint), kv_cache_tokens=512, scheduling_policy="priority")
+    expected = llm.generate(PROMPTS[:2], GREEDY)
+    outputs = classes.generate(PROMPTS[:2], GREEDY, priority=[1, 0])
+    assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in expected]

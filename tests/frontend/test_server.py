@@ -261,6 +261,8 @@ async def test_a_client_that_goes_away_frees_its_pages(
         (COMPLETIONS, {"use_beam_search": True, "beam_width": 2, "top_p": 0.5}, "top_p"),
         (COMPLETIONS, {"use_beam_search": True, "beam_width": 2, "stop": "x"}, "stop"),
         (COMPLETIONS, {"beam_width": 2}, "beam_width"),
+        (COMPLETIONS, {"priority": 1}, "priority"),  # the policy is another one
+        (COMPLETIONS, {"priority": "high"}, "priority"),
         (COMPLETIONS, {"use_beam_search": 1, "beam_width": 2}, "use_beam_search"),
         (COMPLETIONS, {"logprobs": 21}, "logprobs"),
         (COMPLETIONS, {"surprise": 1}, "surprise"),
