@@ -344,12 +344,8 @@ class Accounting:
         )
         # The rest of what was known of each prompt, behind its last border.
         rest = causes.ideal_tokens - np.bincount(piece, minlength=len(cross)) * size
-        # A hit that ends before the first border leaves no trace of its last use. It is taken for
-        # recent: a prefix is used at least as recently as whatever continues it.
-        traced = causes.last_seen > 0
-        at = np.flatnonzero(cross & (rest != 0) & (traced | (prompts.hit > 0)))
-        ages = np.where(traced, begins - np.minimum(causes.last_seen, begins), np.uint64(0))
-        self._curve.prompts(ages[at], causes.ideal_tokens[at], rest[at], 0)
+        at = np.flatnonzero(cross & (rest != 0) & (causes.last_seen > 0))
+        self._curve.prompts(begins[at] - causes.last_seen[at], causes.ideal_tokens[at], rest[at], 0)
 
     def _near_miss(
         self, batch: Batch, number: int, account: RequestAccount, causes: Causes

@@ -346,25 +346,6 @@ def test_only_hits_across_requests_count_in_the_rate() -> None:
     assert sum(counts.causes.values()) == counts.computed_tokens == 132
 
 
-@pytest.mark.parametrize("pool_tokens", [20_000, 500_000, 3_000_000])
-def test_the_curve_at_the_present_pool_is_what_was_achieved(pool_tokens: int) -> None:
-    """Where nothing is evicted; whatever the size of blocks."""
-    story = Story(pool_tokens)
-    seen: list[bytes] = []
-    rng = np.random.default_rng(0)
-    for number in range(60):
-        begun = text(int(rng.integers(8)), 300)[: int(rng.integers(20, 300)) * TOKEN_BYTES]
-        tokens = begun + text(100 + number, 40)
-        story.request(tokens, longest(tokens, seen))
-        seen.append(tokens)
-    snapshot = story.accounting.snapshot(now=story.now)
-    counts = snapshot.overall.since_start
-    assert counts.ideal_hit_rate == counts.hit_rate > 0.4
-    rates = {point.factor: point.hit_rate for point in snapshot.curve}
-    assert rates[1.0] == pytest.approx(counts.hit_rate)
-    assert rates[16.0] == pytest.approx(counts.hit_rate)
-
-
 # -- near misses ---------------------------------------------------------------------------------
 
 
