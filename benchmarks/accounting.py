@@ -6,9 +6,8 @@
 
 The first form sends a workload of `tree.py` through the tree and tells the accounting of each
 request. A row gives microseconds a request in the tree, in the accounts, and in the miss-ratio
-curve (a part of the accounts), and the milliseconds of the longest call, which processes a batch;
-the median over rounds. The second compares the curve to exact LRU stack distances of small blocks:
-on Zipf popularity, and on the trace if one is given.
+curve (a part of the accounts); the median over rounds. The second compares the sampled curve to
+exact LRU stack distances of all blocks: on Zipf popularity, and on the trace if one is given.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from typing import Any
 import numpy as np
 from harness import Rows, parser, processor
 from tree import Work, serve, workload_a, workload_b, workload_c, workload_d, workload_e, workload_f
-from xxhash import xxh3_64_intdigest
 
 from coppice.radix import PagePool, RadixTree
 from coppice.radix.accounting import Accounting
 from coppice.radix.curve import FACTORS, MissRatioCurve
+from coppice.radix.hashes import PrefixHasher, keys
 
 PAGE_SIZE = 16
 
@@ -35,7 +34,7 @@ def measure(requests: Callable[[], Iterator[Work]], pool_tokens: int) -> dict[st
     tree = RadixTree(PagePool(-(-pool_tokens // PAGE_SIZE), PAGE_SIZE))
     accounting = Accounting(pool_tokens, now=0.0)
     in_curve = _timed(accounting._curve)
-    in_tree = in_accounts = longest = 0.0
+    in_tree = in_accounts = 0.0
     count = 0
     for work in requests():
         start = time.perf_counter()
@@ -43,10 +42,8 @@ def measure(requests: Callable[[], Iterator[Work]], pool_tokens: int) -> dict[st
         middle = time.perf_counter()
         account = accounting.request(work.prompt, None, hit, now=float(count))
         accounting.finish(account, work.output, now=float(count))
-        took = time.perf_counter() - middle
         in_tree += middle - start
-        in_accounts += took
-        longest = max(longest, took)
+        in_accounts += time.perf_counter() - middle
         count += 1
     start = time.perf_counter()
     accounting.settle()
@@ -57,7 +54,6 @@ def measure(requests: Callable[[], Iterator[Work]], pool_tokens: int) -> dict[st
         "tree_us": in_tree / count * 1e6,
         "accounts_us": in_accounts / count * 1e6,
         "curve_us": in_curve[0] / count * 1e6,
-        "longest_ms": longest * 1e3,
         "hit_rate": counts.hit_rate,
         "ideal_hit_rate": counts.ideal_hit_rate,
         "causes": counts.causes,
@@ -79,36 +75,35 @@ def _timed(curve: MissRatioCurve) -> list[float]:
 
         return timed
 
-    curve.use = wrap(curve.use)  # type: ignore[method-assign]
-    curve.prompts = wrap(curve.prompts)  # type: ignore[method-assign]
+    curve.sample = wrap(curve.sample)  # type: ignore[method-assign]
+    curve.refer = wrap(curve.refer)  # type: ignore[method-assign]
     return spent
 
 
-def compare(requests: Iterator[Work], pool_tokens: int, size: int) -> dict[str, Any]:
-    """The curve, and the exact one of blocks of `size` tokens."""
-    tree = RadixTree(PagePool(-(-pool_tokens // PAGE_SIZE), PAGE_SIZE))
+def compare(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
+    """The sampled curve, and the exact one of the same blocks."""
     accounting = Accounting(pool_tokens, now=0.0)
+    size = accounting.block_tokens
+    hasher = PrefixHasher(size)
+    zero = np.zeros(1, np.int64)
     groups: list[tuple[list[int], int]] = []
     prompt_tokens = 0
     for work in requests:
-        _, hit = serve(tree, work)
-        account = accounting.request(work.prompt, None, hit, now=0.0)
+        account = accounting.request(work.prompt, None, 0, now=0.0)
         accounting.finish(account, work.output, now=0.0)
         everything = work.prompt + work.output
-        prefix, prefixes = 0, []
-        for begin in range(0, len(everything) - size * 4 + 1, size * 4):
-            prefix = xxh3_64_intdigest(everything[begin : begin + size * 4], prefix)
-            prefixes.append(prefix)
+        blocks = hasher.blocks([everything], zero, zero.astype(np.uint64), zero - 1)
+        prefixes = keys(blocks.hashes, np.uint64(0))[blocks.full].tolist()
         groups.append((prefixes, account.prompt_tokens // size))
         prompt_tokens += account.prompt_tokens
     exact = exact_hits(groups, np.array(FACTORS) * pool_tokens / size) * size / prompt_tokens
-    told = np.array([point.hit_rate for point in accounting.snapshot(now=0.0).curve])
+    sampled = np.array([point.hit_rate for point in accounting.snapshot(now=0.0).curve])
     return {
+        "rate": accounting._curve.rate,
         "pool_tokens": [round(factor * pool_tokens) for factor in FACTORS],
-        "block_tokens": [accounting.block_tokens, size],
         "exact": exact.round(4).tolist(),
-        "told": told.round(4).tolist(),
-        "worst_points": round(float(np.abs(exact - told).max()) * 100, 2),
+        "sampled": sampled.round(4).tolist(),
+        "worst_points": round(float(np.abs(exact - sampled).max()) * 100, 2),
     }
 
 
@@ -174,8 +169,7 @@ def main() -> None:
         if args.trace:
             traces["F"] = lambda: workload_f(args.trace, args.quick)
         for name, make in traces.items():
-            # The trace's own blocks are of 512 tokens, so small ones tell no more there.
-            figures = compare(make(), args.pool, 128 if name == "F" else 32)
+            figures = compare(make(), args.pool)
             rows.add(benchmark="miss-ratio curve", trace=name, **figures, machine=processor())
         return
     if "F" in args.workload and args.trace is None:
@@ -192,7 +186,7 @@ def main() -> None:
         rounds = [measure(makers[name], args.pool) for _ in range(args.rounds)]
         times = {
             key: round(statistics.median(figures[key] for figures in rounds), 2)
-            for key in ("tree_us", "accounts_us", "curve_us", "longest_ms")
+            for key in ("tree_us", "accounts_us", "curve_us")
         }
         rest = {key: value for key, value in rounds[0].items() if key not in times}
         rows.add(benchmark="accounting", workload=name, pool_tokens=args.pool, **times, **rest,

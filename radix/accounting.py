@@ -9,37 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import NoReturn
+from typing import get_args
 
 import numpy as np
 
-from coppice.radix.accounts import (
-    CacheAccounts,
-    Divergence,
-    Kind,
-    RequestAccount,
-    refuse_impossible,
-)  # fmt: skip
-from coppice.radix.batches import Batch, BatchHasher, Growth
+from coppice.radix.accounts import CacheAccounts, Divergence, Kind, RequestAccount
+from coppice.radix.batches import TICKS, Batch, BatchHasher, Growth
 from coppice.radix.causes import Causes, split
 from coppice.radix.curve import FACTORS, MissRatioCurve
 from coppice.radix.hashes import Hashes, keys, namespace_salt
 from coppice.radix.memory import SeenTable
 from coppice.radix.near_misses import SHOWN_TOKENS, SKETCH, NearMisses, Sighting
-from coppice.radix.pieces import LONG
-from coppice.radix.stamps import StampClock
 from coppice.radix.timeline import Timeline
 from coppice.radix.tokens import TOKEN_BYTES
 from coppice.radix.windows import CAUSES, FIELDS, RollingCounts
 
-# Requests wait to be processed together until there are so many, or so many tokens of them, four of
-# a hit for one: these cost less.
+# Requests wait to be processed together until there are so many, or so many tokens of them.
 BATCH_REQUESTS = 256
-_BATCH_TOKENS = 3 << 19
-_LEAST_BATCH_TOKENS = 1 << 16
+_BATCH_TOKENS = 1 << 21
 _LEAST_ENTRIES = 1 << 14
 _NEAR_MISSES = 10
+_KINDS = get_args(Kind)
 _COLUMN = {name: column for column, name in enumerate(FIELDS)}
+_EVICTED = _COLUMN["evicted"]
 # The salt of prefixes that any namespace but the first has seen.
 _ELSEWHERE = np.uint64(0xA0761D6478BD642F)
 
@@ -56,17 +48,15 @@ class Accounting:
     - `diverged`: content that was seen in the namespace, behind another prefix.
     - `cold`: all else.
 
-    Prefixes are known at multiples of `block_tokens` (16 to 512, growing with the pool) and at the
-    ends of prompts and sequences. Where a seen prefix ends between, the tokens behind the last
-    border count as evicted if their content was seen, up to where content was cut last; else as
-    cold. Content is known in chunks of about `block_tokens` tokens, so that about one chunk next to
-    each difference counts as cold. So sums are exact, and the parts of prompts of fewer than a few
-    blocks are rough. The memory holds 16 times the pool's tokens, with half a byte a token of a
-    large pool; what was seen before counts as never seen.
+    Prefixes are known at multiples of `block_tokens` and at the ends of prompts and sequences.
+    Where a seen prefix ends between, the tokens behind the last border count as evicted if their
+    content was seen, up to where content was cut last; else as cold. Content is known in chunks of
+    about `block_tokens` tokens, so that about one chunk next to each difference counts as cold. The
+    memory holds 16 times the pool's tokens, with 2 bytes a token of a large pool; what was seen
+    before counts as never seen.
 
-    Requests are processed in batches of `BATCH_REQUESTS` or of the pool's tokens (of 1.5 million at
-    most), or when anything is asked, or by `settle`, for which a caller may choose a moment at
-    which nobody waits.
+    Requests are processed in batches of `BATCH_REQUESTS`, or when anything is asked, or by
+    `settle`, for which a caller may choose a moment at which nobody waits.
     """
 
     def __init__(self, pool_tokens: int, *, now: float) -> None:
@@ -79,17 +69,14 @@ class Accounting:
         self.block_tokens = _block_tokens(pool_tokens)
         entries = 2 * round(FACTORS[-1]) * pool_tokens // self.block_tokens
         self._memory = SeenTable(max(_LEAST_ENTRIES, entries))
-        self._hasher = BatchHasher(self.block_tokens, pool_tokens)
+        self._hasher = BatchHasher(self.block_tokens)
         self._curve = MissRatioCurve(pool_tokens, self.block_tokens)
-        self._stamps = StampClock(pool_tokens)
         self._counts = RollingCounts()
         self._near_misses = NearMisses()
         self._gone = Timeline()  # marks: last uses of what was evicted
         self._start = self._now = now
         self._pending: list[RequestAccount | Growth] = []
         self._pending_tokens = 0
-        # The curve's ages are those of a batch, which should not be many times the pool.
-        self._batch_tokens = max(_LEAST_BATCH_TOKENS, min(pool_tokens, _BATCH_TOKENS))
         # The first namespace's keys have no salt. While it is the only one, none else is looked up.
         self._home: tuple[Hashable] | None = None
         self._salted = False
@@ -112,8 +99,7 @@ class Accounting:
         divergence: Divergence | None = None,
         now: float,
     ) -> RequestAccount:
-        """A sequence was admitted. O(1), but for a long hit, which is read once; its share of the
-        processing, O(tokens), comes later.
+        """A sequence was admitted. O(1); its share of the processing, O(tokens), comes later.
 
         Args:
             tokens: its prompt as int32 bytes; with `kind` "preempted" all its tokens.
@@ -128,33 +114,28 @@ class Accounting:
         Raises ValueError if a number is impossible.
         """
         prompt = len(tokens) // TOKEN_BYTES
-        if not (
-            len(tokens) == prompt * TOKEN_BYTES
-            and 0 <= hit_tokens < prompt
-            and 0 <= in_flight_tokens <= prompt - hit_tokens
-            and kind == "cross"
-            and divergence is None
-        ):
-            refuse_impossible(len(tokens), hit_tokens, in_flight_tokens, kind, divergence)
-        if not self._now <= now < math.inf:
-            self._refuse(now)
-        self._now = now
-        pending = self._pending
+        if not prompt or len(tokens) % TOKEN_BYTES:
+            raise ValueError(f"tokens: at least one int32 token is needed, got {len(tokens)} bytes")
+        if kind not in _KINDS:
+            raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+        most = prompt if kind == "same" else prompt - 1
+        if not 0 <= hit_tokens <= most:
+            raise ValueError(f"hit_tokens must be in 0 .. {most}, got {hit_tokens}")
+        if not 0 <= in_flight_tokens <= prompt - hit_tokens:
+            raise ValueError(
+                f"in_flight_tokens must be in 0 .. {prompt - hit_tokens}, got {in_flight_tokens}"
+            )
+        if divergence is not None and divergence.position != hit_tokens:
+            raise ValueError(
+                f"divergence: its position must be the hit's end, {hit_tokens}, "
+                f"got {divergence.position}"
+            )
+        self._pass(now)
         account = RequestAccount(
-            namespace,
-            kind,
-            (prompt, hit_tokens, in_flight_tokens, kind == "cross", hit_tokens, 0, -1),
-            divergence,
-            now,
-            self.settle,
-            tokens,
-            self._hasher.name(tokens, hit_tokens) if hit_tokens >= LONG else 0,
-            len(pending),
-        )
-        pending.append(account)
-        self._pending_tokens += prompt - hit_tokens * 3 // 4
-        if len(pending) >= BATCH_REQUESTS or self._pending_tokens >= self._batch_tokens:
-            self.settle()
+            namespace, kind, prompt, hit_tokens, in_flight_tokens, divergence, now, self.settle,
+            tokens, self._salt(namespace), len(self._pending),
+        )  # fmt: skip
+        self._append(account, prompt)
         return account
 
     def finish(self, account: RequestAccount, added: bytes, *, now: float) -> None:
@@ -166,24 +147,20 @@ class Accounting:
             raise ValueError(f"added: {len(added)} bytes are no whole number of int32 tokens")
         if account.finished:
             raise ValueError("account: its request was finished already")
-        if not self._now <= now < math.inf:
-            self._refuse(now)
-        self._now = now
+        self._pass(now)
         account.finished = True
         if not added:
             return
-        prompt, parent, tail = account.numbers[0], account.place, account.tokens
-        whole = prompt // self.block_tokens
+        whole, parent, chain, tail = (
+            account.prompt_tokens // self.block_tokens, account.place, account.chain,
+            account.tokens,
+        )  # fmt: skip
         if parent >= 0:
             chain, tail = 0, tail[whole * self.block_tokens * TOKEN_BYTES :]
-        else:
-            chain = account.chain
-        numbers = (0, 0, 0, False, prompt, whole, parent)
-        growth = Growth(account.namespace, tail + added, chain, now, numbers)
-        self._pending.append(growth)
-        self._pending_tokens += len(added) // TOKEN_BYTES
-        if len(self._pending) >= BATCH_REQUESTS or self._pending_tokens >= self._batch_tokens:
-            self.settle()
+        self._append(
+            Growth(tail + added, account.salt, whole, chain, parent, account.prompt_tokens, now),
+            len(added) // TOKEN_BYTES,
+        )
 
     def evicted(self, last_used: float, *, now: float) -> None:
         """Tokens that were last used at `last_used` have been evicted.
@@ -200,15 +177,26 @@ class Accounting:
         Sums, curve and near misses stay.
         """
         self.settle()
-        self._forget()
+        self._memory.clear()
 
     def _pass(self, now: float) -> None:
         if not self._now <= now < math.inf:
-            self._refuse(now)
+            raise ValueError(f"now must not go backwards, got {now} after {self._now}")
         self._now = now
 
-    def _refuse(self, now: float) -> NoReturn:
-        raise ValueError(f"now must not go backwards, got {now} after {self._now}")
+    def _salt(self, namespace: Hashable) -> int:
+        if self._home is None:
+            self._home = (namespace,)
+        if namespace == self._home[0]:
+            return 0
+        self._salted = True
+        return namespace_salt(namespace)
+
+    def _append(self, item: RequestAccount | Growth, tokens: int) -> None:
+        self._pending.append(item)
+        self._pending_tokens += tokens
+        if len(self._pending) >= BATCH_REQUESTS or self._pending_tokens >= _BATCH_TOKENS:
+            self.settle()
 
     # -- asking ------------------------------------------------------------------------------
 
@@ -234,122 +222,92 @@ class Accounting:
         """Processes what is pending. O(tokens of it)."""
         if not self._pending:
             return
-        batch = self._hasher.hash(self._pending, self._salts(), self._start)
+        batch = self._hasher.hash(self._pending, self._start)
         self._pending, self._pending_tokens = [], 0
-        try:
-            begins, stamps = self._stamps.stamp(batch.lengths, batch.times)
-        except OverflowError:  # after 16 million pools' worth of tokens
-            self._forget()
-            self._stamps.restart()
-            begins, stamps = self._stamps.stamp(batch.lengths, batch.times)
-        seen, elsewhere, seen_chunks = self._see(batch, stamps)
-        causes = split(
-            batch.prompts, batch.blocks, batch.chunks, seen, elsewhere, seen_chunks,
-            self.block_tokens,
-        )  # fmt: skip
+        causes = split(batch.prompts, batch.blocks, batch.chunks, *self._see(batch),
+                       self.block_tokens)  # fmt: skip
         self._close(batch, causes)
-        self._refer(batch, begins, stamps, seen, causes)
+        self._refer(batch)
         missed = batch.cross & (causes.diverged >= 2 * self.block_tokens)
-        for piece in np.flatnonzero(missed).tolist():
-            request = batch.requests[int(np.searchsorted(batch.request_pieces, piece))]
-            self._near_miss(batch, piece, request, causes)
+        for number in np.flatnonzero(missed).tolist():
+            self._near_miss(batch, number, causes)
 
-    def _salts(self) -> Hashes:
-        """Of the namespaces of what is pending."""
-        names = [item.namespace for item in self._pending]
-        if self._home is None:
-            self._home = (names[0],)
-        (home,) = self._home
-        if names.count(home) == len(names):
-            return np.zeros(len(names), np.uint64)
-        self._salted = True
-        salts = {name: 0 if name == home else namespace_salt(name) for name in set(names)}
-        return np.array([salts[name] for name in names], np.uint64)
-
-    def _forget(self) -> None:
-        """What was seen was never seen."""
-        self._memory.clear()
-        self._curve.clear()
-
-    def _see(self, batch: Batch, stamps: Hashes) -> tuple[Hashes, Hashes | None, Hashes]:
-        """The stamps that prefixes were seen with in their own and in others, and chunks were."""
+    def _see(self, batch: Batch) -> tuple[Hashes, Hashes | None, Hashes]:
+        """When each prefix was seen in its own and in other namespaces, and each chunk."""
         blocks, chunks = batch.blocks, batch.chunks
         rows = len(blocks.hashes)
-        piece = np.concatenate((blocks.piece, chunks.piece))
-        own = np.concatenate((batch.prefix_keys, batch.chunk_keys))
-        if not self._salted:
-            seen = self._memory.see(own, piece, stamps[piece])
-            return seen[:rows], None, seen[rows:]
-        # All others than the first namespace enter their prefixes a second time, under one salt
-        # for them all; so those and the first's tell what any namespace has seen.
-        shared, first = keys(blocks.hashes, _ELSEWHERE), keys(blocks.hashes, np.uint64(0))
-        salted = batch.salts[blocks.piece] != 0
-        writes = np.concatenate((np.ones(len(own), np.bool_), salted, np.zeros(rows, np.bool_)))
-        piece = np.concatenate((piece, blocks.piece, blocks.piece))
-        order = np.argsort(piece, kind="stable")
-        piece = piece[order]
-        both = np.concatenate((own, shared, first))[order]
-        seen = np.empty(len(both), np.uint64)
-        seen[order] = self._memory.see(both, piece, stamps[piece], writes[order])
-        elsewhere = np.maximum(seen[len(own) : len(own) + rows], seen[len(own) + rows :])
-        return seen[:rows], elsewhere, seen[rows : len(own)]
+        columns = [batch.prefix_keys, batch.chunk_keys]
+        pieces = [blocks.piece, chunks.piece]
+        writes = None
+        if self._salted:
+            # All others than the first namespace enter their prefixes a second time, under one salt
+            # for them all; so those and the first's tell what any namespace has seen.
+            columns += [keys(blocks.hashes, _ELSEWHERE), keys(blocks.hashes, np.uint64(0))]
+            pieces += [blocks.piece, blocks.piece]
+            own = np.ones(rows + len(chunks.hashes), np.bool_)
+            salted = batch.salts[blocks.piece] != 0
+            writes = np.concatenate((own, salted, np.zeros(rows, np.bool_)))
+        piece = np.concatenate(pieces)
+        seen = self._memory.see(np.concatenate(columns), piece, batch.ticks[piece], writes)
+        first, second = rows, rows + len(chunks.hashes)
+        elsewhere = None
+        if self._salted:
+            elsewhere = np.maximum(seen[second : second + rows], seen[second + rows :])
+        return seen[:first], elsewhere, seen[first:second]
 
     def _close(self, batch: Batch, causes: Causes) -> None:
         """Fills in the accounts of the batch, and adds them to the sums."""
-        pieces, requests = batch.request_pieces, batch.requests
-        known = causes.last_seen > 0
-        idle = np.where(known, batch.times - self._stamps.time_of(causes.last_seen), 0.0)[pieces]
-        rows = np.zeros((len(requests), len(FIELDS)), np.int64)
-        rows[:, _COLUMN["requests"]] = 1
-        rows[:, _COLUMN["prompt_tokens"]] = batch.prompts.tokens[pieces]
-        rows[:, _COLUMN["hit_tokens"]] = batch.prompts.hit[pieces]
+        idle = np.where(causes.last_seen > 0, (batch.ticks - causes.last_seen) / TICKS, 0.0)
+        prompt, hit, cross = batch.prompts.tokens, batch.prompts.hit, batch.cross
+        rows = np.zeros((len(cross), len(FIELDS)), np.int64)
+        rows[:, _COLUMN["requests"]] = cross
+        rows[:, _COLUMN["prompt_tokens"]] = prompt
+        rows[:, _COLUMN["hit_tokens"]] = hit
         for name in (*CAUSES, "ideal_tokens"):
-            rows[:, _COLUMN[name]] = getattr(causes, name)[pieces]
-        evicted = rows[:, _COLUMN["evicted"]]
-        rows[:, _COLUMN["evicted_idle"]] = (evicted * idle).round()
+            rows[:, _COLUMN[name]] = getattr(causes, name)
+        rows[:, _COLUMN["evicted_idle"]] = (causes.evicted * idle).round()
 
-        chains = batch.blocks.chain[pieces].tolist()
-        size, width = self.block_tokens, self.block_tokens * TOKEN_BYTES
-        for account, row, chain in zip(requests, rows.tolist(), chains, strict=True):
-            account.row, account.chain, account.place, account.evicted = row, chain, -1, None
-            account.tokens = account.tokens[account.numbers[0] // size * width :]
-        for number in np.flatnonzero(evicted).tolist():
-            account, since = requests[number], float(idle[number])
-            gone = self._gone.time_of(account.time - since)
-            told_late = gone is None or gone > account.time
-            account.evicted = since, None if told_late else gone
-        for number in np.flatnonzero(~batch.cross[pieces]).tolist():
-            account = requests[number]
-            rows[number] = 0
-            rows[number, _COLUMN[f"{account.kind}_tokens"]] = account.prompt_tokens
-            rows[number, _COLUMN[f"{account.kind}_hit_tokens"]] = account.hit_tokens
-        namespaces = [request.namespace for request in requests]
-        self._counts.add(rows, namespaces, batch.times[pieces].astype(np.int64))
+        chains = batch.blocks.chain.tolist()
+        for number, row in enumerate(rows.tolist()):
+            account = batch.requests[number]
+            if account is None:
+                continue
+            whole = account.prompt_tokens // self.block_tokens * self.block_tokens
+            account.settled(row, chains[number], batch.pieces[number][whole * TOKEN_BYTES :])
+            if row[_EVICTED]:
+                since = float(idle[number])
+                gone = self._gone.time_of(account.time - since)
+                told_late = gone is None or gone > account.time
+                account.settled_evicted(since, None if told_late else gone)
+            if account.kind != "cross":
+                rows[number] = 0
+                rows[number, _COLUMN[f"{account.kind}_tokens"]] = account.prompt_tokens
+                rows[number, _COLUMN[f"{account.kind}_hit_tokens"]] = account.hit_tokens
+        told = [(number, request) for number, request in enumerate(batch.requests) if request]
+        numbers = [number for number, _ in told]
+        seconds_told = batch.times[numbers].astype(np.int64).tolist()
+        self._counts.add(rows[numbers], [request.namespace for _, request in told], seconds_told)
 
-    def _refer(
-        self, batch: Batch, begins: Hashes, stamps: Hashes, seen: Hashes, causes: Causes
-    ) -> None:
-        """Shows the curve which whole blocks were used, and how long ago before that."""
-        blocks, cross, prompts = batch.blocks, batch.cross, batch.prompts
-        counted = cross | (prompts.tokens == 0)
-        used = blocks.full if counted.all() else blocks.full & counted[blocks.piece]
-        rows = np.flatnonzero(used)
-        piece, before = blocks.piece[rows], seen[rows]
-        self._curve.use(stamps[piece], before)
-        known = np.flatnonzero((before > 0) & cross[piece])
-        piece, before = piece[known], before[known]
-        size = self.block_tokens
-        self._curve.prompts(
-            begins[piece] - before, blocks.end[rows[known]], size, int(prompts.tokens[cross].sum())
+    def _refer(self, batch: Batch) -> None:
+        """Shows the curve which whole blocks were used."""
+        blocks, cross = batch.blocks, batch.cross
+        growth = batch.prompts.tokens == 0
+        sampled = self._curve.sample(batch.prefix_keys)
+        used = (cross | growth)[blocks.piece[sampled]] & blocks.full[sampled]
+        sampled = sampled[used]
+        pieces = blocks.piece[sampled]
+        tokens = batch.prompts.tokens[cross]
+        self._curve.refer(
+            batch.prefix_keys[sampled],
+            pieces,
+            cross[pieces],
+            int((tokens // self.block_tokens).sum()),
+            int(tokens.sum()),
         )
-        # The rest of what was known of each prompt, behind its last border.
-        rest = causes.ideal_tokens - np.bincount(piece, minlength=len(cross)) * size
-        at = np.flatnonzero(cross & (rest != 0) & (causes.last_seen > 0))
-        self._curve.prompts(begins[at] - causes.last_seen[at], causes.ideal_tokens[at], rest[at], 0)
 
-    def _near_miss(
-        self, batch: Batch, number: int, account: RequestAccount, causes: Causes
-    ) -> None:
+    def _near_miss(self, batch: Batch, number: int, causes: Causes) -> None:
+        account = batch.requests[number]
+        assert account is not None
         tokens, chunks = batch.pieces[number], batch.chunks
         begin, end = np.searchsorted(chunks.piece, (number, number + 1))
         shared = begin + np.flatnonzero(causes.shared[begin:end])
@@ -376,10 +334,6 @@ class Accounting:
 
 def _block_tokens(pool_tokens: int) -> int:
     """Small pools are remembered in finer blocks: the memory costs little there."""
-    if pool_tokens > 1 << 21:
-        return 512
-    if pool_tokens > 1 << 20:
-        return 256
     if pool_tokens > 1 << 18:
         return 128
     if pool_tokens > 1 << 15:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from coppice.radix.curve import CurvePoint
 from coppice.radix.near_misses import SHOWN_TOKENS, NearMiss
@@ -35,64 +35,61 @@ class Divergence(NamedTuple):
         )
 
 
-Numbers = tuple[int, int, int, bool, int, int, int]
-"""A piece of tokens among those that are processed together: its prompt's tokens, those of the hit
-and those in flight, and whether it counts in rates (all 0 for what is no prompt); the position from
-which its content is new; the first block of its tokens; and the piece that it continues, or -1.
-"""
-
-
 class RequestAccount:
     """What became of a prompt's tokens. Asking for a cause settles what is still pending."""
 
-    __slots__ = ("namespace", "kind", "divergence", "time", "finished", "numbers", "tokens",
-                 "name", "place", "chain", "row", "evicted", "_settle")  # fmt: skip
-
-    # What the accounting sets when it settles the request:
-    chain: int  # the hash of the prefix that `tokens` continue
-    row: list[int]  # counts in the order of `FIELDS`
-    evicted: tuple[float, float | None] | None  # if any were: idle for how long, and gone when
+    __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
+                 "divergence", "time", "finished", "_evicted_at", "_evicted_idle", "_settle",
+                 "_row", "tokens", "salt", "first_block", "chain", "parent", "content_from",
+                 "place")  # fmt: skip
 
     def __init__(
         self,
         namespace: Hashable,
         kind: Kind,
-        numbers: Numbers,
+        prompt_tokens: int,
+        hit_tokens: int,
+        in_flight_tokens: int,
         divergence: Divergence | None,
         time: float,
         settle: Callable[[], None],
         tokens: bytes,
-        name: int,
+        salt: int,
         place: int,
     ) -> None:
         self.namespace = namespace
         self.kind = kind
+        self.prompt_tokens = prompt_tokens
+        self.hit_tokens = hit_tokens
+        self.in_flight_tokens = in_flight_tokens
         self.divergence = divergence
         self.time = time  # of the admission
         self.finished = False
-        self.numbers = numbers
+        self._settle = settle
+        self._row: list[int] | None = None  # counts in the order of `FIELDS`
+        self._evicted_idle: float | None = None
+        self._evicted_at: float | None = None
         # Until it is settled, the prompt; then its last tokens, behind its last whole block.
         self.tokens = tokens
-        self.name = name  # of the hit, if it is long, else 0
+        self.salt = salt
+        self.first_block = 0
+        self.chain = 0  # hash of the prefix that `tokens` continue
+        self.parent = -1
+        self.content_from = hit_tokens
         self.place = place  # among the pending ones; -1 when settled
-        self._settle = settle
 
-    @property
-    def prompt_tokens(self) -> int:
-        return self.numbers[0]
+    def settled(self, row: list[int], chain: int, tail: bytes) -> None:
+        """Fills in what the accounting found."""
+        self._row, self.chain, self.tokens, self.place = row, chain, tail, -1
 
-    @property
-    def hit_tokens(self) -> int:
-        return self.numbers[1]
-
-    @property
-    def in_flight_tokens(self) -> int:
-        return self.numbers[2]
+    def settled_evicted(self, idle: float | None, at: float | None) -> None:
+        self._evicted_idle, self._evicted_at = idle, at
 
     def _count(self, name: str) -> int:
-        if self.place >= 0:
+        if self._row is None:
             self._settle()
-        return self.row[FIELDS.index(name)]
+        assert self._row is not None
+        return self._row[FIELDS.index(name)]
 
     @property
     def computed_tokens(self) -> int:
@@ -112,40 +109,13 @@ class RequestAccount:
     def evicted_idle_seconds(self) -> float | None:
         """How long before the request its evicted tokens were last used; None if none were."""
         self._count("evicted")
-        return self.evicted[0] if self.evicted else None
+        return self._evicted_idle
 
     @property
     def evicted_at(self) -> float | None:
         """When its evicted tokens went; None if none were, or the accounting was not told."""
         self._count("evicted")
-        return self.evicted[1] if self.evicted else None
-
-
-def refuse_impossible(
-    length: int,
-    hit_tokens: int,
-    in_flight_tokens: int,
-    kind: Kind,
-    divergence: Divergence | None,
-) -> None:
-    """Raises ValueError if no request of `length` bytes of tokens can have these numbers."""
-    prompt = length // TOKEN_BYTES
-    if not prompt or length % TOKEN_BYTES:
-        raise ValueError(f"tokens: at least one int32 token is needed, got {length} bytes")
-    if kind not in get_args(Kind):
-        raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
-    most = prompt if kind == "same" else prompt - 1
-    if not 0 <= hit_tokens <= most:
-        raise ValueError(f"hit_tokens must be in 0 .. {most}, got {hit_tokens}")
-    if not 0 <= in_flight_tokens <= prompt - hit_tokens:
-        raise ValueError(
-            f"in_flight_tokens must be in 0 .. {prompt - hit_tokens}, got {in_flight_tokens}"
-        )
-    if divergence is not None and divergence.position != hit_tokens:
-        raise ValueError(
-            f"divergence: its position must be the hit's end, {hit_tokens}, "
-            f"got {divergence.position}"
-        )
+        return self._evicted_at
 
 
 @dataclass(frozen=True, slots=True)

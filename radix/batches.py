@@ -2,54 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.radix.accounts import Numbers, RequestAccount
+from coppice.radix.accounts import RequestAccount
 from coppice.radix.causes import Prompts
-from coppice.radix.hashes import Blocks, Chunks, Hashes, Ints, keys
-from coppice.radix.pieces import PieceHasher
-from coppice.radix.tokens import TOKEN_BYTES
+from coppice.radix.hashes import Blocks, Chunks, ContentCutter, Hashes, PrefixHasher, keys
+
+TICKS = 16
+"""A second, in the times by which things are remembered. The first tick is 1: 0 is never."""
 
 
 class Growth:
     """Tokens that a request added behind its prompt, and what it takes to hash them."""
 
-    __slots__ = ("namespace", "tokens", "chain", "time", "numbers")
-
-    name = 0
+    __slots__ = ("tokens", "salt", "first_block", "chain", "parent", "content_from", "time")
 
     def __init__(
         self,
-        namespace: Hashable,
         tokens: bytes,
+        salt: int,
+        first_block: int,
         chain: int,
+        parent: int,
+        content_from: int,
         time: float,
-        numbers: Numbers,
     ) -> None:
-        self.namespace = namespace
         self.tokens = tokens
+        self.salt = salt
+        self.first_block = first_block
         self.chain = chain
+        self.parent = parent
+        self.content_from = content_from
         self.time = time
-        self.numbers = numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Requests and growths that are processed together, and the hashes of their tokens."""
 
-    requests: list[RequestAccount]
-    request_pieces: Ints  # of each of these
+    requests: list[RequestAccount | None]  # None: a growth
     pieces: list[bytes]
-    lengths: Ints  # of the pieces, in tokens
     prompts: Prompts
     cross: NDArray[np.bool_]
     salts: Hashes
     times: NDArray[np.float64]  # seconds since the start
+    ticks: Hashes
     blocks: Blocks
     prefix_keys: Hashes  # one for each block
     chunks: Chunks
@@ -57,52 +58,40 @@ class Batch:
 
 
 class BatchHasher:
-    """Turns requests and growths into batches."""
+    """Hashes prefixes at the borders of blocks, and content in chunks of about the same size."""
 
-    def __init__(self, block_tokens: int, pool_tokens: int) -> None:
+    def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._pieces = PieceHasher(block_tokens, pool_tokens // block_tokens)
-        self.name = self._pieces.name
+        self._prefixes = PrefixHasher(block_tokens)
+        self._contents = ContentCutter(block_tokens)
 
-    def hash(self, items: Sequence[RequestAccount | Growth], salts: Hashes, start: float) -> Batch:
+    def hash(self, items: Sequence[RequestAccount | Growth], start: float) -> Batch:
         """The batch of these items; a growth may name an earlier one as its parent. O(tokens)."""
-        count = len(items)
         pieces = [item.tokens for item in items]
-        width = 7  # of `Numbers`
-        numbers = np.fromiter(
-            chain.from_iterable([item.numbers for item in items]), np.int64, width * count
-        )
-        columns = numbers.reshape(count, width).T.copy()
-        tokens, hit, in_flight, cross, content_from, first_blocks, parents = columns
-        request_pieces = np.flatnonzero(tokens)
-        chains = np.zeros(count, np.uint64)
-        if len(request_pieces) < count:
-            grown = np.flatnonzero(tokens == 0)
-            chains[grown] = [items[piece].chain for piece in grown.tolist()]
-        blocks, chunks = self._pieces.hash(
-            pieces,
-            [item.name for item in items],
-            content_from - first_blocks * self._block_tokens,
-            first_blocks,
-            chains,
-            parents,
-        )
+        first_blocks = np.array([item.first_block for item in items])
+        chains = np.array([item.chain for item in items], np.uint64)
+        parents = np.array([item.parent for item in items])
+        blocks = self._prefixes.blocks(pieces, first_blocks, chains, parents)
+        content_from = np.array([item.content_from for item in items])
+        skipped = content_from - first_blocks * self._block_tokens
+        chunks = self._contents.chunks(pieces, skipped.tolist())
+        salts = np.array([item.salt for item in items], np.uint64)
+        times = np.array([item.time for item in items]) - start
+        requests = [item if isinstance(item, RequestAccount) else None for item in items]
+        numbers = np.array(
+            [(request.prompt_tokens, request.hit_tokens, request.in_flight_tokens)
+             if request else (0, 0, 0) for request in requests]
+        )  # fmt: skip
         return Batch(
-            [item for item in items if isinstance(item, RequestAccount)],
-            request_pieces,
+            requests,
             pieces,
-            np.fromiter(map(len, pieces), np.int64, count) // TOKEN_BYTES,
-            Prompts(tokens, hit, in_flight, content_from),
-            cross > 0,
+            Prompts(numbers[:, 0], numbers[:, 1], numbers[:, 2], content_from),
+            np.array([request is not None and request.kind == "cross" for request in requests]),
             salts,
-            np.fromiter([item.time for item in items], np.float64, count) - start,
+            times,
+            (times * TICKS).astype(np.uint64) + 1,
             blocks,
-            _keys(blocks.hashes, salts, blocks.piece),
+            keys(blocks.hashes, salts[blocks.piece]),
             chunks,
-            _keys(chunks.hashes, salts, chunks.piece),
+            keys(chunks.hashes, salts[chunks.piece]),
         )
-
-
-def _keys(hashes: Hashes, salts: Hashes, pieces: Ints) -> Hashes:
-    """The keys of hashes from these pieces."""
-    return keys(hashes, salts[pieces] if salts.any() else np.uint64(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -131,21 +131,15 @@ class RollingCounts:
         self._used = np.zeros(slots, np.int64)  # the last second with a row
         self._slots: dict[Hashable, int] = {}
 
-    def add(
-        self, rows: Ints, namespaces: Sequence[Hashable], seconds: Sequence[int] | Ints
-    ) -> None:
+    def add(self, rows: Ints, namespaces: Iterable[Hashable], seconds: Sequence[int]) -> None:
         """Adds rows (columns: `FIELDS`), each of a namespace and a second.
 
         O(rows log rows). Seconds must not decrease from call to call.
         """
         if not len(rows):
             return
-        second = np.asarray(seconds, np.int64)
-        slots = [self._slots.get(name) for name in namespaces]
-        if None in slots:
-            slots = [self._slot(*each) for each in zip(namespaces, second.tolist(), strict=True)]
-        slot = np.array(slots, np.int64)
-        self._used[slot] = second
+        slots = [self._slot(name, at) for name, at in zip(namespaces, seconds, strict=True)]
+        slot, second = np.array(slots, np.int64), np.array(seconds, np.int64)
         order = np.argsort(slot << 40 | second, kind="stable")
         slot, second, rows = slot[order], second[order], rows[order]
         self._minute.add(slot, second, rows)

@@ -412,40 +412,9 @@ def test_unrelated_requests_are_no_near_miss() -> None:
 # -- bounds and errors ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("pool_tokens", "share"), [(300_000, 2), (1_500_000, 1), (3_000_000, 0.5)])
-def test_memory_of_a_large_pool_is_two_bytes_a_token_or_less(
-    pool_tokens: int, share: float
-) -> None:
-    assert Accounting(pool_tokens, now=0.0).nbytes <= share * pool_tokens + 32
-
-
-@pytest.mark.parametrize("pool_tokens", [50_000, 400_000, 1_500_000, 3_000_000])
-def test_long_prompts_in_pools_of_any_size(pool_tokens: int) -> None:
-    """Causes within a block or two of the truth, hits long enough to be remembered."""
-    story = Story(pool_tokens)
-    block = story.accounting.block_tokens
-    document, body = text(1, 20_000), text(2, 10_000)
-    story.request(document + text(3, 700))
-    for number in range(4, 8):
-        account = story.request(document + text(number, 700), 20_000)
-        assert causes(account) == {"cold": 700}
-    assert account.ideal_tokens == 20_000
-    back = causes(story.request(document + text(8, 700), 5_000))
-    assert 15_000 - 2 * block <= back["evicted"] <= 15_000
-    story.request(text(9, 300) + body)
-    moved = causes(story.request(text(10, 333) + body))
-    assert 10_000 - 4 * block <= moved["diverged"] <= 10_000
-
-
-def test_when_stamps_run_out_what_was_seen_is_forgotten() -> None:
-    story = Story(100_000)
-    story.request(text(1, 500))
-    story.accounting.settle()
-    story.accounting._stamps._tokens = (2**32 - 2) * (100_000 // 256)
-    assert causes(story.request(text(1, 500))) == {"cold": 500}
-    again = story.request(text(1, 500))
-    assert causes(again) == {"evicted": 500}
-    assert again.evicted_idle_seconds == 1.0
+@pytest.mark.parametrize("pool_tokens", [300_000, 1_000_000, 3_000_000])
+def test_memory_of_a_large_pool_is_two_bytes_a_token(pool_tokens: int) -> None:
+    assert Accounting(pool_tokens, now=0.0).nbytes <= 2 * pool_tokens + 32
 
 
 def test_the_past_is_forgotten_in_bounded_memory() -> None:
