@@ -45,7 +45,7 @@ def render_report(report: CacheReport, decode: Decode) -> RenderableType:
         decode: token ids to text, special tokens kept visible.
     """
     parts = [_numbers(report), Text(), _causes(report.accounts), Text()]
-    if report.evicted_tokens:
+    if report.evicted_tokens and report.accounts.curve:
         parts += [Text(memory_sentence(report.accounts, report.eviction_policy)), Text()]
     if report.accounts.near_misses:
         parts += [_near_misses(report.accounts.near_misses, decode), Text()]

@@ -23,6 +23,9 @@ _MAX_TRACKED = 8192
 # the calls to numpy is shared among them. Counts of them fit a byte.
 _BATCH = 240
 
+# Sampled references below which the curve is withheld: its correction for sampling would rule it.
+_LEAST_SAMPLED = 256
+
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
@@ -175,10 +178,14 @@ class MissRatioCurve:
             self._keys = self._keys[excess:]
 
     def points(self) -> tuple[CurvePoint, ...]:
-        """The curve at `FACTORS`, empty before the first block of a prompt; never falling."""
+        """The curve at `FACTORS`; never falling.
+
+        Empty before the first block of a prompt, and while so few are followed that a rate would be
+        chance: of `_LEAST_SAMPLED` references it has a standard error of some three points.
+        """
         self._place_waiting()
         expected = self._references * self.rate
-        if not expected:
+        if not expected or (self.rate < 1 and expected < _LEAST_SAMPLED):
             return ()
         missing = expected - int(self._distances.sum())
         share = self._references * self.block_tokens / self._prompt_tokens

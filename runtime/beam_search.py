@@ -29,7 +29,7 @@ class BeamSearchParams:
         stop_token_ids: tokens that end a result beside the model's own end of sequence.
         min_tokens: fewest tokens before anything may end a result.
         ignore_eos: whether the model's own end of sequence is a token like others.
-        temperature: divides the logprobs, if not 0; 0 and 1 leave them as they are.
+        temperature: the logits are divided by it before they become logprobs; 0 means 1.
 
     Raises ValueError with the name, the value and what is allowed.
     """

@@ -276,8 +276,9 @@ def test_what_twice_the_memory_would_bring(token_trace: Path) -> None:
         some = read_trace(token_trace, limit=limit) if limit else trace
         accounts = replay(console, some, ReplayOptions(pool)).accounts
         said = memory_sentence(accounts, "lru")
-        assert f"{accounts.overall.since_start.hit_rate:.1%}" in said
+        assert not said or f"{accounts.overall.since_start.hit_rate:.1%}" in said
         return said
 
     assert ", not " in sentence(1600)
-    assert "would still be" in sentence(1_000_000)
+    assert "would still be" in sentence(16_000)
+    assert sentence(1_000_000) == "", "too few requests for so large a pool"

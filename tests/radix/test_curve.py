@@ -114,3 +114,20 @@ def test_sizes_are_checked() -> None:
         MissRatioCurve(0, 1)
     with pytest.raises(ValueError, match="block_tokens must be at least 1, got 0"):
         MissRatioCurve(1, 0)
+
+
+def test_too_few_sampled_references_give_no_curve() -> None:
+    """Better none than one that is chance: a large pool follows few blocks of few requests."""
+    curve = MissRatioCurve(10_000_000, 128)
+    assert curve.rate < 0.1
+    keys = np.random.default_rng(0).integers(0, 2**63, 40_000).astype(np.uint64)
+
+    def refer(count: int) -> None:
+        followed = keys[:count][curve.sample(keys[:count])]
+        nobody = np.zeros(len(followed), np.int64)
+        curve.refer(followed, nobody, np.ones(len(followed), np.bool_), count, 128 * count)
+
+    refer(100)
+    assert curve.points() == ()
+    refer(40_000)
+    assert len(curve.points()) == len(FACTORS)
