@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from coppice.frontend.text_engine import TextDelta, TextEngine
 from coppice.runtime.beam_search import BeamSearchParams
@@ -131,6 +131,22 @@ class EngineThread:
             self._commands.append(run)
             self._wake.notify()
         return await asyncio.wrap_future(future)
+
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a public method of the engine by its name, between two steps.
+
+        So the server reaches the engine wherever that runs: arguments and results are plain data
+        that can be pickled.
+
+        Raises:
+            ValueError: the engine has no such public method.
+            EngineStopped: the engine is stopping; besides, whatever the method raises.
+        """
+        engine = self.text_engine.engine
+        function = None if method.startswith("_") else getattr(engine, method, None)
+        if not callable(function):
+            raise ValueError(f"method must be a public method of the engine, got {method!r}")
+        return await self.call(lambda: function(*args, **kwargs))
 
     def _abandon(self, request_id: str) -> None:
         """Forgets a request that nobody waits for any more, and aborts it before the next step."""

@@ -407,6 +407,17 @@ async def test_the_loop_is_free_while_the_engine_works(
         await request
 
 
+async def test_any_method_of_the_engine_can_be_asked_for(client: Client) -> None:
+    assert (await client.engine.ask("cache_report")).pages_held == 0
+    assert await client.engine.ask("try_pin", "p", [1, 2, 3], cache_salt="mine") is True
+    with pytest.raises(ValueError, match="there is a pin named 'p' already"):
+        await client.engine.ask("pin", "p", [1, 2, 3])
+    assert await client.engine.ask("unpin", "p") is True
+    for wrong in ("_namespace", "nothing", "num_pages"):
+        with pytest.raises(ValueError, match=f"public method of the engine, got '{wrong}'"):
+            await client.engine.ask(wrong)
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_n_continuations_are_choices_of_their_own(
