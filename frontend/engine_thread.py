@@ -18,7 +18,8 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any, TypeVar
 
-from coppice.frontend.text_engine import TextDelta, TextEngine
+from coppice.frontend.text_engine import TextEngine
+from coppice.frontend.texts import TextDelta
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.sampling_params import SamplingParams
 

@@ -30,7 +30,7 @@ from coppice.frontend.protocol import (
     parse_chat,
     parse_completion,
 )
-from coppice.frontend.text_engine import TextDelta
+from coppice.frontend.texts import TextDelta
 from coppice.frontend.token_texts import TokenTexts
 from coppice.runtime.request import QueueFull
 from coppice.runtime.sampling_params import SamplingParams
@@ -120,7 +120,7 @@ class Server:
         body = await _json(request)
         asked = parse(body)
         self._check_model(asked.model)
-        shape = answers(self._model, asked.params, self._engine.text_engine.token_texts)
+        shape = answers(self._model, asked.params, self._engine.text_engine.texts.token_texts)
         async with AsyncExitStack() as stack:
             try:
                 streams = [

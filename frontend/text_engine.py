@@ -8,68 +8,15 @@ server both stand on this. Like the engine, one thread calls it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 
-from coppice.frontend.detokenizer import IncrementalDecoder
-from coppice.frontend.outputs import CompletionOutput, Logprob, RequestOutput
-from coppice.frontend.stop_strings import StopStrings
-from coppice.frontend.token_texts import TokenTexts
+from coppice.frontend.texts import TextDelta, Texts
 from coppice.frontend.tokenizer import Tokenizer, model_source
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
-from coppice.runtime.request import StepOutput
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.weights import resolve_model
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """What a step did to one continuation of a request.
-
-    Attributes:
-        text: new text that no stop string can take back any more.
-        index: which continuation of the request it is.
-        completion: the continuation, once it has ended.
-        output: the whole result, once all continuations have ended.
-        logprobs, text_offsets: of the new tokens, as in `CompletionOutput`; empty if they were not
-            asked for.
-    """
-
-    request_id: str
-    text: str
-    new_token_ids: tuple[int, ...]
-    output: RequestOutput | None
-    logprobs: tuple[dict[int, Logprob], ...] = ()
-    text_offsets: tuple[int, ...] = ()
-    index: int = 0
-    completion: CompletionOutput | None = None
-
-
-@dataclass(slots=True)
-class _Line:
-    """One continuation's text as far as it has come."""
-
-    index: int
-    decoder: IncrementalDecoder
-    stops: StopStrings
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    text_offsets: list[int] = field(default_factory=list)
-    completion: CompletionOutput | None = None  # once it has ended
-
-
-@dataclass(slots=True)
-class _Running:
-    """A request and its continuations."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    lines: list[_Line]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class TextEngine:
@@ -78,14 +25,13 @@ class TextEngine:
     Attributes:
         engine: the engine, for its memory arithmetic and cache report.
         tokenizer: the model's tokenizer.
-        token_texts: what its tokens spell, one by one.
+        texts: what its running requests have said so far.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.token_texts = TokenTexts(tokenizer)
-        self._running: dict[str, _Running] = {}
+        self.texts = Texts(tokenizer)
 
     @classmethod
     def load(cls, config: EngineConfig, tokenizer: str | None = None) -> TextEngine:
@@ -125,46 +71,20 @@ class TextEngine:
                 request_id, ids, beam, cache_salt=cache_salt, priority=priority
             )
         else:
-            in_tokens = self._words_as_tokens(params)
+            in_tokens = self.texts.words_as_tokens(params)
             self.engine.add_request(
                 request_id, ids, in_tokens, cache_salt=cache_salt, priority=priority
             )
-        decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-        lines = [
-            _Line(
-                index,
-                IncrementalDecoder(decode),
-                StopStrings(params.stop_strings, include=params.include_stop_str_in_output),
-            )
-            for index in range(params.n)
-        ]
-        self._running[request_id] = _Running(request_id, prompt, tuple(ids), params, lines)
-
-    def _words_as_tokens(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with `bad_words` as token ids: without and with a space before each."""
-        if not params.bad_words:
-            return params
-        words = list(params.bad_words_token_ids or ())
-        for word in params.bad_words:
-            for spelt in (word.lstrip(), " " + word.lstrip()):
-                try:
-                    spelt.encode()
-                except UnicodeEncodeError:
-                    raise ValueError(f"bad_words must be valid Unicode, got {word!a}") from None
-                ids = self.tokenizer.wrapped(spelt, add_special_tokens=False)["input_ids"]
-                if not ids:
-                    raise ValueError(f"bad_words must be words that have tokens, got {word!r}")
-                words.append(tuple(ids))
-        return replace(params, bad_words=None, bad_words_token_ids=words)
+        self.texts.add(request_id, prompt, ids, params)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request and gives its pages back; False if it is unknown or has ended."""
-        self._running.pop(request_id, None)
+        self.texts.drop(request_id)
         return self.engine.abort(request_id)
 
     def unfinished(self) -> list[str]:
         """Names of the requests that were added and have not ended."""
-        return list(self._running)
+        return self.texts.unfinished()
 
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do."""
@@ -174,96 +94,9 @@ class TextEngine:
         """Runs one step; what it did to each request that it touched."""
         deltas = []
         for output in self.engine.step():
-            running = self._running.get(output.request_id)
-            # It was not aborted between two steps, and no stop string has ended it in this one.
-            if running is not None and running.lines[output.index].completion is None:
-                deltas.append(self._advance(running, output))
+            delta, stopped = self.texts.advance(output)
+            if stopped:
+                self.engine.abort(output.request_id, output.index)
+            if delta is not None:
+                deltas.append(delta)
         return deltas
-
-    def _advance(self, running: _Running, step: StepOutput) -> TextDelta:
-        params, line = running.params, running.lines[step.index]
-        stops = line.stops
-        new = list(step.new_token_ids)
-        if step.prompt_logprobs is not None:
-            ids = running.prompt_token_ids
-            places = self.token_texts.logprobs(step.prompt_logprobs[1:], ids[1:])
-            running.prompt_logprobs = [None, *places]
-        logprobs, offsets = [], []
-        if step.logprobs is not None:
-            logprobs = list(self.token_texts.logprobs(step.logprobs, new))
-        # The token that ended the text is part of the result, but not of the text.
-        silent = step.finish_reason == "stop" and not params.include_stop_str_in_output
-        for position, token in enumerate(new):
-            line.token_ids.append(token)
-            if logprobs:
-                offsets.append(len(stops.text))  # where it begins, or what was held back before it
-            if silent and position == len(new) - 1:
-                break
-            piece = line.decoder.push((token,))
-            if logprobs and (own := self.token_texts.text(token)) and piece.endswith(own):
-                offsets[-1] += len(piece) - len(own)
-            stops.push(piece, armed=len(line.token_ids) > params.min_tokens)
-            if stops.matched is not None:
-                del new[position + 1 :], logprobs[position + 1 :]
-                break
-        line.logprobs += logprobs
-        line.text_offsets += offsets
-        finish_reason, stop_reason = step.finish_reason, _stop_reason(step)
-        if finish_reason is not None and stops.matched is None:
-            armed = len(line.token_ids) > params.min_tokens
-            stops.push(line.decoder.flush(), armed=armed)
-        if stops.matched is not None:
-            if finish_reason is None:
-                self.engine.abort(running.request_id, line.index)
-            finish_reason, stop_reason = "stop", stops.matched
-        text = stops.take(final=finish_reason is not None)
-        output = None
-        if finish_reason is not None:
-            line.completion = _completion(line, params, finish_reason, stop_reason)
-            if step.cumulative_logprob is not None:
-                line.completion = replace(
-                    line.completion, cumulative_logprob=step.cumulative_logprob
-                )
-            ended = [each.completion for each in running.lines if each.completion is not None]
-            if len(ended) == len(running.lines):
-                del self._running[running.request_id]
-                output = RequestOutput(
-                    running.request_id,
-                    running.prompt,
-                    running.prompt_token_ids,
-                    ended,
-                    True,
-                    step.cached_tokens,
-                    running.prompt_logprobs,
-                )
-        return TextDelta(
-            running.request_id,
-            text,
-            tuple(new),
-            output,
-            tuple(logprobs),
-            tuple(offsets),
-            line.index,
-            line.completion,
-        )
-
-
-def _completion(
-    line: _Line, params: SamplingParams, finish_reason: str, stop_reason: int | str | None
-) -> CompletionOutput:
-    completion = CompletionOutput(
-        line.index, line.stops.text, tuple(line.token_ids), finish_reason, stop_reason
-    )
-    if params.logprobs is None:
-        return completion
-    places = zip(line.token_ids, line.logprobs, strict=True)
-    return replace(
-        completion,
-        cumulative_logprob=sum((place[token].logprob for token, place in places), 0.0),
-        logprobs=line.logprobs,
-        text_offsets=tuple(line.text_offsets),
-    )
-
-
-def _stop_reason(step: StepOutput) -> int | str | None:
-    return step.error if step.finish_reason == "error" else step.stop_reason

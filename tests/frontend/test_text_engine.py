@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from coppice.frontend.text_engine import TextDelta, TextEngine
+from coppice.frontend.text_engine import TextEngine
+from coppice.frontend.texts import TextDelta
 from coppice.frontend.tokenizer import Tokenizer
 from coppice.runtime.engine import Engine
 from coppice.runtime.request import StepOutput
