@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -179,8 +178,9 @@ def test_the_shapes_of_the_api(text_engine: TextEngine) -> None:
 
 
 class Client:
-    def __init__(self, session: aiohttp.ClientSession, url: str, texts: TextEngine) -> None:
-        self.session, self.url, self.engine = session, url, texts
+    def __init__(self, session: aiohttp.ClientSession, url: str, thread: EngineThread) -> None:
+        self.session, self.url, self.thread = session, url, thread
+        self.engine = thread.text_engine
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         async with self.session.post(self.url + path, json=GREEDY | body) as response:
@@ -209,7 +209,7 @@ async def serving(text_engine: TextEngine) -> AsyncIterator[Client]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     engine.start()
     async with aiohttp.ClientSession() as session:
-        yield Client(session, f"http://127.0.0.1:{runner.addresses[0][1]}", text_engine)
+        yield Client(session, f"http://127.0.0.1:{runner.addresses[0][1]}", engine)
     await runner.cleanup()
     await engine.stop()
 
@@ -259,7 +259,7 @@ async def greedy_tokens(client: Client, body: dict[str, Any]) -> list[int]:
             for output in engine.step():
                 made.extend(output.new_token_ids)
 
-    await asyncio.to_thread(run)
+    await client.thread.call(run)
     return made
 
 
