@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
@@ -16,6 +16,7 @@ from aiohttp import web
 from coppice.frontend.answers import ChatCompletion, Completion
 from coppice.frontend.engine_thread import DeltaStream, EngineStopped, EngineThread, RequestFailed
 from coppice.frontend.merged import Merged
+from coppice.frontend.openapi import with_description
 from coppice.frontend.outputs import RequestOutput
 from coppice.frontend.protocol import (
     BadRequest,
@@ -25,14 +26,13 @@ from coppice.frontend.protocol import (
     parse_chat,
     parse_completion,
 )
+from coppice.frontend.routes import Handler, Route, Schema, add_routes, json_answer
 from coppice.runtime.request import QueueFull
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 * 2**20
 RETRY_AFTER_SECONDS = 5
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
@@ -53,17 +53,38 @@ class Server:
     def application(self) -> web.Application:
         """The application; run it with `handler_cancellation`, so that vanished clients count."""
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
-        app.add_routes(
-            [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat_completions),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{model:.+}", self._one_model),
-                web.get("/health", self._health),
-            ]
-        )
+        add_routes(app, with_description(self._routes()))
         app.on_cleanup.append(self._close)
         return app
+
+    def _routes(self) -> list[Route]:
+        """All routes but the one that describes them."""
+        anything: Schema = {"type": "object"}
+        made = {"application/json": anything, "text/event-stream": {"type": "string"}}
+        state = {"application/json": {"type": "object", "required": ["status"]}}
+        return [
+            Route(
+                "POST",
+                "/v1/completions",
+                self._completions,
+                "Continue a prompt",
+                {200: made},
+                body=anything,
+            ),
+            Route(
+                "POST",
+                "/v1/chat/completions",
+                self._chat_completions,
+                "Answer a conversation",
+                {200: made},
+                body=anything,
+            ),
+            Route("GET", "/v1/models", self._models, "Models", json_answer(anything)),
+            Route(
+                "GET", "/v1/models/{model:.+}", self._one_model, "A model", json_answer(anything)
+            ),
+            Route("GET", "/health", self._health, "Health", {200: state, 503: state}),
+        ]
 
     async def _close(self, app: web.Application) -> None:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)

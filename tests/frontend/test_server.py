@@ -472,3 +472,11 @@ async def test_a_beam_search(client: Client, path: str, stream: bool) -> None:
         assert answer["usage"]["completion_tokens"] == 12
         assert answer["usage"]["prompt_tokens"] == len(ids)
     assert all(texts) and texts[0] != texts[1]
+
+
+async def test_the_description_names_every_route(client: Client) -> None:
+    async with client.session.get(client.url + "/openapi.json") as response:
+        document = await response.json()
+    assert {COMPLETIONS, CHAT, "/v1/models/{model}", "/health", "/openapi.json"} <= set(
+        document["paths"]
+    )

@@ -1,0 +1,69 @@
+"""One way to give the server a route: with its handler, what it takes and what it answers.
+
+The server's parts each make a list of `Route`s; `add_routes` puts them into an application. What
+they say about themselves becomes /openapi.json (see openapi.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from aiohttp import web
+
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Schema: TypeAlias = Mapping[str, Any]
+"""A JSON Schema (draft 2020-12); its own `$defs` may be referred to as `#/$defs/NAME`."""
+
+_VARIABLE = re.compile(r"{(\w+)(?::[^{}]*)?}")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path of the server.
+
+    Attributes:
+        method: the HTTP method, in capitals.
+        path: as aiohttp spells it, `/v1/models/{model:.+}` for example; variables are strings.
+        handler: makes the answer; it raises BadRequest for what it refuses.
+        summary: what it is for, in a few words.
+        answers: for each status that is not an error, schemas by content type; text has the schema
+            `{"type": "string"}`. Errors need not be told: they all have the same shape. A status
+            of 400 and above stands here only where the answer has another shape than that.
+        body: schema of the JSON body; None: it takes none.
+        query: schema of each parameter in the query, none of which is required.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    answers: Mapping[int, Mapping[str, Schema]]
+    body: Schema | None = None
+    query: Mapping[str, Schema] = field(default_factory=dict)
+
+    @property
+    def template(self) -> str:
+        """The path as OpenAPI spells it: `/v1/models/{model}`."""
+        return _VARIABLE.sub(r"{\1}", self.path)
+
+    @property
+    def variables(self) -> list[str]:
+        """Names of the path's variables, in order."""
+        return _VARIABLE.findall(self.path)
+
+
+def json_answer(schema: Schema, status: int = 200) -> dict[int, dict[str, Schema]]:
+    """`answers` of a route that answers with JSON of this schema."""
+    return {status: {"application/json": schema}}
+
+
+def add_routes(app: web.Application, routes: Iterable[Route]) -> None:
+    """Lets the application serve them; GET answers to HEAD too."""
+    for route in routes:
+        if route.method == "GET":
+            app.router.add_get(route.path, route.handler)
+        else:
+            app.router.add_route(route.method, route.path, route.handler)
