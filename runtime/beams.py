@@ -1,11 +1,14 @@
-"""The beams of one request as sequences: who goes on, who is forked, who ends."""
+"""The beams of searches as sequences: who goes on, who is forked, who ends."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from coppice.runtime.beam_search import BeamSearch
-from coppice.runtime.request import Sequence
+from coppice.runtime.request import Sequence, Status, StepOutput
+from coppice.runtime.sequences import Sequences
 
 Continuations = list[tuple[int, float]]
 """A beam's best next tokens with their logprobs, best first."""
@@ -70,3 +73,68 @@ class BeamGroup:
                 carried.add(beam.parent)
                 lines.append(self.lines[beam.parent])
         self.lines = lines
+
+
+class BeamSearches:
+    """The searches of all requests that are beam searches, and what they do to their sequences."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self._sequences = sequences
+        self._groups: dict[str, BeamGroup] = {}
+
+    def begin(self, request_id: str, search: BeamSearch) -> None:
+        """The request's first sequence exists already."""
+        (first,) = self._sequences.of(request_id)
+        self._groups[request_id] = BeamGroup(search, first)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended; nothing if it was none of these."""
+        self._groups.pop(request_id, None)
+
+    def score(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
+        """Hands each beam's best continuations to its search. `logits` float32 [R, vocabulary]."""
+        groups = [self._groups[each.request.request_id] for each in sequences]
+        temperatures = [group.search.params.temperature or 1.0 for group in groups]
+        scale = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
+        logprobs = (logits / scale).log_softmax(dim=-1)
+        most = min(logits.shape[1], max(group.search.continuations for group in groups))
+        values, tokens = (found.tolist() for found in logprobs.topk(most, dim=-1))
+        for row, (group, sequence) in enumerate(zip(groups, sequences, strict=True)):
+            count = group.search.continuations
+            best = zip(tokens[row][:count], values[row][:count], strict=True)
+            group.take(sequence, list(best))
+
+    def advance(self) -> list[StepOutput]:
+        """Takes a step of each search whose beams are all computed; results of those that end."""
+        outputs = []
+        for request_id, group in list(self._groups.items()):
+            if not group.complete:
+                continue
+            first = group.lines[0]
+            moves = group.advance()
+            for sequence in moves.ended:
+                if sequence.status is Status.RUNNING:  # results stay in the tree
+                    self._sequences.scheduler.paging.enter(sequence)
+            for sequence in moves.dropped:
+                self._sequences.end(sequence, keep=False)
+            if group.search.done:
+                self.forget(request_id)
+                outputs += self._results(first, group.search)
+                continue
+            forked = [self._sequences.fork(parent, token) for parent, token in moves.forks]
+            for sequence, token in moves.tokens:
+                self._sequences.append(sequence, token)
+            group.adopt(forked)
+        return outputs
+
+    @staticmethod
+    def _results(first: Sequence, search: BeamSearch) -> list[StepOutput]:
+        return [
+            replace(
+                StepOutput.of(first, result.tokens, result.finish_reason),
+                index=index,
+                score=result.score,
+                cumulative_logprob=result.cumulative_logprob,
+            )
+            for index, result in enumerate(search.results())
+        ]

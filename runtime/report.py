@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coppice.radix import CacheAccounts, SharedPrefix
+from coppice.radix import CacheAccounts, Pins, SharedPrefix
 from coppice.radix.near_misses import NearMiss
 from coppice.radix.windows import CAUSES, Counts
+from coppice.runtime.accounts import PromptAccounts
+from coppice.runtime.scheduler import Schedule, Scheduler
 
 # What the front needs to show a report comes from here: it may not reach into the tree's room.
 __all__ = [
@@ -17,7 +19,10 @@ __all__ = [
     "Counts",
     "NearMiss",
     "SharedPrefix",
+    "make_report",
 ]
+
+TOP_PREFIXES = 8
 
 
 @dataclass(slots=True)
@@ -33,6 +38,23 @@ class Counters:
     failed_steps: int = 0
     prefill_seconds: float = 0.0  # of step time, by each step's share of rows
     decode_seconds: float = 0.0
+
+    def ran(self, schedule: Schedule, seconds: float) -> None:
+        """Books a step that ran, before its chunks are committed."""
+        self.steps += 1
+        rows = decodes = 0
+        for chunk in schedule.chunks:
+            sequence = chunk.sequence
+            rows += chunk.count
+            decodes += chunk.decode
+            if not sequence.counted:
+                sequence.counted = True
+                self.requests += 1
+                self.prompt_tokens += len(sequence.request.prompt_token_ids)
+                self.hit_tokens += sequence.cached_tokens
+        self.computed_tokens += rows - decodes
+        self.prefill_seconds += seconds * (rows - decodes) / rows
+        self.decode_seconds += seconds * decodes / rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +91,32 @@ class CacheReport:
         if not self.computed_tokens:
             return 0.0
         return self.hit_tokens * self.prefill_seconds / self.computed_tokens
+
+
+def make_report(
+    counters: Counters, scheduler: Scheduler, pins: Pins, accounts: PromptAccounts, policy: str
+) -> CacheReport:
+    """The report as of now; `policy` is that of eviction. O(nodes of the tree)."""
+    tree = scheduler.paging.tree
+    total, free, cached = tree.pool.num_pages, tree.pool.free_pages, tree.evictable_pages
+    pinned = pins.locked_pages()
+    return CacheReport(
+        requests=counters.requests,
+        prompt_tokens=counters.prompt_tokens,
+        hit_tokens=counters.hit_tokens,
+        computed_tokens=counters.computed_tokens,
+        generated_tokens=counters.generated_tokens,
+        preemptions=scheduler.preemptions,
+        evicted_tokens=tree.evicted_tokens,
+        eviction_policy=policy,
+        prefill_seconds=counters.prefill_seconds,
+        decode_seconds=counters.decode_seconds,
+        page_size=tree.page_size,
+        pages_total=total,
+        pages_free=free,
+        pages_cached=cached,
+        pages_pinned=pinned,
+        pages_held=total - free - cached - pinned,
+        top_prefixes=accounts.top_prefixes(tree, TOP_PREFIXES),
+        accounts=accounts.snapshot(),
+    )

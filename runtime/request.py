@@ -110,3 +110,29 @@ class StepOutput:
     cumulative_logprob: float | None = None  # of a beam search's result: the sum of its tokens'
     logprobs: Logprobs | None = None  # of the new tokens, if asked for
     prompt_logprobs: Logprobs | None = None  # of the prompt, with its first new token
+
+    @classmethod
+    def of(
+        cls,
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        reason: str | None,
+        stop: int | None = None,
+        error: str | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> StepOutput:
+        """What happened to `sequence`, whose new tokens are appended already."""
+        first = bool(tokens) and sequence.num_generated == len(tokens)
+        prompt = sequence.prompt_logprobs
+        return cls(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            new_token_ids=tokens,
+            finish_reason=reason,
+            stop_reason=stop,
+            error=error,
+            num_prompt_tokens=len(sequence.request.prompt_token_ids),
+            cached_tokens=max(sequence.cached_tokens, 0),
+            logprobs=logprobs,
+            prompt_logprobs=prompt.result() if first and prompt is not None else None,
+        )

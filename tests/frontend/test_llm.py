@@ -153,7 +153,7 @@ def test_a_failed_step_fails_the_call_with_all_outputs(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step in which the second batch begins breaks; the first four prompts have ended."""
-    decoder = llm._text_engine.engine.decoder
+    decoder = llm._text_engine.engine.runner.decoder
     forward, calls = decoder.forward, 0
 
     def break_late(*arguments: Any, **options: Any) -> Any:

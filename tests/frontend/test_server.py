@@ -328,7 +328,7 @@ async def test_a_body_that_is_too_large(client: Client, monkeypatch: pytest.Monk
 
 
 def break_next_step(text_engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = text_engine.engine.decoder
+    decoder = text_engine.engine.runner.decoder
     forward = decoder.forward
 
     def broken(*arguments: Any, **options: Any) -> Any:

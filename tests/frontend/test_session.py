@@ -68,13 +68,13 @@ def test_open_sessions_stay_cached_and_closed_ones_may_go(llm: LLM) -> None:
     kept = list(line.token_ids)[:-1]
     for number in range(8):
         llm.generate([[5 + number, 7] * 200], SamplingParams(max_tokens=1))
-    assert engine.tree.match(kept, engine._namespace(None)).length == len(kept)
+    assert engine.tree.match(kept, engine.intake.namespace(None)).length == len(kept)
     line.close()
     line.close()
     assert len(engine.pins) == 0
     for number in range(8):
         llm.generate([[20 + number, 7] * 200], SamplingParams(max_tokens=1))
-    assert engine.tree.match(kept, engine._namespace(None)).length == 0
+    assert engine.tree.match(kept, engine.intake.namespace(None)).length == 0
 
 
 def test_what_does_not_fit_the_budget_still_works(checkpoint: Path) -> None:

@@ -139,14 +139,14 @@ def test_greedy_tokens_equal_transformers(
 def test_a_warm_request_has_the_logits_of_a_cold_one(tiny_checkpoint, family, page_size):
     made = engine(tiny_checkpoint(family), page_size=page_size)
     seen = []
-    forward = made.decoder.forward
+    forward = made.runner.decoder.forward
 
     def recording(*args):
         logits = forward(*args)
         seen.append(logits.clone())
         return logits
 
-    made.decoder.forward = recording
+    made.runner.decoder.forward = recording
     one = SamplingParams(temperature=0, max_tokens=1)
     prompt = PROMPTS[3]
     _, (cold,) = run(made, [prompt], one)
@@ -194,13 +194,13 @@ def test_requests_submitted_together_compute_their_common_prefix_once(tiny_check
 def test_shared_stretches_reach_the_attention_plan(tiny_checkpoint, monkeypatch):
     made = engine(tiny_checkpoint("llama"), page_size=4)
     plans = []
-    prepare = made.attention.prepare
+    prepare = made.runner.attention.prepare
 
     def recording(plan, **options):
         plans.append(plan)
         return prepare(plan, **options)
 
-    monkeypatch.setattr(made.attention, "prepare", recording)
+    monkeypatch.setattr(made.runner.attention, "prepare", recording)
     run(made, PROMPTS[2:4])
     shared = (19 + 41) // 4
     last = plans[-2]  # the leader ends a step earlier than its follower
@@ -336,7 +336,7 @@ def test_abort_at_every_stage_gives_the_pages_back_and_keeps_the_work(tiny_check
 def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(tiny_checkpoint, expected):
     made = engine(tiny_checkpoint("llama"), max_num_seqs=2)
     run(made, PROMPTS[:2])
-    forward = made.decoder.forward
+    forward = made.runner.decoder.forward
     calls = []
 
     def failing(*args):
@@ -345,7 +345,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(tiny_checkpoint
             raise RuntimeError("out of luck")
         return forward(*args)
 
-    made.decoder.forward = failing
+    made.runner.decoder.forward = failing
     got, outputs = run(made, PROMPTS)
     failed = [output for output in outputs if output.finish_reason == "error"]
     assert 1 <= len(failed) <= 2
@@ -353,7 +353,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(tiny_checkpoint
     for index, output in enumerate(outputs):
         if output.finish_reason != "error":
             assert got[index] == short(expected("llama"))[index]
-    made.decoder.forward = forward
+    made.runner.decoder.forward = forward
     again, _ = run(made, PROMPTS)
     assert again == short(expected("llama"))
 
@@ -388,7 +388,7 @@ def test_the_memory_arithmetic_is_told(tiny_checkpoint):
     each = 2 * config.num_layers * 16 * config.num_kv_heads * config.head_dim * 4
     assert f"2 (K, V) x {config.num_layers} layers x 16 tokens" in made.memory
     assert "10 pages = 160 tokens" in made.memory
-    assert each == sum(t[0].numel() * 4 for pair in made.kv_cache for t in pair)
+    assert each == sum(t[0].numel() * 4 for pair in made.runner.kv_cache for t in pair)
     with pytest.raises(ValueError, match=r"max_model_len=512 tokens do not fit.*at most 160"):
         engine(tiny_checkpoint("llama"), kv_cache_tokens=160, max_model_len=512)
     with pytest.raises(ValueError, match="room for at least 2 tokens"):
@@ -446,7 +446,7 @@ def test_a_pin_keeps_its_prefix_and_leaves_room_for_requests(tiny_checkpoint):
     for start in range(3):
         run(made, [[50 + start] * 36])
         made.check()
-    assert made.tree.match(handbook, made._namespace(None)).length == 16
+    assert made.tree.match(handbook, made.intake.namespace(None)).length == 16
     with pytest.raises(ValueError, match=r"shorter than 48 tokens \(the part .* no pin keeps"):
         made.add_request("long", [1] * 48, SamplingParams(max_tokens=1))
     made.add_request("c", [60] * 44, SamplingParams(max_tokens=4))

@@ -116,7 +116,7 @@ def test_beams_share_pages_and_prompt_and_winners_stay_cached(tiny_checkpoint):
     assert len(outputs) == 2
     for output in outputs:
         tokens = [*PROMPTS[0], *output.new_token_ids]
-        assert engine.tree.match(tokens, engine._namespace(None)).length == len(tokens) - 1
+        assert engine.tree.match(tokens, engine.intake.namespace(None)).length == len(tokens) - 1
 
 
 def test_a_beam_search_can_be_aborted(tiny_checkpoint):

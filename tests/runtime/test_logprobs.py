@@ -84,8 +84,8 @@ def run(made: Engine, prompts, params, **options) -> list[Result]:
                 result.prompt.append(output.prompt_logprobs)
             result.cached, result.reason = output.cached_tokens, output.finish_reason
         made.check()
-        if made._known_logprobs.tree is not None:
-            check(made._known_logprobs.tree, [])
+        if made.intake.known_logprobs.tree is not None:
+            check(made.intake.known_logprobs.tree, [])
     return results
 
 
@@ -228,8 +228,8 @@ def test_the_kv_may_be_gone_where_the_logprobs_are_known(tiny_checkpoint, refere
     run(made, [PROMPTS[0]], ask)
     made.tree.evict(made.num_pages)
     seen = []
-    logits = made.decoder.logits
-    made.decoder.logits = lambda hidden: seen.append(len(hidden)) or logits(hidden)
+    logits = made.runner.decoder.logits
+    made.runner.decoder.logits = lambda hidden: seen.append(len(hidden)) or logits(hidden)
     (result,) = run(made, [PROMPTS[0]], ask)
     assert result.cached == 0
     assert seen == [1]
@@ -239,8 +239,8 @@ def test_the_kv_may_be_gone_where_the_logprobs_are_known(tiny_checkpoint, refere
 def test_logits_are_made_a_few_rows_at_a_time(tiny_checkpoint, monkeypatch) -> None:
     made = engine(tiny_checkpoint("llama"))
     seen = []
-    logits = made.decoder.logits
-    made.decoder.logits = lambda hidden: seen.append(len(hidden)) or logits(hidden)
+    logits = made.runner.decoder.logits
+    made.runner.decoder.logits = lambda hidden: seen.append(len(hidden)) or logits(hidden)
     monkeypatch.setattr(module, "SLICE_ROWS", 32)
     run(made, [PROMPTS[0], PROMPTS[5]], SamplingParams(max_tokens=1, prompt_logprobs=1))
     assert max(seen) == 32

@@ -49,8 +49,8 @@ def sampled(n, **options):
 def test_the_prompt_is_computed_once(tiny_checkpoint, page_size, caching):
     engine = make(tiny_checkpoint("llama"), page_size=page_size, enable_prefix_caching=caching)
     rows = []
-    forward = engine.decoder.forward
-    engine.decoder.forward = lambda ids, *rest: rows.append(len(ids)) or forward(ids, *rest)
+    forward = engine.runner.decoder.forward
+    engine.runner.decoder.forward = lambda ids, *rest: rows.append(len(ids)) or forward(ids, *rest)
     tokens = run(engine, {"a": (PROMPT, sampled(5, seed=1))})
     assert rows == [len(PROMPT)] + [5] * 11
     assert len({tuple(each) for each in tokens.values()}) > 1, "siblings differ"
@@ -126,7 +126,7 @@ def test_a_step_that_fails_ends_all_of_a_request(tiny_checkpoint, monkeypatch):
         raise RuntimeError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.decoder, "forward", broken)
+        patch.setattr(engine.runner.decoder, "forward", broken)
         outputs = engine.step()
     assert sorted(output.index for output in outputs) == [0, 1, 2]
     assert all(output.finish_reason == "error" for output in outputs)

@@ -1,0 +1,102 @@
+"""A model and its KV cache as tensors, and the forward pass of one scheduled step over them."""
+
+from __future__ import annotations
+
+import torch
+
+from coppice.kernels.interface import select_backend
+from coppice.runtime.batch import Batch, build_batch
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.memory import plan_cache, zeroed
+from coppice.runtime.model_config import load_model_config
+from coppice.runtime.prompt_logprobs import score_prompts
+from coppice.runtime.scheduler import Schedule
+from coppice.runtime.weights import load_decoder, resolve_dtype, resolve_model
+
+
+class ModelRunner:
+    """Loads what `config` names, and computes.
+
+    Attributes:
+        model_config: the checkpoint's own shape.
+        decoder: the model.
+        attention: the kernels.
+        kv_cache: keys and values of each layer, [pages, page_size, kv heads, head_dim].
+        num_pages: pages of the cache.
+        memory: how their number follows from the memory, as text.
+        max_model_len: most tokens of a request, by the model, the config and the cache.
+
+    Raises ValueError if the model can't be had or does not go together with the options.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.device = torch.device("cpu" if config.device == "auto" else config.device)
+        path = resolve_model(config.model)
+        self.model_config = load_model_config(path)
+        model_length = self.model_config.max_position
+        if config.max_model_len is not None and config.max_model_len > model_length:
+            raise ValueError(
+                f"max_model_len must be at most {model_length}, the model's own, "
+                f"got {config.max_model_len}"
+            )
+        dtype = resolve_dtype(config.dtype, self.model_config, self.device)
+        self.attention = select_backend(config.attention_backend, self.device)
+        if dtype not in self.attention.dtypes:
+            allowed = ", ".join(str(each).removeprefix("torch.") for each in self.attention.dtypes)
+            raise ValueError(
+                f"dtype: the {self.attention.name} attention backend computes in {allowed}, got "
+                f"{str(dtype).removeprefix('torch.')}"
+            )
+        self.decoder = load_decoder(
+            path,
+            self.model_config,
+            dtype=dtype,
+            device=self.device,
+            load_format=config.load_format,
+            quantization=config.quantization,
+            seed=config.seed,
+        )
+        self.page_size = config.page_size
+        self.num_pages, self.memory = plan_cache(config, self.model_config, dtype)
+        tokens = self.num_pages * self.page_size
+        self.max_model_len = min(config.max_model_len or model_length, tokens)
+        shape = (
+            self.num_pages,
+            self.page_size,
+            self.model_config.num_kv_heads,
+            self.model_config.head_dim,
+        )
+        self.kv_cache = [
+            (zeroed(shape, dtype, self.device), zeroed(shape, dtype, self.device))
+            for _ in range(self.model_config.num_layers)
+        ]
+
+    @torch.inference_mode()
+    def run(self, schedule: Schedule) -> tuple[Batch, torch.Tensor]:
+        """Makes the copies, computes the chunks, and scores prompts where that was asked for.
+
+        Returns the batch and the logits float32 [R, vocabulary] of its R `sampled` sequences.
+        """
+        if schedule.copies:
+            self.attention.copy_pages(
+                self.kv_cache,
+                [copy.source for copy in schedule.copies],
+                [copy.target for copy in schedule.copies],
+            )
+        batch = build_batch(schedule, self.page_size, self.device)
+        prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)
+        inputs = (
+            batch.token_ids,
+            batch.positions,
+            batch.slots,
+            self.kv_cache,
+            self.attention,
+            prepared,
+        )
+        if not batch.scored:
+            return batch, self.decoder.forward(*inputs, batch.logit_rows)
+        rows = torch.cat((batch.logit_rows, batch.prompt_rows))
+        hidden = self.decoder.hidden_states(*inputs, rows)
+        logits = self.decoder.logits(hidden[: len(batch.sampled)])
+        score_prompts(hidden[len(batch.sampled) :], batch.scored, self.decoder.logits)
+        return batch, logits
