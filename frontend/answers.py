@@ -117,9 +117,13 @@ class ChatCompletion(Completion):
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Token counts over all choices of a request; a prompt counts once, whatever its `n`."""
+    """Token counts over all choices of a request; a prompt counts once, whatever its `n`.
+
+    What `best_of` left out was generated too, and counts.
+    """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    completion += sum(output.left_out_tokens for output in outputs)
     cached = sum(output.cached_tokens for output in outputs)
     return {
         "prompt_tokens": prompt,

@@ -60,6 +60,7 @@ class RequestOutput:
         outputs: the `n` continuations, in the order of their indices.
         finished: whether the request has ended.
         cached_tokens: prompt tokens whose KV was reused instead of computed.
+        left_out_tokens: generated tokens of the sequences that `best_of` left out.
         prompt_logprobs: for each prompt token its logprob given those before it, and those of the
             most probable tokens, by token id; the first entry is None. None: not asked for.
     """
@@ -71,6 +72,7 @@ class RequestOutput:
     finished: bool
     cached_tokens: int
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    left_out_tokens: int = 0
 
 
 class GenerationError(RuntimeError):

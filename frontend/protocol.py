@@ -169,13 +169,22 @@ _COMMON = {"model", "stream", "stream_options", "cache_salt", "priority", "use_b
 
 def parse_completion(body: Any) -> CompletionRequest:
     """The body of /v1/completions. Raises BadRequest."""
-    body = _fields(body, {"prompt", "logprobs"})
+    body = _fields(body, {"prompt", "logprobs", "best_of"})
     if "prompt" not in body:
         raise BadRequest("prompt is required", param="prompt")
     values = _sampling(body)
     if body.get("logprobs", False) is not False:
         what = f"an integer from 0 to {MAX_LOGPROBS}"
         values["logprobs"] = _typed(body, "logprobs", _is_count, what)
+    best_of = _typed(body, "best_of", _is_integer, "an integer")
+    if best_of is not None and best_of != values.get("n", 1):  # as many: there is no choice to make
+        if body.get("stream"):
+            raise BadRequest(
+                f"best_of needs stream to be false, since the best are known at the end; "
+                f"got {best_of}",
+                param="best_of",
+            )
+        values["best_of"] = best_of
     return _request(body, values, prompts=_prompts(body["prompt"]))
 
 

@@ -71,9 +71,9 @@ class TextEngine:
                 request_id, ids, beam, cache_salt=cache_salt, priority=priority
             )
         else:
-            in_tokens = self.texts.words_as_tokens(params)
+            given = self.texts.for_engine(params)
             self.engine.add_request(
-                request_id, ids, in_tokens, cache_salt=cache_salt, priority=priority
+                request_id, ids, given, cache_salt=cache_salt, priority=priority
             )
         self.texts.add(request_id, prompt, ids, params)
 

@@ -6,6 +6,7 @@ outputs; requests may be added and dropped from another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -86,7 +87,7 @@ class Texts:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
     ) -> None:
-        """Begins a request of `params.n` continuations."""
+        """Begins a request of `params.num_sequences` continuations."""
         decode = partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         lines = [
             _Line(
@@ -94,7 +95,7 @@ class Texts:
                 IncrementalDecoder(decode),
                 StopStrings(params.stop_strings, include=params.include_stop_str_in_output),
             )
-            for index in range(params.n)
+            for index in range(params.num_sequences)
         ]
         ids = tuple(prompt_token_ids)
         self._running[request_id] = _Running(request_id, prompt, ids, params, lines)
@@ -107,8 +108,15 @@ class Texts:
         """Names of the requests that were added and have not ended."""
         return list(self._running)
 
-    def words_as_tokens(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with `bad_words` as token ids: without and with a space before each."""
+    def for_engine(self, params: SamplingParams) -> SamplingParams:
+        """The parameters as the engine takes them: without words, and without a choice to make."""
+        if params.chooses:
+            top = 0 if params.logprobs is None else params.logprobs
+            params = replace(params, n=params.num_sequences, best_of=None, logprobs=top)
+        return self._words_as_tokens(params)
+
+    def _words_as_tokens(self, params: SamplingParams) -> SamplingParams:
+        """With `bad_words` as token ids: without and with a space before each."""
         if not params.bad_words:
             return params
         words = list(params.bad_words_token_ids or ())
@@ -178,18 +186,9 @@ class Texts:
                 line.completion = replace(
                     line.completion, cumulative_logprob=step.cumulative_logprob
                 )
-            ended = [each.completion for each in running.lines if each.completion is not None]
-            if len(ended) == len(running.lines):
+            if all(each.completion is not None for each in running.lines):
                 self._running.pop(running.request_id, None)  # it may have been dropped meanwhile
-                output = RequestOutput(
-                    running.request_id,
-                    running.prompt,
-                    running.prompt_token_ids,
-                    ended,
-                    True,
-                    step.cached_tokens,
-                    running.prompt_logprobs,
-                )
+                output = _output(running, step.cached_tokens)
         delta = TextDelta(
             running.request_id,
             text,
@@ -201,6 +200,32 @@ class Texts:
             line.completion,
         )
         return delta, stopped
+
+
+def _output(running: _Running, cached_tokens: int) -> RequestOutput:
+    """The result of a request whose lines have all ended."""
+    lines, returned = running.lines, running.params.n
+    if running.params.chooses:
+        lines = sorted(lines, key=_mean_logprob, reverse=True)
+    completions = [line.completion for line in lines if line.completion is not None]
+    return RequestOutput(
+        running.request_id,
+        running.prompt,
+        running.prompt_token_ids,
+        [replace(each, index=index) for index, each in enumerate(completions[:returned])],
+        True,
+        cached_tokens,
+        running.prompt_logprobs,
+        sum(len(each.token_ids) for each in completions[returned:]),
+    )
+
+
+def _mean_logprob(line: _Line) -> float:
+    """Per token; one that failed is worse than any other."""
+    if line.completion is None or line.completion.finish_reason == "error" or not line.token_ids:
+        return -math.inf
+    places = zip(line.token_ids, line.logprobs, strict=True)
+    return sum(place[token].logprob for token, place in places) / len(line.token_ids)
 
 
 def _completion(

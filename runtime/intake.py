@@ -122,6 +122,11 @@ class Intake:
                 f"bad_words must be token ids here (bad_words_token_ids), since the engine knows "
                 f"no text, got {params.bad_words!r}"
             )
+        if params.chooses:
+            raise ValueError(
+                f"best_of must not be above n here, since whoever has the texts chooses among them "
+                f"once all have ended; got {params.best_of}"
+            )
 
     def _check_priority(self, priority: int) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int):

@@ -29,6 +29,8 @@ class SamplingParams:
 
     n: int = 1
     """Sequences per request: each is sampled by itself from the prompt on, which they share."""
+    best_of: int | None = None
+    """So many are sampled, and the `n` with the highest logprob per token returned, best first."""
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the most probable token (greedy)."""
     top_p: float = 1.0
@@ -82,6 +84,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1, MAX_N)
+            if self.best_of < self.n:
+                raise ValueError(f"best_of must be at least n, {self.n}, got {self.best_of}")
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
@@ -145,6 +151,16 @@ class SamplingParams:
                     f"{name} must be at most {size}, the size of the vocabulary, or -1 for all, "
                     f"got {getattr(self, name)}"
                 )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether more sequences are sampled than are returned."""
+        return self.best_of is not None and self.best_of > self.n
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are sampled."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def greedy(self) -> bool:

@@ -271,3 +271,30 @@ def test_classes_need_the_policy_that_knows_them(llm: LLM, checkpoint: Path) -> 
     expected = llm.generate(PROMPTS[:2], GREEDY)
     outputs = classes.generate(PROMPTS[:2], GREEDY, priority=[1, 0])
     assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in expected]
+
+
+def test_the_best_of_several_are_those_with_the_highest_logprob_per_token(llm: LLM) -> None:
+    prompt = "Where is the key?"
+    common: dict[str, Any] = {"seed": 11, "max_tokens": 9, "stop": ["e"], "temperature": 1.5}
+    (every,) = llm.generate(prompt, SamplingParams(n=5, logprobs=0, **common))
+    means = [each.cumulative_logprob / len(each.token_ids) for each in every.outputs]
+    assert len({len(each.token_ids) for each in every.outputs}) > 1, "lengths must matter"
+    order = sorted(range(5), key=lambda index: -means[index])
+    (best,) = llm.generate(prompt, SamplingParams(n=2, best_of=5, **common))
+    assert [each.text for each in best.outputs] == [every.outputs[i].text for i in order[:2]]
+    assert [each.index for each in best.outputs] == [0, 1]
+    assert [each.logprobs for each in best.outputs] == [None, None]
+    left_out = sum(len(every.outputs[i].token_ids) for i in order[2:])
+    assert best.left_out_tokens == left_out and every.left_out_tokens == 0
+    (asked,) = llm.generate(prompt, SamplingParams(n=1, best_of=5, logprobs=2, **common))
+    assert asked.outputs[0].logprobs == [
+        *llm.generate(prompt, SamplingParams(n=5, logprobs=2, **common))[0]
+        .outputs[order[0]]
+        .logprobs
+    ]
+
+
+@pytest.mark.parametrize("value", [0, 1, 1025, True, "3"])
+def test_a_bad_best_of_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="best_of must be"):
+        SamplingParams(n=2, best_of=value)

@@ -118,7 +118,6 @@ def test_what_asks_for_nothing_is_accepted(name: str) -> None:
 
 
 UNSUPPORTED: dict[str, Any] = {
-    "best_of": 3,
     "echo": True,
     "response_format": {"type": "json_object"},
     "tools": [{"type": "function"}],
@@ -129,6 +128,16 @@ UNSUPPORTED: dict[str, Any] = {
     "store": True,
     "reasoning_effort": "high",
 }
+
+
+def test_best_of_is_for_completions_that_are_not_streamed() -> None:
+    assert parse_completion(COMPLETION | {"best_of": 3, "n": 2}).params.best_of == 3
+    assert parse_completion(COMPLETION | {"best_of": 2, "n": 2, "stream": True}).params.n == 2
+    for more in ({"best_of": 1, "n": 2}, {"best_of": "3"}, {"best_of": 3, "stream": True}):
+        assert refused(parse_completion, COMPLETION | more)["param"] == "best_of"
+    assert refused(parse_chat, CHAT | {"best_of": 3})["param"] == "best_of"
+    beams = {"use_beam_search": True, "beam_width": 4, "best_of": 3}
+    assert refused(parse_completion, COMPLETION | beams)["param"] == "best_of"
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))

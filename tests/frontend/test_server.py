@@ -474,6 +474,18 @@ async def test_a_beam_search(client: Client, path: str, stream: bool) -> None:
     assert all(texts) and texts[0] != texts[1]
 
 
+async def test_the_best_of_several_counts_all_it_made(client: Client) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "ignore_eos": True, "seed": 3}
+    every = await client.ok(COMPLETIONS, body | {"n": 4, "logprobs": 0})
+    sums = [sum(choice["logprobs"]["token_logprobs"]) for choice in every["choices"]]
+    best = await client.ok(COMPLETIONS, body | {"n": 1, "best_of": 4})
+    (choice,) = best["choices"]
+    assert choice["text"] == every["choices"][sums.index(max(sums))]["text"]
+    assert choice["logprobs"] is None
+    assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"] == 20
+    assert best["usage"]["prompt_tokens"] == every["usage"]["prompt_tokens"]
+
+
 async def test_the_description_names_every_route(client: Client) -> None:
     async with client.session.get(client.url + "/openapi.json") as response:
         document = await response.json()

@@ -144,3 +144,10 @@ def test_logprobs_of_siblings_are_their_own(tiny_checkpoint):
             seen.setdefault(output.index, []).append(float(output.logprobs.logprobs[0]))
     assert len({tuple(values) for values in seen.values()}) == 3
     assert torch.tensor(list(seen.values())).lt(0).all()
+
+
+def test_the_engine_leaves_the_choice_of_the_best_to_who_knows_the_texts(tiny_checkpoint):
+    engine = make(tiny_checkpoint("llama"))
+    with pytest.raises(ValueError, match="best_of must not be above n here"):
+        engine.add_request("a", PROMPT, SamplingParams(n=1, best_of=2))
+    assert len(run(engine, {"a": (PROMPT, sampled(2, best_of=2))})) == 2
