@@ -20,6 +20,7 @@ CAUSE_NAMES = {
     "namespace": "namespace",
     "in_flight": "in flight",
     "last_token": "last token",
+    "prompt_logprobs": "logprobs",
 }
 CAUSE_MEANINGS = {
     "cold": "never seen before",
@@ -28,6 +29,7 @@ CAUSE_MEANINGS = {
     "namespace": "known in another namespace only",
     "in_flight": "another request was computing it",
     "last_token": "needed for its logits",
+    "prompt_logprobs": "computed again for prompt logprobs",
 }
 assert set(CAUSE_NAMES) == set(CAUSE_MEANINGS) == set(CAUSES)
 

@@ -34,6 +34,7 @@ CAUSE_STYLES = {
     "namespace": "magenta",
     "in_flight": "blue",
     "last_token": "cyan",
+    "prompt_logprobs": "green",
 }
 
 

@@ -44,6 +44,7 @@ class Accounting:
     - `last_token`: the only token left. It is computed for its logits (rule 9).
     - `in_flight`: as many as the caller says that another request was computing.
     - `evicted`: up to the longest prefix of the prompt that was seen in its namespace.
+    - `prompt_logprobs`: those of them that no hit can save, since their logprobs were asked for.
     - `namespace`: up to the longest prefix that was seen in any other.
     - `diverged`: content that was seen in the namespace, behind another prefix.
     - `cold`: all else.
@@ -95,6 +96,7 @@ class Accounting:
         hit_tokens: int,
         *,
         in_flight_tokens: int = 0,
+        hit_limit: int | None = None,
         kind: Kind = "cross",
         divergence: Divergence | None = None,
         now: float,
@@ -106,6 +108,8 @@ class Accounting:
             namespace: the one it was matched in.
             hit_tokens: tokens whose KV is reused; less than all, but with `kind` "same".
             in_flight_tokens: tokens behind the hit that another request was computing.
+            hit_limit: where the tokens begin that are computed in any case, for logprobs of the
+                prompt; None if none were asked for.
             kind: "cross" for a request's first admission; "same" for a further sequence of it,
                 "preempted" for one that was admitted before. Only the first counts in rates.
             divergence: if the hit ended where the tree has another continuation.
@@ -125,6 +129,10 @@ class Accounting:
             raise ValueError(
                 f"in_flight_tokens must be in 0 .. {prompt - hit_tokens}, got {in_flight_tokens}"
             )
+        if hit_limit is None:
+            hit_limit = prompt
+        elif not hit_tokens <= hit_limit <= prompt:
+            raise ValueError(f"hit_limit must be in {hit_tokens} .. {prompt}, got {hit_limit}")
         if divergence is not None and divergence.position != hit_tokens:
             raise ValueError(
                 f"divergence: its position must be the hit's end, {hit_tokens}, "
@@ -132,8 +140,8 @@ class Accounting:
             )
         self._pass(now)
         account = RequestAccount(
-            namespace, kind, prompt, hit_tokens, in_flight_tokens, divergence, now, self.settle,
-            tokens, self._salt(namespace), len(self._pending),
+            namespace, kind, prompt, hit_tokens, in_flight_tokens, hit_limit, divergence, now,
+            self.settle, tokens, self._salt(namespace), len(self._pending),
         )  # fmt: skip
         self._append(account, prompt)
         return account
@@ -161,6 +169,43 @@ class Accounting:
             Growth(tail + added, account.salt, whole, chain, parent, account.prompt_tokens, now),
             len(added) // TOKEN_BYTES,
         )
+
+    def abandoned(
+        self, account: RequestAccount, tokens: bytes, computed: int, *, now: float
+    ) -> None:
+        """The request has ended with only the first `computed` tokens of its prompt in the tree.
+
+        What it alone would have computed behind counts as never seen again, but its causes stay as
+        they were told. `tokens` is the prompt as int32 bytes, as at its admission. Raises
+        ValueError if it was finished before, or if a size does not fit. O(tokens); settles.
+        """
+        if len(tokens) != account.prompt_tokens * TOKEN_BYTES:
+            raise ValueError(
+                f"tokens: the prompt had {account.prompt_tokens} tokens, got {len(tokens)} bytes"
+            )
+        if not 0 <= computed < account.prompt_tokens:
+            raise ValueError(
+                f"computed must be in 0 .. {account.prompt_tokens - 1}, got {computed}"
+            )
+        if account.finished:
+            raise ValueError("account: its request was finished already")
+        self._pass(now)
+        account.finished = True
+        self.settle()
+        batch = self._hasher.hash([account.as_it_was(tokens)], self._start)
+        causes = account.causes
+        known = account.prompt_tokens - sum(
+            causes[name] for name in ("namespace", "diverged", "cold")
+        )
+        blocks, chunks = batch.blocks, batch.chunks
+        new = blocks.end > max(known, computed)
+        gone = [batch.prefix_keys[new]]
+        if account.salt and not causes["namespace"]:
+            gone.append(keys(blocks.hashes[new], _ELSEWHERE))
+        if not causes["diverged"]:
+            end = chunks.start + chunks.length + account.hit_tokens
+            gone.append(batch.chunk_keys[end > max(known, computed)])
+        self._memory.forget(np.concatenate(gone), int(batch.ticks[0]))
 
     def evicted(self, last_used: float, *, now: float) -> None:
         """Tokens that were last used at `last_used` have been evicted.
@@ -248,7 +293,14 @@ class Accounting:
             salted = batch.salts[blocks.piece] != 0
             writes = np.concatenate((own, salted, np.zeros(rows, np.bool_)))
         piece = np.concatenate(pieces)
-        seen = self._memory.see(np.concatenate(columns), piece, batch.ticks[piece], writes)
+        found = np.concatenate(columns)
+        if writes is None:
+            seen = self._memory.see(found, piece, batch.ticks[piece])
+        else:
+            order = np.argsort(piece, kind="stable")
+            found, piece, writes = found[order], piece[order], writes[order]
+            seen = np.empty_like(found)
+            seen[order] = self._memory.see(found, piece, batch.ticks[piece], writes)
         first, second = rows, rows + len(chunks.hashes)
         elsewhere = None
         if self._salted:

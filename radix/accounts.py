@@ -39,9 +39,9 @@ class RequestAccount:
     """What became of a prompt's tokens. Asking for a cause settles what is still pending."""
 
     __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
-                 "divergence", "time", "finished", "_evicted_at", "_evicted_idle", "_settle",
-                 "_row", "tokens", "salt", "first_block", "chain", "parent", "content_from",
-                 "place")  # fmt: skip
+                 "hit_limit", "divergence", "time", "finished", "_evicted_at", "_evicted_idle",
+                 "_settle", "_row", "tokens", "salt", "first_block", "chain", "parent",
+                 "content_from", "place")  # fmt: skip
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class RequestAccount:
         prompt_tokens: int,
         hit_tokens: int,
         in_flight_tokens: int,
+        hit_limit: int,
         divergence: Divergence | None,
         time: float,
         settle: Callable[[], None],
@@ -62,6 +63,7 @@ class RequestAccount:
         self.prompt_tokens = prompt_tokens
         self.hit_tokens = hit_tokens
         self.in_flight_tokens = in_flight_tokens
+        self.hit_limit = hit_limit
         self.divergence = divergence
         self.time = time  # of the admission
         self.finished = False
@@ -81,6 +83,13 @@ class RequestAccount:
     def settled(self, row: list[int], chain: int, tail: bytes) -> None:
         """Fills in what the accounting found."""
         self._row, self.chain, self.tokens, self.place = row, chain, tail, -1
+
+    def as_it_was(self, tokens: bytes) -> RequestAccount:
+        """A copy that can be hashed once more: of its admission with the prompt `tokens`."""
+        return RequestAccount(
+            self.namespace, self.kind, self.prompt_tokens, self.hit_tokens, self.in_flight_tokens,
+            self.hit_limit, self.divergence, self.time, self._settle, tokens, self.salt, -1,
+        )  # fmt: skip
 
     def settled_evicted(self, idle: float | None, at: float | None) -> None:
         self._evicted_idle, self._evicted_at = idle, at

@@ -79,13 +79,13 @@ class BatchHasher:
         times = np.array([item.time for item in items]) - start
         requests = [item if isinstance(item, RequestAccount) else None for item in items]
         numbers = np.array(
-            [(request.prompt_tokens, request.hit_tokens, request.in_flight_tokens)
-             if request else (0, 0, 0) for request in requests]
+            [(request.prompt_tokens, request.hit_tokens, request.in_flight_tokens,
+              request.hit_limit) if request else (0, 0, 0, 0) for request in requests]
         )  # fmt: skip
         return Batch(
             requests,
             pieces,
-            Prompts(numbers[:, 0], numbers[:, 1], numbers[:, 2], content_from),
+            Prompts(numbers[:, 0], numbers[:, 1], numbers[:, 2], numbers[:, 3], content_from),
             np.array([request is not None and request.kind == "cross" for request in requests]),
             salts,
             times,

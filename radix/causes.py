@@ -17,6 +17,7 @@ class Prompts:
     tokens: Ints
     hit: Ints
     in_flight: Ints
+    hit_limit: Ints  # behind it all would have been computed again for prompt logprobs
     content_from: Ints  # position where its chunks of content begin
 
 
@@ -26,6 +27,7 @@ class Causes:
 
     last_token: Ints
     in_flight: Ints
+    prompt_logprobs: Ints
     evicted: Ints
     namespace: Ints
     diverged: Ints
@@ -70,7 +72,8 @@ def split(
     last = np.where(total - paid == 1, 1, 0)
     reached = np.where(last > 0, total, paid)
     at = np.maximum(reached, extended)
-    evicted = at - reached
+    again = at - np.minimum(at, np.maximum(reached, prompts.hit_limit))
+    evicted = at - reached - again
     if elsewhere is not None:
         reached, at = at, np.maximum(at, np.minimum(_longest(blocks, elsewhere), total))
         namespace = at - reached
@@ -82,11 +85,12 @@ def split(
     return Causes(
         last,
         prompts.in_flight,
+        again,
         evicted,
         namespace,
         diverged,
         total - at - diverged,
-        np.maximum(hit, np.minimum(extended, total - 1)),
+        np.maximum(hit, np.minimum(extended, np.minimum(total - 1, prompts.hit_limit))),
         last_seen,
         shared,
     )

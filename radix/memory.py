@@ -1,4 +1,4 @@
-"""What was ever seen, in a table of fixed size: which keys, and when each was seen last."""
+"""What was ever seen, in a table of fixed size: which keys, and the last stamp of each."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from coppice.radix.hashes import Hashes, Ints
 
 _WAYS = 4
 _LOW = np.uint64(2**32 - 1)
+_HALF = np.uint64(32)
 _MARK = 0 if sys.byteorder == "little" else 1  # the half of an entry with the key's mark
+_SLICE = 4096  # keys that are looked up at once
 # In the sort that finds equal keys of a batch, the row's number takes the place of so many bits.
 _ROW_BITS = 23
-_READER = np.uint64(1 << _ROW_BITS)
 _ROW = np.uint64((1 << _ROW_BITS) - 1)
 MAX_ROWS = 1 << _ROW_BITS
 """Keys that one call of `SeenTable.see` can take."""
 
 
 class SeenTable:
-    """A set-associative table of 64-bit keys and the time each was seen last.
+    """A set-associative table of 64-bit keys and the stamp each was seen with last.
 
-    An entry is one word: the time in the upper half, the key's lower half as a fingerprint in the
-    lower. The key's upper half chooses one of `num_sets` sets of four entries; in a full set the
-    entry seen longest ago gives way. A key that was never entered is found with a probability of
+    An entry is one word: the stamp in the upper half, the key's lower half as a fingerprint in the
+    lower. The key's upper half chooses one of `num_sets` sets of four entries, most recent first;
+    a new one pushes out the last. A key that was never entered is found with a probability of
     2**-29, and 32 bytes a set is all the memory there is.
     """
 
@@ -36,7 +37,13 @@ class SeenTable:
         self._sets = np.uint64(-(-capacity // _WAYS))
         self._entries = np.empty((int(self._sets), _WAYS), np.uint64)
         self.clear()  # written, so that no page of it has to be found later
-        self._flat = self._entries.reshape(-1)
+        self._items = _as_items(self._entries)
+        # Where entries are worked on, kept, since fresh memory costs more than its use.
+        self._taken = np.empty((_SLICE, _WAYS), np.uint64)
+        self._taken_items = _as_items(self._taken)
+        self._old = np.empty((_WAYS, _SLICE), np.uint64)
+        self._new = np.empty((_SLICE, _WAYS), np.uint64)
+        self._new_items = _as_items(self._new)
 
     @property
     def nbytes(self) -> int:
@@ -46,72 +53,116 @@ class SeenTable:
         self._entries[:] = 0
 
     def see(
-        self, keys: Hashes, pieces: Ints, times: Hashes, writes: NDArray[np.bool_] | None = None
+        self, keys: Hashes, pieces: Ints, stamps: Hashes, writes: NDArray[np.bool_] | None = None
     ) -> Hashes:
-        """When each key was seen before, 0 if it was not; and sees them now.
+        """The stamp each key was seen with before, 0 if it was not; and sees them now.
 
-        Row i has key `keys[i]`, comes from piece `pieces[i]` and is seen at `times[i]` (1 ..
-        2**32 - 1, not decreasing with the piece). Pieces follow one another: a row finds what
-        earlier pieces of the call entered, but not its own piece's. Of equal keys that are entered,
-        the row of the earlier piece comes first. Rows with `writes` false only look. O(n log n).
+        Row i has key `keys[i]`, comes from piece `pieces[i]` and is seen with `stamps[i]` (1 ..
+        2**32 - 1). Pieces follow one another, and among rows with equal keys neither they nor the
+        stamps decrease: a row finds what earlier pieces of the call entered, but not its own
+        piece's. Rows with `writes` false only look. O(n log n).
         """
         if len(keys) > MAX_ROWS:
             raise ValueError(f"keys: at most {MAX_ROWS} a call, got {len(keys)}")
-        sets = (keys >> 32) * self._sets
-        sets >>= 32
-        at = sets.view(np.int64)
-        marks = keys & _LOW
-        entries = self._entries.take(at, axis=0)
-        same = (entries.view(np.uint32)[:, _MARK::2]) == marks.astype(np.uint32)[:, None]
-        found = same.view(np.uint32)[:, 0] != 0
-        # Where to write: over itself, or over the entry seen longest ago.
-        entries[same] = 0
-        at = at * _WAYS + entries.argmin(axis=1)
-        values = times << np.uint64(32) | marks
-        seen = np.zeros(len(keys), np.uint64)
-        old = np.flatnonzero(found)
-        if len(old):
-            place = at[old]
-            seen[old] = self._flat[place] >> 32
-            if writes is not None:
-                old = old[writes[old]]
-                place = at[old]
-            self._flat[place] = values[old]
-        new = np.flatnonzero(~found)
-        if len(new):
-            first = _first_writers(keys[new], None if writes is None else writes[new])
-            source = new[first]
-            known = (first >= 0) & (pieces[source] < pieces[new])
-            seen[new[known]] = times[source[known]]
-            self._enter(new[(first >= 0) & (source == new)], at, values)
-        return seen
+        if not len(keys):
+            return np.zeros(0, np.uint64)
+        # Equal keys get together, in order of their rows, and sets in the order of memory: one sort
+        # of single words.
+        ranked = keys & ~_ROW
+        ranked |= np.arange(len(keys), dtype=np.uint64)
+        ranked.sort()
+        leads = np.ones(len(keys), np.bool_)
+        np.greater(ranked[1:] ^ ranked[:-1], _ROW, out=leads[1:])
+        ranked &= _ROW
+        rows = ranked.view(np.int64)
+        if writes is not None:
+            stamps = np.where(writes, stamps, np.uint64(0))
+        begins = np.flatnonzero(leads)
+        leaders = keys[rows[begins]]
+        found = np.empty(len(keys), np.uint64)
+        if len(begins) == len(keys):
+            found[rows] = self._exchange(leaders, stamps[rows])
+            return found
 
-    def _enter(self, rows: Ints, at: Ints, values: Hashes) -> None:
-        place = at[rows]
-        self._flat[place] = values[rows]
-        # Rows that met in one entry have overwritten each other; who was overwritten tries again.
-        for _ in range(_WAYS):
-            lost = self._flat[place] != values[rows]
-            rows, place = rows[lost], place[lost]
-            if not len(rows):
-                return
-            sets = place // _WAYS
-            place = sets * _WAYS + self._entries.take(sets, axis=0).argmin(axis=1)
-            self._flat[place] = values[rows]
+        # Of several equal keys all but the first find the last one that was entered before. Stamps
+        # do not decrease, so that one's is the highest; counted up in the upper half, the key keeps
+        # the maximum from passing on to the next.
+        group = np.cumsum(leads) - 1
+        highest = group.view(np.uint64) << _HALF
+        highest |= stamps[rows]
+        np.maximum.accumulate(highest, out=highest)
+        highest &= _LOW
+        before = np.empty(len(keys), np.uint64)
+        before[1:] = highest[:-1]
+        before[begins] = 0
+        ends = np.append(begins[1:], len(keys)) - 1
+        np.maximum(before, self._exchange(leaders, highest[ends])[group], out=before)
+        piece = pieces[rows]
+        again = np.flatnonzero((piece[1:] == piece[:-1]) & ~leads[1:])
+        if len(again):
+            # Rows of one key in one piece find what the first of them found.
+            leads[1:] |= piece[1:] != piece[:-1]
+            before = before[leads][np.cumsum(leads) - 1]
+        found[rows] = before
+        return found
+
+    def forget(self, keys: Hashes, stamp: int) -> None:
+        """Those of the keys that were seen last with `stamp` count as never seen. O(keys)."""
+        at = self._places(keys)
+        values = keys & _LOW | np.uint64(stamp << 32)
+        row, way = np.nonzero(self._entries[at] == values[:, None])
+        self._entries[at[row], way] = 0
+
+    def _places(self, keys: Hashes) -> Ints:
+        sets = keys >> _HALF
+        sets *= self._sets
+        sets >>= _HALF
+        return sets.view(np.int64)
+
+    def _exchange(self, keys: Hashes, stamps: Hashes) -> Hashes:
+        """The stamps of different keys, in order of their sets; enters those with one not 0."""
+        at = self._places(keys)
+        found = np.empty(len(keys), np.uint64)
+        for begin in range(0, len(keys), _SLICE):
+            part = slice(begin, begin + _SLICE)
+            found[part] = self._exchange_slice(at[part], keys[part], stamps[part])
+        # Of keys that met in a set only the last was entered; the others have their turns now.
+        late = np.flatnonzero(at[1:] == at[:-1])
+        while len(late):
+            for begin in range(0, len(late), _SLICE):
+                turn = late[begin : begin + _SLICE]
+                self._exchange_slice(at[turn], keys[turn], stamps[turn])
+            late = late[:-1][at[late[1:]] == at[late[:-1]]]
+        return found
+
+    def _exchange_slice(self, at: Ints, keys: Hashes, stamps: Hashes) -> Hashes:
+        """The same for keys of the sets `at`; of those in one set only the last is entered."""
+        count = len(at)
+        np.take(self._items, at, out=self._taken_items[:count], mode="clip")
+        old, new = self._old[:, :count], self._new[:count]
+        old[:] = self._taken[:count].T
+        halves = old.view(np.uint32)
+        marks = keys.astype(np.uint32)
+        value = stamps << _HALF
+        value |= keys & _LOW
+        # What stands before the key's entry, or all but the last, moves down a place.
+        new[:, 0] = value
+        met = halves[0, _MARK::2] == marks
+        found = old[0] * met
+        for way in range(1, _WAYS):
+            new[:, way] = np.where(met, old[way], old[way - 1])
+            same = halves[way, _MARK::2] == marks
+            found += old[way] * same
+            met |= same
+        if stamps.all():
+            self._items[at] = self._new_items[:count]
+        else:
+            entered = np.flatnonzero(stamps)
+            self._items[at[entered]] = self._new_items[entered]
+        found >>= _HALF
+        return found
 
 
-def _first_writers(keys: Hashes, writes: NDArray[np.bool_] | None) -> Ints:
-    """For each row the first row with the same key that writes; -1 if none does."""
-    numbers = np.arange(len(keys), dtype=np.uint64)
-    if writes is not None:
-        numbers |= np.where(writes, np.uint64(0), _READER)
-    # Equal keys get together, writers first, in order: one sort of single words.
-    ranked = (keys & ~(_READER | _ROW)) | numbers
-    ranked.sort()
-    begins = np.ones(len(ranked), np.bool_)
-    begins[1:] = (ranked[1:] ^ ranked[:-1]) > (_READER | _ROW)
-    leaders = ranked[begins]
-    leader = np.where(leaders & _READER, -1, (leaders & _ROW).astype(np.int64))
-    first = np.empty(len(keys), np.int64)
-    first[(ranked & _ROW).astype(np.int64)] = leader[np.cumsum(begins) - 1]
-    return first
+def _as_items(sets: Hashes) -> NDArray[np.void]:
+    """The sets as single items, which numpy copies whole."""
+    return sets.view(f"V{8 * _WAYS}").reshape(-1)

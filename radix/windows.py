@@ -27,6 +27,7 @@ class Counts:
     hit_tokens: int = 0
     last_token: int = 0  # needed for its logits, all before it was there
     in_flight: int = 0  # another request was computing them
+    prompt_logprobs: int = 0  # computed before, and again for the logprobs that were asked for
     evicted: int = 0  # computed before under the same prefix, and gone
     namespace: int = 0  # the same prefix is known under another namespace only
     diverged: int = 0  # known content, but behind another prefix
@@ -66,7 +67,9 @@ class Counts:
 FIELDS = tuple(field.name for field in fields(Counts))
 """The columns of a row of counts, in order."""
 
-CAUSES = ("last_token", "in_flight", "evicted", "namespace", "diverged", "cold")
+CAUSES = (
+    "last_token", "in_flight", "prompt_logprobs", "evicted", "namespace", "diverged", "cold",
+)  # fmt: skip
 """Why a prompt token was computed."""
 
 

@@ -49,6 +49,7 @@ class PromptAccounts:
             sequence.request.namespace,
             match.length,
             in_flight_tokens=in_flight,
+            hit_limit=None if sequence.prompt_logprobs is None else sequence.hit_limit,
             kind=_kind(sequence),
             divergence=Divergence.at(tokens, match.length, theirs) if differs else None,
             now=now,
@@ -62,12 +63,17 @@ class PromptAccounts:
         )
 
     def left(self, sequence: Sequence, tree: RadixTree, computed: int) -> None:
-        """`sequence` leaves, and its first `computed` tokens stay in the tree."""
+        """`sequence` leaves; its first `computed` tokens were computed and entered in the tree."""
         now = self._clock()
         self._evictions(tree, now)
         self._uses.record(tree.clock, now)
         account = sequence.account
-        if account is not None and not account.finished:
+        if account is None or account.finished:
+            return
+        prompt = sequence.tokens[: account.prompt_tokens]
+        if computed < len(prompt):
+            self._accounting.abandoned(account, prompt.tobytes(), computed, now=now)
+        else:
             added = sequence.tokens[account.prompt_tokens : computed].tobytes()
             self._accounting.finish(account, added, now=now)
 

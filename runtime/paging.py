@@ -46,6 +46,12 @@ class Paging:
         tokens = b"" if hidden else sequence.tokens[: sequence.hit_limit].tobytes()
         return self.tree.match(tokens, sequence.request.namespace)
 
+    def cached(self, sequence: Sequence) -> int:
+        """Its first tokens that are in the tree, whether or not it may hit them all."""
+        if sequence.private or not self.caching:
+            return 0
+        return self.tree.match(sequence.tokens, sequence.request.namespace).length
+
     def pages_needed(self, length: int, match: Match) -> int:
         """Pages that a sequence of `length` tokens takes from the pool with this hit, at most.
 
@@ -147,7 +153,8 @@ class Paging:
         assert sequence.hold is not None
         self.tree.release(sequence.hold, sequence.table)
         if self.accounts is not None:
-            self.accounts.left(sequence, self.tree, sequence.computed if keep else 0)
+            entered = sequence.computed if keep else sequence.hold.length
+            self.accounts.left(sequence, self.tree, entered)
         sequence.hold = None
         del sequence.table[:]
         sequence.computed = 0

@@ -76,10 +76,8 @@ class Scheduler:
         self._times = StepTimes(stretch) if math.isfinite(stretch) else None
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.add(sequence, self._hit(sequence))
-
-    def _hit(self, sequence: Sequence) -> int:
-        return self.paging.match(sequence).length
+        cached = self.paging.cached(sequence)
+        self.waiting.add(sequence, min(cached, sequence.hit_limit), cached)
 
     def schedule(self) -> Schedule:
         """The next step; empty if there is nothing to do. Pages are taken, locks are held."""
@@ -252,7 +250,7 @@ class Scheduler:
                 schedule.copies.append(copy)
             schedule.chunks.append(Chunk(sequence, count))
             budget -= count
-        self.waiting.restore(self._hit)
+        self.waiting.restore(self.paging.cached)
 
     def _make_room(self) -> None:
         """Preempts running sequences of worse classes for one that waits and lacks a place."""
@@ -271,7 +269,9 @@ class Scheduler:
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = sequence.computed
         if sequence.remaining > 1 and not sequence.private and self.paging.caching:
-            self.waiting.lead(sequence)
+            limited = sequence.prompt_logprobs is not None  # its hit tells less than the tree has
+            cached = self.paging.cached(sequence) if limited else sequence.computed
+            self.waiting.lead(sequence, cached)
 
     def computed(self, chunk: Chunk) -> None:
         """The KV of a chunk is in its pages: what others can hit is entered in the tree."""

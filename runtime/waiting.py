@@ -129,8 +129,11 @@ class WaitingQueue:
 
     # -- coming and going --------------------------------------------------------------------
 
-    def add(self, sequence: Sequence, hit: int) -> None:
-        """A sequence waits, of whose tokens `hit` are cached now."""
+    def add(self, sequence: Sequence, hit: int, cached: int | None = None) -> None:
+        """A sequence waits that would hit `hit` tokens now.
+
+        `cached` of its tokens are in the tree: None for as many, more if it may not hit them all.
+        """
         self.tokens += len(sequence.tokens)
         ticket = self._ticket(sequence)
         if sequence.preempted:
@@ -144,7 +147,7 @@ class WaitingQueue:
         group.came += work
         group.tickets.add(ticket)
         self._places[ticket] = place
-        self._enter(place, hit)
+        self._enter(place, hit if cached is None else cached)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes it out: it was admitted, or has ended."""
@@ -171,15 +174,15 @@ class WaitingQueue:
         self._list(namespace)
         self._aside.append(place)
 
-    def restore(self, hit: Callable[[Sequence], int]) -> None:
-        """Puts what was set aside back in the order; `hit` tells a sequence's cached tokens."""
+    def restore(self, cached: Callable[[Sequence], int]) -> None:
+        """Puts what was set aside back in the order; `cached` tells how much of one is cached."""
         for place in self._aside:
-            self._enter(place, hit(place.sequence))
+            self._enter(place, cached(place.sequence))
         self._aside.clear()
 
-    def _enter(self, place: _Place, hit: int) -> None:
+    def _enter(self, place: _Place, cached: int) -> None:
         namespace = place.sequence.request.namespace
-        self._tree(namespace).add(place.tokens, place.ticket, hit)
+        self._tree(namespace).add(place.tokens, place.ticket, cached)
         self._list(namespace)
 
     # -- the next one ------------------------------------------------------------------------
@@ -215,11 +218,13 @@ class WaitingQueue:
 
     # -- leaders -----------------------------------------------------------------------------
 
-    def lead(self, sequence: Sequence) -> None:
-        """It was admitted, and is about to compute its tokens from `sequence.computed` on."""
+    def lead(self, sequence: Sequence, cached: int) -> None:
+        """It was admitted and is about to compute its tokens, of which the first `cached` are in
+        the tree already.
+        """
         namespace, tokens = sequence.request.namespace, sequence.tokens.tobytes()
         self._leading[self._ticket(sequence)] = namespace, tokens
-        self._tree(namespace).lead(tokens, sequence.computed)
+        self._tree(namespace).lead(tokens, cached)
         self._list(namespace)
 
     def stop_leading(self, sequence: Sequence) -> None:

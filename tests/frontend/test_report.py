@@ -120,10 +120,11 @@ COUNTS = Counts(
     hit_tokens=96_000_000,
     last_token=1,
     in_flight=999,
+    prompt_logprobs=90_000,
     evicted=60_000_000,
     namespace=3_000_000,
     diverged=999_000,
-    cold=40_000_000,
+    cold=39_910_000,
     ideal_tokens=150_000_000,
     evicted_idle=60_000_000 * 125,
 )
@@ -152,14 +153,14 @@ def told(accounts: CacheAccounts, policy: str = "lru") -> str:
 
 def test_rates_and_causes() -> None:
     text = told(ACCOUNTS)
-    for number in ("48.0%", "75.0%", "57.7%", "60,000,000", "38.5%", "3,000,000", "999,000"):
+    for number in ("48.0%", "75.0%", "57.7%", "60,000,000", "38.4%", "3,000,000", "999,000"):
         assert number in text, number
     assert "was cached; idle for 2 min 5 s" in text
-    order = ["evicted", "cold", "namespace", "diverged", "in flight", "last token"]
+    order = ["evicted", "cold", "namespace", "diverged", "logprobs", "in flight", "last token"]
     places = [text.index(f"\n{name} ") for name in order]
     assert places == sorted(places), "the largest first"
     lines = text.splitlines()
-    assert len([line for line in lines if "█" in line or "░" in line]) == 2 + 6 + 7
+    assert len([line for line in lines if "█" in line or "░" in line]) == 2 + 7 + 7
 
 
 def test_the_curve_in_a_sentence() -> None:

@@ -42,12 +42,13 @@ class Story:
         namespace: Hashable = None,
         *,
         in_flight: int = 0,
+        hit_limit: int | None = None,
         kind: Kind = "cross",
         divergence: Divergence | None = None,
     ) -> RequestAccount:
         self.now += 1
         return self.accounting.request(
-            tokens, namespace, hit, in_flight_tokens=in_flight, kind=kind,
+            tokens, namespace, hit, in_flight_tokens=in_flight, hit_limit=hit_limit, kind=kind,
             divergence=divergence, now=self.now,
         )  # fmt: skip
 
@@ -204,6 +205,67 @@ def test_all_causes_in_one_prompt() -> None:
     assert 60 <= diverged <= 160
     assert found == {"in_flight": 160, "evicted": 160, "namespace": 160}
     assert account.ideal_tokens == 480
+
+
+def test_what_is_computed_again_for_prompt_logprobs() -> None:
+    story = Story()
+    story.request(text(1, 96))
+    again = story.request(text(1, 96) + text(2, 30), 40, hit_limit=40)
+    assert causes(again) == {"prompt_logprobs": 56, "cold": 30}
+    assert again.ideal_tokens == 40
+    # Of evicted tokens those before the limit could have been hit.
+    story.request(text(3, 96))
+    gone = story.request(text(3, 96) + text(4, 30), 10, hit_limit=64)
+    assert causes(gone) == {"evicted": 54, "prompt_logprobs": 32, "cold": 30}
+    assert gone.ideal_tokens == 64
+    # Beyond what was known the limit costs nothing.
+    new = story.request(text(5, 50), 0, hit_limit=0)
+    assert causes(new) == {"cold": 50}
+    counts = story.accounting.snapshot(now=story.now).overall.since_start
+    assert counts.prompt_logprobs == 88
+
+
+@pytest.mark.parametrize("namespace", [None, "other"])
+@pytest.mark.parametrize("computed", [0, 64, 70])
+def test_what_was_never_computed_of_a_prompt_was_not_seen(
+    computed: int, namespace: Hashable
+) -> None:
+    story = Story()
+    story.request(text(9, 20))  # the first namespace is the home of no salt
+    shared, prompt = text(1, 32), text(1, 32) + text(2, 300)
+    story.request(shared, namespace=namespace)
+    gone = story.request(prompt, 20, namespace)
+    story.accounting.abandoned(gone, prompt, computed, now=story.now)
+    assert gone.finished
+    assert causes(gone) == {"evicted": 12, "cold": 300}, "what it missed stays told"
+    again = story.request(prompt, 0, namespace)
+    known = max(32, computed // BLOCK * BLOCK)
+    found = causes(again)
+    assert known <= found["evicted"] < known + BLOCK
+    assert found.get("diverged", 0) < BLOCK
+    assert found["cold"] > 300 - known - 2 * BLOCK
+    elsewhere = causes(story.request(text(2, 300), 0, namespace))
+    assert elsewhere["cold"] + elsewhere.get("diverged", 0) == 300
+
+
+def test_what_others_have_computed_stays_seen_when_a_prompt_is_abandoned() -> None:
+    story = Story()
+    prompt = text(1, 320)
+    first = story.request(prompt)
+    second = story.request(prompt)
+    story.accounting.abandoned(first, prompt, 0, now=story.now)
+    assert causes(story.request(prompt)) == {"evicted": 320}
+    third = story.request(text(2, 40) + prompt)
+    story.accounting.abandoned(third, text(2, 40) + prompt, 0, now=story.now)
+    assert causes(story.request(text(3, 50) + prompt))["diverged"] > 250
+    story.accounting.finish(second, b"", now=story.now)
+    for account, tokens, computed, named in (
+        (second, prompt, 0, "finished already"),
+        (story.request(prompt), prompt[4:], 0, "the prompt had 320 tokens, got 1276 bytes"),
+        (story.request(prompt), prompt, 320, "computed must be in 0 .. 319, got 320"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            story.accounting.abandoned(account, tokens, computed, now=story.now)
 
 
 def test_after_a_reset_nothing_was_seen() -> None:
@@ -452,6 +514,8 @@ def test_the_snapshot_is_json() -> None:
         ({"hit_tokens": 10}, "hit_tokens must be in 0 .. 9, got 10"),
         ({"hit_tokens": 11, "kind": "same"}, "hit_tokens must be in 0 .. 10"),
         ({"hit_tokens": 4, "in_flight_tokens": 7}, "in_flight_tokens must be in 0 .. 6"),
+        ({"hit_tokens": 4, "hit_limit": 3}, "hit_limit must be in 4 .. 10, got 3"),
+        ({"hit_limit": 11}, "hit_limit must be in 0 .. 10, got 11"),
         ({"kind": "other"}, "kind must be one of cross, same, preempted, got 'other'"),
         ({"divergence": Divergence(3, b"", b"", b"")}, "divergence"),
         ({"now": 99.0}, "now must not go backwards, got 99.0 after 100.0"),

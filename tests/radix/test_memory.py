@@ -56,7 +56,6 @@ def test_against_a_dictionary(seed: int) -> None:
     table, model, time = SeenTable(40_000), {}, 0
     for _ in range(20):
         keys, pieces, times, writes, expected = [], [], [], [], []
-        before = dict(model)
         for piece in range(rng.randint(1, 30)):
             time += rng.randint(0, 3)
             entered = {}
@@ -66,13 +65,10 @@ def test_against_a_dictionary(seed: int) -> None:
                 pieces.append(piece)
                 times.append(time + 1)
                 writes.append(write)
-                # Of equal keys in a call the time before it counts, or that of the first.
-                expected.append(before.get(key, model.get(key, 0)))
+                expected.append(model.get(key, 0))
                 if write:
                     entered[key] = time + 1
-            for key, at in entered.items():
-                if key in before or key not in model:
-                    model[key] = at
+            model |= entered
         assert see(table, keys, pieces, times, writes) == expected
 
 
@@ -92,6 +88,16 @@ def test_keys_of_one_call_that_meet_in_a_set_are_all_entered() -> None:
     table = SeenTable(4)
     assert see(table, [2, 4, 6, 8], [0] * 4, [1] * 4) == [0] * 4
     assert see(table, [2, 4, 6, 8], [0] * 4, [2] * 4) == [1] * 4
+
+
+def test_keys_are_forgotten_if_nobody_saw_them_since() -> None:
+    table = SeenTable(100)
+    see(table, [2, 4, 6], [0, 0, 1], [5, 5, 6])
+    mixed = np.array([2, 4, 6, 8], np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
+    see(table, [4], [0], [7])
+    table.forget(mixed, 5)
+    assert see(table, [2, 4, 6, 8], [0] * 4, [9] * 4, [False] * 4) == [0, 7, 6, 0]
+    table.forget(mixed[:0], 5)
 
 
 def test_sizes_are_checked() -> None:

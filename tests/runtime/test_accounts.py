@@ -5,6 +5,7 @@ from __future__ import annotations
 from coppice.radix import PagePool, RadixTree
 from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.paging import Paging
+from coppice.runtime.prompt_logprobs import PromptLogprobs
 from coppice.runtime.request import Request, Sequence
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.scheduler import Scheduler
@@ -48,6 +49,11 @@ class Loop:
                     sequence.tokens.append(0)
                     if len(sequence.tokens) == sequence.request.max_length:
                         self.scheduler.finish(sequence)
+
+    def step(self) -> None:
+        self.now += 1.0
+        for chunk in self.scheduler.schedule().chunks:
+            self.scheduler.computed(chunk)
 
 
 def causes(sequence: Sequence) -> dict[str, int]:
@@ -128,6 +134,40 @@ def test_tokens_that_another_request_computes_are_in_flight() -> None:
     loop.run()
     assert causes(follower)["in_flight"] == 8
     assert waiting.account is not None and waiting.account.hit_tokens == 35
+
+
+def test_what_an_aborted_prompt_did_not_compute_was_not_seen() -> None:
+    loop = Loop(256, max_num_batched_tokens=32)
+    prompt = list(range(1, 101))
+    for keep in (True, False):
+        aborted = loop.add(prompt)
+        loop.step()
+        loop.scheduler.finish(aborted, keep=keep)
+        loop.paging.tree.reset()
+        again = loop.add(prompt)
+        loop.step()
+        loop.scheduler.finish(again)
+        assert causes(again) == {"evicted": 32, "cold": 68}
+        loop.paging.tree.reset()
+        loop.accounts.cleared()
+
+
+def test_what_is_computed_again_for_prompt_logprobs_is_told() -> None:
+    loop = Loop(256, max_num_batched_tokens=128)
+    prompt = list(range(1, 65))
+    loop.add(prompt)
+    loop.run()
+    scored = loop.add(prompt)
+    loop.scheduler.waiting.remove(scored)
+    scored.prompt_logprobs = PromptLogprobs(scored.tokens, None, 0, None)
+    loop.scheduler.add(scored)
+    follower = loop.add([*prompt, 99, 98, 97])
+    # The tree has the prompt, so nobody need wait for the one that computes it again.
+    assert loop.scheduler.waiting.in_flight(follower) == 0
+    schedule = loop.scheduler.schedule()
+    assert {chunk.sequence for chunk in schedule.chunks} == {scored, follower}
+    assert causes(scored) == {"prompt_logprobs": 64}
+    assert causes(follower) == {"cold": 3}
 
 
 def test_top_prefixes_tell_for_how_long_they_were_idle() -> None:

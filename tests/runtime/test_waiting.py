@@ -96,7 +96,7 @@ class World:
             self.queue.remove(gone)
             if rng.random() < 0.7:
                 gone.computed = self.hit(gone)
-                self.queue.lead(gone)
+                self.queue.lead(gone, gone.computed)
                 self.leading.append(gone)
         elif chance < 0.85 and self.leading:
             leader = self.leading.pop(rng.randrange(len(self.leading)))
