@@ -1,0 +1,57 @@
+"""One end of a pipe between two processes, to which any thread may write without waiting."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+
+class Channel:
+    """Sends and receives picklable objects, in order.
+
+    A thread of its own pickles and writes, so that neither a large object nor a slow reader at the
+    other end holds up whoever sends; what piles up meanwhile goes out in one write.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        self._closing = object()
+        self._writer = threading.Thread(target=self._write, name="coppice-writer", daemon=True)
+        self._writer.start()
+
+    def send(self, item: Any) -> None:
+        """Queues an object. It is pickled later: don't change it any more."""
+        self._outbox.put(item)
+
+    def receive(self) -> list[Any]:
+        """Waits for what the other end sent. Raises EOFError once that end is closed."""
+        try:
+            received: list[Any] = pickle.loads(self._connection.recv_bytes())
+        except (OSError, EOFError) as error:
+            raise EOFError(str(error)) from error
+        return received
+
+    def close(self) -> None:
+        """Writes what is queued, as far as the other end still reads, and closes this end."""
+        self._outbox.put(self._closing)
+        self._writer.join(timeout=5.0)
+        self._connection.close()
+
+    def _write(self) -> None:
+        while True:
+            items = [self._outbox.get()]
+            while not self._outbox.empty():
+                items.append(self._outbox.get())
+            last = any(item is self._closing for item in items)
+            items = [item for item in items if item is not self._closing]
+            try:
+                if items:
+                    self._connection.send_bytes(pickle.dumps(items, pickle.HIGHEST_PROTOCOL))
+            except OSError:  # the other end is gone; whoever receives here learns of it too
+                return
+            if last:
+                return

@@ -1,0 +1,133 @@
+"""The engine's step loop behind a channel: calls come in, answers and each step's outputs go out.
+
+This is what runs in the engine's own process. What travels is plain:
+
+    in    (number, method, args, kwargs)   a call of a public method of the engine; number None:
+                                           nobody waits for the answer. None: time to end
+    out   Ready                            the model is loaded
+          (number, failed, result)         the answer of a call, or the exception that it raised
+          [row, ...]                       outputs of a step, to be read with `step_outputs`
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from typing import Any
+
+from coppice.runtime.channel import Channel
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine import Engine
+from coppice.runtime.request import StepOutput
+
+logger = logging.getLogger(__name__)
+
+# A frozen dataclass with slots takes ten times as long to pickle as the tuple of its fields.
+_row = attrgetter(*(each.name for each in fields(StepOutput)))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the other side should know of an engine that has been loaded."""
+
+    memory: str  # the arithmetic of its memory
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int
+
+
+def step_outputs(rows: Iterable[tuple[Any, ...]]) -> list[StepOutput]:
+    """The outputs that a message holds."""
+    return [StepOutput(*row) for row in rows]
+
+
+class EngineLoop:
+    """Runs an engine: calls between the steps, steps while there is anything to do."""
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._calls: deque[tuple[int | None, str, tuple[Any, ...], dict[str, Any]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until the other end says so, or is gone. Raises what a broken step raises."""
+        config = self._engine.model_config
+        self._channel.send(
+            Ready(str(self._engine.memory), self._engine.max_model_len, config.vocab_size)
+        )
+        threading.Thread(target=self._read, name="coppice-reader", daemon=True).start()
+        while self._take_calls():
+            if self._engine.has_unfinished():
+                outputs = self._engine.step()
+                if outputs:
+                    self._channel.send([_row(output) for output in outputs])
+
+    def _read(self) -> None:
+        try:
+            while True:
+                items = self._channel.receive()
+                with self._wake:
+                    self._calls.extend(item for item in items if item is not None)
+                    self._stopping |= None in items
+                    self._wake.notify()
+        except EOFError:
+            with self._wake:
+                self._stopping = True
+                self._wake.notify()
+
+    def _take_calls(self) -> bool:
+        """Answers all calls, waiting for one if there is nothing to step; False: time to end."""
+        with self._wake:
+            while not (self._calls or self._stopping or self._engine.has_unfinished()):
+                self._wake.wait()
+            if self._stopping:
+                return False
+        while self._calls:
+            number, method, args, kwargs = self._calls.popleft()
+            try:
+                result = getattr(self._engine, method)(*args, **kwargs)
+                failed = False
+                if result is not None:
+                    pickle.dumps(result)  # here, where it can still be answered with an error
+            except Exception as error:
+                result, failed = _portable(error), True
+                if number is None:
+                    logger.exception("%s failed", method)
+            if number is not None:
+                self._channel.send((number, failed, result))
+        return True
+
+
+def _portable(error: Exception) -> Exception:
+    """The exception itself if it survives a pipe, else its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def engine_main(config: EngineConfig, connection: Connection) -> None:
+    """The main function of the engine's process.
+
+    A model that can't be loaded is answered with the exception in the place of `Ready`. A step that
+    breaks ends the process with an error, so that whoever started it sees that and starts another.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    channel = Channel(connection)
+    try:
+        engine = Engine(config)
+    except Exception as error:
+        channel.send(_portable(error))
+    else:
+        EngineLoop(engine, channel).run()
+    channel.close()
