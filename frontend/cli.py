@@ -206,10 +206,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
         return 1
     with listener:
         from coppice.frontend.serving import serve
-        from coppice.frontend.text_engine import TextEngine
 
-        text_engine = TextEngine.load(config, arguments.tokenizer)
-        serve(text_engine, model=arguments.model, listener=listener)
+        serve(config, arguments.tokenizer, listener=listener)
     return 0
 
 

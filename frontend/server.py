@@ -6,16 +6,15 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from typing import Any
 
 from aiohttp import web
 
 from coppice.frontend.answers import ChatCompletion, Completion
-from coppice.frontend.engine_thread import DeltaStream, EngineStopped, EngineThread, RequestFailed
-from coppice.frontend.merged import Merged
+from coppice.frontend.deltas import Deltas, EngineStopped, RequestFailed
+from coppice.frontend.engine_client import EngineClient
 from coppice.frontend.openapi import with_description
 from coppice.frontend.outputs import RequestOutput
 from coppice.frontend.protocol import (
@@ -39,11 +38,11 @@ class Server:
     """The routes, over one engine that serves one model.
 
     Args:
-        engine: a started engine thread.
+        engine: a started engine.
         model: the name under which requests must ask for the model.
     """
 
-    def __init__(self, engine: EngineThread, model: str) -> None:
+    def __init__(self, engine: EngineClient, model: str) -> None:
         self._engine = engine
         self._model = model
         self._created = int(time.time())
@@ -92,7 +91,7 @@ class Server:
     async def _health(self, request: web.Request) -> web.Response:
         if self._engine.alive:
             return web.json_response({"status": "ok"})
-        return web.json_response({"status": "the engine is not running"}, status=503)
+        return web.json_response({"status": self._engine.trouble}, status=503)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._card()]})
@@ -133,34 +132,28 @@ class Server:
         body = await _json(request)
         asked = parse(body)
         self._check_model(asked.model)
-        shape = answers(self._model, asked.params, self._engine.text_engine.texts.token_texts)
-        async with AsyncExitStack() as stack:
-            try:
-                streams = [
-                    await stack.enter_async_context(
-                        await self._engine.submit(
-                            text,
-                            ids,
-                            asked.params,
-                            beam=asked.beam,
-                            cache_salt=asked.cache_salt,
-                            priority=asked.priority,
-                        )
-                    )
-                    for text, ids in await self._tokenize(asked)
-                ]
-            except ValueError as error:
-                raise bad_value(error, body) from error
-            except QueueFull as error:
-                raise BadRequest(str(error), status=429, kind="rate_limit_error") from error
+        shape = answers(self._model, asked.params, self._engine.texts.token_texts)
+        try:
+            prompts = await self._tokenize(asked)
+            deltas = await self._engine.submit(
+                prompts,
+                asked.params,
+                beam=asked.beam,
+                cache_salt=asked.cache_salt,
+                priority=asked.priority,
+            )
+        except ValueError as error:
+            raise bad_value(error, body) from error
+        except QueueFull as error:
+            raise BadRequest(str(error), status=429, kind="rate_limit_error") from error
+        async with deltas:
             if asked.stream:
-                return await self._stream(request, shape, streams, asked)
-            outputs = [await _last(stream) for stream in streams]
-        return web.json_response(shape.whole(outputs))
+                return await self._stream(request, shape, deltas, len(prompts), asked)
+            return web.json_response(shape.whole(await deltas.outputs()))
 
     async def _tokenize(self, asked: CompletionRequest) -> list[tuple[str | None, list[int]]]:
         """Text (if there was one) and token ids of each prompt, made off the event loop."""
-        tokenizer = self._engine.text_engine.tokenizer
+        tokenizer = self._engine.tokenizer
 
         def tokenize() -> list[tuple[str | None, list[int]]]:
             if asked.messages:
@@ -176,7 +169,8 @@ class Server:
         self,
         request: web.Request,
         shape: Completion,
-        streams: Sequence[DeltaStream],
+        deltas: Deltas,
+        count: int,
         asked: CompletionRequest,
     ) -> web.StreamResponse:
         response = web.StreamResponse(
@@ -186,15 +180,14 @@ class Server:
         outputs: list[RequestOutput] = []
         blank = {"usage": None} if asked.include_usage else {}
         try:
-            for index in range(len(streams) * asked.params.n):
+            for index in range(count * asked.params.n):
                 for chunk in shape.opening(index):
                     await _send(response, chunk | blank)
-            async with Merged(streams) as deltas:
-                async for index, delta in deltas:
-                    for chunk in shape.chunks(index * asked.params.n + delta.index, delta):
-                        await _send(response, chunk | blank)
-                    if delta.output is not None:
-                        outputs.append(delta.output)
+            async for index, delta in deltas:
+                for chunk in shape.chunks(index * asked.params.n + delta.index, delta):
+                    await _send(response, chunk | blank)
+                if delta.output is not None:
+                    outputs.append(delta.output)
             if asked.include_usage:
                 await _send(response, shape.usage_chunk(outputs))
         except ConnectionError:
@@ -206,14 +199,6 @@ class Server:
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
-
-
-async def _last(stream: DeltaStream) -> RequestOutput:
-    output = None
-    async for delta in stream:
-        output = delta.output or output
-    assert output is not None, "a stream ends with an output or an exception"
-    return output
 
 
 async def _send(response: web.StreamResponse, chunk: dict[str, Any]) -> None:

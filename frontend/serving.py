@@ -7,32 +7,49 @@ import json
 import shlex
 import signal
 import socket
+from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 
-from coppice.frontend.engine_thread import EngineThread
+from coppice.frontend.engine_client import EngineClient
+from coppice.frontend.engine_process import EngineProcess
 from coppice.frontend.server import Server
-from coppice.frontend.text_engine import TextEngine
+from coppice.frontend.tokenizer import Tokenizer, model_source
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.weights import resolve_model
 
 DRAIN_SECONDS = 30.0
 
 
-def serve(text_engine: TextEngine, *, model: str, listener: socket.socket) -> None:
+def serve(config: EngineConfig, tokenizer: str | None, *, listener: socket.socket) -> None:
     """Serves until SIGINT or SIGTERM, then lets running requests end.
 
     New connections are refused at once when a signal comes. Requests that take longer than
     `DRAIN_SECONDS` from there on are aborted, and a second signal aborts them at once.
 
     Args:
-        text_engine: the loaded model.
-        model: the name under which requests ask for it.
+        config: of the engine; its model is the name under which requests ask for it.
+        tokenizer: where the tokenizer is, if not with the model.
         listener: bound to the address to serve at; it is closed at the end.
+
+    Raises:
+        ValueError: there is no such model, it is not supported, or its memory does not suffice.
     """
-    asyncio.run(_serve(text_engine, model, listener))
+    path = resolve_model(model_source(config.model))
+    source = path if tokenizer is None else resolve_model(model_source(tokenizer))
+    loaded = Tokenizer(source)  # first, since it takes less to find that one is missing
+    own = replace(config, model=str(path))
+    asyncio.run(_serve(EngineClient(partial(EngineProcess, own), loaded), config.model, listener))
 
 
-async def _serve(text_engine: TextEngine, model: str, listener: socket.socket) -> None:
-    engine = EngineThread(text_engine)
+async def _serve(engine: EngineClient, model: str, listener: socket.socket) -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, lambda: (hurry if stop.is_set() else stop).set())
+    if not await _started(engine, stop):
+        return
     runner = web.AppRunner(
         Server(engine, model).application(),
         handler_cancellation=True,
@@ -41,18 +58,26 @@ async def _serve(text_engine: TextEngine, model: str, listener: socket.socket) -
     )
     await runner.setup()
     await web.SockSite(runner, listener).start()
-    engine.start()
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, lambda: (hurry if stop.is_set() else stop).set())
-    print(_greeting(text_engine, model, *listener.getsockname()[:2]), flush=True)
+    print(_greeting(engine, model, *listener.getsockname()[:2]), flush=True)
     await stop.wait()
     print(f"stopping; requests still running: {engine.running}", flush=True)
     await _drain(runner, engine, hurry)
 
 
-async def _drain(runner: web.AppRunner, engine: EngineThread, hurry: asyncio.Event) -> None:
+async def _started(engine: EngineClient, stop: asyncio.Event) -> bool:
+    """Loads the model; False if a signal came meanwhile."""
+    starting, stopped = asyncio.create_task(engine.start()), asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await engine.stop()
+        return False
+    stopped.cancel()
+    await starting
+    return True
+
+
+async def _drain(runner: web.AppRunner, engine: EngineClient, hurry: asyncio.Event) -> None:
     """Waits for the running requests, until the time is over or a second signal comes."""
     closing = asyncio.create_task(runner.cleanup())
     hurried = asyncio.create_task(hurry.wait())
@@ -62,10 +87,11 @@ async def _drain(runner: web.AppRunner, engine: EngineThread, hurry: asyncio.Eve
     await closing
 
 
-def _greeting(text_engine: TextEngine, model: str, host: str, port: int) -> str:
+def _greeting(engine: EngineClient, model: str, host: str, port: int) -> str:
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{port}"
-    if text_engine.tokenizer.wrapped.chat_template:
+    assert engine.ready is not None
+    if engine.tokenizer.wrapped.chat_template:
         path = "/v1/chat/completions"
         # The demo model can do nothing but look things up in the document it is given.
         talk = {"user": "Hello"}
@@ -81,7 +107,7 @@ def _greeting(text_engine: TextEngine, model: str, host: str, port: int) -> str:
     return "\n".join(
         [
             f"model   {model}",
-            f"memory  {text_engine.engine.memory}",
+            f"memory  {engine.ready.memory}",
             f"url     {url}",
             f"try     curl {url}{path} -H 'Content-Type: application/json' "
             f"-d {shlex.quote(json.dumps(body))}",

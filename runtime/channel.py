@@ -1,8 +1,11 @@
-"""One end of a pipe between two processes, to which any thread may write without waiting."""
+"""One end of a two-way pipe between processes, to which any thread may write without waiting."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import socket
 import threading
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -39,6 +42,12 @@ class Channel:
         """Writes what is queued, as far as the other end still reads, and closes this end."""
         self._outbox.put(self._closing)
         self._writer.join(timeout=5.0)
+        # A thread that waits in `receive` keeps the pipe open beyond `close`, at both ends.
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._connection.fileno())) as pipe,
+        ):
+            pipe.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _write(self) -> None:

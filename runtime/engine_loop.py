@@ -12,6 +12,7 @@ This is what runs in the engine's own process. What travels is plain:
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import signal
 import threading
@@ -58,17 +59,25 @@ class EngineLoop:
         self._stopping = False
 
     def run(self) -> None:
-        """Until the other end says so, or is gone. Raises what a broken step raises."""
+        """Until the other end says so, or is gone; closes the channel.
+
+        Raises what a broken step raises.
+        """
         config = self._engine.model_config
         self._channel.send(
             Ready(str(self._engine.memory), self._engine.max_model_len, config.vocab_size)
         )
-        threading.Thread(target=self._read, name="coppice-reader", daemon=True).start()
-        while self._take_calls():
-            if self._engine.has_unfinished():
-                outputs = self._engine.step()
-                if outputs:
-                    self._channel.send([_row(output) for output in outputs])
+        reader = threading.Thread(target=self._read, name="coppice-reader", daemon=True)
+        reader.start()
+        try:
+            while self._take_calls():
+                if self._engine.has_unfinished():
+                    outputs = self._engine.step()
+                    if outputs:
+                        self._channel.send([_row(output) for output in outputs])
+        finally:
+            self._channel.close()
+            reader.join()
 
     def _read(self) -> None:
         try:
@@ -93,8 +102,12 @@ class EngineLoop:
         while self._calls:
             number, method, args, kwargs = self._calls.popleft()
             try:
-                result = getattr(self._engine, method)(*args, **kwargs)
-                failed = False
+                function = getattr(self._engine, method, None)
+                if method.startswith("_") or not callable(function):
+                    raise ValueError(
+                        f"method must be a public method of the engine, got {method!r}"
+                    )
+                result, failed = function(*args, **kwargs), False
                 if result is not None:
                     pickle.dumps(result)  # here, where it can still be answered with an error
             except Exception as error:
@@ -128,6 +141,10 @@ def engine_main(config: EngineConfig, connection: Connection) -> None:
         engine = Engine(config)
     except Exception as error:
         channel.send(_portable(error))
+        channel.close()
     else:
         EngineLoop(engine, channel).run()
-    channel.close()
+    logging.shutdown()
+    # Nothing is left to be saved. An orderly end would run the destructors of native libraries
+    # whose threads still wait, and now and then one of them aborts the process over that.
+    os._exit(0)

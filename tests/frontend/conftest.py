@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from coppice.frontend.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
 
 if TYPE_CHECKING:
+    from coppice.frontend.engine_client import EngineClient
     from coppice.frontend.text_engine import TextEngine
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -84,4 +87,41 @@ def text_engine(checkpoint: Path) -> TextEngine:
 
     return TextEngine.load(
         EngineConfig(model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8)
+    )
+
+
+class EngineInThread:
+    """Stands for an `EngineProcess`: the same loop over the same channel, within reach of tests."""
+
+    def __init__(self, text_engine: TextEngine) -> None:
+        self.connection, self._theirs = Pipe()
+        self._engine = text_engine.engine
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        from coppice.runtime.channel import Channel
+        from coppice.runtime.engine_loop import EngineLoop
+
+        try:
+            EngineLoop(self._engine, Channel(self._theirs)).run()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, timeout: float | None = None) -> str | None:
+        self._thread.join(timeout)
+        return None if self._thread.is_alive() else f"its thread ended with {self._error!r}"
+
+    def kill(self) -> None:
+        raise AssertionError("the engine does not end")
+
+
+@pytest.fixture
+def engine_client() -> Callable[[TextEngine], EngineClient]:
+    """Makes the server's face of an engine that runs in a thread of the test; to be started."""
+    from coppice.frontend.engine_client import EngineClient
+
+    return lambda text_engine: EngineClient(
+        lambda: EngineInThread(text_engine), text_engine.tokenizer
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 from coppice import LLM, SamplingParams
-from coppice.frontend.engine_thread import EngineThread
+from coppice.frontend.engine_client import EngineClient
 from coppice.frontend.openai_logprobs import chat_logprobs, completion_logprobs
 from coppice.frontend.outputs import GenerationError, Logprob
 from coppice.frontend.server import Server
@@ -178,9 +178,8 @@ def test_the_shapes_of_the_api(text_engine: TextEngine) -> None:
 
 
 class Client:
-    def __init__(self, session: aiohttp.ClientSession, url: str, thread: EngineThread) -> None:
-        self.session, self.url, self.thread = session, url, thread
-        self.engine = thread.text_engine
+    def __init__(self, session: aiohttp.ClientSession, url: str, engine: EngineClient) -> None:
+        self.session, self.url, self.engine = session, url, engine
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         async with self.session.post(self.url + path, json=GREEDY | body) as response:
@@ -202,12 +201,11 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(text_engine: TextEngine) -> AsyncIterator[Client]:
-    engine = EngineThread(text_engine)
+async def serving(engine: EngineClient) -> AsyncIterator[Client]:
+    await engine.start()
     runner = web.AppRunner(Server(engine, "tiny").application(), shutdown_timeout=5)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine.start()
     async with aiohttp.ClientSession() as session:
         yield Client(session, f"http://127.0.0.1:{runner.addresses[0][1]}", engine)
     await runner.cleanup()
@@ -215,8 +213,10 @@ async def serving(text_engine: TextEngine) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
-async def client(text_engine: TextEngine) -> AsyncIterator[Client]:
-    async with serving(text_engine) as client:
+async def client(
+    text_engine: TextEngine, engine_client: Callable[[TextEngine], EngineClient]
+) -> AsyncIterator[Client]:
+    async with serving(engine_client(text_engine)) as client:
         yield client
 
 
@@ -248,19 +248,12 @@ async def test_completion_logprobs(client: Client, reference: Any) -> None:
 
 
 async def greedy_tokens(client: Client, body: dict[str, Any]) -> list[int]:
-    """The tokens that the model generates greedily, found by feeding its own output back."""
-    engine, tokens = client.engine.engine, client.engine.tokenizer.encode(body["prompt"])
-    made: list[int] = []
+    """The tokens that the model generates greedily."""
+    tokens = client.engine.tokenizer.encode(body["prompt"])
     params = SamplingParams(temperature=0, max_tokens=body["max_tokens"], ignore_eos=True)
-
-    def run() -> None:
-        engine.add_request("alone", tokens, params)
-        while engine.has_unfinished():
-            for output in engine.step():
-                made.extend(output.new_token_ids)
-
-    await client.thread.call(run)
-    return made
+    async with await client.engine.submit([(None, tokens)], params) as deltas:
+        (output,) = await deltas.outputs()
+    return list(output.outputs[0].token_ids)
 
 
 async def test_a_completion_stream_has_the_same_logprobs(client: Client) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from coppice.frontend.engine_thread import EngineThread
+from coppice.frontend.engine_client import EngineClient
 from coppice.frontend.server import Server
 from coppice.frontend.text_engine import TextEngine
 
+Start = Callable[[TextEngine], EngineClient]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "The quick brown fox jumps over the lazy dog"
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
@@ -27,8 +27,15 @@ HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 class Client:
     """A client of one running server."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, engine: EngineThread) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        engine: EngineClient,
+        text_engine: TextEngine,
+    ) -> None:
         self.session, self.url, self.engine = session, url, engine
+        self.text_engine = text_engine  # runs in a thread: look at it between steps only
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         async with self.session.post(self.url + path, json=body) as response:
@@ -50,14 +57,12 @@ class Client:
         return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
     async def pages_held(self) -> int:
-        engine = self.engine.text_engine.engine
-        return (await self.engine.call(engine.cache_report)).pages_held
+        return int((await self.engine.ask("cache_report")).pages_held)
 
     async def until_idle(self) -> None:
         """Waits until the engine has nothing left to do, and checks that no page is held."""
-        text_engine = self.engine.text_engine
         for _ in range(2000):
-            if not await self.engine.call(text_engine.has_unfinished):
+            if not await self.engine.ask("has_unfinished"):
                 assert await self.pages_held() == 0
                 assert self.engine.running == 0
                 return
@@ -66,24 +71,23 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(text_engine: TextEngine) -> AsyncIterator[Client]:
-    engine = EngineThread(text_engine)
+async def serving(engine: EngineClient, text_engine: TextEngine) -> AsyncIterator[Client]:
+    await engine.start()
     app = Server(engine, "tiny").application()
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=5)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    engine.start()
     port = runner.addresses[0][1]
     async with aiohttp.ClientSession() as session:
-        yield Client(session, f"http://127.0.0.1:{port}", engine)
+        yield Client(session, f"http://127.0.0.1:{port}", engine, text_engine)
     await runner.cleanup()
     await engine.stop()
 
 
 @pytest.fixture
-async def client(text_engine: TextEngine) -> AsyncIterator[Client]:
-    async with serving(text_engine) as client:
+async def client(text_engine: TextEngine, engine_client: Start) -> AsyncIterator[Client]:
+    async with serving(engine_client(text_engine), text_engine) as client:
         yield client
         await client.until_idle()
 
@@ -108,7 +112,7 @@ async def test_a_completion(client: Client) -> None:
     assert answer["model"] == "tiny"
     (choice,) = answer["choices"]
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
-    tokenizer = client.engine.text_engine.tokenizer
+    tokenizer = client.text_engine.tokenizer
     count = len(tokenizer.encode(PROMPT))
     assert answer["usage"] == {
         "prompt_tokens": count,
@@ -190,7 +194,7 @@ async def test_several_prompts_in_one_request(client: Client) -> None:
 
 
 async def test_token_ids_are_a_prompt(client: Client) -> None:
-    ids = client.engine.text_engine.tokenizer.encode(PROMPT)
+    ids = client.text_engine.tokenizer.encode(PROMPT)
     body = GREEDY | {"max_tokens": 5}
     text = await client.ok(COMPLETIONS, body | {"prompt": PROMPT})
     for prompt in (ids, [ids]):
@@ -246,7 +250,7 @@ async def test_a_client_that_goes_away_frees_its_pages(
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
     await client.until_idle()
-    report = await client.engine.call(client.engine.text_engine.engine.cache_report)
+    report = await client.engine.ask("cache_report")
     assert report.generated_tokens < 480 * count
 
 
@@ -341,37 +345,21 @@ def break_next_step(text_engine: TextEngine, monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_failed_step_is_a_server_error(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    break_next_step(client.engine.text_engine, monkeypatch)
+    break_next_step(client.text_engine, monkeypatch)
     status, answer = await client.post(COMPLETIONS, GREEDY | {"prompt": PROMPT})
     assert status == 500
     assert answer["error"]["type"] == "server_error"
     assert "cosmic ray" in answer["error"]["message"]
-    break_next_step(client.engine.text_engine, monkeypatch)
+    break_next_step(client.text_engine, monkeypatch)
     *_, last = await client.events(COMPLETIONS, GREEDY | {"prompt": PROMPT})
     assert "cosmic ray" in last["error"]["message"]
     await client.ok(COMPLETIONS, GREEDY | {"prompt": PROMPT})
 
 
-async def test_an_engine_that_breaks_outside_the_model(
-    client: Client, monkeypatch: pytest.MonkeyPatch
+async def test_stopping_ends_what_runs_with_a_message(
+    text_engine: TextEngine, engine_client: Start
 ) -> None:
-    """Where the engine itself raises, the requests hear of it and the thread goes on."""
-    engine = client.engine.text_engine.engine
-    step = engine.step
-
-    def broken() -> Any:
-        monkeypatch.setattr(engine, "step", step)
-        raise LookupError("lost my keys")
-
-    monkeypatch.setattr(engine, "step", broken)
-    status, answer = await client.post(COMPLETIONS, GREEDY | {"prompt": PROMPT})
-    assert status == 500
-    assert "lost my keys" in answer["error"]["message"]
-    await client.ok(COMPLETIONS, GREEDY | {"prompt": PROMPT})
-
-
-async def test_stopping_ends_what_runs_with_a_message(text_engine: TextEngine) -> None:
-    async with serving(text_engine) as client:
+    async with serving(engine_client(text_engine), text_engine) as client:
         request = asyncio.create_task(client.post(COMPLETIONS, ENDLESS))
         while not client.engine.running:
             await asyncio.sleep(0.001)
@@ -386,20 +374,21 @@ async def test_stopping_ends_what_runs_with_a_message(text_engine: TextEngine) -
 
 
 async def test_the_loop_is_free_while_the_engine_works(
-    checkpoint: Path, text_engine: TextEngine, monkeypatch: pytest.MonkeyPatch
+    text_engine: TextEngine, engine_client: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that waits for the event loop to answer would never end if it ran on it."""
     import threading
 
     answered = threading.Event()
-    step = text_engine.step
+    engine = text_engine.engine
+    step = engine.step
 
     def waiting() -> Any:
         assert answered.wait(20), "the event loop did not answer during a step"
         return step()
 
-    monkeypatch.setattr(text_engine, "step", waiting)
-    async with serving(text_engine) as client:
+    monkeypatch.setattr(engine, "step", waiting)
+    async with serving(engine_client(text_engine), text_engine) as client:
         request = asyncio.create_task(client.ok(COMPLETIONS, GREEDY | {"prompt": PROMPT}))
         async with client.session.get(client.url + "/health") as response:
             assert response.status == 200
@@ -457,7 +446,7 @@ async def test_a_beam_search(client: Client, path: str, stream: bool) -> None:
     body: dict[str, Any] = {"use_beam_search": True, "beam_width": 4, "n": 2, "max_tokens": 6}
     body |= {"model": "tiny", "length_penalty": 0.5, "early_stopping": "never", "ignore_eos": True}
     body |= {"prompt": PROMPT} if path == COMPLETIONS else {"messages": HELLO}
-    llm = client.engine.text_engine
+    llm = client.text_engine
     ids = llm.tokenizer.encode(PROMPT) if path == COMPLETIONS else llm.tokenizer.encode_chat(HELLO)
     texts = ["", ""]
     if stream:

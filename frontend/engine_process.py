@@ -1,0 +1,45 @@
+"""The engine's own process: started, watched, ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine_loop import engine_main
+
+# A fork would take the locks of whatever threads run here along in an unknown state.
+_context = multiprocessing.get_context("spawn")
+
+
+class EngineProcess:
+    """A process that runs `engine_main`; `connection` is this side's end of its channel."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Starts it. Loading the model takes until it sends `Ready`."""
+        self.connection, theirs = _context.Pipe()
+        self._process = _context.Process(
+            target=engine_main, args=(config, theirs), name="coppice-engine", daemon=True
+        )
+        self._process.start()
+        theirs.close()  # so that this side sees the end of the channel when the process ends
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def wait(self, timeout: float | None = None) -> str | None:
+        """Waits for its end; why it ended, in words, or None if it goes on."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            return None
+        if code >= 0:
+            return f"it ended with status {code}"
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
+        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+        return f"it was killed by {name}{hint}"
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
