@@ -80,3 +80,4 @@ def _check_node(node: Node, size: int) -> None:
     assert node.own_pages == len(node.pages) - shared, "own_pages"
     assert parent.locks >= node.locks, "a lock that does not hold its path"
     assert parent.stamp >= node.stamp, "a parent that was used before its child"
+    assert node.draft or not parent.draft, "a draft above what is none"

@@ -22,7 +22,7 @@ class Node:
     """
 
     __slots__ = ("parent", "children", "edge", "start", "length", "pages", "own_pages", "locks",
-                 "stamp", "hits", "mark", "hashes")  # fmt: skip
+                 "stamp", "hits", "mark", "hashes", "draft")  # fmt: skip
 
     def __init__(self, parent: Node | None, edge: bytes, start: int, pages: array[int]) -> None:
         self.parent = parent
@@ -38,6 +38,9 @@ class Node:
         self.stamp = 0  # the tree's clock when it was last used
         self.hits = 0  # locks that matched this node to its end
         self.mark: Any = None  # what the eviction policy keeps about it
+        # Entered by sequences that may come to nothing, and used by no other so far: it goes with
+        # the last of them. Whatever is below a draft is one too.
+        self.draft = False
         # Of the full pages whose last token is on this edge; None while nobody listens to events.
         self.hashes: array[int] | None = None
 

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterator
 from typing import Protocol
 
+from coppice.radix import drafts
 from coppice.radix.events import PageEvents
 from coppice.radix.node import Hold, Inserted, Match, Node, Root
 from coppice.radix.policies import make_order
@@ -46,6 +47,10 @@ class RadixTree:
     costs the depth of the path, not its pages. In other words: of a sequence's page table, the
     pages before index `hold.length // page_size` belong to the lock, the ones from there on carry
     a reference of the sequence.
+
+    A sequence that may come to nothing, such as a beam, inserts *drafts*. When the last of those
+    that share them gives its lock back with `drop`, they leave the tree, and their pages are free
+    at once. What anybody else hits, pins or inserts is a draft no more.
 
     Costs: match O(tokens / memcmp speed + nodes on the path), lock and unlock O(nodes on the
     path), insert O(new tokens, and the edge of a leaf that grows), evict O(log nodes) for each leaf
@@ -125,12 +130,13 @@ class RadixTree:
 
     # -- locking -----------------------------------------------------------------------------
 
-    def lock(self, match: Match, *, use: bool = True) -> Hold:
+    def lock(self, match: Match, *, use: bool = True, draft: bool = False) -> Hold:
         """Locks the path of a match for a sequence, and marks it as just used.
 
         A match that ends inside an edge splits it there: what lies behind the hit is not locked,
         and the hit is counted where it ends. With `use=False` the lock counts neither as a hit nor
-        as a use (a pin's). Raises ValueError if the tree has changed since the match was made.
+        as a use (a pin's). What is a draft stays one only with `draft`. Raises ValueError if the
+        tree has changed since the match was made.
         """
         if match.epoch != self._epoch:
             raise ValueError("match: the tree has changed since this match was made; match again")
@@ -142,6 +148,8 @@ class RadixTree:
         node = self._ending(node, match.length)
         if match.length < node.end:
             node = self._split(node, match.length - node.start)
+        if not draft:
+            drafts.keep(node)
         if use:
             self._clock = clock = self._clock + 1
             self._order.used(node, clock)
@@ -182,10 +190,11 @@ class RadixTree:
             walk = walk.parent
         return Hold(hold.namespace, node, hold.length)
 
-    def unlock(self, hold: Hold, *, use: bool = True) -> None:
+    def unlock(self, hold: Hold, *, use: bool = True, drop: bool = False) -> None:
         """Gives the lock back; the path counts as just used, unless `use` is False.
 
-        O(nodes on the path).
+        With `drop`, drafts at its end that nobody needs any more leave the tree. O(nodes on the
+        path).
         """
         node = self._held(hold)
         hold.node = None
@@ -200,14 +209,17 @@ class RadixTree:
             if use:
                 walk.stamp = clock
             walk = walk.parent
-        if not node.children and not node.locks:
-            self._leaf(node)
+        if not (drop and node.draft):
+            if not node.children and not node.locks:
+                self._leaf(node)
+        else:
+            drafts.drop(self, node)
 
-    def release(self, hold: Hold, table: array[int]) -> None:
-        """Ends a sequence: gives back its own pages, then its lock."""
+    def release(self, hold: Hold, table: array[int], *, drop: bool = False) -> None:
+        """Ends a sequence: gives back its own pages, then its lock (`drop` as in `unlock`)."""
         self._held(hold)
         self.pool.release(table[hold.length // self.page_size :])
-        self.unlock(hold)
+        self.unlock(hold, drop=drop)
 
     @staticmethod
     def _held(hold: Hold) -> Node:
@@ -287,7 +299,9 @@ class RadixTree:
 
     # -- inserting ---------------------------------------------------------------------------
 
-    def insert(self, hold: Hold, tokens: Tokens, table: array[int]) -> Inserted:
+    def insert(
+        self, hold: Hold, tokens: Tokens, table: array[int], *, draft: bool = False
+    ) -> Inserted:
         """Enters the tokens of a sequence whose KV is computed; continues from its hold.
 
         `tokens` are all tokens of the sequence from position 0 on, of which the first
@@ -295,7 +309,8 @@ class RadixTree:
         `ceil(len(tokens) / page_size)` pages. What another sequence has inserted meanwhile is not
         entered twice: the table is changed in place to the tree's pages there, and the duplicates
         return to the pool. Afterwards the hold covers all `tokens`, and the references of the pages
-        that it covers in full have passed to the tree.
+        that it covers in full have passed to the tree. With `draft`, what is new is a draft; else
+        nothing of what it holds is one any more.
 
         O(new tokens + new nodes). Raises ValueError if a size does not fit.
         """
@@ -308,16 +323,22 @@ class RadixTree:
         if len(table) * size < total:
             raise ValueError(f"table: {len(table)} pages of {size} can't hold {total} tokens")
         if total == held:
+            if not draft:
+                drafts.keep(bottom)
             return Inserted(0, 0)
         node, matched = self._descend(bottom, held, query)
         if matched < node.end:
             node = self._split(node, matched - node.start)
         self._adopt(hold, node, table, matched)
         if matched < total:
-            node = self._extend(node, bottom, query, matched, table)
+            node = self._extend(node, bottom, query, matched, table, draft)
             self._epoch += 1
+        if not draft:
+            drafts.keep(node)
         self._move(hold, bottom, node)
         hold.length = total
+        if draft:
+            drafts.share_copies(self, bottom)
         return Inserted(total - matched, matched - held)
 
     def _adopt(self, hold: Hold, node: Node, table: array[int], matched: int) -> None:
@@ -337,7 +358,13 @@ class RadixTree:
         self.pool.release(ours)
 
     def _extend(
-        self, node: Node, bottom: Node, query: bytes, matched: int, table: array[int]
+        self,
+        node: Node,
+        bottom: Node,
+        query: bytes,
+        matched: int,
+        table: array[int],
+        draft: bool,
     ) -> Node:
         """Enters the tokens from `matched` on below `node`; returns the node they end in.
 
@@ -354,6 +381,7 @@ class RadixTree:
             node is bottom
             and node.locks == 1
             and not node.hits
+            and node.draft == draft
             and not node.children
             and node.parent is not None
             and (not inside or node.pages[-1] == pages[0])
@@ -372,6 +400,7 @@ class RadixTree:
         else:
             grown = Node(node, edge, matched, pages)
             grown.stamp = node.stamp
+            grown.draft = True  # `insert` says at the end if it is none, for all of the path
             node.children[edge[:TOKEN_BYTES]] = grown
             grown.own_pages = 0
             self._nodes += 1
@@ -419,7 +448,7 @@ class RadixTree:
         upper = Node(parent, node.edge[: tokens * TOKEN_BYTES], node.start,
                      node.pages[: -(-cut // size) - first])  # fmt: skip
         upper.locks, upper.stamp, upper.hits = node.locks, node.stamp, node.hits
-        upper.mark = node.mark
+        upper.mark, upper.draft = node.mark, node.draft
         node.edge = node.edge[tokens * TOKEN_BYTES : node.length * TOKEN_BYTES]
         node.length -= tokens
         node.start = cut
@@ -438,6 +467,23 @@ class RadixTree:
         if self.events is not None:
             self.events.split(upper, node)
         return upper
+
+    # -- drafts ------------------------------------------------------------------------------
+
+    def keep(self, match: Match) -> None:
+        """Nothing of what matched is a draft any more. O(drafts on the path)."""
+        if match.node is not None:
+            drafts.keep(self._ending(match.node, match.length))
+
+    def drop(self, match: Match) -> None:
+        """Lets drafts that end with a match go if nobody needs them. O(their pages).
+
+        For a sequence that has given its lock back without `drop`, since it was to come again.
+        """
+        if match.node is not None:
+            node = self._ending(match.node, match.length)
+            if node.end == match.length:  # else it is somebody else's, who may come again
+                drafts.drop(self, node)
 
     # -- evicting ----------------------------------------------------------------------------
 
@@ -465,11 +511,11 @@ class RadixTree:
             # The page in which the tail begins goes as well, so that no crumb of it stays.
             begin = (leaf.end - self._order.tail(leaf)) // self.page_size
             tail = len(leaf.pages) - (begin - leaf.start // self.page_size)
-            gone = self.pool.take_over(self._cut(leaf, min(tail, count - len(pages))))
+            gone = self.pool.take_over(self.cut(leaf, min(tail, count - len(pages))))
             pages = pages + gone if pages else gone
         return pages
 
-    def _cut(self, leaf: Node, count: int) -> array[int]:
+    def cut(self, leaf: Node, count: int) -> array[int]:
         """Takes up to `count` pages of its own off a leaf's tail, and if it has no more, the leaf.
 
         Returns the pages that it no longer references.

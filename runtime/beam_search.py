@@ -103,7 +103,7 @@ class BeamSearch:
         self.beams: list[Beam] = [Beam(0, (), 0.0)]
         self.finished: list[Hypothesis] = []
         self.done = False
-        self.ended: list[int] = []  # beams on which results ended in the last step
+        self.ended: list[int] = []  # beams on which the last step ended what is a result so far
         self._stop_ids = stop_ids
         # One beam is a greedy search: what it reaches first is the result.
         self._stops_early = params.early_stopping is True or params.beam_width == 1
@@ -135,7 +135,7 @@ class BeamSearch:
         )
         full = self._stops_early and len(self.finished) == width
         going_on: list[Beam] = []
-        self.ended = []
+        new: list[tuple[Hypothesis, int]] = []
         for place, (logprob, negative, _, token) in enumerate(candidates):
             tokens = (*self.beams[-negative].tokens, token)
             reason = self._ends(token, length)
@@ -144,12 +144,14 @@ class BeamSearch:
                     going_on.append(Beam(-negative, tokens, logprob))
             elif place < width and not full:
                 score = logprob / length**self.params.length_penalty
-                self.finished.append(Hypothesis(tokens, score, logprob, reason))
-                self.ended.append(-negative)
+                new.append((Hypothesis(tokens, score, logprob, reason), -negative))
+        self.finished += [hypothesis for hypothesis, _ in new]
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[width:]
         self.beams = going_on
         self.done = not going_on or not self._can_improve(length)
+        held = {id(each) for each in (self.results() if self.done else self.finished)}
+        self.ended = [parent for hypothesis, parent in new if id(hypothesis) in held]
         return [] if self.done else going_on
 
     def results(self) -> list[Hypothesis]:

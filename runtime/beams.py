@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from coppice.runtime.beam_search import BeamSearch
-from coppice.runtime.request import Sequence, Status, StepOutput
+from coppice.runtime.request import Sequence, StepOutput
 from coppice.runtime.sequences import Sequences
 
 Continuations = list[tuple[int, float]]
@@ -113,8 +113,7 @@ class BeamSearches:
             first = group.lines[0]
             moves = group.advance()
             for sequence in moves.ended:
-                if sequence.status is Status.RUNNING:  # results stay in the tree
-                    self._sequences.scheduler.paging.enter(sequence)
+                self._sequences.scheduler.paging.enter(sequence)  # results stay in the tree
             for sequence in moves.dropped:
                 self._sequences.end(sequence, keep=False)
             if group.search.done:

@@ -173,12 +173,13 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Ends a request, or only its sequence `index`: its pages are given back.
 
-        What it computed stays in the tree. False if it is unknown or has finished already.
+        What it computed stays in the tree; of a beam search, its prompt and the results that it
+        had. False if the request is unknown or has finished already.
         """
         sequences = self._sequences.of(request_id)
         ended = [each for each in sequences if index is None or each.index == index]
         for sequence in ended:
-            self._end(sequence)
+            self._end(sequence, keep=not (sequence.request.beam_search and sequence.num_generated))
         self._check_when_idle()
         return bool(ended)
 

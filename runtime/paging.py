@@ -74,7 +74,7 @@ class Paging:
             raise OutOfPages(needed, available)
         if self.accounts is not None:
             self.accounts.admitted(sequence, tree, match, in_flight)
-        hold = tree.lock(match)
+        hold = tree.lock(match, draft=_drafts(sequence))
         table = tree.page_table(hold)
         copy = None
         if hold.length % size and not tree.claim_tail(hold):
@@ -138,20 +138,23 @@ class Paging:
             self._insert(sequence)
 
     def enter(self, sequence: Sequence) -> None:
-        """Enters all that a running sequence has computed in the tree."""
-        self._insert(sequence)
+        """Enters all that a beam has computed in the tree, to stay: it is a result."""
+        if sequence.hold is None:  # it waits, and has left what it computed as a draft
+            self.tree.keep(self.tree.match(sequence.tokens, sequence.request.namespace))
+        else:
+            self._insert(sequence, draft=False)
 
     def leave(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Gives back its pages and its lock; what it computed stays in the tree.
 
-        With `keep=False` (the step that wrote to its pages has failed) only what was entered
-        before stays.
+        With `keep=False` (the step that wrote to its pages has failed, or the beam comes to
+        nothing) only what was entered before stays, and of that no draft.
         """
         if keep:
             sequence.private = False
             self._insert(sequence)
         assert sequence.hold is not None
-        self.tree.release(sequence.hold, sequence.table)
+        self.tree.release(sequence.hold, sequence.table, drop=not keep)
         if self.accounts is not None:
             entered = sequence.computed if keep else sequence.hold.length
             self.accounts.left(sequence, self.tree, entered)
@@ -159,8 +162,23 @@ class Paging:
         del sequence.table[:]
         sequence.computed = 0
 
-    def _insert(self, sequence: Sequence) -> None:
-        if self.caching and not sequence.private:
-            assert sequence.hold is not None
-            tokens = sequence.tokens[: sequence.computed].tobytes()
-            self.tree.insert(sequence.hold, tokens, sequence.table)
+    def forget(self, sequence: Sequence) -> None:
+        """A beam that waits comes to nothing: what it has left as a draft goes."""
+        self.tree.drop(self.tree.match(sequence.tokens, sequence.request.namespace))
+
+    def _insert(self, sequence: Sequence, *, draft: bool | None = None) -> None:
+        if not self.caching or sequence.private:
+            return
+        hold, tokens, table = sequence.hold, sequence.tokens[: sequence.computed], sequence.table
+        assert hold is not None
+        if draft is None:
+            draft = _drafts(sequence)
+        prompt = len(sequence.request.prompt_token_ids)
+        if draft and hold.length < prompt:
+            self.tree.insert(hold, tokens[:prompt].tobytes(), table)
+        self.tree.insert(hold, tokens.tobytes(), table, draft=draft)
+
+
+def _drafts(sequence: Sequence) -> bool:
+    """Whether what it computes behind its prompt may come to nothing, as a beam does."""
+    return sequence.request.beam_search and sequence.num_generated > 0

@@ -53,7 +53,10 @@ class Sequences:
 
     def end(self, sequence: Sequence, *, keep: bool = True) -> bool:
         """A sequence has ended (`keep` as in `Paging.leave`); True if it was its request's last."""
+        waits = sequence.status is Status.WAITING
         self.scheduler.finish(sequence, keep=keep)
+        if waits and not keep and sequence.request.beam_search and sequence.num_generated:
+            self.scheduler.paging.forget(sequence)
         request_id = sequence.request.request_id
         self._of[request_id].remove(sequence)
         if self._of[request_id]:

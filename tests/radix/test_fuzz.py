@@ -45,7 +45,8 @@ class Fuzz:
         self.pins = Pins(self.tree, 0.2, lambda: self.now)
         self.events = PageEvents(self.tree, limit=1_000_000)
         self.stored: set[int] = set()
-        self.lines: list[tuple[Hold, array[int], array[int]]] = []  # lock, page table, tokens
+        # Lock, page table, tokens, whether it inserts drafts.
+        self.lines: list[tuple[Hold, array[int], array[int], bool]] = []
         # Prompts are made of few segments, so that they share, nest and diverge.
         self.segments = [
             [self.rng.randrange(50) for _ in range(self.rng.choice((1, 3, 16, 40)))]
@@ -67,14 +68,15 @@ class Fuzz:
         if hold.length % size and not tree.claim_tail(hold):
             table[-1] = tree.allocate(1)[0]
         table += tree.allocate(-(-len(tokens) // size) - len(table), table[-1] if table else -1)
-        self.lines.append((hold, table, tokens))
+        self.lines.append((hold, table, tokens, self.rng.random() < 0.3))
 
     def insert(self) -> None:
-        hold, table, tokens = self.rng.choice(self.lines)
-        self.tree.insert(hold, tokens[: self.rng.randint(hold.length, len(tokens))], table)
+        hold, table, tokens, draft = self.rng.choice(self.lines)
+        count = self.rng.randint(hold.length, len(tokens))
+        self.tree.insert(hold, tokens[:count], table, draft=draft and self.rng.random() < 0.9)
 
     def generate(self) -> None:
-        _, table, tokens = self.rng.choice(self.lines)
+        _, table, tokens, _ = self.rng.choice(self.lines)
         more = self.rng.choice(self.segments)
         missing = -(-(len(tokens) + len(more)) // self.tree.page_size) - len(table)
         try:
@@ -84,8 +86,8 @@ class Fuzz:
         tokens.extend(more)
 
     def fork(self) -> None:
-        hold, table, tokens = self.rng.choice(self.lines)
-        self.tree.insert(hold, tokens, table)
+        hold, table, tokens, draft = self.rng.choice(self.lines)
+        self.tree.insert(hold, tokens, table, draft=draft)
         own = hold.length // self.tree.page_size
         tail = len(table) > own
         if tail and not self.tree.pool.free_pages + self.tree.evictable_pages:
@@ -94,13 +96,13 @@ class Fuzz:
         copied = table[:own]
         if tail:  # the child writes to a copy of the unfinished page
             copied += self.tree.allocate(1)
-        self.lines.append((child, copied, tokens[:]))
+        self.lines.append((child, copied, tokens[:], draft))
 
     def finish(self) -> None:
-        hold, table, tokens = self.lines.pop(self.rng.randrange(len(self.lines)))
+        hold, table, tokens, draft = self.lines.pop(self.rng.randrange(len(self.lines)))
         if self.rng.random() < 0.8:
-            self.tree.insert(hold, tokens, table)
-        self.tree.release(hold, table)
+            self.tree.insert(hold, tokens, table, draft=draft)
+        self.tree.release(hold, table, drop=draft and self.rng.random() < 0.8)
 
     def pin(self) -> None:
         self.now += self.rng.random()
@@ -132,7 +134,7 @@ class Fuzz:
 
     def recount(self) -> None:
         pinned = [(pin.hold, array("i")) for pin in self.pins if pin.hold is not None]
-        check(self.tree, [(hold, table) for hold, table, _ in self.lines] + pinned)
+        check(self.tree, [(hold, table) for hold, table, _, _ in self.lines] + pinned)
         for event in self.events.drain():
             if isinstance(event, PagesStored):
                 assert not self.stored.intersection(event.hashes), "stored twice"

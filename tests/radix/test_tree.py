@@ -16,6 +16,7 @@ from coppice.radix import (
     Node,
     OutOfPages,
     PagePool,
+    Pins,
     RadixTree,
     SharedPrefix,
     check,
@@ -549,6 +550,89 @@ def test_a_page_that_a_fork_still_needs_outlives_its_eviction() -> None:
     check(tree, [(hold, table)])
     assert tree.insert(hold, range(16), table) == Inserted(16, 0)
     tree.release(hold, table)
+    checked(tree)
+
+
+# -- drafts -----------------------------------------------------------------------------------
+
+
+def fork(run: Run, tokens: Sequence[int]) -> Run:
+    """A sequence that goes on from a draft of all that `run` has, with more tokens."""
+    tree, size = run.tree, run.tree.page_size
+    tree.insert(run.hold, run.tokens, run.table, draft=True)
+    child = Run.__new__(Run)
+    child.tree, child.tokens, child.hit = tree, list(run.tokens), run.hit
+    child.hold = tree.fork(run.hold)
+    full = len(run.tokens) // size
+    child.table = run.table[:full] + tree.allocate(len(run.table) - full)
+    return child.grow(tokens)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_drafts_go_with_the_last_that_shares_them(page_size: int) -> None:
+    tree = make_tree(64, page_size)
+    first = Run(tree, range(21))
+    first.insert()
+    prompt = tree.pool.free_pages
+    first.grow([50, 51, 52])
+    second = fork(first, [60] * 9)
+    first.grow([70] * 5)
+    third = fork(first, [80])
+    checked(tree, first, second, third)
+    second.tree.insert(second.hold, second.tokens, second.table, draft=True)
+    evicted = tree.evicted_tokens
+    tree.release(second.hold, second.table, drop=True)
+    checked(tree, first, third)
+    assert matched(tree, second.tokens) == 24, "the fork that is left shares so many"
+    assert tree.evictable_pages == 0, "what it alone had is free"
+    tree.release(first.hold, first.table, drop=True)
+    assert matched(tree, first.tokens) == 29
+    tree.release(third.hold, third.table, drop=True)
+    checked(tree)
+    assert matched(tree, first.tokens) == 21, "the prompt was no draft"
+    assert tree.pool.free_pages == prompt
+    assert tree.evicted_tokens == evicted, "nothing was short of pages"
+
+
+@pytest.mark.parametrize("how", ["hit", "pin", "insert", "keep"])
+def test_what_others_use_is_a_draft_no_more(how: str) -> None:
+    tree = make_tree()
+    run = Run(tree, range(10))
+    run.insert()
+    run.grow(range(50, 60))
+    tree.insert(run.hold, run.tokens, run.table, draft=True)
+    wanted = run.tokens[:16]
+    if how == "hit":
+        use(tree, wanted)
+    elif how == "pin":
+        Pins(tree, 1.0).pin("a", wanted)
+    elif how == "insert":
+        other = Run(tree, run.tokens[:10])
+        other.grow(run.tokens[10:16]).finish()
+    else:
+        tree.keep(tree.match(run.tokens))
+        wanted = run.tokens
+    tree.release(run.hold, run.table, drop=True)
+    assert matched(tree, run.tokens) == len(wanted)
+    assert [node.draft for node in tree.nodes()] == [False] * tree.num_nodes
+
+
+def test_a_draft_may_wait_and_be_dropped_later() -> None:
+    tree = make_tree()
+    run = Run(tree, range(10))
+    run.insert()
+    run.grow(range(50, 60))
+    tree.insert(run.hold, run.tokens, run.table, draft=True)
+    tree.release(run.hold, run.table)
+    match = tree.match(run.tokens)
+    assert match.length == 20, "it stays for the one that comes again"
+    hold = tree.lock(match, draft=True)
+    table = tree.page_table(hold)
+    tree.release(hold, table[: hold.length // 4])
+    tree.drop(tree.match(run.tokens[:15]))
+    assert matched(tree, run.tokens) == 20, "another one ends further down"
+    tree.drop(tree.match(run.tokens))
+    assert matched(tree, run.tokens) == 10
     checked(tree)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -117,6 +119,82 @@ def test_beams_share_pages_and_prompt_and_winners_stay_cached(tiny_checkpoint):
     for output in outputs:
         tokens = [*PROMPTS[0], *output.new_token_ids]
         assert engine.tree.match(tokens, engine.intake.namespace(None)).length == len(tokens) - 1
+
+
+def union(size, lines):
+    """Pages that hold lines of tokens which share what they have in common."""
+    nodes = {tuple(line[:end]) for line in lines for end in range(1, len(line) + 1)}
+    tails = {node for node in nodes if not len(node) % size}
+    # A line's unfinished last page is its own, unless another line goes on behind it.
+    ends = {node for node in nodes if not any(other[:-1] == node for other in nodes)}
+    return len(tails) + sum(len(node) % size != 0 for node in ends)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("n", [1, 3])
+def test_beams_that_die_give_their_pages_back_in_that_step(tiny_checkpoint, page_size, n):
+    engine = make(tiny_checkpoint("llama"), page_size=page_size)
+    prompt = PROMPTS[0]
+    engine.add_beam_search("a", prompt, BeamSearchParams(4, 24, n=n, ignore_eos=True))
+    outputs, most, dead = [], 0, 0
+    while engine.has_unfinished():
+        before = {id(sequence) for sequence in engine._sequences}
+        outputs = engine.step()
+        engine.check()
+        after = {id(sequence) for sequence in engine._sequences}
+        dead += len(before - after)
+        if not outputs:
+            assert engine.tree.evictable_pages == 0, "every page is free or a live beam's"
+            most = max(most, engine.cache_report().pages_held)
+    assert dead > 8, "beams have died on the way"
+    kept = [[*prompt, *output.new_token_ids][:-1] for output in outputs]
+    pages = engine.tree.pool
+    assert engine.tree.cached_tokens == len(
+        {tuple(k[: e + 1]) for k in kept for e in range(len(k))}
+    )
+    assert pages.num_pages - pages.free_pages <= union(page_size, kept) + n
+    for line in kept:
+        assert engine.tree.match(line, engine.intake.namespace(None)).length == len(line)
+    assert most <= len(prompt) // page_size + 4 * (-(-24 // page_size) + 1)
+
+
+def test_what_preempted_and_aborted_beams_left_goes_too(tiny_checkpoint):
+    """From a pool so small that beams wait: nothing but prompts and results stays."""
+    engine = make(tiny_checkpoint("llama"), page_size=4, kv_cache_tokens=4 * 36)
+    params = BeamSearchParams(4, 24, n=1, ignore_eos=True)
+    for number, name in enumerate("abcdef"):
+        engine.add_beam_search(name, [number, *PROMPTS[0]], params)
+    for _ in range(6):
+        engine.step()
+        engine.check()
+    assert engine.abort("b")
+    results = run(engine)
+    assert engine.scheduler.preemptions > 0
+    assert set(results) == set("acdef")
+    drafts = [node for node in engine.tree.nodes() if node.draft]
+    assert not drafts
+    alone = make(tiny_checkpoint("llama"), page_size=4)
+    for number, name in enumerate("abcdef"):
+        if name != "b":
+            alone.add_beam_search(name, [number, *PROMPTS[0]], params)
+    for name, (output,) in run(alone).items():
+        assert output.new_token_ids == results[name][0].new_token_ids
+
+
+def test_what_another_request_has_hit_outlives_its_beam(tiny_checkpoint):
+    engine = make(tiny_checkpoint("llama"), page_size=4)
+    engine.add_beam_search("a", PROMPTS[0], BeamSearchParams(4, 20, n=1, ignore_eos=True))
+    for _ in range(9):
+        engine.step()
+    node = max((node for node in engine.tree.nodes() if node.draft), key=lambda node: node.end)
+    line = array("i", node.prefix()).tolist()
+    engine.add_request("b", [*line, 7], SamplingParams(temperature=0, max_tokens=1))
+    engine.step()
+    assert engine.abort("a")
+    engine.check()
+    run(engine)
+    assert engine.tree.match(line, engine.intake.namespace(None)).length == len(line)
+    assert not any(node.draft for node in engine.tree.nodes())
 
 
 def test_a_beam_search_can_be_aborted(tiny_checkpoint):

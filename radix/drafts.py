@@ -1,0 +1,72 @@
+"""Drafts: what sequences that may come to nothing have entered in the tree, kept or let go.
+
+A beam enters what it has computed when it forks, so that the two share it. Most beams die, and what
+they alone have entered is of no use to anybody: it leaves the tree with the last lock on it. What
+is left is the page inside which a beam A was forked, of which its child B has a copy to write on.
+Once nobody but B goes on from there, the copy does for both:
+
+    page        tokens                 before           A is dead
+    p           x x x x a a . .        node of A        free
+    copy of p   x x x x a a b .        node of B        nodes of A and B
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from coppice.radix.node import Node
+
+if TYPE_CHECKING:
+    from coppice.radix.tree import RadixTree
+
+
+def keep(node: Node) -> None:
+    """What the path of `node` holds is no draft any more. O(drafts on the path)."""
+    walk: Node | None = node
+    while walk is not None and walk.draft:
+        walk.draft = False
+        walk = walk.parent
+
+
+def drop(tree: RadixTree, node: Node) -> None:
+    """Takes `node` and those above it out of the tree, as far as they are unlocked drafts.
+
+    O(their pages).
+    """
+    evicted, last = tree.evicted_tokens, tree.last_evicted
+    walk = node
+    while walk.draft and not walk.children and not walk.locks:
+        assert walk.parent is not None, "a root is no draft"
+        parent = walk.parent
+        tree.pool.release(tree.cut(walk, walk.own_pages))
+        walk = parent
+    tree.evicted_tokens, tree.last_evicted = evicted, last  # nothing was short of pages
+    share_copies(tree, walk if walk.children else walk.parent)
+
+
+def share_copies(tree: RadixTree, node: Node | None) -> None:
+    """Lets nodes that end inside a page use their only child's copy of it, from `node` upwards.
+
+    Nodes in whose end a sequence goes on keep theirs. O(nodes that end in that page).
+    """
+    size = tree.page_size
+    while node is not None and node.parent is not None and node.end % size:
+        child = next(iter(node.children.values()), None)
+        if child is None or len(node.children) > 1 or child.locks != node.locks:
+            return
+        page, before = child.pages[0], node.pages[-1]
+        if page != before:
+            border = node.end - node.end % size
+            owned = node.start < border or not node.parent.shares(before, border)
+            node.pages[-1] = page
+            tree.pool.share((page,))
+            tree.pool.release((before,))
+            child.own_pages -= 1
+            if owned:
+                tree.cached_pages -= 1
+                tree.locked_pages -= bool(node.locks)
+            else:
+                node.own_pages += 1
+        if node.start % size == 0 or node.start < node.end - node.end % size:
+            return
+        node = node.parent
