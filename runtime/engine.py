@@ -6,6 +6,8 @@ import logging
 import time
 from array import array
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,7 @@ from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.beam_search import BeamSearch, BeamSearchParams
 from coppice.runtime.beams import BeamSearches
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.grammars import Grammars
 from coppice.runtime.intake import Intake
 from coppice.runtime.model_runner import ModelRunner
 from coppice.runtime.paging import Paging
@@ -30,8 +33,11 @@ from coppice.runtime.sampler import Sampled, Sampler
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.scheduler import Schedule, Scheduler
 from coppice.runtime.sequences import Sequences
+from coppice.runtime.weights import resolve_model
 
 logger = logging.getLogger(__name__)
+
+GRAMMAR_WAIT_SECONDS = 0.01
 
 
 class Engine:
@@ -46,7 +52,8 @@ class Engine:
             for output in engine.step(): ...
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, tokenizer: str | Path | None = None) -> None:
+        """Loads the model. `tokenizer`, of which grammars need to know, is with it otherwise."""
         self.config = config
         self.runner = ModelRunner(config)
         self.model_config = self.runner.model_config
@@ -55,8 +62,13 @@ class Engine:
         self.counters = Counters()
         self.accounts = PromptAccounts(self.num_pages * config.page_size)
         self._sampler = Sampler(self.model_config.eos_token_ids)
+        source = resolve_model(config.model) if tokenizer is None else tokenizer
+        self._grammars = Grammars(
+            source, self.model_config.vocab_size, self.model_config.eos_token_ids
+        )
         self.intake = Intake(
             config,
+            self._grammars,
             vocabulary=self.model_config.vocab_size,
             max_model_len=self.max_model_len,
         )
@@ -160,6 +172,7 @@ class Engine:
             arrival=self._sequences.next_arrival(),
             pages=self.free_of_pins,
             queue=self.scheduler.waiting,
+            compiling=self._sequences.compiling,
             beam_search=beam_search,
         )
         self._sequences.begin(sequence)
@@ -195,9 +208,17 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Schedules, runs and commits one mixed batch; [] when there is nothing to do."""
+        refused = [
+            output
+            for sequence, why in self._sequences.compiled()
+            for output in self._end_failed(sequence.request.request_id, why)
+        ]
+        if refused:
+            return refused
         start = time.perf_counter()
         schedule = self.scheduler.schedule()
         if not schedule.chunks:
+            self._sequences.wait_for_grammar(GRAMMAR_WAIT_SECONDS)
             return []
         try:
             sequences, sampled = self._run(schedule)
@@ -272,14 +293,25 @@ class Engine:
         """Ends the requests of a step that failed; only what was committed before stays cached."""
         self.counters.failed_steps += 1
         message = f"the step failed: {type(error).__name__}: {error}"
-        outputs = []
         failed = {chunk.sequence.request.request_id for chunk in schedule.chunks}
-        for request_id in failed:
-            for sequence in self._sequences.of(request_id):
-                self._end(sequence, keep=False)
-                outputs.append(StepOutput.of(sequence, (), "error", None, message))
+        outputs = [
+            output for request_id in failed for output in self._end_failed(request_id, message)
+        ]
         self._check_when_idle()
         return outputs
+
+    def _end_failed(self, request_id: str, message: str) -> list[StepOutput]:
+        """Ends a request; an error for each of its results, those not yet begun included."""
+        sequences = self._sequences.of(request_id)
+        first = sequences[0]
+        results = self._searches.results(request_id)
+        if results is None and not first.forked:
+            results = first.request.params.n
+        indices = [each.index for each in sequences] if results is None else range(results)
+        error = StepOutput.of(first, (), "error", None, message)
+        for sequence in sequences:
+            self._end(sequence, keep=False)
+        return [replace(error, index=index) for index in indices]
 
     # -- pins --------------------------------------------------------------------------------
 
@@ -346,7 +378,7 @@ class Engine:
         pinned = [(pin.hold, array("i")) for pin in self.pins if pin.hold is not None]
         check(self.tree, held + pinned)
         assert {id(s) for s in self._sequences} == {
-            id(s) for s in (*running, *self.scheduler.waiting)
+            id(s) for s in (*running, *self.scheduler.waiting, *self._sequences.compiling)
         }, "a request is lost"
         assert all(s.status is Status.RUNNING for s in running)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from coppice.radix import Namespace
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.grammars import Grammars
 from coppice.runtime.prompt_logprobs import KnownLogprobs
 from coppice.runtime.request import QueueFull, Request, Sequence
 from coppice.runtime.sampling_params import SamplingParams
@@ -22,8 +23,11 @@ class Intake:
         known_logprobs: of earlier prompts, so that they need not be computed again.
     """
 
-    def __init__(self, config: EngineConfig, *, vocabulary: int, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, grammars: Grammars, *, vocabulary: int, max_model_len: int
+    ) -> None:
         """`max_model_len` is the most tokens that a request may have while nothing is pinned."""
+        self._grammars = grammars
         self.known_logprobs = KnownLogprobs(vocabulary, enabled=config.enable_prefix_caching)
         self._config = config
         self._vocabulary = vocabulary
@@ -49,17 +53,20 @@ class Intake:
         arrival: int,
         pages: int,
         queue: WaitingQueue,
+        compiling: Seq[Sequence],
         beam_search: bool = False,
     ) -> Sequence:
         """The first sequence of a new request, for which there are `pages` that no pin keeps.
 
-        Raises ValueError if it can't be served, and QueueFull if it may not wait in `queue`.
+        Raises ValueError if it can't be served, and QueueFull if it may not wait in `queue`,
+        to which those that are `compiling` will come.
         """
         longest = self.longest(pages)
         self._check_prompt(prompt_token_ids, longest, pages)
         self._check_params(params)
         self._check_priority(priority)
-        self._check_queue(queue, len(prompt_token_ids))
+        self._check_queue(queue, compiling, len(prompt_token_ids))
+        form = params.structured_outputs
         room = longest - len(prompt_token_ids)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         request = Request(
@@ -72,6 +79,7 @@ class Intake:
             max_length=len(prompt_token_ids) + limit,
             priority=priority,
             beam_search=beam_search,
+            grammar=None if form is None else self._grammars.compiled(form),
         )
         sequence = Sequence(request)
         sequence.prompt_logprobs = self.known_logprobs.begin(request)
@@ -137,10 +145,11 @@ class Intake:
                 f"{self._config.scheduling_policy!r}; got {priority}"
             )
 
-    def _check_queue(self, queue: WaitingQueue, tokens: int) -> None:
+    def _check_queue(self, queue: WaitingQueue, compiling: Seq[Sequence], tokens: int) -> None:
+        wait = sum(len(each.tokens) for each in compiling)
         for limit, waits, more in (
-            ("max_queued_requests", len(queue), 1),
-            ("max_queued_tokens", queue.tokens, tokens),
+            ("max_queued_requests", len(queue) + len(compiling), 1),
+            ("max_queued_tokens", queue.tokens + wait, tokens),
         ):
             allowed = getattr(self._config, limit)
             if allowed is not None and waits + more > allowed:
