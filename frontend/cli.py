@@ -15,8 +15,10 @@ from coppice.frontend.engine_options import (
     SERVER_DEFAULTS,
     add_engine_options,
     add_sampling_options,
+    add_server_options,
     engine_options,
     sampling_params,
+    server_options,
 )
 from coppice.runtime.config import EngineConfig
 
@@ -91,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--port", type=int, default=8000, metavar="N", help="port; 0: a free one (default: 8000)"
     )
     serve.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
+    add_server_options(serve)
     add_engine_options(serve, **SERVER_DEFAULTS)
     serve.set_defaults(run=run_serve)
 
@@ -198,6 +201,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.port <= 65535:
         raise ValueError(f"port must be from 0 to 65535, got {arguments.port}")
     config = EngineConfig(model=arguments.model, **engine_options(arguments))
+    options = server_options(arguments)
+    options.keys()  # while nothing has been loaded
     try:
         listener = _bound(arguments.host, arguments.port)
     except OSError as error:
@@ -207,7 +212,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     with listener:
         from coppice.frontend.serving import serve
 
-        serve(config, arguments.tokenizer, listener=listener)
+        serve(config, arguments.tokenizer, options, listener=listener)
     return 0
 
 

@@ -106,17 +106,18 @@ class Engine:
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         priority: int = 0,
     ) -> None:
         """Queues a request.
 
-        Requests reuse each other's KV only if their `cache_salt` is equal. `priority` is the
-        request's class under the scheduling policy "priority": the least number first.
+        Requests reuse each other's KV only if `cache_salt` and `tenant` are equal. `priority` is
+        the request's class under the scheduling policy "priority": the least number first.
 
         Raises ValueError if it can't be served, and QueueFull if too much waits already; nothing is
         queued then.
         """
-        self._add(request_id, prompt_token_ids, params, cache_salt, priority)
+        self._add(request_id, prompt_token_ids, params, cache_salt, tenant, priority)
 
     def add_beam_search(
         self,
@@ -125,6 +126,7 @@ class Engine:
         params: BeamSearchParams,
         *,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         priority: int = 0,
     ) -> None:
         """Queues a beam search; its results all come in the step in which it ends, best first.
@@ -140,7 +142,13 @@ class Engine:
             ignore_eos=params.ignore_eos,
         )
         request = self._add(
-            request_id, prompt_token_ids, sampling, cache_salt, priority, beam_search=True
+            request_id,
+            prompt_token_ids,
+            sampling,
+            cache_salt,
+            tenant,
+            priority,
+            beam_search=True,
         )
         stop_ids = set(sampling.stop_ids)
         if not params.ignore_eos:
@@ -155,6 +163,7 @@ class Engine:
         prompt_token_ids: Seq[int],
         params: SamplingParams,
         cache_salt: str | None,
+        tenant: str | None,
         priority: int,
         *,
         beam_search: bool = False,
@@ -168,6 +177,7 @@ class Engine:
             prompt_token_ids,
             params,
             cache_salt=cache_salt,
+            tenant=tenant,
             priority=priority,
             arrival=self._sequences.next_arrival(),
             pages=self.free_of_pins,
@@ -321,6 +331,7 @@ class Engine:
         token_ids: Seq[int],
         *,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         ttl: float | None = None,
     ) -> Pin:
         """Keeps a prefix in the cache until `unpin`, or until it was unused for `ttl` seconds.
@@ -332,7 +343,7 @@ class Engine:
         """
         if not self.config.enable_prefix_caching:
             raise PinRefused(f"pin {name!r}: there is no cache, enable_prefix_caching is off")
-        pin = self.pins.pin(name, token_ids, self.intake.namespace(cache_salt), ttl=ttl)
+        pin = self.pins.pin(name, token_ids, self.intake.namespace(cache_salt, tenant), ttl=ttl)
         most = self._sequences.longest()
         if most > self.intake.longest(self.free_of_pins):
             self.pins.unpin(name)

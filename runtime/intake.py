@@ -34,9 +34,9 @@ class Intake:
         self._max_model_len = max_model_len
         self._seeds = random.Random(config.seed)
 
-    def namespace(self, cache_salt: str | None) -> Namespace:
-        """What keeps the tokens of requests with different salts apart."""
-        return Namespace(model=self._config.model, cache_salt=cache_salt)
+    def namespace(self, cache_salt: str | None, tenant: str | None = None) -> Namespace:
+        """What keeps the tokens of requests with different salts or tenants apart."""
+        return Namespace(model=self._config.model, cache_salt=cache_salt, tenant=tenant)
 
     def longest(self, pages: int) -> int:
         """Tokens, prompt and output together, that a request may have in so many pages."""
@@ -49,6 +49,7 @@ class Intake:
         params: SamplingParams,
         *,
         cache_salt: str | None,
+        tenant: str | None,
         priority: int,
         arrival: int,
         pages: int,
@@ -73,7 +74,7 @@ class Intake:
             request_id=request_id,
             prompt_token_ids=array("i", prompt_token_ids),
             params=params,
-            namespace=self.namespace(cache_salt),
+            namespace=self.namespace(cache_salt, tenant),
             arrival=arrival,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             max_length=len(prompt_token_ids) + limit,
@@ -107,11 +108,6 @@ class Intake:
         count, vocabulary = len(prompt_token_ids), self._vocabulary
         if not count:
             raise ValueError("prompt must have at least one token, got none")
-        for token in prompt_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-                raise ValueError(
-                    f"prompt token ids must be integers from 0 to {vocabulary - 1}, got {token!r}"
-                )
         if count >= longest:
             limit = "max_model_len"
             if longest < self._max_model_len:
@@ -121,6 +117,18 @@ class Intake:
             raise ValueError(
                 f"prompt must be shorter than {longest} tokens ({limit}), so that "
                 f"there is room for at least one more, got {count}"
+            )
+        # An array has integers only, of which the least and the greatest need a look.
+        plain = isinstance(prompt_token_ids, array)
+        looked_at = (min(prompt_token_ids), max(prompt_token_ids)) if plain else prompt_token_ids
+        wrong = [
+            token
+            for token in looked_at
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary
+        ]
+        if wrong:
+            raise ValueError(
+                f"prompt token ids must be integers from 0 to {vocabulary - 1}, got {wrong[0]!r}"
             )
 
     def _check_params(self, params: SamplingParams) -> None:
