@@ -222,7 +222,9 @@ def test_serve_says_where_it_is_and_stops_in_order(checkpoint: Path, signum: int
         out, err = server.communicate(timeout=30)
         assert server.returncode == 0, err
         assert "stopping" in out
-        assert not err
+        (line,) = err.splitlines()
+        assert " info request " in line
+        assert " status=200 " in line
     finally:
         server.kill()
         server.wait()
