@@ -1,8 +1,9 @@
-"""The command `coppice`: generate, serve, demo and replay."""
+"""The command `coppice`: generate, chat, serve, demo and replay."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from coppice.frontend.engine_options import (
     add_sampling_options,
     add_server_options,
     engine_options,
+    sampling_fields,
     sampling_params,
     server_options,
 )
@@ -83,6 +85,20 @@ def build_parser() -> argparse.ArgumentParser:
     add_sampling_options(generate)
     add_engine_options(generate)
     generate.set_defaults(run=run_generate)
+
+    chat = commands.add_parser(
+        "chat", help="talk with a server, or with a model in this process", allow_abbrev=False
+    )
+    chat.add_argument("partner", metavar="MODEL-or-URL", help=f"a server's URL; or {MODEL_HELP}")
+    chat.add_argument("--system", metavar="TEXT", help="the system prompt to begin with")
+    chat.add_argument("--model", metavar="NAME", help="which of the server's models")
+    chat.add_argument(
+        "--api-key", metavar="KEY", help="key for the server (default: the variable OPENAI_API_KEY)"
+    )
+    chat.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
+    add_sampling_options(chat, max_tokens=1024)
+    add_engine_options(chat)
+    chat.set_defaults(run=run_chat)
 
     serve = commands.add_parser(
         "serve", help="start an OpenAI-compatible server", allow_abbrev=False
@@ -194,6 +210,31 @@ def run_generate(arguments: argparse.Namespace) -> int:
         print(f"coppice generate: {failure}", file=sys.stderr)
         return 1
     return 0
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    """`coppice chat`."""
+    params = sampling_params(arguments)
+    from rich.console import Console
+
+    from coppice.frontend import chat
+
+    partner: chat.Partner
+    try:
+        if arguments.partner.startswith(("http://", "https://")):
+            key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
+            fields = sampling_fields(arguments)
+            partner = chat.RemotePartner(arguments.partner, arguments.model, key, fields)
+        else:
+            for name in ("model", "api_key"):
+                if getattr(arguments, name) is not None:
+                    raise ValueError(f"{name} is for a server's URL, got {arguments.partner!r}")
+            config = EngineConfig(model=arguments.partner, **engine_options(arguments))
+            partner = chat.LocalPartner(config, arguments.tokenizer, params)
+    except chat.ChatFailed as error:
+        print(f"coppice chat: {error}", file=sys.stderr)
+        return 1
+    return chat.run(partner, Console(highlight=False), sys.stdin, arguments.system)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:

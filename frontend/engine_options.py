@@ -66,17 +66,25 @@ def server_options(arguments: argparse.Namespace) -> ServerOptions:
     return ServerOptions(**values)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `SamplingParams` that make sense for a whole command."""
+def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """The options of `SamplingParams` that make sense for a command; `defaults` replace its own."""
     group = parser.add_argument_group("sampling options")
     hints = get_type_hints(SamplingParams)
     for option in fields(SamplingParams):
         if option.name in _SAMPLING_HELP:
-            default = CLI_DEFAULTS.get(option.name, option.default)
+            default = (CLI_DEFAULTS | defaults).get(option.name, option.default)
             _add(group, option, hints[option.name], _SAMPLING_HELP[option.name], default)
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text (may be repeated)"
     )
+
+
+def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options that a server must be told: those that ask for something."""
+    values = {name: getattr(arguments, name) for name in _SAMPLING_HELP}
+    neutral = {option.name: option.default for option in fields(SamplingParams)}
+    told = {n: v for n, v in values.items() if n in CLI_DEFAULTS or v != neutral[n]}
+    return told | ({"stop": arguments.stop} if arguments.stop else {})
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
