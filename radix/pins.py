@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from coppice.radix.node import Hold, Node
@@ -89,16 +89,20 @@ class Pins:
         if name in self._pins:
             raise PinRefused(f"name: there is a pin named {name!r} already; unpin it first")
         pin = Pin(name, prefix, namespace, ttl)
-        promised, wanted = self.promised_pages(), self._pages([*self._pins.values(), pin])
+        promised = self.promised_pages()
+        self._pins[name] = pin
+        match = self.tree.match(prefix, namespace)
+        if match.length:
+            pin.hold = self.tree.lock(match, use=False)
+        wanted = self.promised_pages()
         if wanted > self.budget_pages:
+            self.unpin(name)
             raise PinRefused(
                 f"pin {name!r} needs {wanted - promised} pages more, but {promised} of the "
                 f"{self.budget_pages} pages that pins may take are promised to others"
             )
         if ttl is not None:
             pin.deadline = self._clock() + ttl
-        self._pins[name] = pin
-        self._take_hold(pin)
         pin.stamp = _last_use(pin)
         return pin
 
@@ -126,7 +130,7 @@ class Pins:
         now, ended = self._clock(), []
         for pin in list(self._pins.values()):
             if pin.cached_tokens < pin.num_tokens:
-                self._take_hold(pin)
+                self._extend_hold(pin)
             if pin.ttl is None or pin.deadline is None:
                 continue
             used = _last_use(pin)
@@ -138,42 +142,70 @@ class Pins:
         return ended
 
     def promised_pages(self) -> int:
-        """Pages that the pins will take once all of their tokens are cached."""
-        return self._pages(list(self._pins.values()))
+        """Pages that the pins will take once all of their tokens are cached.
+
+        O(pins x tokens / memcmp speed + nodes on their paths).
+        """
+        return self._pages((pin.namespace, pin.tokens) for pin in self._pins.values()) + (
+            self._spare_pages()
+        )
 
     def locked_pages(self) -> int:
         """Pages that pins keep and no sequence uses, each counted once. O(nodes on their paths)."""
-        pins: Counter[Node] = Counter(
+        held = self._held().items()
+        return sum(node.own_pages for node, count in held if node.locks == count)
+
+    def _held(self) -> Counter[Node]:
+        """The nodes that pins keep, and how many of them do."""
+        return Counter(
             node
             for pin in self._pins.values()
             if pin.hold is not None and pin.hold.node is not None
             for node in pin.hold.node.path()
         )
-        return sum(node.own_pages for node, count in pins.items() if node.locks == count)
 
-    def _pages(self, pins: list[Pin]) -> int:
-        """Pages of the union of these prefixes.
+    def _spare_pages(self) -> int:
+        """Pages that are kept beside those that the kept tokens would fill.
+
+        Where a path branched inside a page, the nodes above and below have a copy of it each.
+        """
+        kept = (
+            (pin.namespace, pin.tokens[: pin.cached_tokens * TOKEN_BYTES])
+            for pin in self._pins.values()
+        )
+        return sum(node.own_pages for node in self._held()) - self._pages(kept)
+
+    def _pages(self, prefixes: Iterable[tuple[Hashable, bytes]]) -> int:
+        """Pages that the union of these prefixes fills, each given with its namespace.
 
         In sorted order a prefix shares with all earlier ones what it shares with the one before.
         """
         size = self.tree.page_size
         total = 0
-        keys = {pin.namespace for pin in pins}
-        for namespace in keys:
+        grouped: dict[Hashable, list[bytes]] = {}
+        for namespace, tokens in prefixes:
+            grouped.setdefault(namespace, []).append(tokens)
+        for group in grouped.values():
             before = b""
-            for tokens in sorted(pin.tokens for pin in pins if pin.namespace == namespace):
+            for tokens in sorted(group):
                 shared = common_prefix(tokens, 0, before) // TOKEN_BYTES
                 total += -(-len(tokens) // TOKEN_BYTES // size) - shared // size
                 before = tokens
         return total
 
-    def _take_hold(self, pin: Pin) -> None:
-        """Locks as much of the prefix as is cached by now."""
+    def _extend_hold(self, pin: Pin) -> None:
+        """Locks as much of the prefix as is cached by now.
+
+        Not if that takes more pages than were promised (see `_spare_pages`): then requests that
+        were accepted beside the promise might not fit any more.
+        """
         match = self.tree.match(pin.tokens, pin.namespace)
         if match.length <= pin.cached_tokens:
             return
-        before = pin.hold
+        before, spare = pin.hold, self._spare_pages()
         pin.hold = self.tree.lock(match, use=False)
+        if self._spare_pages() > spare:
+            before, pin.hold = pin.hold, before
         if before is not None:
             self.tree.unlock(before, use=False)
 

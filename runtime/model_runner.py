@@ -9,6 +9,7 @@ from coppice.runtime.batch import Batch, build_batch
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.memory import plan_cache, zeroed
 from coppice.runtime.model_config import load_model_config
+from coppice.runtime.paging import copy_batches
 from coppice.runtime.prompt_logprobs import score_prompts
 from coppice.runtime.scheduler import Schedule
 from coppice.runtime.weights import load_decoder, resolve_dtype, resolve_model
@@ -77,11 +78,11 @@ class ModelRunner:
 
         Returns the batch and the logits float32 [R, vocabulary] of its R `sampled` sequences.
         """
-        if schedule.copies:
+        for copies in copy_batches(schedule.copies):
             self.attention.copy_pages(
                 self.kv_cache,
-                [copy.source for copy in schedule.copies],
-                [copy.target for copy in schedule.copies],
+                [copy.source for copy in copies],
+                [copy.target for copy in copies],
             )
         batch = build_batch(schedule, self.page_size, self.device)
         prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)

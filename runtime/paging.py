@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from coppice.radix import Match, OutOfPages, RadixTree
@@ -16,6 +17,25 @@ class PageCopy:
 
     source: int
     target: int
+
+
+def copy_batches(copies: Iterable[PageCopy]) -> Iterator[list[PageCopy]]:
+    """The copies in order, in as few batches as can each be made in any order.
+
+    A page that a copy reads may be given away before it is made, and be the target of a later one.
+    """
+    batch: list[PageCopy] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for copy in copies:
+        if copy.source in written or copy.target in written or copy.target in read:
+            yield batch
+            batch, read, written = [], set(), set()
+        batch.append(copy)
+        read.add(copy.source)
+        written.add(copy.target)
+    if batch:
+        yield batch
 
 
 class Paging:
@@ -100,6 +120,7 @@ class Paging:
         child.hold = tree.fork(parent.hold)
         shared = parent.table[:full]
         tree.pool.share(shared[child.hold.length // size :])
+        child.private = parent.private
         child.table, child.computed = shared + tail, parent.computed
         if self.accounts is not None:
             self.accounts.forked(child)
@@ -144,19 +165,25 @@ class Paging:
         else:
             self._insert(sequence, draft=False)
 
-    def leave(self, sequence: Sequence, *, keep: bool = True) -> None:
+    def leave(self, sequence: Sequence, *, keep: bool = True, copied: bool = True) -> None:
         """Gives back its pages and its lock; what it computed stays in the tree.
 
         With `keep=False` (the step that wrote to its pages has failed, or the beam comes to
-        nothing) only what was entered before stays, and of that no draft.
+        nothing) only what was entered before stays, and of that no draft. `copied=False`: its last
+        page is still to be copied from its parent's, which has entered all that it could.
         """
-        if keep:
+        assert sequence.hold is not None
+        # Forks of a private sequence go on with its pages: in the tree these would count as
+        # evictable, and evicting them would free nothing. The last to leave enters what it knows.
+        refs = self.tree.pool.refs
+        lone = not sequence.private or all(refs[page] == 1 for page in sequence.table)
+        if entering := keep and copied and lone:
             sequence.private = False
             self._insert(sequence)
-        assert sequence.hold is not None
+        sequence.private = False
+        entered = sequence.computed if entering else sequence.hold.length
         self.tree.release(sequence.hold, sequence.table, drop=not keep)
         if self.accounts is not None:
-            entered = sequence.computed if keep else sequence.hold.length
             self.accounts.left(sequence, self.tree, entered)
         sequence.hold = None
         del sequence.table[:]

@@ -31,7 +31,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Schedule:
-    """What one step does: first copy pages, then compute the chunks in one mixed batch."""
+    """What one step does: copy pages, in order, then compute the chunks in one mixed batch."""
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Scheduler:
         )
         self.preemptions = 0
         self._admissions = 0
-        self._forks: list[tuple[Sequence, PageCopy]] = []  # copies that the next step has to make
+        self._forks: dict[Sequence, PageCopy] = {}  # copies that the next step has to make
         stretch = math.inf if max_step_stretch is None else max_step_stretch
         self._times = StepTimes(stretch) if math.isfinite(stretch) else None
 
@@ -81,7 +81,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """The next step; empty if there is nothing to do. Pages are taken, locks are held."""
-        schedule = Schedule(copies=self._copies_of_forks())
+        schedule = Schedule()
         budget = self.max_num_batched_tokens
         if self.waiting.policy == "priority":
             self._make_room()
@@ -111,6 +111,10 @@ class Scheduler:
         while not schedule.chunks and self.running and len(self.waiting):
             self.preempt(max(self.running, key=lambda each: (each.request.arrival, each.admitted)))
             self._admit(schedule, budget)
+        if schedule.chunks:
+            # Before the others: what these copy from may have been given away since.
+            schedule.copies[:0] = self._forks.values()
+            self._forks.clear()
         return schedule
 
     def _prefill_budget(self, schedule: Schedule, budget: int) -> int:
@@ -178,20 +182,11 @@ class Scheduler:
                 pass
             else:
                 if copy is not None:
-                    self._forks.append((child, copy))
+                    self._forks[child] = copy
                 self._run(child)
                 return True
         child.preempted = True  # it goes before new ones
         return False
-
-    def _copies_of_forks(self) -> list[PageCopy]:
-        """The copies that forks since the last step need, of those that still run."""
-        forks, self._forks = self._forks, []
-        return [
-            copy
-            for child, copy in forks
-            if child.status is Status.RUNNING and copy.target in child.table[-1:]
-        ]
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
@@ -204,18 +199,25 @@ class Scheduler:
         """Sends a running sequence back to the queue; its computed tokens stay in the tree."""
         self.preemptions += 1
         self.running.remove(sequence)
-        self.waiting.stop_leading(sequence)
-        self.paging.leave(sequence)
+        computed = not sequence.remaining
+        self._leave(sequence, keep=True)
         sequence.status = Status.WAITING
         sequence.preempted = True
-        self.waiting.add(sequence, 0)
+        if computed:
+            self.waiting.park(sequence)
+        else:
+            self.waiting.add(sequence, 0)
+
+    def _leave(self, sequence: Sequence, *, keep: bool) -> None:
+        self.waiting.stop_leading(sequence)
+        copied = self._forks.pop(sequence, None) is None
+        self.paging.leave(sequence, keep=keep, copied=copied)
 
     def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Ends a running or waiting sequence; `keep` as in `Paging.leave`."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
-            self.waiting.stop_leading(sequence)
-            self.paging.leave(sequence, keep=keep)
+            self._leave(sequence, keep=keep)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED

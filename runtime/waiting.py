@@ -114,16 +114,18 @@ class WaitingQueue:
         # Preempted ones by class, request and sequence: so the first request's come before others,
         # which matters if they all have to run for it to go on.
         self._resuming: SortedDict = SortedDict()
+        self._parked: dict[int, Sequence] = {}  # by ticket
         self._classes: dict[int, _Class] = {}
         self._leading: dict[int, tuple[Hashable, bytes]] = {}  # by ticket
         self._aside: list[_Place] = []
         tree.watcher = self
 
     def __len__(self) -> int:
-        return len(self._places) + len(self._resuming)
+        return len(self._places) + len(self._resuming) + len(self._parked)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._resuming.values()
+        yield from self._parked.values()
         for place in self._places.values():
             yield place.sequence
 
@@ -149,11 +151,21 @@ class WaitingQueue:
         self._places[ticket] = place
         self._enter(place, hit if cached is None else cached)
 
+    def park(self, sequence: Sequence) -> None:
+        """It was preempted with nothing to compute: it is not offered before it is added anew.
+
+        That is a beam that waits for the others of its search.
+        """
+        self.tokens += len(sequence.tokens)
+        self._parked[self._ticket(sequence)] = sequence
+
     def remove(self, sequence: Sequence) -> None:
-        """Takes it out: it was admitted, or has ended."""
+        """Takes it out: it was admitted, or has ended, or is to be added anew."""
         self.tokens -= len(sequence.tokens)
         ticket = self._ticket(sequence)
         if self._resuming.pop(self._resumption(sequence), None) is not None:
+            return
+        if self._parked.pop(ticket, None) is not None:
             return
         place = self._places.pop(ticket)
         group = self._class(ticket)
@@ -190,7 +202,8 @@ class WaitingQueue:
     def next(self) -> tuple[Sequence, bool] | None:
         """The sequence to admit next, and whether others may not pass it; it stays in the queue.
 
-        None if there is none, or if all wait for what running ones are about to compute.
+        None if there is none, or if all wait for what running ones are about to compute, or are
+        parked.
         """
         ticket = self._trees[self._order[0][1]].best() if self._order else None
         if self._resuming:

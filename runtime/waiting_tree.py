@@ -121,15 +121,21 @@ class WaitingTree:
         """That sequence has computed its tokens, or has left."""
         self._count(self._find(tokens), leaders=-1)
 
-    def shared_with_leader(self, tokens: bytes) -> int:
-        """Tokens behind the hit of a waiting sequence that a leader is about to compute."""
-        hit = shared = 0
+    def cached(self, tokens: bytes) -> int:
+        """Tokens of a sequence in the tree that can be hit. O(branches on its path)."""
+        hit = 0
         for branch in self._path(tokens):
             if hit == branch.start:
                 hit += branch.cached
+        return hit
+
+    def shared_with_leader(self, tokens: bytes) -> int:
+        """Tokens behind what can be hit of a waiting sequence's that a leader computes."""
+        shared = 0
+        for branch in self._path(tokens):
             if branch.leaders:
                 shared = branch.end
-        return max(0, shared - hit)
+        return max(0, shared - self.cached(tokens))
 
     # -- the cache ---------------------------------------------------------------------------
 
@@ -229,7 +235,8 @@ class WaitingTree:
     def _refresh(self, branch: Branch, *, only_waiting: bool = False) -> None:
         """Puts a branch that has changed, and those above it, in their places anew.
 
-        If only what waits has changed, a branch whose best and oldest are the same ends it.
+        If only what waits has changed, a branch whose best and oldest are the same ends it; not one
+        on a leader's path, of which branches above it look further down (`_oldest_free`).
         """
         while True:
             parent, first = branch.parent, branch.edge[:TOKEN_BYTES]
@@ -238,7 +245,7 @@ class WaitingTree:
             if parent is None:
                 return
             same = rank == branch.rank and oldest == branch.oldest
-            if same and only_waiting and not self._by_weight:
+            if same and only_waiting and not branch.leaders and not self._by_weight:
                 return
             if parent.ages is None or parent.ranks is None:
                 parent.ages, parent.ranks = SortedList(), SortedList()
