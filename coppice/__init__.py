@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from coppice.runtime.engine import Engine
     from coppice.runtime.report import CacheReport, SharedPrefix
     from coppice.runtime.sampling_params import SamplingParams
+    from coppice.runtime.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOME_OF = {
     "CacheReport": "coppice.runtime.report",
     "SharedPrefix": "coppice.runtime.report",
     "SamplingParams": "coppice.runtime.sampling_params",
+    "StructuredOutputsParams": "coppice.runtime.structured_outputs",
     "Session": "coppice.frontend.session",
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "SamplingParams",
     "Session",
     "SharedPrefix",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -1,8 +1,9 @@
-"""The command `coppice`: generate, serve, demo and replay."""
+"""The command `coppice`: generate, chat, serve, demo and replay."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,11 @@ from coppice.frontend.engine_options import (
     SERVER_DEFAULTS,
     add_engine_options,
     add_sampling_options,
+    add_server_options,
     engine_options,
+    sampling_fields,
     sampling_params,
+    server_options,
 )
 from coppice.runtime.config import EngineConfig
 
@@ -82,6 +86,20 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_options(generate)
     generate.set_defaults(run=run_generate)
 
+    chat = commands.add_parser(
+        "chat", help="talk with a server, or with a model in this process", allow_abbrev=False
+    )
+    chat.add_argument("partner", metavar="MODEL-or-URL", help=f"a server's URL; or {MODEL_HELP}")
+    chat.add_argument("--system", metavar="TEXT", help="the system prompt to begin with")
+    chat.add_argument("--model", metavar="NAME", help="which of the server's models")
+    chat.add_argument(
+        "--api-key", metavar="KEY", help="key for the server (default: the variable OPENAI_API_KEY)"
+    )
+    chat.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
+    add_sampling_options(chat, max_tokens=1024)
+    add_engine_options(chat)
+    chat.set_defaults(run=run_chat)
+
     serve = commands.add_parser(
         "serve", help="start an OpenAI-compatible server", allow_abbrev=False
     )
@@ -91,6 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--port", type=int, default=8000, metavar="N", help="port; 0: a free one (default: 8000)"
     )
     serve.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
+    add_server_options(serve)
     add_engine_options(serve, **SERVER_DEFAULTS)
     serve.set_defaults(run=run_serve)
 
@@ -193,11 +212,38 @@ def run_generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_chat(arguments: argparse.Namespace) -> int:
+    """`coppice chat`."""
+    params = sampling_params(arguments)
+    from rich.console import Console
+
+    from coppice.frontend import chat
+
+    partner: chat.Partner
+    try:
+        if arguments.partner.startswith(("http://", "https://")):
+            key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
+            fields = sampling_fields(arguments)
+            partner = chat.RemotePartner(arguments.partner, arguments.model, key, fields)
+        else:
+            for name in ("model", "api_key"):
+                if getattr(arguments, name) is not None:
+                    raise ValueError(f"{name} is for a server's URL, got {arguments.partner!r}")
+            config = EngineConfig(model=arguments.partner, **engine_options(arguments))
+            partner = chat.LocalPartner(config, arguments.tokenizer, params)
+    except chat.ChatFailed as error:
+        print(f"coppice chat: {error}", file=sys.stderr)
+        return 1
+    return chat.run(partner, Console(highlight=False), sys.stdin, arguments.system)
+
+
 def run_serve(arguments: argparse.Namespace) -> int:
     """`coppice serve`."""
     if not 0 <= arguments.port <= 65535:
         raise ValueError(f"port must be from 0 to 65535, got {arguments.port}")
     config = EngineConfig(model=arguments.model, **engine_options(arguments))
+    options = server_options(arguments)
+    options.keys()  # while nothing has been loaded
     try:
         listener = _bound(arguments.host, arguments.port)
     except OSError as error:
@@ -207,7 +253,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     with listener:
         from coppice.frontend.serving import serve
 
-        serve(config, arguments.tokenizer, listener=listener)
+        serve(config, arguments.tokenizer, options, listener=listener)
     return 0
 
 

@@ -118,14 +118,18 @@ class EngineClient:
         *,
         beam: BeamSearchParams | None = None,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         priority: int = 0,
     ) -> Deltas:
         """Queues a request for each prompt (its text if there is one, its token ids), all at once.
+
+        Arguments are those of `Engine.add_request`, and of `Engine.add_beam_search` for `beam`.
 
         Raises:
             ValueError, QueueFull: the engine refuses one of them; then none runs.
             EngineStopped: there is no engine at present.
         """
+        packed = [_packed(ids) for _, ids in prompts]
         names = [f"request-{next(self._names)}" for _ in prompts]
         deltas = Deltas(names, self._abandon)
         method = "add_request" if beam is None else "add_beam_search"
@@ -134,11 +138,11 @@ class EngineClient:
             self._running[name] = deltas
             self.texts.add(name, text, ids, params)
         try:
+            more = {"cache_salt": cache_salt, "tenant": tenant, "priority": priority}
             answers = [
-                self._call(method, name, array("i", ids), given, cache_salt=cache_salt,
-                           priority=priority)
-                for name, (_, ids) in zip(names, prompts, strict=True)
-            ]  # fmt: skip
+                self._call(method, name, tokens, given, **more)
+                for name, tokens in zip(names, packed, strict=True)
+            ]
             refusals = await asyncio.gather(*answers, return_exceptions=True)
             for refusal in refusals:
                 if refusal is not None:
@@ -297,3 +301,11 @@ class EngineClient:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
+
+
+def _packed(token_ids: Sequence[int]) -> array[int]:
+    """Token ids as they travel. Raises ValueError for those that no vocabulary can have."""
+    try:
+        return array("i", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"prompt token ids must be integers of a vocabulary: {error}") from error

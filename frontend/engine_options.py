@@ -1,4 +1,4 @@
-"""The engine's and the sampler's options as command-line options, made from their dataclasses."""
+"""The options of engine, server and sampler on the command line, made from their dataclasses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import types
 from dataclasses import Field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from coppice.frontend.server_options import ServerOptions
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.sampling_params import SamplingParams
 
@@ -48,17 +49,42 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names}
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `SamplingParams` that make sense for a whole command."""
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of `ServerOptions`."""
+    group = parser.add_argument_group("server options")
+    hints = get_type_hints(ServerOptions)
+    for option in fields(ServerOptions):
+        _add(group, option, hints[option.name], option.metadata["help"], option.default)
+
+
+def server_options(arguments: argparse.Namespace) -> ServerOptions:
+    """The server options' values. Raises ValueError if one is out of range."""
+    values: dict[str, Any] = {}
+    for option in fields(ServerOptions):
+        value = getattr(arguments, option.name)
+        values[option.name] = tuple(value) if isinstance(value, list) else value
+    return ServerOptions(**values)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """The options of `SamplingParams` that make sense for a command; `defaults` replace its own."""
     group = parser.add_argument_group("sampling options")
     hints = get_type_hints(SamplingParams)
     for option in fields(SamplingParams):
         if option.name in _SAMPLING_HELP:
-            default = CLI_DEFAULTS.get(option.name, option.default)
+            default = (CLI_DEFAULTS | defaults).get(option.name, option.default)
             _add(group, option, hints[option.name], _SAMPLING_HELP[option.name], default)
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text (may be repeated)"
     )
+
+
+def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options that a server must be told: those that ask for something."""
+    values = {name: getattr(arguments, name) for name in _SAMPLING_HELP}
+    neutral = {option.name: option.default for option in fields(SamplingParams)}
+    told = {n: v for n, v in values.items() if n in CLI_DEFAULTS or v != neutral[n]}
+    return told | ({"stop": arguments.stop} if arguments.stop else {})
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
@@ -74,6 +100,9 @@ def _add(
     if hint is bool:
         text += f" (default: {'on' if default else 'off'})"
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+        return
+    if get_origin(hint) is tuple:  # argparse copies a list before it appends
+        group.add_argument(flag, action="append", default=[], metavar="TEXT", help=text)
         return
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))

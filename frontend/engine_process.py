@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from multiprocessing.connection import Connection
 
+from coppice.frontend import logs
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine_loop import engine_main
 
@@ -15,11 +17,11 @@ _context = multiprocessing.get_context("spawn")
 class EngineProcess:
     """A process that runs `engine_main`; `connection` is this side's end of its channel."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, log_format: str = "text") -> None:
         """Starts it. Loading the model takes until it sends `Ready`."""
         self.connection, theirs = _context.Pipe()
         self._process = _context.Process(
-            target=engine_main, args=(config, theirs), name="coppice-engine", daemon=True
+            target=_main, args=(config, log_format, theirs), name="coppice-engine", daemon=True
         )
         self._process.start()
         theirs.close()  # so that this side sees the end of the channel when the process ends
@@ -43,3 +45,9 @@ class EngineProcess:
     def kill(self) -> None:
         """Ends it at once."""
         self._process.kill()
+
+
+def _main(config: EngineConfig, log_format: str, connection: Connection) -> None:
+    """Of the engine's process."""
+    logs.configure(log_format)
+    engine_main(config, connection)

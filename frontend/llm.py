@@ -22,6 +22,7 @@ from coppice.frontend.text_engine import TextEngine
 from coppice.frontend.tokenizer import Message
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.grammars import check
 from coppice.runtime.report import CacheReport
 from coppice.runtime.sampling_params import SamplingParams
 
@@ -205,6 +206,9 @@ class LLM:
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params = _params_for_each(sampling_params, len(parsed))
+        for form in {each.structured_outputs for each in params}:
+            if form is not None:
+                check(form)
         ids: list[str] = []
         results: dict[str, RequestOutput] = {}
         try:

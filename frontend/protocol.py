@@ -25,9 +25,12 @@ class BadRequest(ValueError):
         code: str | None = None,
         status: int = 400,
         kind: str = "invalid_request_error",
+        retry_after: int | None = None,
     ) -> None:
+        """`retry_after`: seconds after which the same request may be accepted."""
         super().__init__(message)
         self.status = status
+        self.retry_after = retry_after
         self.body = error_body(message, kind=kind, param=param, code=code)
 
 

@@ -6,15 +6,17 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from aiohttp import web
 
-from coppice.frontend.answers import ChatCompletion, Completion
+from coppice.frontend.access import Access
+from coppice.frontend.answers import ChatCompletion, Completion, usage
 from coppice.frontend.deltas import Deltas, EngineStopped, RequestFailed
 from coppice.frontend.engine_client import EngineClient
+from coppice.frontend.middleware import NOTE, Note, cors_headers, middlewares
 from coppice.frontend.openapi import with_description
 from coppice.frontend.outputs import RequestOutput
 from coppice.frontend.protocol import (
@@ -25,13 +27,13 @@ from coppice.frontend.protocol import (
     parse_chat,
     parse_completion,
 )
-from coppice.frontend.routes import Handler, Route, Schema, add_routes, json_answer
+from coppice.frontend.routes import Route, Schema, add_routes, json_answer
+from coppice.frontend.server_options import ServerOptions
 from coppice.runtime.request import QueueFull
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 * 2**20
-RETRY_AFTER_SECONDS = 5
+STALLED_SECONDS = 120.0  # that a client may leave a full buffer unread
 
 
 class Server:
@@ -40,18 +42,31 @@ class Server:
     Args:
         engine: a started engine.
         model: the name under which requests must ask for the model.
+        options: of the server itself; the defaults if not given.
     """
 
-    def __init__(self, engine: EngineClient, model: str) -> None:
+    def __init__(
+        self, engine: EngineClient, model: str, options: ServerOptions | None = None
+    ) -> None:
         self._engine = engine
         self._model = model
+        self._options = options or ServerOptions()
+        self._access = Access(
+            self._options.keys(),
+            only_admins=self._options.isolate_keys,
+            max_concurrent=self._options.max_concurrent_requests,
+            per_minute=self._options.requests_per_minute,
+        )
+        self._draining = False
         self._created = int(time.time())
         # One thread, so that a tokenizer is never in two calls at once.
         self._tokenizing = ThreadPoolExecutor(1, "coppice-tokenizer")
 
     def application(self) -> web.Application:
         """The application; run it with `handler_cancellation`, so that vanished clients count."""
-        app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
+        around = middlewares(self._access, self._options.cors_origin)
+        app = web.Application(middlewares=around, client_max_size=self._options.max_body_bytes)
+        app.on_response_prepare.append(self._stream_headers)
         add_routes(app, with_description(self._routes()))
         app.on_cleanup.append(self._close)
         return app
@@ -85,10 +100,21 @@ class Server:
             Route("GET", "/health", self._health, "Health", {200: state, 503: state}),
         ]
 
+    def drain(self) -> None:
+        """From now on new requests are refused; those that run may end."""
+        self._draining = True
+
+    async def _stream_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """An answer that is sent in pieces passes the middlewares after its headers are out."""
+        response.headers["X-Request-Id"] = request[NOTE].request_id
+        response.headers.update(cors_headers(request, self._options.cors_origin))
+
     async def _close(self, app: web.Application) -> None:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     async def _health(self, request: web.Request) -> web.Response:
+        if self._draining:
+            return web.json_response({"status": "the server is stopping"}, status=503)
         if self._engine.alive:
             return web.json_response({"status": "ok"})
         return web.json_response({"status": self._engine.trouble}, status=503)
@@ -129,27 +155,55 @@ class Server:
         parse: Callable[[Any], CompletionRequest],
         answers: type[Completion],
     ) -> web.StreamResponse:
+        if self._draining:
+            raise EngineStopped("the server is stopping")
         body = await _json(request)
         asked = parse(body)
         self._check_model(asked.model)
+        note = request[NOTE]
+        note.fields["stream"] = asked.stream
+        if self._options.log_prompts:
+            note.fields["prompt"] = asked.messages or asked.prompts
         shape = answers(self._model, asked.params, self._engine.texts.token_texts)
+        limit = self._options.request_timeout
+        deadline = None if limit is None else asyncio.get_running_loop().time() + limit
         try:
-            prompts = await self._tokenize(asked)
-            deltas = await self._engine.submit(
-                prompts,
-                asked.params,
-                beam=asked.beam,
-                cache_salt=asked.cache_salt,
-                priority=asked.priority,
-            )
+            async with asyncio.timeout_at(deadline):
+                prompts = await self._tokenize(asked)
+                deltas = await self._engine.submit(
+                    prompts,
+                    asked.params,
+                    beam=asked.beam,
+                    cache_salt=asked.cache_salt,
+                    tenant=self._tenant(note),
+                    priority=asked.priority,
+                )
+        except TimeoutError:
+            raise self._too_late() from None
         except ValueError as error:
             raise bad_value(error, body) from error
         except QueueFull as error:
             raise BadRequest(str(error), status=429, kind="rate_limit_error") from error
         async with deltas:
             if asked.stream:
-                return await self._stream(request, shape, deltas, len(prompts), asked)
-            return web.json_response(shape.whole(await deltas.outputs()))
+                return await self._stream(request, shape, deltas, len(prompts), asked, deadline)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    outputs = await deltas.outputs()
+            except TimeoutError:
+                raise self._too_late() from None
+        note.fields |= _counts(usage(outputs))
+        return web.json_response(shape.whole(outputs))
+
+    def _tenant(self, note: Note) -> str | None:
+        """Whose cache a request may share; None: everybody's."""
+        if not self._options.isolate_keys or note.guest is None:
+            return None
+        return note.guest.name
+
+    def _too_late(self) -> TimeoutError:
+        limit = self._options.request_timeout
+        return TimeoutError(f"the request took longer than request_timeout, {limit:g} s")
 
     async def _tokenize(self, asked: CompletionRequest) -> list[tuple[str | None, list[int]]]:
         """Text (if there was one) and token ids of each prompt, made off the event loop."""
@@ -172,6 +226,7 @@ class Server:
         deltas: Deltas,
         count: int,
         asked: CompletionRequest,
+        deadline: float | None,
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -180,29 +235,52 @@ class Server:
         outputs: list[RequestOutput] = []
         blank = {"usage": None} if asked.include_usage else {}
         try:
-            for index in range(count * asked.params.n):
-                for chunk in shape.opening(index):
-                    await _send(response, chunk | blank)
-            async for index, delta in deltas:
-                for chunk in shape.chunks(index * asked.params.n + delta.index, delta):
-                    await _send(response, chunk | blank)
-                if delta.output is not None:
-                    outputs.append(delta.output)
+            async with asyncio.timeout_at(deadline):
+                opening = (shape.opening(index) for index in range(count * asked.params.n))
+                await _send(response, [chunk | blank for chunks in opening for chunk in chunks])
+                async for index, delta in deltas:
+                    chunks = shape.chunks(index * asked.params.n + delta.index, delta)
+                    await _send(response, [chunk | blank for chunk in chunks])
+                    if delta.output is not None:
+                        outputs.append(delta.output)
+            request[NOTE].fields |= _counts(usage(outputs))
             if asked.include_usage:
-                await _send(response, shape.usage_chunk(outputs))
+                await _send(response, [shape.usage_chunk(outputs)])
         except ConnectionError:
             raise
         except Exception as error:  # the status line is out; the stream itself must tell
-            if not isinstance(error, RequestFailed):
-                log.exception("%s failed", request.path)
-            await _send(response, error_body(str(error), kind="server_error"))
+            if isinstance(error, TimeoutError):
+                body = error_body(str(self._too_late()), kind="timeout_error")
+            else:
+                if not isinstance(error, RequestFailed):
+                    log.exception("%s failed", request.path)
+                body = error_body(str(error), kind="server_error")
+            request[NOTE].fields["error"] = body["error"]["message"]
+            await _send(response, [body])
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
 
-async def _send(response: web.StreamResponse, chunk: dict[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+def _counts(usage: dict[str, Any]) -> dict[str, int]:
+    """What the log tells of a request's size."""
+    return {
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+    }
+
+
+async def _send(response: web.StreamResponse, chunks: Sequence[dict[str, Any]]) -> None:
+    """Sends them in one write. Raises ConnectionError if the client has stopped reading."""
+    if not chunks:
+        return
+    data = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+    try:
+        async with asyncio.timeout(STALLED_SECONDS):
+            await response.write(data)
+    except TimeoutError:
+        raise ConnectionError(f"the client has read nothing for {STALLED_SECONDS:g} s") from None
 
 
 async def _json(request: web.Request) -> Any:
@@ -211,30 +289,3 @@ async def _json(request: web.Request) -> Any:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:  # bad UTF-8 and huge integers included
         raise BadRequest(f"the body is not valid JSON: {error}") from error
-
-
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every failure in the API's error shape."""
-    try:
-        return await handler(request)
-    except BadRequest as error:
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if error.status == 429 else {}
-        return web.json_response(error.body, status=error.status, headers=headers)
-    except web.HTTPException as error:
-        text = f"{request.method} {request.path}: {error.reason}"
-        headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
-        body = error_body(text, kind="invalid_request_error")
-        return web.json_response(body, status=error.status, headers=headers)
-    except EngineStopped as error:
-        body = error_body(str(error), kind="server_error")
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        return web.json_response(body, status=503, headers=headers)
-    except RequestFailed as error:
-        return web.json_response(error_body(str(error), kind="server_error"), status=500)
-    except ConnectionError:  # the client is gone; there is nobody to tell
-        raise
-    except Exception as error:
-        log.exception("%s %s failed", request.method, request.path)
-        text = f"internal error: {type(error).__name__}: {error}"
-        return web.json_response(error_body(text, kind="server_error"), status=500)

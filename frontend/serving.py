@@ -12,25 +12,32 @@ from functools import partial
 
 from aiohttp import web
 
+from coppice.frontend import logs
 from coppice.frontend.engine_client import EngineClient
 from coppice.frontend.engine_process import EngineProcess
 from coppice.frontend.server import Server
+from coppice.frontend.server_options import ServerOptions
 from coppice.frontend.tokenizer import Tokenizer, model_source
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.weights import resolve_model
 
-DRAIN_SECONDS = 30.0
 
-
-def serve(config: EngineConfig, tokenizer: str | None, *, listener: socket.socket) -> None:
+def serve(
+    config: EngineConfig,
+    tokenizer: str | None,
+    options: ServerOptions,
+    *,
+    listener: socket.socket,
+) -> None:
     """Serves until SIGINT or SIGTERM, then lets running requests end.
 
     New connections are refused at once when a signal comes. Requests that take longer than
-    `DRAIN_SECONDS` from there on are aborted, and a second signal aborts them at once.
+    `options.drain_timeout` from there on are aborted, and a second signal aborts them at once.
 
     Args:
         config: of the engine; its model is the name under which requests ask for it.
         tokenizer: where the tokenizer is, if not with the model.
+        options: of the server itself.
         listener: bound to the address to serve at; it is closed at the end.
 
     Raises:
@@ -40,27 +47,33 @@ def serve(config: EngineConfig, tokenizer: str | None, *, listener: socket.socke
     source = path if tokenizer is None else resolve_model(model_source(tokenizer))
     loaded = Tokenizer(source)  # first, since it takes less to find that one is missing
     own = replace(config, model=str(path))
-    asyncio.run(_serve(EngineClient(partial(EngineProcess, own), loaded), config.model, listener))
+    logs.configure(options.log_format)
+    engine = EngineClient(partial(EngineProcess, own, options.log_format), loaded)
+    asyncio.run(_serve(engine, config.model, options, listener))
 
 
-async def _serve(engine: EngineClient, model: str, listener: socket.socket) -> None:
+async def _serve(
+    engine: EngineClient, model: str, options: ServerOptions, listener: socket.socket
+) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, lambda: (hurry if stop.is_set() else stop).set())
     if not await _started(engine, stop):
         return
+    server = Server(engine, model, options)
     runner = web.AppRunner(
-        Server(engine, model).application(),
+        server.application(),
         handler_cancellation=True,
         access_log=None,
-        shutdown_timeout=DRAIN_SECONDS,
+        shutdown_timeout=options.drain_timeout,
     )
     await runner.setup()
     await web.SockSite(runner, listener).start()
     print(_greeting(engine, model, *listener.getsockname()[:2]), flush=True)
     await stop.wait()
     print(f"stopping; requests still running: {engine.running}", flush=True)
+    server.drain()
     await _drain(runner, engine, hurry)
 
 

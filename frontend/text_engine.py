@@ -47,7 +47,7 @@ class TextEngine:
         path = resolve_model(model_source(config.model))
         source = path if tokenizer is None else resolve_model(model_source(tokenizer))
         loaded = Tokenizer(source)  # first, since it takes less to find that one is missing
-        return cls(Engine(replace(config, model=str(path))), loaded)
+        return cls(Engine(replace(config, model=str(path)), tokenizer=source), loaded)
 
     def add(
         self,

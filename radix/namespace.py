@@ -13,11 +13,13 @@ class Namespace(NamedTuple):
         model: identity of the weights that compute the KV.
         adapter: identity of an adapter on top of them; None without.
         cache_salt: what a user sends along to keep a prompt's KV to itself; None without.
+        tenant: whose it is, where several share a server and nothing of the cache; None without.
     """
 
     model: str = ""
     adapter: str | None = None
     cache_salt: str | None = None
+    tenant: str | None = None
 
 
 def encode_namespace(namespace: Hashable) -> bytes:

@@ -87,6 +87,14 @@ class BeamSearches:
         (first,) = self._sequences.of(request_id)
         self._groups[request_id] = BeamGroup(search, first)
 
+    def results(self, request_id: str) -> int | None:
+        """How many results a search is to give; None if the request is none."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        params = group.search.params
+        return params.beam_width if params.n is None else params.n
+
     def forget(self, request_id: str) -> None:
         """The request has ended; nothing if it was none of these."""
         self._groups.pop(request_id, None)

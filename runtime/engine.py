@@ -6,6 +6,8 @@ import logging
 import time
 from array import array
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,7 @@ from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.beam_search import BeamSearch, BeamSearchParams
 from coppice.runtime.beams import BeamSearches
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.grammars import Grammars
 from coppice.runtime.intake import Intake
 from coppice.runtime.model_runner import ModelRunner
 from coppice.runtime.paging import Paging
@@ -30,8 +33,11 @@ from coppice.runtime.sampler import Sampled, Sampler
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.scheduler import Schedule, Scheduler
 from coppice.runtime.sequences import Sequences
+from coppice.runtime.weights import resolve_model
 
 logger = logging.getLogger(__name__)
+
+GRAMMAR_WAIT_SECONDS = 0.01
 
 
 class Engine:
@@ -46,7 +52,8 @@ class Engine:
             for output in engine.step(): ...
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, tokenizer: str | Path | None = None) -> None:
+        """Loads the model. `tokenizer`, of which grammars need to know, is with it otherwise."""
         self.config = config
         self.runner = ModelRunner(config)
         self.model_config = self.runner.model_config
@@ -55,8 +62,13 @@ class Engine:
         self.counters = Counters()
         self.accounts = PromptAccounts(self.num_pages * config.page_size)
         self._sampler = Sampler(self.model_config.eos_token_ids)
+        source = resolve_model(config.model) if tokenizer is None else tokenizer
+        self._grammars = Grammars(
+            source, self.model_config.vocab_size, self.model_config.eos_token_ids
+        )
         self.intake = Intake(
             config,
+            self._grammars,
             vocabulary=self.model_config.vocab_size,
             max_model_len=self.max_model_len,
         )
@@ -94,17 +106,18 @@ class Engine:
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         priority: int = 0,
     ) -> None:
         """Queues a request.
 
-        Requests reuse each other's KV only if their `cache_salt` is equal. `priority` is the
-        request's class under the scheduling policy "priority": the least number first.
+        Requests reuse each other's KV only if `cache_salt` and `tenant` are equal. `priority` is
+        the request's class under the scheduling policy "priority": the least number first.
 
         Raises ValueError if it can't be served, and QueueFull if too much waits already; nothing is
         queued then.
         """
-        self._add(request_id, prompt_token_ids, params, cache_salt, priority)
+        self._add(request_id, prompt_token_ids, params, cache_salt, tenant, priority)
 
     def add_beam_search(
         self,
@@ -113,6 +126,7 @@ class Engine:
         params: BeamSearchParams,
         *,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         priority: int = 0,
     ) -> None:
         """Queues a beam search; its results all come in the step in which it ends, best first.
@@ -128,7 +142,13 @@ class Engine:
             ignore_eos=params.ignore_eos,
         )
         request = self._add(
-            request_id, prompt_token_ids, sampling, cache_salt, priority, beam_search=True
+            request_id,
+            prompt_token_ids,
+            sampling,
+            cache_salt,
+            tenant,
+            priority,
+            beam_search=True,
         )
         stop_ids = set(sampling.stop_ids)
         if not params.ignore_eos:
@@ -143,6 +163,7 @@ class Engine:
         prompt_token_ids: Seq[int],
         params: SamplingParams,
         cache_salt: str | None,
+        tenant: str | None,
         priority: int,
         *,
         beam_search: bool = False,
@@ -156,10 +177,12 @@ class Engine:
             prompt_token_ids,
             params,
             cache_salt=cache_salt,
+            tenant=tenant,
             priority=priority,
             arrival=self._sequences.next_arrival(),
             pages=self.free_of_pins,
             queue=self.scheduler.waiting,
+            compiling=self._sequences.compiling,
             beam_search=beam_search,
         )
         self._sequences.begin(sequence)
@@ -195,9 +218,17 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Schedules, runs and commits one mixed batch; [] when there is nothing to do."""
+        refused = [
+            output
+            for sequence, why in self._sequences.compiled()
+            for output in self._end_failed(sequence.request.request_id, why)
+        ]
+        if refused:
+            return refused
         start = time.perf_counter()
         schedule = self.scheduler.schedule()
         if not schedule.chunks:
+            self._sequences.wait_for_grammar(GRAMMAR_WAIT_SECONDS)
             return []
         try:
             sequences, sampled = self._run(schedule)
@@ -272,16 +303,28 @@ class Engine:
         """Ends the requests of a step that failed; only what was committed before stays cached."""
         self.counters.failed_steps += 1
         message = f"the step failed: {type(error).__name__}: {error}"
-        outputs = []
         targets = {copy.target for copy in schedule.copies}
         without_copy = [s for s in self.scheduler.running if not targets.isdisjoint(s.table)]
         sequences = [*(chunk.sequence for chunk in schedule.chunks), *without_copy]
-        for request_id in dict.fromkeys(s.request.request_id for s in sequences):
-            for sequence in self._sequences.of(request_id):
-                self._end(sequence, keep=False)
-                outputs.append(StepOutput.of(sequence, (), "error", None, message))
+        failed = dict.fromkeys(each.request.request_id for each in sequences)
+        outputs = [
+            output for request_id in failed for output in self._end_failed(request_id, message)
+        ]
         self._check_when_idle()
         return outputs
+
+    def _end_failed(self, request_id: str, message: str) -> list[StepOutput]:
+        """Ends a request; an error for each of its results, those not yet begun included."""
+        sequences = self._sequences.of(request_id)
+        first = sequences[0]
+        results = self._searches.results(request_id)
+        if results is None and not first.forked:
+            results = first.request.params.n
+        indices = [each.index for each in sequences] if results is None else range(results)
+        error = StepOutput.of(first, (), "error", None, message)
+        for sequence in sequences:
+            self._end(sequence, keep=False)
+        return [replace(error, index=index) for index in indices]
 
     # -- pins --------------------------------------------------------------------------------
 
@@ -291,6 +334,7 @@ class Engine:
         token_ids: Seq[int],
         *,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         ttl: float | None = None,
     ) -> Pin:
         """Keeps a prefix in the cache until `unpin`, or until it was unused for `ttl` seconds.
@@ -302,7 +346,7 @@ class Engine:
         """
         if not self.config.enable_prefix_caching:
             raise PinRefused(f"pin {name!r}: there is no cache, enable_prefix_caching is off")
-        pin = self.pins.pin(name, token_ids, self.intake.namespace(cache_salt), ttl=ttl)
+        pin = self.pins.pin(name, token_ids, self.intake.namespace(cache_salt, tenant), ttl=ttl)
         most = self._sequences.longest()
         if most > self.intake.longest(self.free_of_pins):
             self.pins.unpin(name)
@@ -348,7 +392,7 @@ class Engine:
         pinned = [(pin.hold, array("i")) for pin in self.pins if pin.hold is not None]
         check(self.tree, held + pinned)
         assert {id(s) for s in self._sequences} == {
-            id(s) for s in (*running, *self.scheduler.waiting)
+            id(s) for s in (*running, *self.scheduler.waiting, *self._sequences.compiling)
         }, "a request is lost"
         assert all(s.status is Status.RUNNING for s in running)
 

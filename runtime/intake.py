@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from coppice.radix import Namespace
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.grammars import Grammars
 from coppice.runtime.prompt_logprobs import KnownLogprobs
 from coppice.runtime.request import QueueFull, Request, Sequence
 from coppice.runtime.sampling_params import SamplingParams
@@ -22,17 +23,20 @@ class Intake:
         known_logprobs: of earlier prompts, so that they need not be computed again.
     """
 
-    def __init__(self, config: EngineConfig, *, vocabulary: int, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, grammars: Grammars, *, vocabulary: int, max_model_len: int
+    ) -> None:
         """`max_model_len` is the most tokens that a request may have while nothing is pinned."""
+        self._grammars = grammars
         self.known_logprobs = KnownLogprobs(vocabulary, enabled=config.enable_prefix_caching)
         self._config = config
         self._vocabulary = vocabulary
         self._max_model_len = max_model_len
         self._seeds = random.Random(config.seed)
 
-    def namespace(self, cache_salt: str | None) -> Namespace:
-        """What keeps the tokens of requests with different salts apart."""
-        return Namespace(model=self._config.model, cache_salt=cache_salt)
+    def namespace(self, cache_salt: str | None, tenant: str | None = None) -> Namespace:
+        """What keeps the tokens of requests with different salts or tenants apart."""
+        return Namespace(model=self._config.model, cache_salt=cache_salt, tenant=tenant)
 
     def longest(self, pages: int) -> int:
         """Tokens, prompt and output together, that a request may have in so many pages."""
@@ -45,33 +49,38 @@ class Intake:
         params: SamplingParams,
         *,
         cache_salt: str | None,
+        tenant: str | None,
         priority: int,
         arrival: int,
         pages: int,
         queue: WaitingQueue,
+        compiling: Seq[Sequence],
         beam_search: bool = False,
     ) -> Sequence:
         """The first sequence of a new request, for which there are `pages` that no pin keeps.
 
-        Raises ValueError if it can't be served, and QueueFull if it may not wait in `queue`.
+        Raises ValueError if it can't be served, and QueueFull if it may not wait in `queue`,
+        to which those that are `compiling` will come.
         """
         longest = self.longest(pages)
         self._check_prompt(prompt_token_ids, longest, pages)
         self._check_params(params)
         self._check_priority(priority)
-        self._check_queue(queue, len(prompt_token_ids))
+        self._check_queue(queue, compiling, len(prompt_token_ids))
+        form = params.structured_outputs
         room = longest - len(prompt_token_ids)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         request = Request(
             request_id=request_id,
             prompt_token_ids=array("i", prompt_token_ids),
             params=params,
-            namespace=self.namespace(cache_salt),
+            namespace=self.namespace(cache_salt, tenant),
             arrival=arrival,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             max_length=len(prompt_token_ids) + limit,
             priority=priority,
             beam_search=beam_search,
+            grammar=None if form is None else self._grammars.compiled(form),
         )
         sequence = Sequence(request)
         sequence.prompt_logprobs = self.known_logprobs.begin(request)
@@ -99,11 +108,6 @@ class Intake:
         count, vocabulary = len(prompt_token_ids), self._vocabulary
         if not count:
             raise ValueError("prompt must have at least one token, got none")
-        for token in prompt_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-                raise ValueError(
-                    f"prompt token ids must be integers from 0 to {vocabulary - 1}, got {token!r}"
-                )
         if count >= longest:
             limit = "max_model_len"
             if longest < self._max_model_len:
@@ -113,6 +117,18 @@ class Intake:
             raise ValueError(
                 f"prompt must be shorter than {longest} tokens ({limit}), so that "
                 f"there is room for at least one more, got {count}"
+            )
+        # An array has integers only, of which the least and the greatest need a look.
+        plain = isinstance(prompt_token_ids, array)
+        looked_at = (min(prompt_token_ids), max(prompt_token_ids)) if plain else prompt_token_ids
+        wrong = [
+            token
+            for token in looked_at
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary
+        ]
+        if wrong:
+            raise ValueError(
+                f"prompt token ids must be integers from 0 to {vocabulary - 1}, got {wrong[0]!r}"
             )
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -137,10 +153,11 @@ class Intake:
                 f"{self._config.scheduling_policy!r}; got {priority}"
             )
 
-    def _check_queue(self, queue: WaitingQueue, tokens: int) -> None:
+    def _check_queue(self, queue: WaitingQueue, compiling: Seq[Sequence], tokens: int) -> None:
+        wait = sum(len(each.tokens) for each in compiling)
         for limit, waits, more in (
-            ("max_queued_requests", len(queue), 1),
-            ("max_queued_tokens", queue.tokens, tokens),
+            ("max_queued_requests", len(queue) + len(compiling), 1),
+            ("max_queued_tokens", queue.tokens + wait, tokens),
         ):
             allowed = getattr(self._config, limit)
             if allowed is not None and waits + more > allowed:

@@ -1,4 +1,4 @@
-"""What requests ask for that changes logits: penalties, biases, bans and functions of their own.
+"""What requests ask for that changes logits: penalties, biases, bans, grammars, own functions.
 
 Every row of a batch follows its own rules. They are gathered into flat arrays of (row, token,
 value), so that each kind is one operation over the batch, and rows without rules are not touched.
@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
+from coppice.runtime.grammars import CompiledGrammar, GrammarState, forbid_other_tokens
 from coppice.runtime.request import Sequence
 from coppice.runtime.sampling_params import LogitsProcessor, SamplingParams
 
@@ -72,9 +73,15 @@ class BadWords:
 class LogitRules:
     """What one sequence's parameters do to its logits, made ready for use at every token."""
 
-    __slots__ = ("allowed", "bad_words", "bias", "biased", "counts", "empty", "processors")
+    __slots__ = ("allowed", "bad_words", "bias", "biased", "counts", "empty", "grammar",
+                 "processors")  # fmt: skip
 
-    def __init__(self, params: SamplingParams, prompt: Iterable[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Iterable[int],
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
         repetition = params.repetition_penalty != 1
         penalised = repetition or params.presence_penalty != 0 or params.frequency_penalty != 0
         # Only the repetition penalty looks at the prompt: a long one costs nothing otherwise.
@@ -87,7 +94,8 @@ class LogitRules:
         words = tuple(map(tuple, params.bad_words_token_ids or ()))
         self.bad_words = BadWords(words) if words else None
         self.processors = [(each, _wants_prompt(each)) for each in params.logits_processors or ()]
-        self.empty = not (penalised or bias or allowed or words or self.processors)
+        self.grammar = None if grammar is None else GrammarState(grammar)
+        self.empty = not (penalised or bias or allowed or words or self.processors or self.grammar)
 
 
 def _wants_prompt(processor: LogitsProcessor) -> bool:
@@ -123,7 +131,9 @@ def apply_rules(
         rules = sequence.logit_rules
         if rules is None:
             request = sequence.request
-            rules = sequence.logit_rules = LogitRules(request.params, request.prompt_token_ids)
+            grammar = None if request.grammar is None else request.grammar.result()
+            rules = LogitRules(request.params, request.prompt_token_ids, grammar)
+            sequence.logit_rules = rules
         if not rules.empty:
             ruled.append((row, rules))
         if ends := _early_ends(sequence, eos_token_ids, logits.shape[1]):
@@ -144,13 +154,19 @@ def apply_rules(
             ):
                 banned.append((row, bad))
         _keep_allowed(logits, ruled)
+        errors |= _keep_to_grammars(logits, ruled, sequences)
     _ban(logits, banned)
-    strict = {row for row, rules in ruled if rules.allowed is not None or rules.processors}
+    strict = {
+        row
+        for row, rules in ruled
+        if rules.allowed is not None or rules.processors or rules.grammar is not None
+    }
     for row in _without_choice(logits, sorted(strict.union(row for row, _ in banned))):
         errors.setdefault(
             row,
-            "no token is left to choose: allowed_token_ids, bad_words, min_tokens and "
-            "logits_processors rule them all out, or a processor made a logit infinite or NaN",
+            "no token is left to choose: allowed_token_ids, bad_words, min_tokens, "
+            "structured_outputs and logits_processors rule them all out, or a processor made a "
+            "logit infinite or NaN",
         )
     for row in errors:
         logits[row] = 0.0  # the others are still to be sampled, and nothing may trip over this one
@@ -228,6 +244,23 @@ def _keep_allowed(logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]]) -> N
         kept = logits[place]
         logits[[row for row, _ in entries]] = -torch.inf
         logits[place] = kept
+
+
+def _keep_to_grammars(
+    logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]], sequences: Seq[Sequence]
+) -> dict[int, str]:
+    """Forbids what grammars do not allow next; what went wrong, by row."""
+    states = [(row, rules.grammar) for row, rules in ruled if rules.grammar is not None]
+    if not states:
+        return {}
+    for row, state in states:
+        state.update(sequences[row])
+    forbid_other_tokens(logits, states)
+    return {
+        row: f"structured_outputs: the text cannot be followed: {state.matcher.get_error():.400}"
+        for row, state in states
+        if state.matcher.is_error()
+    }
 
 
 def _ban(logits: torch.Tensor, banned: Seq[tuple[int, Seq[int]]]) -> None:

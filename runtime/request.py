@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from coppice.radix import Hold, RequestAccount
 from coppice.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # these need torch, which a simulation of the scheduler does without
+    from coppice.runtime.grammars import CompiledGrammar
     from coppice.runtime.logits import LogitRules
     from coppice.runtime.logprobs import Logprobs
     from coppice.runtime.prompt_logprobs import PromptLogprobs
@@ -40,6 +42,7 @@ class Request:
     max_length: int  # tokens, prompt included, at which it ends for "length"
     priority: int = 0  # its class under the policy "priority": the least number first
     beam_search: bool = False  # its sequences are the beams of a search
+    grammar: Future[CompiledGrammar] | None = None  # that its text follows; it waits for that
 
 
 class Sequence:

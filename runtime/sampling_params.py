@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from reprlib import repr as shown
 from typing import Any
 
+from coppice.runtime.structured_outputs import StructuredOutputsParams
+
 MAX_STOP_STRINGS = 16
 MAX_N = 1024
 MAX_SEED = 2**63 - 1
@@ -60,6 +62,8 @@ class SamplingParams:
     """Token sequences that must not be completed; kept as a tuple of tuples."""
     logits_processors: Sequence[LogitsProcessor] | None = None
     """Functions that change the logits, before anything else does; kept as a tuple."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the text must have; tokens that would leave it are forbidden."""
     logprobs: int | None = None
     """Log-probabilities to return for each generated token: its own, and so many of the most
     probable ones; -1: all. Of the model's logits, before temperature, penalties and filters."""
@@ -114,6 +118,7 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_structured_outputs()
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         for name, kept in (
             ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),
@@ -132,6 +137,20 @@ class SamplingParams:
                     f"allowed_token_ids must leave a token that neither bad_words nor min_tokens "
                     f"forbids, got {shown(self.allowed_token_ids)}"
                 )
+
+    def _check_structured_outputs(self) -> None:
+        form = self.structured_outputs
+        if form is None:
+            return
+        if not isinstance(form, StructuredOutputsParams):
+            raise ValueError(
+                f"structured_outputs must be a StructuredOutputsParams, got {shown(form)}"
+            )
+        # The form says where the text ends.
+        if self.ignore_eos:
+            raise ValueError("ignore_eos must be False with structured_outputs, got True")
+        if self.min_tokens:
+            raise ValueError(f"min_tokens must be 0 with structured_outputs, got {self.min_tokens}")
 
     def check_vocabulary(self, size: int) -> None:
         """Raises ValueError if it names tokens that a vocabulary of `size` tokens has not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import FIRST_COMPLETED, wait
 
 from coppice.runtime.request import Request, Sequence, Status
 from coppice.runtime.scheduler import Scheduler
@@ -14,12 +15,16 @@ class Sequences:
 
     A request begins with one. Its siblings (`n`) are forked off when its first token is sampled,
     the beams of a search at any step.
+
+    Attributes:
+        compiling: those that cannot be scheduled yet, since their grammar is not compiled.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self._of: dict[str, list[Sequence]] = {}
         self._arrivals = 0
+        self.compiling: list[Sequence] = []
 
     @property
     def num_requests(self) -> int:
@@ -49,14 +54,44 @@ class Sequences:
     def begin(self, sequence: Sequence) -> None:
         """The first sequence of a request: it waits from now on."""
         self._of[sequence.request.request_id] = [sequence]
-        self.scheduler.add(sequence)
+        if sequence.request.grammar is None:
+            self.scheduler.add(sequence)
+        else:
+            self.compiling.append(sequence)
+
+    def compiled(self) -> list[tuple[Sequence, str]]:
+        """Lets those whose grammar is compiled be scheduled; those whose grammar failed, and why.
+
+        O(sequences that wait for a grammar).
+        """
+        failed = []
+        for sequence in list(self.compiling):
+            grammar = sequence.request.grammar
+            assert grammar is not None
+            if not grammar.done():
+                continue
+            if (error := grammar.exception()) is not None:
+                failed.append((sequence, f"structured_outputs: {error}"))
+                continue
+            self.compiling.remove(sequence)
+            self.scheduler.add(sequence)
+        return failed
+
+    def wait_for_grammar(self, seconds: float) -> None:
+        """Waits until a grammar is compiled or the time is over; not at all if there is none."""
+        grammars = [each.request.grammar for each in self.compiling]
+        wait([each for each in grammars if each is not None], seconds, FIRST_COMPLETED)
 
     def end(self, sequence: Sequence, *, keep: bool = True) -> bool:
         """A sequence has ended (`keep` as in `Paging.leave`); True if it was its request's last."""
-        waits = sequence.status is Status.WAITING
-        self.scheduler.finish(sequence, keep=keep)
-        if waits and not keep and sequence.request.beam_search and sequence.num_generated:
-            self.scheduler.paging.forget(sequence)
+        if sequence in self.compiling:
+            self.compiling.remove(sequence)
+            sequence.status = Status.FINISHED
+        else:
+            waits = sequence.status is Status.WAITING
+            self.scheduler.finish(sequence, keep=keep)
+            if waits and not keep and sequence.request.beam_search and sequence.num_generated:
+                self.scheduler.paging.forget(sequence)
         request_id = sequence.request.request_id
         self._of[request_id].remove(sequence)
         if self._of[request_id]:

@@ -169,7 +169,7 @@ def test_help_needs_no_model_and_no_torch() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert "--temperature" in ran.stdout
-    assert {"generate", "serve", "demo", "replay"} == set(commands(build_parser()))
+    assert {"generate", "chat", "serve", "demo", "replay"} == set(commands(build_parser()))
 
 
 def commands(parser: argparse.ArgumentParser) -> list[str]:
@@ -222,7 +222,9 @@ def test_serve_says_where_it_is_and_stops_in_order(checkpoint: Path, signum: int
         out, err = server.communicate(timeout=30)
         assert server.returncode == 0, err
         assert "stopping" in out
-        assert not err
+        (line,) = err.splitlines()
+        assert " info request " in line
+        assert " status=200 " in line
     finally:
         server.kill()
         server.wait()

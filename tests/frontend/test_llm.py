@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coppice import LLM, SamplingParams
+from coppice import LLM, SamplingParams, StructuredOutputsParams
 from coppice.frontend.outputs import GenerationError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -298,3 +299,24 @@ def test_the_best_of_several_are_those_with_the_highest_logprob_per_token(llm: L
 def test_a_bad_best_of_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="best_of must be"):
         SamplingParams(n=2, best_of=value)
+
+
+def test_structured_outputs(llm: LLM) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 22, "x"]}, "minItems": 2, "maxItems": 3}
+    forms = [
+        StructuredOutputsParams(json=schema),
+        StructuredOutputsParams(choice=["no", "Straße"]),
+        None,
+    ]
+    params = [
+        SamplingParams(temperature=0, max_tokens=300, structured_outputs=form) for form in forms
+    ]
+    outputs = llm.generate(["one", "two", "three"], params)
+    found = json.loads(outputs[0].outputs[0].text)
+    assert 2 <= len(found) <= 3
+    assert set(found) <= {1, 22, "x"}
+    assert outputs[1].outputs[0].text in ("no", "Straße")
+    assert [output.outputs[0].finish_reason for output in outputs[:2]] == ["stop", "stop"]
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
+    with pytest.raises(ValueError, match=r"^regex must be"):
+        llm.generate(["one", "two"], [params[0], bad])

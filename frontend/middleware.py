@@ -1,0 +1,143 @@
+"""What surrounds every route: ids and log lines, errors in the API's shape, CORS, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from coppice.frontend.access import Access, Guest
+from coppice.frontend.deltas import EngineStopped, RequestFailed
+from coppice.frontend.protocol import BadRequest, error_body
+from coppice.frontend.routes import Handler
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 5
+CLIENT_IS_GONE = 499  # nginx's number for it; only the log sees it
+LONGEST_ID = 128  # characters of an id that a client brings
+
+
+@dataclass(slots=True)
+class Note:
+    """What is known of a request while it is handled."""
+
+    request_id: str
+    guest: Guest | None = None
+    fields: dict[str, Any] = field(default_factory=dict)  # for its line in the log
+
+
+NOTE = web.RequestKey("note", Note)
+
+
+def middlewares(access: Access, cors_origins: tuple[str, ...]) -> list[Middleware]:
+    """All of them, the outermost first."""
+    return [written_down, cross_origin(cors_origins), errors_as_json, admitted(access)]
+
+
+@web.middleware
+async def written_down(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Gives each request an id and, when it ends, a line in the log."""
+    given = request.headers.get("X-Request-Id", "")
+    usable = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
+    note = request[NOTE] = Note(given if usable else uuid.uuid4().hex)
+    begun, status = time.monotonic(), CLIENT_IS_GONE
+    try:
+        response = await handler(request)
+        status = response.status
+        if not response.prepared:
+            response.headers["X-Request-Id"] = note.request_id
+        return response
+    finally:
+        fields = {
+            "request_id": note.request_id,
+            "method": request.method,
+            "path": request.path,
+            "status": status,
+            "seconds": round(time.monotonic() - begun, 4),
+        }
+        if note.guest is not None and note.guest.name:
+            fields["key"] = note.guest.name
+        level = logging.DEBUG if request.path.startswith("/health") else logging.INFO
+        log.log(level, "request", extra={"fields": fields | note.fields})
+
+
+def cross_origin(origins: tuple[str, ...]) -> Middleware:
+    """Lets the scripts of web pages from these origins use the server; without any, none."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        headers = cors_headers(request, origins)
+        asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        response = web.Response(status=204) if asks and headers else await handler(request)
+        if not response.prepared:  # a stream has sent them already, see `stream_headers`
+            response.headers.update(headers)
+        return response
+
+    return middleware
+
+
+def cors_headers(request: web.Request, origins: tuple[str, ...]) -> dict[str, str]:
+    """What an answer must carry so that a browser hands it to the page; none for other pages."""
+    origin = request.headers.get("Origin")
+    if origin is None or not ("*" in origins or origin in origins):
+        return {}
+    return {
+        "Access-Control-Allow-Origin": origin,
+        "Access-Control-Allow-Methods": "GET, POST, PUT, DELETE",
+        "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Request-Id",
+        "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
+        "Vary": "Origin",
+    }
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure in the API's error shape."""
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        headers = {}
+        if error.status == 429:
+            headers["Retry-After"] = str(error.retry_after or RETRY_AFTER_SECONDS)
+        if error.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return web.json_response(error.body, status=error.status, headers=headers)
+    except web.HTTPException as error:
+        text = f"{request.method} {request.path}: {error.reason}"
+        headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+        body = error_body(text, kind="invalid_request_error")
+        return web.json_response(body, status=error.status, headers=headers)
+    except EngineStopped as error:
+        body = error_body(str(error), kind="server_error")
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return web.json_response(body, status=503, headers=headers)
+    except RequestFailed as error:
+        return web.json_response(error_body(str(error), kind="server_error"), status=500)
+    except TimeoutError as error:
+        return web.json_response(error_body(str(error), kind="timeout_error"), status=504)
+    except (ConnectionError, asyncio.CancelledError):  # the client is gone: there is nobody to tell
+        raise
+    except Exception as error:
+        log.exception("%s %s failed", request.method, request.path)
+        text = f"internal error: {type(error).__name__}: {error}"
+        return web.json_response(error_body(text, kind="server_error"), status=500)
+
+
+def admitted(access: Access) -> Middleware:
+    """Refuses whoever may not use the server, or not so much of it."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        guest = access.guest(request.path, request.headers.get("Authorization"))
+        request[NOTE].guest = guest
+        with access.using(guest, request.path):
+            return await handler(request)
+
+    return middleware

@@ -1,0 +1,126 @@
+"""The server's options beside the engine's: who may use it, how much, and what it writes down."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key that clients may present, kept as its digest."""
+
+    name: str
+    digest: bytes  # SHA-256
+    admin: bool = False
+
+
+def _option(default: Any, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Everything that can be chosen about a server.
+
+    Each field's `metadata["help"]` says what it does, for the command line. Raises ValueError with
+    the name, the value and what is allowed.
+    """
+
+    api_key: tuple[str, ...] = _option(
+        (),
+        "a key that clients must present, as KEY or NAME=KEY (may be repeated); the name stands "
+        "in logs and reports; without keys anybody is served",
+    )
+    api_key_file: str | None = _option(None, "file with such a key a line")
+    admin_api_key: tuple[str, ...] = _option(
+        (),
+        "a key, given likewise, that also opens the cache's reports and controls and the metrics, "
+        "which then are closed to the others",
+    )
+    isolate_keys: bool = _option(
+        False,
+        "let no key reuse what another's prompts left in the cache, so that nobody can learn of "
+        "them from timing; the cache's reports and the metrics then need an admin key",
+    )
+    max_concurrent_requests: int | None = _option(
+        None, "requests that run at once for one key; more are refused"
+    )
+    requests_per_minute: int | None = _option(
+        None, "requests that one key may begin in a minute; more are refused"
+    )
+    request_timeout: float | None = _option(
+        None, "seconds after which a request is given up and its client told so"
+    )
+    drain_timeout: float = _option(
+        30.0, "seconds that running requests have to end after SIGTERM or SIGINT"
+    )
+    max_body_bytes: int = _option(32 * 2**20, "largest body of a request")
+    cors_origin: tuple[str, ...] = _option(
+        (), "web page origin whose scripts may use the server, or * for all (may be repeated)"
+    )
+    log_format: str = _option("text", f"how log lines are written: {', '.join(LOG_FORMATS)}")
+    log_prompts: bool = _option(False, "write prompts into the log")
+
+    def __post_init__(self) -> None:
+        for name in ("max_concurrent_requests", "requests_per_minute", "max_body_bytes"):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.request_timeout is not None and not self.request_timeout > 0:
+            raise ValueError(f"request_timeout must be above 0, got {self.request_timeout!r}")
+        if not self.drain_timeout >= 0:
+            raise ValueError(f"drain_timeout must be at least 0, got {self.drain_timeout!r}")
+        if self.log_format not in LOG_FORMATS:
+            raise ValueError(
+                f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}"
+            )
+        for origin in self.cors_origin:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise ValueError(f"cors_origin must be * or begin with http, got {origin!r}")
+
+    def keys(self) -> list[ApiKey]:
+        """All keys, each with its name: the one given, or "key-1", "admin-1" by its place.
+
+        Raises ValueError if the file can't be read, a key is empty, or a name is there twice.
+        """
+        given: list[str] = list(self.api_key)
+        if self.api_key_file is not None:
+            try:
+                lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"api_key_file cannot be read: {error}") from error
+            read = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+            if not read:
+                raise ValueError(f"api_key_file must have a key in it, got {self.api_key_file}")
+            given += read
+        keys = [
+            *_named(given, "key", "api_key"),
+            *_named(self.admin_api_key, "admin", "admin_api_key"),
+        ]
+        for name in {key.name for key in keys}:
+            if sum(key.name == name for key in keys) > 1:
+                raise ValueError(f"api_key: two keys are named {name!r}")
+        if self.isolate_keys and not keys:
+            raise ValueError("isolate_keys needs keys: give some with --api-key")
+        return keys
+
+
+def _named(given: Iterable[str], prefix: str, option: str) -> list[ApiKey]:
+    keys = []
+    for place, item in enumerate(given, 1):
+        name, separator, secret = item.partition("=")
+        if not separator or not secret.strip("="):  # a key may end in the = of base64
+            name, secret = f"{prefix}-{place}", item
+        if not name or not secret.strip():
+            raise ValueError(f"{option} must be KEY or NAME=KEY, got an empty one at place {place}")
+        digest = hashlib.sha256(secret.strip().encode()).digest()
+        keys.append(ApiKey(name, digest, admin=prefix == "admin"))
+    return keys
