@@ -1,0 +1,313 @@
+"""Many streaming clients on one server: errors, memory, lost pages, latency; beside the bare engine.
+
+    python benchmarks/load.py [--quick] [--json FILE] [--model MODEL] [--clients N] [--seconds S]
+
+Each client asks over and over: one of a few shared documents, a part of its own, a fixed number of
+tokens out, streamed. One request in a hundred is left in the middle. The bare engine, without
+server, processes and text, runs the same mix with as many requests at once, before and after the
+server, so that the machine's mood is seen. The clients run on the same cores as the server: the
+processor time of each process is in the row, since the throughput pays for all three.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import Rows, machine, parser, spread
+
+DOCUMENTS = 4
+LEFT_EARLY = 0.01
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Tally:
+    """What the clients saw."""
+
+    answers: int = 0
+    left: int = 0
+    tokens: int = 0
+    errors: list[str] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)  # between two pieces of one stream
+
+
+class Mix:
+    """The prompts: shared documents, each continued by tokens of the request's own."""
+
+    def __init__(self, vocabulary: int, shared: int, own: int) -> None:
+        rng = random.Random(0)
+        self._tokens = range(vocabulary // 8, vocabulary)  # no special tokens
+        self._documents = [rng.choices(self._tokens, k=shared) for _ in range(DOCUMENTS)]
+        self._own = own
+
+    def prompt(self, rng: random.Random) -> list[int]:
+        return rng.choice(self._documents) + rng.choices(self._tokens, k=self._own)
+
+
+async def client(
+    address: tuple[str, int], model: str, mix: Mix, out: int, end: float, seed: int, tally: Tally
+) -> None:
+    """Asks until `end`. A bare socket, since the cores are to serve and not to be a client."""
+    rng = random.Random(seed)
+    while time.monotonic() < end:
+        body = {"model": model, "prompt": mix.prompt(rng), "max_tokens": out, "stream": True}
+        body |= {"temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+        raw = json.dumps(body).encode()
+        leaves = rng.random() < LEFT_EARLY
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n"
+        begun = time.monotonic()
+        reader, writer = await asyncio.open_connection(*address)
+        try:
+            writer.write(head.encode() + b"Connection: close\r\n\r\n" + raw)
+            status = await reader.readline()
+            if b" 200 " not in status:
+                tally.errors.append((status + await reader.read()).decode(errors="replace")[-300:])
+                continue
+            tail, last = b"", None
+            while piece := await reader.read(65536):
+                now = time.monotonic()
+                if b'"text"' in piece:
+                    if last is None:
+                        tally.ttft.append(now - begun)
+                    else:
+                        tally.gaps.append(now - last)
+                    last = now
+                tail = (tail + piece)[-2000:]
+                if leaves and last is not None:
+                    break
+            if leaves:
+                tally.left += 1
+                continue
+            used = re.search(rb'"completion_tokens": (\d+)', tail)
+            if b"data: [DONE]" not in tail or used is None:
+                tally.errors.append(tail.decode(errors="replace")[-300:])
+                continue
+            tally.answers += 1
+            tally.tokens += int(used.group(1))
+        except OSError as error:
+            tally.errors.append(repr(error))
+        finally:
+            writer.close()
+
+
+class Watched:
+    """Memory and processor time of a process, from /proc."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def resident(self) -> int:
+        """Bytes."""
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * 4096
+
+    def seconds(self) -> float:
+        parts = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(parts[11]) + int(parts[12])) / TICK
+
+    def children(self) -> list[int]:
+        path = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        return [int(pid) for pid in path.read_text().split()]
+
+
+def bare(args: Any, seconds: float) -> float:
+    """Tokens a second of the engine alone, in a process of its own; it warms up first."""
+    command = [sys.executable, __file__, "--bare", str(seconds)]
+    for name in ("model", "clients", "shared", "own", "out", "pool"):
+        command += [f"--{name}", str(getattr(args, name))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
+
+
+def measure_bare(args: Any, seconds: float) -> float:
+    from coppice import EngineConfig, SamplingParams
+    from coppice.frontend.text_engine import TextEngine
+
+    text_engine = TextEngine.load(
+        EngineConfig(
+            model=args.model,
+            kv_cache_tokens=args.pool,
+            max_num_seqs=args.clients,
+            overtaking=0.15,
+            max_step_stretch=2.5,
+        )
+    )
+    engine = text_engine.engine
+    mix = Mix(engine.model_config.vocab_size, args.shared, args.own)
+    params = SamplingParams(temperature=0, max_tokens=args.out, ignore_eos=True)
+    rng = random.Random(1)
+    added = generated = 0
+    begun, warm = time.monotonic(), min(10.0, seconds / 2)
+    counted_from = None
+    running: set[str] = set()
+    while (now := time.monotonic()) < begun + warm + seconds:
+        if counted_from is None and now >= begun + warm:
+            counted_from, generated = now, 0
+        while len(running) < args.clients:
+            running.add(str(added))
+            engine.add_request(str(added), mix.prompt(rng), params)
+            added += 1
+        for output in engine.step():
+            generated += len(output.new_token_ids)
+            if output.finish_reason is not None:
+                running.discard(output.request_id)
+    assert counted_from is not None
+    return generated / (time.monotonic() - counted_from)
+
+
+def start_server(args: Any) -> tuple[subprocess.Popen[str], tuple[str, int]]:
+    command = [Path(sys.executable).parent / "coppice", "serve", args.model, "--port", "0"]
+    command += ["--kv-cache-tokens", str(args.pool), "--max-num-seqs", str(args.clients)]
+    log = Path(args.log).open("w")  # noqa: SIM115  (the server's as long as it lives)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert server.stdout is not None
+    for line in server.stdout:
+        if line.startswith("url"):
+            host, port = line.split("//")[1].strip().rsplit(":", 1)
+            return server, (host, int(port))
+    raise RuntimeError(f"the server did not start; see {args.log}")
+
+
+async def serve(args: Any, mix: Mix) -> dict[str, Any]:
+    """The server under load; what the clients saw, memory, processor time, pages at the end."""
+    server, address = await asyncio.to_thread(start_server, args)
+    try:
+        api = Watched(server.pid)
+        (engine_pid,) = [
+            pid
+            for pid in api.children()
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        engine, own = Watched(engine_pid), Watched(os.getpid())
+        processes = {"server": api, "engine": engine, "clients": own}
+        tally = Tally()
+        end = time.monotonic() + args.seconds
+        tasks = [
+            asyncio.create_task(client(address, args.model, mix, args.out, end, seed, tally))
+            for seed in range(args.clients)
+        ]
+        warm = args.seconds / 5
+        await asyncio.sleep(warm)
+        before = {name: process.seconds() for name, process in processes.items()}
+        tokens, since = tally.tokens, time.monotonic()
+        memory: dict[str, list[int]] = {"server": [], "engine": []}
+        while time.monotonic() < end:
+            for name, values in memory.items():
+                values.append(processes[name].resident())
+            await asyncio.sleep(min(1.0, args.seconds / 20))
+        seconds = time.monotonic() - since
+        rate = (tally.tokens - tokens) / seconds
+        used = {name: process.seconds() - before[name] for name, process in processes.items()}
+        await asyncio.gather(*tasks)
+        report = await asyncio.to_thread(report_when_idle, address)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        status = await asyncio.to_thread(server.wait, 60)
+    return {
+        "tally": tally,
+        "rate": rate,
+        "used": {name: value / seconds for name, value in used.items()},
+        "memory": memory,
+        "report": report,
+        "status": status,
+    }
+
+
+def report_when_idle(address: tuple[str, int]) -> dict[str, Any]:
+    url = f"http://{address[0]}:{address[1]}/cache/report"
+    for _ in range(100):
+        with urllib.request.urlopen(url, timeout=30) as response:
+            report: dict[str, Any] = json.load(response)
+        if not report["pool"]["pages"]["held"]:
+            break
+        time.sleep(0.1)
+    return report
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        name: round(ordered[min(len(ordered) - 1, int(part * len(ordered)))], 4)
+        for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+    }
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--model", default="demo")
+    options.add_argument("--clients", type=int)
+    options.add_argument("--seconds", type=float, help="of load on the server")
+    options.add_argument("--shared", type=int, default=512, help="tokens of a shared document")
+    options.add_argument("--own", type=int, default=32, help="tokens of its own of each prompt")
+    options.add_argument("--out", type=int, default=32, help="tokens generated for each")
+    options.add_argument("--pool", type=int, default=65_536, help="tokens in the KV cache")
+    options.add_argument("--log", default=os.devnull, help="where the server's log goes")
+    options.add_argument("--bare", type=float, help="(measures the bare engine for so long)")
+    args = options.parse_args()
+    args.clients = args.clients or (16 if args.quick else 256)
+    args.seconds = args.seconds or (20 if args.quick else 300)
+    if args.bare is not None:
+        print(measure_bare(args, args.bare))
+        return
+    from transformers import AutoConfig
+
+    from coppice.frontend.tokenizer import model_source
+
+    mix = Mix(
+        AutoConfig.from_pretrained(model_source(args.model)).vocab_size, args.shared, args.own
+    )
+    rows = Rows(args.json)
+    part = max(10.0, args.seconds / 6)
+    first = bare(args, part)
+    result = asyncio.run(serve(args, mix))
+    second = bare(args, part)
+    tally: Tally = result["tally"]
+    for error in tally.errors[:5]:
+        print(error, file=sys.stderr)
+    pages = result["report"]["pool"]["pages"]
+    rows.add(
+        benchmark="load",
+        model=args.model,
+        **{name: getattr(args, name) for name in ("clients", "seconds", "shared", "own", "out")},
+        answers=tally.answers,
+        left_early=tally.left,
+        errors=len(tally.errors),
+        exit_status=result["status"],
+        pages_held_at_the_end=pages["held"],
+        pages_lost=2 * pages["total"] - sum(pages.values()),
+        resident_last_over_first_quarter={
+            name: round(mean(values[-len(values) // 4 :]) / mean(values[: len(values) // 4]), 3)
+            for name, values in result["memory"].items()
+        },
+        throughput_of_bare_engine=spread([result["rate"] / bare for bare in (first, second)]),
+        bare_second_over_first=round(second / first, 3),
+        cores_used={name: round(value, 2) for name, value in result["used"].items()},
+        itl_p99_over_p50=round(quantiles(tally.gaps)["p99"] / quantiles(tally.gaps)["p50"], 2),
+        times={
+            "ttft_s": quantiles(tally.ttft),
+            "itl_s": quantiles(tally.gaps),
+            "tokens_per_s": round(result["rate"]),
+            "bare_tokens_per_s": [round(first), round(second)],
+        },
+        machine=machine(),
+    )
+
+
+def mean(values: list[int]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+if __name__ == "__main__":
+    main()

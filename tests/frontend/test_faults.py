@@ -1,0 +1,225 @@
+"""What goes wrong in production: each ends in a clear answer and a clean pool."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from coppice.frontend import engine_client as client_module
+from coppice.frontend import server as server_module
+from coppice.frontend.engine_client import EngineClient
+from coppice.frontend.engine_process import EngineProcess
+from coppice.frontend.server import Server
+from coppice.frontend.text_engine import TextEngine
+from coppice.frontend.tokenizer import Tokenizer
+from coppice.runtime.config import EngineConfig
+
+Start = Callable[[TextEngine], EngineClient]
+COMPLETIONS = "/v1/completions"
+BODY = {"model": "tiny", "temperature": 0, "ignore_eos": True, "prompt": "The key", "max_tokens": 8}
+ENDLESS = BODY | {"max_tokens": 480}
+
+
+class Client:
+    def __init__(self, session: aiohttp.ClientSession, port: int, engine: EngineClient) -> None:
+        self.session, self.port, self.engine = session, port, engine
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def post(self, body: Any) -> tuple[int, Any, Any]:
+        async with self.session.post(self.url + COMPLETIONS, json=body) as response:
+            return response.status, await response.json(), response.headers
+
+    async def until_idle(self) -> None:
+        """Waits until nothing runs; then every page is free or cached."""
+        for _ in range(4000):
+            if not self.engine.running and not await self.engine.ask("has_unfinished"):
+                break
+            await asyncio.sleep(0.005)
+        report = await self.engine.ask("cache_report")
+        assert report.pages_held == 0
+        assert report.pages_free + report.pages_cached == report.pages_total
+        await self.engine.ask("check")
+
+
+@asynccontextmanager
+async def serving(engine: EngineClient) -> AsyncIterator[Client]:
+    await engine.start()
+    app = Server(engine, "tiny").application()
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        yield Client(session, runner.addresses[0][1], engine)
+    await runner.cleanup()
+    await engine.stop()
+
+
+@pytest.fixture
+async def client(text_engine: TextEngine, engine_client: Start) -> AsyncIterator[Client]:
+    async with serving(engine_client(text_engine)) as client:
+        yield client
+
+
+async def test_an_engine_that_is_killed(
+    checkpoint: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "FIRST_PAUSE", 0.3)
+    config = EngineConfig(model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8)
+    async with serving(EngineClient(partial(EngineProcess, config), tokenizer)) as client:
+        process: Any = client.engine._engine
+        running = [asyncio.create_task(client.post(ENDLESS)) for _ in range(3)]
+        streamed = await client.session.post(
+            client.url + COMPLETIONS, json=ENDLESS | {"stream": True}
+        )
+        await streamed.content.readany()
+        os.kill(process.pid, signal.SIGKILL)
+        for status, answer, headers in await asyncio.gather(*running):
+            assert status == 503
+            assert "the engine died: it was killed by SIGKILL" in answer["error"]["message"]
+            assert int(headers["Retry-After"]) > 0
+        *_, last, done, _ = (await streamed.read()).decode().split("\n\n")
+        assert "killed by SIGKILL" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert done == "data: [DONE]"
+        status, answer, headers = await client.post(BODY)
+        assert (status, answer["error"]["type"]) == (503, "server_error")
+        assert int(headers["Retry-After"]) > 0
+        async with client.session.get(client.url + "/health") as response:
+            assert response.status == 503
+            assert "started again" in (await response.json())["status"]
+        while not client.engine.alive:
+            await asyncio.sleep(0.05)
+        assert (await client.post(BODY))[0] == 200
+        await client.until_idle()
+
+
+async def test_a_reader_that_is_slow(client: Client) -> None:
+    """It gets everything in the end, and holds up nobody meanwhile."""
+    body = json.dumps(ENDLESS | {"stream": True, "logprobs": 5}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect(("127.0.0.1", client.port))
+        slow.sendall(head.encode() + b"Connection: close\r\n\r\n" + body)
+        await asyncio.sleep(0.05)
+        assert (await client.post(BODY))[0] == 200
+        await client.until_idle()  # its pages are given back though it has not read its answer
+        slow.setblocking(False)
+        loop, received = asyncio.get_running_loop(), b""
+        while piece := await loop.sock_recv(slow, 65536):
+            received += piece
+    assert b"data: [DONE]" in received
+    assert b'"finish_reason": "length"' in received
+
+
+async def test_a_reader_that_stopped(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "STALLED_SECONDS", 0.2)
+    many = ENDLESS | {
+        "prompt": ["The key", "The fox", "The band", "The hall"],
+        "n": 2,
+        "logprobs": 5,
+    }
+    body = json.dumps(many | {"stream": True}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        stuck.connect(("127.0.0.1", client.port))
+        stuck.sendall(head.encode() + body)
+        while not client.engine.running:
+            await asyncio.sleep(0.01)
+        await client.until_idle()
+        assert client.engine.running == 0
+
+
+async def test_a_prompt_of_ten_megabytes(client: Client) -> None:
+    """Refused with a reason, while others are answered."""
+    big = asyncio.create_task(
+        client.post(BODY | {"prompt": "The key is under the mat. " * 400_000})
+    )
+    answered = 0
+    while not big.done():
+        assert (await client.post(BODY))[0] == 200
+        answered += 1
+    status, answer, _ = await big
+    assert status == 400
+    assert "prompt must be shorter than 512 tokens" in answer["error"]["message"]
+    assert answered > 0
+    status, answer, _ = await client.post(BODY | {"prompt": [2**40]})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    status, answer, _ = await client.post(BODY | {"prompt": [1] * 3_000_000})
+    assert status == 400
+
+
+async def test_a_body_that_is_too_large(client: Client) -> None:
+    status, answer, _ = await client.post(BODY | {"prompt": "a" * (33 * 2**20)})
+    assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+
+
+async def test_a_pool_and_a_queue_that_are_full(checkpoint: Path, engine_client: Start) -> None:
+    """More than fits waits; more than may wait is refused and may come again."""
+    text_engine = TextEngine.load(
+        EngineConfig(
+            model=str(checkpoint), kv_cache_tokens=512, max_num_seqs=4, max_queued_requests=6
+        )
+    )
+    async with serving(engine_client(text_engine)) as client:
+        body = BODY | {"max_tokens": 200}
+        results = await asyncio.gather(*(client.post(body) for _ in range(24)))
+        statuses = [status for status, _, _ in results]
+        assert set(statuses) == {200, 429}
+        for status, answer, headers in results:
+            if status == 429:
+                assert "the queue is full" in answer["error"]["message"]
+                assert int(headers["Retry-After"]) > 0
+        await client.until_idle()
+        assert (await client.post(BODY))[0] == 200
+
+
+async def test_sigterm_under_load(checkpoint: Path) -> None:
+    """What runs is answered, what comes is refused, and the server ends with 0."""
+    command = [Path(sys.executable).parent / "coppice", "serve", checkpoint, "--port", "0"]
+    server = subprocess.Popen(
+        [*command, "--kv-cache-tokens", "4096", "--max-num-seqs", "8", "--log-format", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert server.stdout is not None
+        lines = [await asyncio.to_thread(server.stdout.readline) for _ in range(4)]
+        url = lines[2].split()[1]
+        body = ENDLESS | {"model": str(checkpoint), "stream": True}
+        async with aiohttp.ClientSession() as session:
+            streams = [await session.post(url + COMPLETIONS, json=body) for _ in range(12)]
+            server.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            with pytest.raises(aiohttp.ClientError):
+                await session.post(url + COMPLETIONS, json=body)
+            for stream in streams:
+                assert stream.status == 200
+                assert (await stream.read()).endswith(b"data: [DONE]\n\n")
+        out, err = await asyncio.to_thread(server.communicate, None, 60)
+        assert server.returncode == 0, err
+        assert "stopping" in out
+        events = [json.loads(line) for line in err.splitlines()]
+        assert [event["completion_tokens"] for event in events if event["event"] == "request"] == [
+            480
+        ] * 12
+    finally:
+        server.kill()
+        server.wait()
