@@ -1,12 +1,13 @@
-"""Many streaming clients on one server: errors, memory, lost pages, latency; beside the bare engine.
+"""Many streaming clients on one server, for minutes, beside the bare engine.
 
     python benchmarks/load.py [--quick] [--json FILE] [--model MODEL] [--clients N] [--seconds S]
 
 Each client asks over and over: one of a few shared documents, a part of its own, a fixed number of
-tokens out, streamed. One request in a hundred is left in the middle. The bare engine, without
-server, processes and text, runs the same mix with as many requests at once, before and after the
-server, so that the machine's mood is seen. The clients run on the same cores as the server: the
-processor time of each process is in the row, since the throughput pays for all three.
+tokens out, streamed; one request in a hundred is left in the middle. The row tells of errors,
+memory, lost pages and latencies. The bare engine, without server, processes and text, runs the same
+mix with as many requests at once, before and after the server, so that the machine's mood is seen.
+The clients run on the same cores as the server: the processor time of each process is in the row,
+since the throughput pays for all three.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from coppice.runtime.request import QueueFull
 
 log = logging.getLogger(__name__)
 
+MUCH_BYTES = 256 * 2**10  # from here on a body is much to tokenize
 STALLED_SECONDS = 120.0  # that a client may leave a full buffer unread
 
 
@@ -59,8 +60,9 @@ class Server:
         )
         self._draining = False
         self._created = int(time.time())
-        # One thread, so that a tokenizer is never in two calls at once.
+        # Megabytes of text take seconds: nobody else waits for them.
         self._tokenizing = ThreadPoolExecutor(1, "coppice-tokenizer")
+        self._tokenizing_much = ThreadPoolExecutor(1, "coppice-tokenizer-of-much")
 
     def application(self) -> web.Application:
         """The application; run it with `handler_cancellation`, so that vanished clients count."""
@@ -110,7 +112,8 @@ class Server:
         response.headers.update(cors_headers(request, self._options.cors_origin))
 
     async def _close(self, app: web.Application) -> None:
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._tokenizing, self._tokenizing_much):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _health(self, request: web.Request) -> web.Response:
         if self._draining:
@@ -169,7 +172,7 @@ class Server:
         deadline = None if limit is None else asyncio.get_running_loop().time() + limit
         try:
             async with asyncio.timeout_at(deadline):
-                prompts = await self._tokenize(asked)
+                prompts = await self._tokenize(asked, request.content_length)
                 deltas = await self._engine.submit(
                     prompts,
                     asked.params,
@@ -205,8 +208,13 @@ class Server:
         limit = self._options.request_timeout
         return TimeoutError(f"the request took longer than request_timeout, {limit:g} s")
 
-    async def _tokenize(self, asked: CompletionRequest) -> list[tuple[str | None, list[int]]]:
-        """Text (if there was one) and token ids of each prompt, made off the event loop."""
+    async def _tokenize(
+        self, asked: CompletionRequest, size: int | None
+    ) -> list[tuple[str | None, list[int]]]:
+        """Text (if there was one) and token ids of each prompt, made off the event loop.
+
+        `size`: bytes of the body, if known.
+        """
         tokenizer = self._engine.tokenizer
 
         def tokenize() -> list[tuple[str | None, list[int]]]:
@@ -217,7 +225,9 @@ class Server:
                 for prompt in asked.prompts
             ]
 
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, tokenize)
+        much = size is None or size > MUCH_BYTES
+        threads = self._tokenizing_much if much else self._tokenizing
+        return await asyncio.get_running_loop().run_in_executor(threads, tokenize)
 
     async def _stream(
         self,

@@ -157,7 +157,7 @@ async def test_a_prompt_of_ten_megabytes(client: Client) -> None:
     status, answer, _ = await big
     assert status == 400
     assert "prompt must be shorter than 512 tokens" in answer["error"]["message"]
-    assert answered > 0
+    assert answered > 1  # more than the one that may have been ahead of it
     status, answer, _ = await client.post(BODY | {"prompt": [2**40]})
     assert (status, answer["error"]["param"]) == (400, "prompt")
     status, answer, _ = await client.post(BODY | {"prompt": [1] * 3_000_000})
