@@ -33,7 +33,7 @@ PAGE_SIZE = 16
 def measure(requests: Callable[[], Iterator[Work]], pool_tokens: int) -> dict[str, Any]:
     tree = RadixTree(PagePool(-(-pool_tokens // PAGE_SIZE), PAGE_SIZE))
     accounting = Accounting(pool_tokens, now=0.0)
-    in_curve = _timed(accounting._curve)
+    in_curve = _timed(accounting._settler.curve)
     in_tree = in_accounts = 0.0
     count = 0
     for work in requests():
@@ -75,8 +75,8 @@ def _timed(curve: MissRatioCurve) -> list[float]:
 
         return timed
 
-    curve.sample = wrap(curve.sample)  # type: ignore[method-assign]
-    curve.refer = wrap(curve.refer)  # type: ignore[method-assign]
+    curve.use = wrap(curve.use)  # type: ignore[method-assign]
+    curve.prompts = wrap(curve.prompts)  # type: ignore[method-assign]
     return spent
 
 
@@ -99,7 +99,6 @@ def compare(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
     exact = exact_hits(groups, np.array(FACTORS) * pool_tokens / size) * size / prompt_tokens
     sampled = np.array([point.hit_rate for point in accounting.snapshot(now=0.0).curve])
     return {
-        "rate": accounting._curve.rate,
         "pool_tokens": [round(factor * pool_tokens) for factor in FACTORS],
         "exact": exact.round(4).tolist(),
         "sampled": sampled.round(4).tolist(),

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from coppice.radix.curve import CurvePoint
 from coppice.radix.near_misses import SHOWN_TOKENS, NearMiss
+from coppice.radix.node import Node
 from coppice.radix.tokens import TOKEN_BYTES
 from coppice.radix.windows import CAUSES, FIELDS, Counts, Windows
 
@@ -39,9 +40,8 @@ class RequestAccount:
     """What became of a prompt's tokens. Asking for a cause settles what is still pending."""
 
     __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
-                 "hit_limit", "divergence", "time", "finished", "_evicted_at", "_evicted_idle",
-                 "_settle", "_row", "tokens", "salt", "first_block", "chain", "parent",
-                 "content_from", "place")  # fmt: skip
+                 "hit_limit", "divergence", "time", "finished", "tokens", "node", "place", "chain",
+                 "stamp", "_settle", "_row", "_evicted")  # fmt: skip
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class RequestAccount:
         hit_limit: int,
         divergence: Divergence | None,
         time: float,
-        settle: Callable[[], None],
         tokens: bytes,
-        salt: int,
+        node: Node | None,
         place: int,
+        settle: Callable[[], object],
     ) -> None:
         self.namespace = namespace
         self.kind = kind
@@ -67,32 +67,30 @@ class RequestAccount:
         self.divergence = divergence
         self.time = time  # of the admission
         self.finished = False
-        self._settle = settle
-        self._row: list[int] | None = None  # counts in the order of `FIELDS`
-        self._evicted_idle: float | None = None
-        self._evicted_at: float | None = None
         # Until it is settled, the prompt; then its last tokens, behind its last whole block.
         self.tokens = tokens
-        self.salt = salt
-        self.first_block = 0
-        self.chain = 0  # hash of the prefix that `tokens` continue
-        self.parent = -1
-        self.content_from = hit_tokens
-        self.place = place  # among the pending ones; -1 when settled
+        self.node = node  # until it is settled, where the hit ends
+        self.place = place  # its serial number; -1 when settled
+        self.stamp = 0  # when settled, what its prefixes were entered with
+        self.chain = 0  # when settled, hash of the prefix that `tokens` continue
+        self._settle = settle
+        self._row: list[int] | None = None  # counts in the order of `FIELDS`
+        self._evicted: tuple[float, float | None] | None = None
 
-    def settled(self, row: list[int], chain: int, tail: bytes) -> None:
+    def settled(self, row: list[int], stamp: int, chain: int, tail: bytes) -> None:
         """Fills in what the accounting found."""
-        self._row, self.chain, self.tokens, self.place = row, chain, tail, -1
+        self._row, self.stamp, self.chain, self.tokens = row, stamp, chain, tail
+        self.place, self.node = -1, None
+
+    def settled_evicted(self, idle: float, at: float | None) -> None:
+        self._evicted = idle, at
 
     def as_it_was(self, tokens: bytes) -> RequestAccount:
         """A copy that can be hashed once more: of its admission with the prompt `tokens`."""
         return RequestAccount(
             self.namespace, self.kind, self.prompt_tokens, self.hit_tokens, self.in_flight_tokens,
-            self.hit_limit, self.divergence, self.time, self._settle, tokens, self.salt, -1,
+            self.hit_limit, self.divergence, self.time, tokens, None, -1, self._settle,
         )  # fmt: skip
-
-    def settled_evicted(self, idle: float | None, at: float | None) -> None:
-        self._evicted_idle, self._evicted_at = idle, at
 
     def _count(self, name: str) -> int:
         if self._row is None:
@@ -118,13 +116,13 @@ class RequestAccount:
     def evicted_idle_seconds(self) -> float | None:
         """How long before the request its evicted tokens were last used; None if none were."""
         self._count("evicted")
-        return self._evicted_idle
+        return self._evicted[0] if self._evicted is not None else None
 
     @property
     def evicted_at(self) -> float | None:
         """When its evicted tokens went; None if none were, or the accounting was not told."""
         self._count("evicted")
-        return self._evicted_at
+        return self._evicted[1] if self._evicted is not None else None
 
 
 @dataclass(frozen=True, slots=True)

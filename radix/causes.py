@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.radix.hashes import Blocks, Chunks, Hashes, Ints
+from coppice.radix.anchors import WINDOW, Anchors
+from coppice.radix.hashes import COARSE, FINE_BLOCKS, Borders, Hashes, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Prompts:
     hit: Ints
     in_flight: Ints
     hit_limit: Ints  # behind it all would have been computed again for prompt logprobs
-    content_from: Ints  # position where its chunks of content begin
+    content_from: Ints  # position where its anchors' starts are counted from
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,40 +35,50 @@ class Causes:
     cold: Ints
     ideal_tokens: Ints  # what an unlimited cache would have hit
     last_seen: Hashes  # when the longest known prefix was seen; 0 if none was
-    shared: NDArray[np.bool_]  # for each chunk, whether tokens of it count as diverged
+    shared: NDArray[np.bool_]  # for each anchor, whether tokens behind it count as diverged
 
 
 def split(
     prompts: Prompts,
-    blocks: Blocks,
-    chunks: Chunks,
+    borders: Borders,
+    anchors: Anchors,
     seen: Hashes,
     elsewhere: Hashes | None,
-    seen_chunks: Hashes,
+    seen_anchors: NDArray[np.bool_],
     block_tokens: int,
 ) -> Causes:
     """The causes of `prompts.tokens - prompts.hit` tokens each; their sum is exact.
 
-    `seen` and `elsewhere` tell for each block when the prefix that it ends was seen before in the
-    prompt's own and in other namespaces, `seen_chunks` when the content was; 0 is never. A seen
-    prefix vouches for all shorter ones. O(blocks + chunks).
+    `seen` and `elsewhere` tell for each border when the prefix that ends there was seen before in
+    the prompt's own and in other namespaces; 0 is never. A seen prefix vouches for all shorter
+    ones. `seen_anchors` tells of which anchors the content was seen; between two of them all was.
+    O(borders + anchors).
     """
     total, hit = prompts.tokens, prompts.hit
-    known = np.where(total > 0, _longest(blocks, seen), 0)
-    # The block behind the last known border was not seen whole. If the content at that border was,
-    # the prefix that was seen goes on to that content's end.
-    begin = chunks.start + prompts.content_from[chunks.piece]
-    end = begin + chunks.length
-    was_seen = seen_chunks > 0
-    behind = known[chunks.piece]
-    goes_on = was_seen & (begin <= behind) & (behind < end)
-    goes_on &= ((known > hit) | (hit == 0))[chunks.piece]
+    first_row = np.searchsorted(borders.piece, np.arange(len(total)))
+    row = _last(seen, first_row)
+    found = (row >= 0) & (total > 0)
+    known = np.where(found, borders.end[row], 0)
+    last_seen = np.where(found, seen[row], np.uint64(0))
+    # What lies behind the last known border was not seen up to the next one. If the content at that
+    # border was, the prefix that was seen goes on to where content was seen no more.
+    piece, begin = anchors.piece, anchors.start + prompts.content_from[anchors.piece]
+    joined = seen_anchors.copy()  # to the next one, which was seen as well
+    joined[:-1] &= seen_anchors[1:] & (piece[1:] == piece[:-1])
+    joined[-1:] = False
+    end = begin + np.where(joined, anchors.length, WINDOW)
+    behind = known[piece]
+    goes_on = seen_anchors & (begin <= behind) & (behind < end)
+    goes_on &= ((known > hit) | (hit == 0))[piece]
     extended = known.copy()
-    extended[chunks.piece[goes_on]] = np.minimum(end, behind + block_tokens - 1)[goes_on]
-    extended = np.minimum(extended, total)
-    last_row = blocks.first_row + np.maximum(-(-known // block_tokens) - 1, 0)
-    last_seen = np.where(known > 0, seen[last_row], 0)
-
+    rows = np.flatnonzero(goes_on)
+    if len(rows):
+        lasts = np.flatnonzero(~joined)
+        run_end = end[lasts[np.searchsorted(lasts, rows)]]
+        behind = behind[rows]
+        space = np.where(behind < FINE_BLOCKS * block_tokens, 1, COARSE) * block_tokens
+        extended[piece[rows]] = np.minimum(run_end, behind + space - 1)
+        extended = np.minimum(extended, total)
     paid = np.minimum(hit + prompts.in_flight, total)
     last = np.where(total - paid == 1, 1, 0)
     reached = np.where(last > 0, total, paid)
@@ -75,13 +86,15 @@ def split(
     again = at - np.minimum(at, np.maximum(reached, prompts.hit_limit))
     evicted = at - reached - again
     if elsewhere is not None:
-        reached, at = at, np.maximum(at, np.minimum(_longest(blocks, elsewhere), total))
+        row = _last(elsewhere, first_row)
+        over = np.where(row >= 0, borders.end[row], 0)
+        reached, at = at, np.maximum(at, np.minimum(over, total))
         namespace = at - reached
     else:
         namespace = np.zeros_like(at)
-    overlap = np.minimum(end, total[chunks.piece]) - np.maximum(begin, at[chunks.piece])
-    shared = was_seen & (overlap > 0)
-    diverged = np.bincount(chunks.piece[shared], overlap[shared], len(total)).astype(np.int64)
+    overlap = np.minimum(end, total[piece]) - np.maximum(begin, at[piece])
+    shared = seen_anchors & (overlap > 0)
+    diverged = np.bincount(piece[shared], overlap[shared], len(total)).astype(np.int64)
     return Causes(
         last,
         prompts.in_flight,
@@ -96,6 +109,7 @@ def split(
     )
 
 
-def _longest(blocks: Blocks, seen: Hashes) -> Ints:
-    """For each piece, where its longest prefix that was seen ends."""
-    return np.maximum.reduceat(np.where(seen > 0, blocks.end, 0), blocks.first_row)
+def _last(seen: Hashes, first_row: Ints) -> Ints:
+    """For each piece its last row that was seen; -1 if none was."""
+    rows = np.where(seen > 0, np.arange(len(seen)), -1)
+    return np.maximum.reduceat(rows, first_row)

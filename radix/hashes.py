@@ -1,4 +1,4 @@
-"""Hashes that stand for tokens in the cache's accounts: of prefixes, and of content wherever it is.
+"""Hashes that stand for prefixes in the cache's accounts, and the keys that are made of hashes.
 
 All are 64 bits wide, vectorised over a batch of pieces, and fit for counting, not for deciding what
 may be reused: the tree compares tokens. The constants are odd and random; nothing depends on their
@@ -7,6 +7,7 @@ values, and the hashes of one process are never compared to those of another.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -18,16 +19,21 @@ from coppice.radix.tokens import TOKEN_BYTES
 Hashes = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 
+FINE_BLOCKS = 32
+COARSE = 8
+"""Prefixes are remembered at the ends of the first 32 blocks, and then of every eighth."""
+
 _MASK = 2**64 - 1
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _INDEX = np.uint64(0x9E3779B97F4A7C15)
 _LENGTH = np.uint64(0xD1B54A32D192ED03)
-_BYTE = np.uint8(0x2D)
-_CONTENT = np.uint64(0x8CB92BA72F3D8DD7)
 
-# Tokens are hashed in groups of so many, which stay in the processor's cache.
-_GROUP_TOKENS = 1 << 18
+# Short pieces are hashed in groups of so many tokens.
+_GROUP_TOKENS = 1 << 16
+_LONG_TOKENS = 1 << 15
+
+Tokens = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,16 @@ class Blocks:
     chain: Hashes  # of each piece, after its last full block: where a later piece continues
 
 
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """Those ends of blocks at which prefixes are remembered, pieces one after another."""
+
+    hashes: Hashes  # of the whole prefix, before a salt; see `keys`
+    piece: Ints  # each has one at least
+    end: Ints  # position in the prompt
+    tokens: Ints  # that it stands for: up to the one before; 0 at the end of a partial block
+
+
 class PrefixHasher:
     """Hashes prefixes at the borders of blocks of `block_tokens` tokens.
 
@@ -60,12 +76,10 @@ class PrefixHasher:
         self.block_tokens = block_tokens
         numbers = np.random.default_rng(block_tokens)
         self._multipliers = numbers.integers(0, 2**64 - 1, block_tokens // 2, np.uint64) | 1
-        self._padding = bytes(TOKEN_BYTES * block_tokens)
-        self._group_rows = _GROUP_TOKENS // block_tokens
         self._scratch = memoryview(bytearray(_GROUP_TOKENS * TOKEN_BYTES))
 
     def blocks(
-        self, pieces: Sequence[bytes], first_blocks: Ints, chains: Hashes, parents: Ints
+        self, pieces: Sequence[Tokens], first_blocks: Ints, chains: Hashes, parents: Ints
     ) -> Blocks:
         """The blocks of `pieces` (int32 bytes, none empty). O(tokens).
 
@@ -106,168 +120,95 @@ class PrefixHasher:
             full[last] = False
         return Blocks(sums, np.repeat(np.arange(len(rows)), rows), end, full, first_row, chain)
 
-    def _hash_rows(self, pieces: Sequence[bytes], rows: Ints) -> Hashes:
+    def borders(self, blocks: Blocks, known: Sequence[array[int]]) -> Borders:
+        """Where prefixes are remembered: at each of the first 32 borders, at one of 8 behind them,
+        and at the ends of pieces.
+
+        `known[i]` are the hashes at the borders before piece i, from its prompt's beginning on.
+        """
+        size = self.block_tokens
+        index = (blocks.end - 1) // size
+        count = spacing(index)
+        count[~blocks.full] = 0
+        kept = count > 0
+        kept[blocks.first_row[1:] - 1] = True
+        kept[-1:] = True
+        hashes, piece = blocks.hashes[kept], blocks.piece[kept]
+        end, count = blocks.end[kept], count[kept]
+        counts = np.array([len(each) for each in known], np.int64)
+        if counts.any():
+            before = np.cumsum(counts)
+            index = np.arange(before[-1]) - np.repeat(before - counts, counts)
+            their_count = spacing(index)
+            kept = their_count > 0
+            kept[before[counts > 0] - 1] = True
+            theirs = np.frombuffer(b"".join(known), np.uint64)
+            hashes = np.concatenate((theirs[kept], hashes))
+            piece = np.concatenate((np.repeat(np.arange(len(known)), counts)[kept], piece))
+            end = np.concatenate(((index[kept] + 1) * size, end))
+            count = np.concatenate((their_count[kept], count))
+            order = np.argsort(piece.astype(np.uint16), kind="stable")
+            hashes, piece, end, count = hashes[order], piece[order], end[order], count[order]
+        return Borders(hashes, piece, end, count * size)
+
+    def _hash_rows(self, pieces: Sequence[Tokens], rows: Ints) -> Hashes:
         """The hash of each block by itself; a partial one is filled up with zeros."""
         scratch, width = self._scratch, self.block_tokens * TOKEN_BYTES
         words = np.frombuffer(scratch, np.uint64).reshape(-1, self.block_tokens // 2)
         hashes = np.empty(int(rows.sum()), np.uint64)
-        done = filled = 0  # rows hashed, rows in the scratch
+        row = filled = 0  # the next one, and how many are in the scratch
+        places: list[tuple[int, int]] = []  # of these: first row, and number
 
         def hash_scratch() -> None:
-            np.einsum(
-                "ij,j->i", words[:filled], self._multipliers, out=hashes[done : done + filled]
-            )
+            done = 0
+            found = np.einsum("ij,j->i", words[:filled], self._multipliers)
+            for first, count in places:
+                hashes[first : first + count] = found[done : done + count]
+                done += count
+            places.clear()
 
         for piece, count in zip(pieces, rows.tolist(), strict=True):
-            offset = 0
-            while count:
-                if filled == self._group_rows:
-                    hash_scratch()
-                    done, filled = done + filled, 0
-                take = min(count, self._group_rows - filled)
-                begin, end = filled * width, (filled + take) * width
-                missing = max(0, offset + take * width - len(piece))
-                if take * width == len(piece):
-                    scratch[begin:end] = piece
-                else:
-                    scratch[begin : end - missing] = memoryview(piece)[
-                        offset : offset + take * width - missing
-                    ]
-                    scratch[end - missing : end] = self._padding[:missing]
-                offset += take * width
-                filled += take
-                count -= take
+            whole = len(piece) // width
+            at = 0
+            if count * self.block_tokens > _LONG_TOKENS:
+                # Long ones are read where they are.
+                own = np.frombuffer(piece, np.uint64, whole * self.block_tokens // 2)
+                np.einsum("ij,j->i", own.reshape(-1, self.block_tokens // 2), self._multipliers,
+                          out=hashes[row : row + whole])  # fmt: skip
+                at, row, count = whole * width, row + whole, count - whole
+            if filled + count > len(words):
+                hash_scratch()
+                filled = 0
+            if count:
+                begin = filled * width
+                end = begin + len(piece) - at
+                scratch[begin:end] = memoryview(piece)[at:]
+                filled += count
+                scratch[end : filled * width] = bytes(filled * width - end)
+                places.append((row, count))
+                row += count
         hash_scratch()
         return hashes
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """Stretches of content, pieces one after another."""
-
-    hashes: Hashes  # of the tokens alone, wherever they stand, before a salt; see `keys`
-    piece: Ints
-    start: Ints  # offset in the piece, in tokens
-    length: Ints
+def spacing(index: Ints) -> Ints:
+    """Blocks that the end of block number `index` stands for; 0: no prefix is remembered there."""
+    return np.where(index < FINE_BLOCKS, 1, np.where(index % COARSE == COARSE - 1, COARSE, 0))
 
 
-class ContentCutter:
-    """Cuts tokens where their content says so, every `chunk_tokens` on average.
-
-    A chunk begins where a hash of two neighbouring tokens has a certain value (Muthitacharoen et
-    al., LBFS, SOSP 2001), so that an insertion changes the chunks that it touches and moves the
-    others; borders that follow another closely are left out. A piece's first and last chunk are cut
-    by the piece's own ends. A chunk's hash is of its length and its first and last 16 tokens, which
-    between borders so placed tell it from all but an edited copy of the same length.
-    """
-
-    _WINDOW = 16
-
-    def __init__(self, chunk_tokens: int) -> None:
-        if not 8 <= chunk_tokens <= 128 or chunk_tokens & (chunk_tokens - 1):
-            raise ValueError(f"chunk_tokens must be a power of two in 8 .. 128, got {chunk_tokens}")
-        self._least = chunk_tokens // 8
-        self._low_bits = np.uint8(chunk_tokens - 1)
-        numbers = np.random.default_rng(chunk_tokens)
-        self._multipliers = numbers.integers(0, 2**64 - 1, self._WINDOW // 2, np.uint64) | 1
-        # Buffers are kept, since fresh memory costs more than its use.
-        self._scratch = bytearray()
-        self._low = self._mixed = np.empty(0, np.uint8)
-        self._mask = np.empty(0, np.bool_)
-
-    def chunks(self, pieces: Sequence[bytes], skipped: Sequence[int]) -> Chunks:
-        """The chunks of `pieces` (int32 bytes), of each from its token `skipped[i]` on. O(tokens).
-
-        Starts are counted from there.
-        """
-        parts = []
-        first = tokens = 0
-        for number, (piece, skip) in enumerate(zip(pieces, skipped, strict=True)):
-            tokens += len(piece) // TOKEN_BYTES - skip
-            if tokens >= _GROUP_TOKENS or number == len(pieces) - 1:
-                end = number + 1
-                parts.append(self._chunks(pieces[first:end], skipped[first:end], first))
-                first, tokens = end, 0
-        if len(parts) == 1:
-            return Chunks(*parts[0])
-        return Chunks(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-    def _chunks(
-        self, pieces: Sequence[bytes], skipped: Sequence[int], first: int
-    ) -> tuple[Hashes, Ints, Ints, Ints]:
-        """The chunks of a group of pieces, which are numbered from `first` on."""
-        lengths = np.array([len(piece) for piece in pieces], np.int64) // TOKEN_BYTES
-        lengths -= np.array(skipped, np.int64)
-        present = np.flatnonzero(lengths)
-        ends = np.cumsum(lengths)
-        starts = (ends - lengths)[present]
-        total = int(ends[-1])
-        # Windows may begin before the first token and end behind the last.
-        margin = self._WINDOW * TOKEN_BYTES
-        if len(self._scratch) < total * TOKEN_BYTES + 2 * margin:
-            self._scratch = bytearray(2 * total * TOKEN_BYTES + 2 * margin)
-        filled = memoryview(self._scratch)
-        at = margin
-        for piece, skip in zip(pieces, skipped, strict=True):
-            left = len(piece) - skip * TOKEN_BYTES
-            filled[at : at + left] = memoryview(piece)[skip * TOKEN_BYTES :]
-            at += left
-        if len(self._low) < total:
-            self._low, self._mixed = np.empty((2, 2 * total), np.uint8)
-            self._mask = np.empty(2 * total, np.bool_)
-        low, mixed, mask = self._low[:total], self._mixed[:total], self._mask[:total]
-        # The low bytes of a token and of the one before, mixed: more would cost more.
-        tokens = np.frombuffer(self._scratch, np.uint32, total, margin)
-        np.copyto(low, tokens, casting="unsafe")
-        np.multiply(low, _BYTE, out=mixed)
-        mixed[1:] ^= low[:-1]
-        mixed &= self._low_bits
-        np.equal(mixed, self._low_bits, out=mask)
-        cuts = np.flatnonzero(mask)
-
-        owner = np.searchsorted(starts, cuts, side="right")
-        wide = np.ones(len(cuts), np.bool_)
-        wide[1:] = (cuts[1:] - cuts[:-1] >= self._least) | (owner[1:] != owner[:-1])
-        cuts = cuts[wide]
-        cuts = cuts[starts[owner[wide] - 1] != cuts]  # a piece's beginning is a border anyway
-        begin = np.concatenate((starts, cuts))
-        begin.sort()
-        length = np.append(begin[1:], total) - begin
-        owner = np.searchsorted(starts, begin, side="right") - 1
-        hashes = self._hash(begin, length)
-        return hashes, present[owner] + first, begin - starts[owner], length
-
-    def _hash(self, begin: Ints, length: Ints) -> Hashes:
-        # All windows of the buffer as overlapping items, which numpy copies whole.
-        width = self._WINDOW * TOKEN_BYTES
-        count = (len(self._scratch) - width) // TOKEN_BYTES
-        windows = np.ndarray(count, f"V{width}", self._scratch, 0, TOKEN_BYTES)
-        heads = windows[begin + self._WINDOW].view(np.uint32).reshape(-1, self._WINDOW)
-        tails = windows[begin + length].view(np.uint32).reshape(-1, self._WINDOW)
-        short = np.flatnonzero(length < self._WINDOW)
-        if len(short):
-            place = np.arange(self._WINDOW)
-            heads[short] *= place < length[short, None]
-            tails[short] *= place >= self._WINDOW - length[short, None]
-        head = np.einsum("ij,j->i", heads.view(np.uint64), self._multipliers)
-        tail = np.einsum("ij,j->i", tails.view(np.uint64), self._multipliers)
-        head ^= head >> 32
-        tail ^= tail >> 29
-        head *= _MIX_1
-        tail *= _MIX_2
-        head += tail
-        head += length.astype(np.uint64) * _LENGTH + _CONTENT
-        return head
+def mix(hashes: Hashes) -> Hashes:
+    """Mixes hashes in place to the last bit; returns them."""
+    hashes ^= hashes >> 31
+    hashes *= _MIX_1
+    hashes ^= hashes >> 30
+    hashes *= _MIX_2
+    hashes ^= hashes >> 32
+    return hashes
 
 
 def keys(hashes: Hashes, salts: Hashes | np.uint64) -> Hashes:
     """Hashes as keys of a namespace: salted and mixed to the last bit; never 0 in the low half."""
-    mixed = hashes ^ salts
-    mixed ^= mixed >> 31
-    mixed *= _MIX_1
-    mixed ^= mixed >> 30
-    mixed *= _MIX_2
-    mixed ^= mixed >> 32
+    mixed = mix(hashes ^ salts)
     mixed |= 1
     return mixed
 

@@ -22,7 +22,7 @@ class Node:
     """
 
     __slots__ = ("parent", "children", "edge", "start", "length", "pages", "own_pages", "locks",
-                 "stamp", "hits", "mark", "hashes", "draft")  # fmt: skip
+                 "stamp", "hits", "mark", "hashes", "draft", "borders")  # fmt: skip
 
     def __init__(self, parent: Node | None, edge: bytes, start: int, pages: array[int]) -> None:
         self.parent = parent
@@ -43,6 +43,10 @@ class Node:
         self.draft = False
         # Of the full pages whose last token is on this edge; None while nobody listens to events.
         self.hashes: array[int] | None = None
+        # Of the prefixes that end at the borders of the accounts' blocks, from the root on; None
+        # until a hit that ended here was accounted. Only nodes that were hit have them, and these
+        # do not grow; eviction may leave more of them than there are borders.
+        self.borders: array[int] | None = None
 
     @property
     def end(self) -> int:

@@ -35,7 +35,7 @@ class PromptAccounts:
         self._evicted_tokens = 0  # of which the accounting was told
 
     def admitted(self, sequence: Sequence, tree: RadixTree, match: Match, in_flight: int) -> None:
-        """`sequence` is about to be computed from the end of `match` on."""
+        """`sequence`, which holds `match`, is about to be computed from its end on."""
         now = self._clock()
         self._evictions(tree, now)
         self._uses.record(tree.clock, now)
@@ -52,6 +52,7 @@ class PromptAccounts:
             hit_limit=None if sequence.prompt_logprobs is None else sequence.hit_limit,
             kind=_kind(sequence),
             divergence=Divergence.at(tokens, match.length, theirs) if differs else None,
+            node=sequence.hold.node if sequence.hold is not None else None,
             now=now,
         )
 
@@ -80,6 +81,10 @@ class PromptAccounts:
     def cleared(self) -> None:
         """The tree was emptied on purpose."""
         self._accounting.reset()
+
+    def settle_batch(self) -> bool:
+        """Processes a part of what was told, if there is enough (see `Accounting`)."""
+        return self._accounting.settle_batch()
 
     def snapshot(self) -> CacheAccounts:
         """The accounts as of now. Settles what is pending."""

@@ -251,6 +251,7 @@ class Engine:
     def _run(self, schedule: Schedule) -> tuple[list[Sequence], Sampled]:
         """Computes the step; the sequences that got a token, and the tokens."""
         batch, logits = self.runner.run(schedule)
+        self.accounts.settle_batch()  # a device computes meanwhile
         sequences = batch.sampled
         rows = self._sequences.with_siblings(sequences)
         if len(rows) > len(logits):

@@ -92,16 +92,16 @@ class Paging:
         needed = self.pages_needed(match.length + count, match)
         if needed > (available := tree.available_pages(match)):
             raise OutOfPages(needed, available)
+        sequence.hold = hold = tree.lock(match, draft=_drafts(sequence))
         if self.accounts is not None:
             self.accounts.admitted(sequence, tree, match, in_flight)
-        hold = tree.lock(match, draft=_drafts(sequence))
         table = tree.page_table(hold)
         copy = None
         if hold.length % size and not tree.claim_tail(hold):
             page = tree.allocate(1)[0]
             copy = PageCopy(table[-1], page)
             table[-1] = page
-        sequence.hold, sequence.table, sequence.computed = hold, table, hold.length
+        sequence.table, sequence.computed = table, hold.length
         self._grow(sequence, count)
         return copy
 

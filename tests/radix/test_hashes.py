@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 
-from coppice.radix.hashes import ContentCutter, PrefixHasher, keys, namespace_salt
+from coppice.radix.hashes import PrefixHasher, keys, namespace_salt
 from coppice.radix.tokens import TOKEN_BYTES
 
 
@@ -88,74 +90,52 @@ def test_block_tokens_are_even(size: int) -> None:
         PrefixHasher(size)
 
 
-# -- content -------------------------------------------------------------------------------------
+# -- borders -------------------------------------------------------------------------------------
 
 
-def chunks(cutter: ContentCutter, pieces: list[bytes]) -> list[list[tuple[int, int, int]]]:
-    """Start, length and hash of the chunks of each piece."""
-    cut = cutter.chunks(pieces, [0] * len(pieces))
-    rows = [[] for _ in pieces]
-    columns = (cut.piece, cut.start, cut.length, cut.hashes)
-    for piece, *row in zip(*(column.tolist() for column in columns), strict=True):
-        rows[piece].append(tuple(row))
-    return rows
+def test_prefixes_are_remembered_at_all_borders_first_and_at_one_of_eight_then() -> None:
+    hasher = PrefixHasher(4)
+    pieces = [text(1, 4 * 60 + 3), text(2, 4 * 50), text(3, 2)]
+    zeros = np.zeros(3, np.int64)
+    blocks = hasher.blocks(pieces, zeros, zeros.astype(np.uint64), zeros - 1)
+    borders = hasher.borders(blocks, [array("Q")] * 3)
+    rows = {
+        piece: list(zip(borders.end[own].tolist(), borders.tokens[own].tolist(), strict=True))
+        for piece in range(3)
+        for own in [borders.piece == piece]
+    }
+    first = [(end, 4) for end in range(4, 129, 4)]
+    assert rows[0] == [*first, (160, 32), (192, 32), (224, 32), (243, 0)]
+    assert rows[1] == [*first, (160, 32), (192, 32), (200, 0)]
+    assert rows[2] == [(2, 0)]
+    every = dict(zip(zip(blocks.piece, blocks.end, strict=True), blocks.hashes, strict=True))
+    kept = zip(borders.piece, borders.end, borders.hashes, strict=True)
+    assert all(every[piece, end] == found for piece, end, found in kept)
 
 
-@pytest.mark.parametrize("size", [16, 32, 64, 128])
-def test_chunks_cover_each_piece_and_do_not_depend_on_the_others(size: int) -> None:
-    cutter = ContentCutter(size)
-    pieces = [text(1, 20_000), b"", text(2, 5), text(3, 1), text(4, 3000), b""]
-    rows = chunks(cutter, pieces)
-    for piece, row in zip(pieces, rows, strict=True):
-        at = 0
-        for start, length, _ in row:
-            assert start == at
-            assert length > 0
-            at += length
-        assert at == len(piece) // TOKEN_BYTES
-    assert 0.7 * size < 20_000 / len(rows[0]) < 1.7 * size
-    assert min(length for _, length, _ in rows[0][1:-1]) >= size // 8
-    for piece, row in zip(pieces, rows, strict=True):
-        assert chunks(ContentCutter(size), [piece])[0] == row
-    assert chunks(cutter, [b""]) == [[]]
-
-
-@pytest.mark.parametrize("vocabulary", [50, 1000, 128_000])
-def test_an_insertion_moves_the_chunks_behind_it(vocabulary: int) -> None:
-    cutter = ContentCutter(32)
-    content = text(1, 5000, vocabulary)
-    plain = chunks(cutter, [content])[0]
-    for inserted in (1, 7, 1000):
-        moved = chunks(cutter, [text(9, inserted, vocabulary) + content])[0]
-        kept = {(start - inserted, length, key) for start, length, key in moved} & set(plain)
-        assert sum(length for _, length, _ in kept) > 4800
-
-
-def test_a_skipped_beginning_is_left_out() -> None:
-    cutter = ContentCutter(32)
-    content = text(1, 500)
-    cut = cutter.chunks([content, content], [0, 123])
-    whole = cutter.chunks([content[123 * TOKEN_BYTES :]], [0])
-    second = cut.piece == 1
-    assert cut.hashes[second].tolist() == whole.hashes.tolist()
-    assert cut.start[second].tolist() == whole.start.tolist()
-
-
-def test_chunks_of_other_content_or_length_differ() -> None:
-    cutter = ContentCutter(16)
-    pieces = [text(seed, count, 8) for seed in range(40) for count in (1, 5, 9, 40)]
-    distinct = set(pieces)
-    rows = chunks(cutter, sorted(distinct))
-    # Whole pieces of one chunk each are told apart.
-    single = [row[0] for row in rows if len(row) == 1]
-    tokens = [piece for piece, row in zip(sorted(distinct), rows, strict=True) if len(row) == 1]
-    assert len({key for _, _, key in single}) == len(set(tokens))
-
-
-def test_chunk_tokens_are_checked() -> None:
-    for size in (0, 4, 24, 256):
-        with pytest.raises(ValueError, match=f"chunk_tokens must be a power .* got {size}"):
-            ContentCutter(size)
+def test_what_is_known_of_a_prefix_need_not_be_hashed() -> None:
+    hasher = PrefixHasher(4)
+    whole = [text(1, 4 * 60 + 3), text(2, 30)]
+    zeros = np.zeros(2, np.int64)
+    none = zeros.astype(np.uint64)
+    blocks = hasher.blocks(whole, zeros, none, zeros - 1)
+    expected = hasher.borders(blocks, [array("Q")] * 2)
+    for count in (1, 31, 40, 43, 60):
+        known = array("Q", blocks.hashes[:count].tobytes())
+        rest = hasher.blocks(
+            [whole[0][count * 16 :], whole[1]],
+            np.array([count, 0]),
+            np.array([known[-1], 0], np.uint64),
+            zeros - 1,
+        )
+        found = hasher.borders(rest, [known, array("Q")])
+        ours = set(zip(found.piece.tolist(), found.end.tolist(), found.hashes.tolist(),
+                       found.tokens.tolist(), strict=True))  # fmt: skip
+        theirs = set(zip(expected.piece.tolist(), expected.end.tolist(), expected.hashes.tolist(),
+                         expected.tokens.tolist(), strict=True))  # fmt: skip
+        assert theirs <= ours, count
+        assert {row[1] for row in ours - theirs} <= {4 * count}
+        assert (np.diff(found.piece) >= 0).all()
 
 
 # -- keys ----------------------------------------------------------------------------------------
