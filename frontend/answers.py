@@ -47,6 +47,9 @@ class Completion:
 
     def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
         """What is sent for one delta."""
+        if delta.best_so_far is not None and delta.completion is None:
+            choice = {"index": index, "text": "", "logprobs": None, **_ending(None)}
+            return [self._object(self.object_chunk, [choice | _best_so_far(delta.best_so_far)])]
         if not delta.text and not delta.logprobs and delta.completion is None:
             return []
         logprobs = self._logprobs(delta.logprobs, delta.text_offsets)
@@ -87,6 +90,10 @@ class ChatCompletion(Completion):
 
     def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
         made = []
+        if delta.best_so_far is not None and delta.completion is None:
+            chunk = self._chunk(index, {}, None)
+            chunk["choices"][0] |= _best_so_far(delta.best_so_far)
+            return [chunk]
         if delta.text or delta.logprobs:
             made.append(self._chunk(index, {"content": delta.text}, None, delta.logprobs))
         if delta.completion is not None:
@@ -137,6 +144,23 @@ def _ending(completion: CompletionOutput | None) -> dict[str, Any]:
     if completion is None:
         return {"finish_reason": None, "stop_reason": None}
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+def _best_so_far(best: CompletionOutput) -> dict[str, Any]:
+    """A field of our own: the line that leads a beam search, as a whole; the next may differ.
+
+    Clients that do not know it see an empty piece of text. The results come at the end, each as a
+    whole in one piece.
+    """
+    return {
+        "best_so_far": {
+            "text": best.text,
+            "tokens": len(best.token_ids),
+            "score": best.score,
+            "cumulative_logprob": best.cumulative_logprob,
+            "finished": best.finish_reason is not None,
+        }
+    }
 
 
 def _prompt(output: RequestOutput) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coppice.runtime.request import StepOutput
+from coppice.frontend.outputs import Logprob, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +13,14 @@ class BeamSearchSequence:
 
     Attributes:
         tokens: the prompt and what was found behind it, the token that ended it included.
-        cum_logprob: sum of the logprobs of the tokens behind the prompt.
+        cum_logprob: sum of the logprobs of the tokens behind the prompt, as the search counts them.
         score: `cum_logprob` over their number to the power of the length penalty; results are
             ordered by it.
-        text: the text behind the prompt, without the token that ended it.
-        finish_reason: "stop" (a token that ends a text) or "length".
+        text: the text behind the prompt, without what ended it unless its inclusion was asked for.
+        finish_reason: "stop" (a token or a string that ends a text) or "length".
+        stop_reason: the stop string, or the id of the stop token, that ended it; None where the
+            model's own end-of-text token or a length did.
+        logprobs: for each token behind the prompt, as in `CompletionOutput`; None: not asked for.
     """
 
     tokens: tuple[int, ...]
@@ -26,6 +28,8 @@ class BeamSearchSequence:
     score: float
     text: str
     finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +39,21 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search_sequence(
-    output: StepOutput, prompt_token_ids: Sequence[int], decode: Callable[..., str]
-) -> BeamSearchSequence:
-    """A result as the engine gives it, with its text."""
-    new = output.new_token_ids
-    silent = output.finish_reason == "stop"
-    assert output.finish_reason is not None
-    assert output.score is not None and output.cumulative_logprob is not None
-    return BeamSearchSequence(
-        (*prompt_token_ids, *new),
-        output.cumulative_logprob,
-        output.score,
-        decode(new[:-1] if silent else new, skip_special_tokens=True),
-        output.finish_reason,
-    )
+def beam_search_output(output: RequestOutput) -> BeamSearchOutput:
+    """The results of a request that was a beam search."""
+    sequences = []
+    for found in output.outputs:
+        assert found.finish_reason is not None
+        assert found.score is not None and found.cumulative_logprob is not None
+        sequences.append(
+            BeamSearchSequence(
+                (*output.prompt_token_ids, *found.token_ids),
+                found.cumulative_logprob,
+                found.score,
+                found.text,
+                found.finish_reason,
+                found.stop_reason,
+                found.logprobs,
+            )
+        )
+    return BeamSearchOutput(sequences)

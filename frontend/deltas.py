@@ -97,4 +97,5 @@ def _joined(first: TextDelta, second: TextDelta) -> TextDelta:
         new_token_ids=first.new_token_ids + second.new_token_ids,
         logprobs=first.logprobs + second.logprobs,
         text_offsets=first.text_offsets + second.text_offsets,
+        best_so_far=second.best_so_far or first.best_so_far,
     )

@@ -38,6 +38,13 @@ class IncrementalDecoder:
         self._clean = 0  # tokens before it were decoded to whole characters
         self._sent = 0  # characters of the text from `_start` on that went out
 
+    def copy(self) -> IncrementalDecoder:
+        """One that goes on from here by itself. O(tokens that are still looked at)."""
+        other = IncrementalDecoder(self._decode)
+        other._ids = self._ids[self._start :]
+        other._clean, other._sent = self._clean - self._start, self._sent
+        return other
+
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain by these tokens. Cost: decoding the last few."""
         self._ids += token_ids

@@ -133,7 +133,7 @@ class EngineClient:
         names = [f"request-{next(self._names)}" for _ in prompts]
         deltas = Deltas(names, self._abandon)
         method = "add_request" if beam is None else "add_beam_search"
-        given = self.texts.for_engine(params) if beam is None else beam
+        given = self.texts.for_engine(params) if beam is None else self.texts.for_engine(beam)
         for name, (text, ids) in zip(names, prompts, strict=True):
             self._running[name] = deltas
             self.texts.add(name, text, ids, params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from multiprocessing.connection import Connection
+from typing import Any
 
 from coppice.frontend import logs
 from coppice.runtime.config import EngineConfig
@@ -17,11 +18,15 @@ _context = multiprocessing.get_context("spawn")
 class EngineProcess:
     """A process that runs `engine_main`; `connection` is this side's end of its channel."""
 
-    def __init__(self, config: EngineConfig, log_format: str = "text") -> None:
-        """Starts it. Loading the model takes until it sends `Ready`."""
+    def __init__(self, config: EngineConfig, log_format: str = "text", **more: Any) -> None:
+        """Starts it. Loading the model takes until it sends `Ready`.
+
+        `more` are further arguments of `Engine`, which can be pickled.
+        """
         self.connection, theirs = _context.Pipe()
+        args = (config, log_format, theirs, more)
         self._process = _context.Process(
-            target=_main, args=(config, log_format, theirs), name="coppice-engine", daemon=True
+            target=_main, args=args, name="coppice-engine", daemon=True
         )
         self._process.start()
         theirs.close()  # so that this side sees the end of the channel when the process ends
@@ -47,7 +52,9 @@ class EngineProcess:
         self._process.kill()
 
 
-def _main(config: EngineConfig, log_format: str, connection: Connection) -> None:
+def _main(
+    config: EngineConfig, log_format: str, connection: Connection, more: dict[str, Any]
+) -> None:
     """Of the engine's process."""
     logs.configure(log_format)
-    engine_main(config, connection)
+    engine_main(config, connection, more)

@@ -11,11 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
-from coppice.frontend.beam_outputs import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    beam_search_sequence,
-)
+from coppice.frontend.beam_outputs import BeamSearchOutput, beam_search_output
 from coppice.frontend.outputs import GenerationError, RequestOutput
 from coppice.frontend.session import Session
 from coppice.frontend.text_engine import TextEngine
@@ -119,35 +115,11 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be a BeamSearchParams, got {params!r}")
+        if params.best_so_far:
+            raise ValueError("best_so_far must be False where only the results are returned")
         parsed = [self._parse(index, prompt) for index, prompt in enumerate(_listed(prompts))]
-        engine, tokenizer = self._text_engine.engine, self._text_engine.tokenizer
-        ids: list[str] = []
-        found: dict[str, list[BeamSearchSequence]] = {}
-        try:
-            for index, (_, token_ids, salt) in enumerate(parsed):
-                request_id = str(self._served + index)
-                try:
-                    engine.add_beam_search(request_id, token_ids, params, cache_salt=salt)
-                except ValueError as error:
-                    raise ValueError(f"prompts[{index}]: {error}") from error
-                ids.append(request_id)
-            with _Bar(len(ids), use_tqdm) as bar:
-                while engine.has_unfinished():
-                    new_tokens = 0
-                    for output in engine.step():
-                        if output.error is not None:
-                            raise RuntimeError(f"the search failed: {output.error}")
-                        prompt_ids = parsed[ids.index(output.request_id)][1]
-                        sequence = beam_search_sequence(output, prompt_ids, tokenizer.decode)
-                        found.setdefault(output.request_id, []).append(sequence)
-                        new_tokens += len(output.new_token_ids)
-                    bar.update(len(found), new_tokens)
-        finally:
-            self._served += len(parsed)
-            for request_id in ids:
-                if request_id not in found:
-                    engine.abort(request_id)
-        return [BeamSearchOutput(found[request_id]) for request_id in ids]
+        outputs = self._run(parsed, params.sampling, use_tqdm, beam=params)
+        return [beam_search_output(output) for output in outputs]
 
     def session(self, prompt: Prompt = "") -> Session:
         """Opens a line of text that can be forked, extended, scored and dropped (see `Session`).
@@ -204,6 +176,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
         priority: Sequence[int] | None = None,
+        *,
+        beam: BeamSearchParams | None = None,
     ) -> list[RequestOutput]:
         params = _params_for_each(sampling_params, len(parsed))
         for form in {each.structured_outputs for each in params}:
@@ -220,6 +194,7 @@ class LLM:
                         prompt,
                         token_ids,
                         params[index],
+                        beam=beam,
                         cache_salt=salt,
                         priority=priority[index] if priority else 0,
                     )

@@ -32,11 +32,14 @@ class CompletionOutput:
             or the model's length), "abort" (cancelled) or "error" (a step failed).
         stop_reason: the stop string, or the id of the stop token, that ended the text; None where
             the model's own end-of-text token or a length did. For "error", the error's message.
-        cumulative_logprob: the sum of the generated tokens' logprobs, if they were asked for.
+        cumulative_logprob: the sum of the generated tokens' logprobs, if they were asked for; of a
+            beam search's result always, as the search counts them.
         logprobs: for each generated token its own logprob, then those of the most probable tokens,
             by token id; None if they were not asked for.
         text_offsets: characters of the text before each token, the same way; a stop string that was
             cut off counts here.
+        score: of a beam search's result: its cumulative logprob over its number of tokens to the
+            power of the length penalty.
     """
 
     index: int
@@ -47,6 +50,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     text_offsets: tuple[int, ...] | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

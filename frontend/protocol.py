@@ -8,7 +8,7 @@ from reprlib import repr as shown
 from typing import Any, TypeAlias
 
 from coppice.frontend.tokenizer import Message
-from coppice.runtime.beam_search import BeamSearchParams
+from coppice.runtime.beam_search import SHARED_WITH_SAMPLING, BeamSearchParams
 from coppice.runtime.sampling_params import SamplingParams
 
 PromptInput: TypeAlias = str | list[int]
@@ -165,7 +165,7 @@ _BEAM: dict[str, tuple[Callable[[Any], bool], str]] = {
     "length_penalty": (_is_number, "a number"),
     "early_stopping": (lambda value: _is_bool(value) or value == "never", 'a boolean or "never"'),
 }
-_SHARED_WITH_BEAM = {"n", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "temperature"}
+_SHARED_WITH_BEAM = {"n", *SHARED_WITH_SAMPLING}
 
 _COMMON = {"model", "stream", "stream_options", "cache_salt", "priority", "use_beam_search"}
 
@@ -296,7 +296,7 @@ def _beam(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> BeamSearchPar
             raise BadRequest(f"{name} needs use_beam_search to be true", param=name)
         return None
     for name, value in sampling.items():
-        if name not in _SHARED_WITH_BEAM and name != "skip_special_tokens":
+        if name not in _SHARED_WITH_BEAM:
             raise BadRequest(
                 f"{name} is not supported with use_beam_search, got {shown(value)}", param=name
             )
@@ -304,9 +304,8 @@ def _beam(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> BeamSearchPar
         raise BadRequest("beam_width is required with use_beam_search", param="beam_width")
     if sampling.get("max_tokens", 16) is None:
         raise BadRequest("max_tokens is required with use_beam_search", param="max_tokens")
-    shared = {name: value for name, value in sampling.items() if name in _SHARED_WITH_BEAM}
-    shared["stop_token_ids"] = tuple(shared.get("stop_token_ids", ()))
-    return BeamSearchParams(**values, **({"n": 1} | shared))
+    best_so_far = bool(body.get("stream"))
+    return BeamSearchParams(**values, **({"n": 1, "best_so_far": best_so_far} | dict(sampling)))
 
 
 def bad_value(error: ValueError, body: Mapping[str, Any]) -> BadRequest:

@@ -15,6 +15,7 @@ from aiohttp import web
 from coppice.frontend import logs
 from coppice.frontend.engine_client import EngineClient
 from coppice.frontend.engine_process import EngineProcess
+from coppice.frontend.line_watch import WatchStopStrings
 from coppice.frontend.server import Server
 from coppice.frontend.server_options import ServerOptions
 from coppice.frontend.tokenizer import Tokenizer, model_source
@@ -48,7 +49,9 @@ def serve(
     loaded = Tokenizer(source)  # first, since it takes less to find that one is missing
     own = replace(config, model=str(path))
     logs.configure(options.log_format)
-    engine = EngineClient(partial(EngineProcess, own, options.log_format), loaded)
+    watch = WatchStopStrings(str(source))
+    launch = partial(EngineProcess, own, options.log_format, tokenizer=source, watch_lines=watch)
+    engine = EngineClient(launch, loaded)
     asyncio.run(_serve(engine, config.model, options, listener))
 
 

@@ -31,6 +31,13 @@ class StopStrings:
         self.text = ""
         self.matched: str | None = None
 
+    def copy(self) -> StopStrings:
+        """One that goes on from here by itself."""
+        other = StopStrings(self._stop, include=self._include)
+        other._searched, other._shown = self._searched, self._shown
+        other.text, other.matched = self.text, self.matched
+        return other
+
     def push(self, piece: str, *, armed: bool = True) -> None:
         """Adds text. While not `armed` (min_tokens), no stop string can end in it.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from coppice.frontend.line_watch import WatchStopStrings
 from coppice.frontend.texts import TextDelta, Texts
 from coppice.frontend.tokenizer import Tokenizer, model_source
 from coppice.runtime.beam_search import BeamSearchParams
@@ -47,7 +48,9 @@ class TextEngine:
         path = resolve_model(model_source(config.model))
         source = path if tokenizer is None else resolve_model(model_source(tokenizer))
         loaded = Tokenizer(source)  # first, since it takes less to find that one is missing
-        return cls(Engine(replace(config, model=str(path)), tokenizer=source), loaded)
+        own = replace(config, model=str(path))
+        watch = WatchStopStrings(str(source))
+        return cls(Engine(own, tokenizer=source, watch_lines=watch), loaded)
 
     def add(
         self,
@@ -67,8 +70,9 @@ class TextEngine:
         """
         ids = list(prompt_token_ids)
         if beam is not None:
+            search = self.texts.for_engine(beam)
             self.engine.add_beam_search(
-                request_id, ids, beam, cache_salt=cache_salt, priority=priority
+                request_id, ids, search, cache_salt=cache_salt, priority=priority
             )
         else:
             given = self.texts.for_engine(params)

@@ -10,14 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
-from coppice.frontend.detokenizer import IncrementalDecoder
+from coppice.frontend.detokenizer import REPLACEMENT, IncrementalDecoder
 from coppice.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from coppice.frontend.stop_strings import StopStrings
 from coppice.frontend.token_texts import TokenTexts
 from coppice.frontend.tokenizer import Tokenizer
-from coppice.runtime.request import StepOutput
+from coppice.runtime.beam_search import BeamSearchParams
+from coppice.runtime.request import BestLine, StepOutput
 from coppice.runtime.sampling_params import SamplingParams
+
+Params = TypeVar("Params", SamplingParams, BeamSearchParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class TextDelta:
         output: the whole result, once all continuations have ended.
         logprobs, text_offsets: of the new tokens, as in `CompletionOutput`; empty if they were not
             asked for.
+        best_so_far: of a beam search: its best line as it is after the step, as a whole, which the
+            next one may take back.
     """
 
     request_id: str
@@ -41,6 +47,7 @@ class TextDelta:
     text_offsets: tuple[int, ...] = ()
     index: int = 0
     completion: CompletionOutput | None = None
+    best_so_far: CompletionOutput | None = None
 
 
 @dataclass(slots=True)
@@ -108,14 +115,14 @@ class Texts:
         """Names of the requests that were added and have not ended."""
         return list(self._running)
 
-    def for_engine(self, params: SamplingParams) -> SamplingParams:
+    def for_engine(self, params: Params) -> Params:
         """The parameters as the engine takes them: without words, and without a choice to make."""
-        if params.chooses:
+        if isinstance(params, SamplingParams) and params.chooses:
             top = 0 if params.logprobs is None else params.logprobs
             params = replace(params, n=params.num_sequences, best_of=None, logprobs=top)
         return self._words_as_tokens(params)
 
-    def _words_as_tokens(self, params: SamplingParams) -> SamplingParams:
+    def _words_as_tokens(self, params: Params) -> Params:
         """With `bad_words` as token ids: without and with a space before each."""
         if not params.bad_words:
             return params
@@ -144,6 +151,11 @@ class Texts:
         return self._advance(running, step)
 
     def _advance(self, running: _Running, step: StepOutput) -> tuple[TextDelta, bool]:
+        if step.best_so_far is not None:
+            best = self._best_so_far(running, step.best_so_far)
+            return TextDelta(running.request_id, "", (), None, best_so_far=best), False
+        if step.num_results is not None:
+            del running.lines[step.num_results :]  # the search has found no more
         params, line = running.params, running.lines[step.index]
         stops = line.stops
         new = list(step.new_token_ids)
@@ -155,7 +167,7 @@ class Texts:
         if step.logprobs is not None:
             logprobs = list(self.token_texts.logprobs(step.logprobs, new))
         # The token that ended the text is part of the result, but not of the text.
-        silent = step.finish_reason == "stop" and not params.include_stop_str_in_output
+        silent = _is_silent(step, params)
         for position, token in enumerate(new):
             line.token_ids.append(token)
             if logprobs:
@@ -184,7 +196,9 @@ class Texts:
             line.completion = _completion(line, params, finish_reason, stop_reason)
             if step.cumulative_logprob is not None:
                 line.completion = replace(
-                    line.completion, cumulative_logprob=step.cumulative_logprob
+                    line.completion,
+                    cumulative_logprob=step.cumulative_logprob,
+                    score=step.score,
                 )
             if all(each.completion is not None for each in running.lines):
                 self._running.pop(running.request_id, None)  # it may have been dropped meanwhile
@@ -200,6 +214,37 @@ class Texts:
             line.completion,
         )
         return delta, stopped
+
+    def _best_so_far(self, running: _Running, best: BestLine) -> CompletionOutput:
+        """The best line of a beam search, with the text that it would have."""
+        params, ids = running.params, list(best.token_ids)
+        stopped = best.stop_reason if isinstance(best.stop_reason, str) else None
+        if _is_silent(best, params):
+            del ids[-1]
+        text = self._tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        if best.finish_reason is None:
+            text = text.rstrip(REPLACEMENT)  # what may become a character yet
+        elif stopped is not None:
+            end = text.rfind(stopped)
+            text = text[: end + len(stopped) if params.include_stop_str_in_output else end]
+        return CompletionOutput(
+            0,
+            text,
+            best.token_ids,
+            best.finish_reason,
+            best.stop_reason,
+            cumulative_logprob=best.cumulative_logprob,
+            score=best.score,
+        )
+
+
+def _is_silent(ended: StepOutput | BestLine, params: SamplingParams) -> bool:
+    """Whether the last token only says that the text ends, and is no part of it."""
+    return (
+        ended.finish_reason == "stop"
+        and not isinstance(ended.stop_reason, str)
+        and not params.include_stop_str_in_output
+    )
 
 
 def _output(running: _Running, cached_tokens: int) -> RequestOutput:

@@ -7,9 +7,11 @@ same on the same weights. No model, no pages: the engine brings each beam's best
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from coppice.runtime.sampling_params import MAX_N, LogitsProcessor, SamplingParams
 
 EarlyStopping = bool | Literal["never"]
 
@@ -18,10 +20,14 @@ EarlyStopping = bool | Literal["never"]
 class BeamSearchParams:
     """How to search; field names as in vLLM, meanings as in transformers' `generate`.
 
+    What changes the tokens' scores acts on their logprobs, as in transformers, and those are not
+    normalised again; with one beam on the logits, as in any greedy search.
+
     Attributes:
         beam_width: beams that are kept.
         max_tokens: most tokens of a result.
-        n: results to return, the best first; None: all, `beam_width`.
+        n: results to return, the best first; None: all, `beam_width`. There are fewer if what is
+            forbidden leaves no more.
         length_penalty: a result's score is the sum of its tokens' logprobs over its number of
             tokens to this power; above 0 prefers longer ones.
         early_stopping: True: end when `beam_width` results have ended; False: when no beam at its
@@ -30,6 +36,14 @@ class BeamSearchParams:
         min_tokens: fewest tokens before anything may end a result.
         ignore_eos: whether the model's own end of sequence is a token like others.
         temperature: the logits are divided by it before they become logprobs; 0 means 1.
+        stop, include_stop_str_in_output, skip_special_tokens: strings that end a result, and what
+            its text has, as in `SamplingParams`.
+        presence_penalty, frequency_penalty, repetition_penalty, logit_bias, allowed_token_ids,
+        bad_words, bad_words_token_ids, logits_processors: as in `SamplingParams`.
+        logprobs: of each token of a result, its own and so many of the most probable ones; -1: all.
+            Of the model's logits, before temperature and all else.
+        best_so_far: whether each step tells the best line as it is then, for streaming.
+        sampling: those that sampling has too, checked, with `n` as the number of results.
 
     Raises ValueError with the name, the value and what is allowed.
     """
@@ -39,44 +53,89 @@ class BeamSearchParams:
     n: int | None = None
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
     temperature: float = 0.0
+    stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    logprobs: int | None = None
+    best_so_far: bool = False
+    sampling: SamplingParams = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, low in (("beam_width", 1), ("max_tokens", 1), ("min_tokens", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
-        if self.n is not None and (
-            isinstance(self.n, bool)
-            or not isinstance(self.n, int)
-            or not 1 <= self.n <= self.beam_width
-        ):
+        if not _is_integer(self.beam_width) or not 1 <= self.beam_width <= MAX_N:
+            raise ValueError(
+                f"beam_width must be an integer from 1 to {MAX_N}, got {self.beam_width!r}"
+            )
+        if not _is_integer(self.max_tokens):
+            raise ValueError(
+                f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}"
+            )
+        if self.n is not None and (not _is_integer(self.n) or not 1 <= self.n <= self.beam_width):
             raise ValueError(f"n must be from 1 to beam_width, {self.beam_width}, got {self.n!r}")
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(
                 f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
             )
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}"
-            )
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature!r}")
-        if not isinstance(self.length_penalty, (int, float)):
+        if isinstance(self.length_penalty, bool) or not isinstance(
+            self.length_penalty, (int, float)
+        ):
             raise ValueError(f"length_penalty must be a number, got {self.length_penalty!r}")
+        if not isinstance(self.best_so_far, bool):
+            raise ValueError(f"best_so_far must be True or False, got {self.best_so_far!r}")
+        shared = {name: getattr(self, name) for name in SHARED_WITH_SAMPLING}
+        sampling = SamplingParams(**shared | {"n": self.num_results})
+        object.__setattr__(self, "sampling", sampling)
+        for name in SHARED_WITH_SAMPLING:
+            object.__setattr__(self, name, getattr(sampling, name))
+
+    @property
+    def num_results(self) -> int:
+        return self.beam_width if self.n is None else self.n
+
+
+SHARED_WITH_SAMPLING = tuple(
+    name
+    for name in BeamSearchParams.__dataclass_fields__
+    if name in SamplingParams.__dataclass_fields__ and name != "n"
+)
+"""Parameters of a search that mean what they mean in `SamplingParams`."""
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class LineWatch(Protocol):
+    """Watches one line of generated tokens for an end that no token alone tells: a stop string."""
+
+    def follow(self, token: int) -> tuple[LineWatch, str | None]:
+        """The watch of the line with one token more, and what ended it there; this one stays."""
+
+
+WatchLines = Callable[[BeamSearchParams], LineWatch]
+"""Makes the watch of a search's beginning. Engines know no text: who does gives them this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A result: generated tokens that have ended."""
+    """A line and its score: a result, or the best that there is so far."""
 
     tokens: tuple[int, ...]  # the one that ended it included
     score: float  # sum of logprobs over length to the power of the length penalty
     cumulative_logprob: float
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str | None  # "stop" or "length"; None: it goes on
+    stop_reason: int | str | None = None  # the stop string, or the user's stop token
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +145,7 @@ class Beam:
     parent: int  # index of the beam of the step before that it continues
     tokens: tuple[int, ...]  # generated so far
     logprob: float  # their sum
+    watch: LineWatch | None = None
 
 
 class BeamSearch:
@@ -96,14 +156,22 @@ class BeamSearch:
         search.advance([best continuations of each of search.beams])
     """
 
-    def __init__(self, params: BeamSearchParams, *, stop_ids: set[int], max_tokens: int) -> None:
+    def __init__(
+        self,
+        params: BeamSearchParams,
+        *,
+        stop_ids: set[int],
+        max_tokens: int,
+        watch: LineWatch | None = None,
+    ) -> None:
         """`stop_ids` end a result; `max_tokens` may be less than the params' for want of room."""
         self.params = params
         self.max_tokens = max_tokens
-        self.beams: list[Beam] = [Beam(0, (), 0.0)]
+        self.beams: list[Beam] = [Beam(0, (), 0.0, watch)]
         self.finished: list[Hypothesis] = []
         self.done = False
-        self.ended: list[int] = []  # beams on which the last step ended what is a result so far
+        # What the last step ended and is a result so far, each with the beam that it ended on.
+        self.ended: list[tuple[int, Hypothesis]] = []
         self._stop_ids = stop_ids
         # One beam is a greedy search: what it reaches first is the result.
         self._stops_early = params.early_stopping is True or params.beam_width == 1
@@ -112,7 +180,8 @@ class BeamSearch:
     def continuations(self) -> int:
         """How many continuations of each beam `advance` needs.
 
-        With as many per stop token as there are beams, `beam_width` of them go on at least.
+        With as many per stop token as there are beams, `beam_width` of them go on at least, unless
+        stop strings end them.
         """
         return max(2, 1 + len(self._stop_ids)) * self.params.beam_width
 
@@ -121,7 +190,7 @@ class BeamSearch:
 
         Args:
             continuations: for each beam its best (token, logprob), best first: at least
-                `self.continuations`, or the whole vocabulary.
+                `self.continuations`, or all that are allowed.
         """
         width, length = self.params.beam_width, len(self.beams[0].tokens) + 1
         candidates = heapq.nlargest(
@@ -130,38 +199,63 @@ class BeamSearch:
                 (beam.logprob + logprob, -index, -rank, token)
                 for index, (beam, best) in enumerate(zip(self.beams, continuations, strict=True))
                 for rank, (token, logprob) in enumerate(best)
-                if token not in self._stop_ids or length >= self.params.min_tokens
+                if token not in self._stop_ids or length > self.params.min_tokens
             ),
         )
         full = self._stops_early and len(self.finished) == width
         going_on: list[Beam] = []
-        new: list[tuple[Hypothesis, int]] = []
+        new: list[tuple[int, Hypothesis]] = []
         for place, (logprob, negative, _, token) in enumerate(candidates):
-            tokens = (*self.beams[-negative].tokens, token)
-            reason = self._ends(token, length)
+            may_end = place < width and not full
+            if not may_end and len(going_on) == width:
+                continue  # neither as a beam nor as a result
+            beam = self.beams[-negative]
+            watch, reason, stop = self._follow(beam, token, length)
+            tokens = (*beam.tokens, token)
             if reason is None:
                 if len(going_on) < width:
-                    going_on.append(Beam(-negative, tokens, logprob))
-            elif place < width and not full:
-                score = logprob / length**self.params.length_penalty
-                new.append((Hypothesis(tokens, score, logprob, reason), -negative))
-        self.finished += [hypothesis for hypothesis, _ in new]
+                    going_on.append(Beam(-negative, tokens, logprob, watch))
+            elif may_end:
+                score = self._score(logprob, length)
+                new.append((-negative, Hypothesis(tokens, score, logprob, reason, stop)))
+        self.finished += [hypothesis for _, hypothesis in new]
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[width:]
         self.beams = going_on
         self.done = not going_on or not self._can_improve(length)
         held = {id(each) for each in (self.results() if self.done else self.finished)}
-        self.ended = [parent for hypothesis, parent in new if id(hypothesis) in held]
+        self.ended = [each for each in new if id(each[1]) in held]
         return [] if self.done else going_on
 
     def results(self) -> list[Hypothesis]:
-        """The best `n` results, best first."""
-        return self.finished[: self.params.n or self.params.beam_width]
+        """The best `n` results, best first; fewer if there are no more."""
+        return self.finished[: self.params.num_results]
 
-    def _ends(self, token: int, length: int) -> str | None:
+    def best(self) -> Hypothesis | None:
+        """The line with the best score at its present length; None if there is none."""
+        lines = self.finished[:1]
+        if self.beams:
+            beam = self.beams[0]  # all are of one length, and the first has the best sum
+            score = self._score(beam.logprob, len(beam.tokens))
+            lines.append(Hypothesis(beam.tokens, score, beam.logprob, None))
+        return max(lines, key=lambda line: line.score, default=None)
+
+    def _follow(
+        self, beam: Beam, token: int, length: int
+    ) -> tuple[LineWatch | None, str | None, int | str | None]:
+        """The watch behind `token`, and what ends the line there: finish reason, stop reason."""
         if token in self._stop_ids:
-            return "stop"
-        return "length" if length >= self.max_tokens else None
+            return None, "stop", token if token in self.params.stop_token_ids else None
+        watch = beam.watch
+        if watch is not None:
+            watch, stop = watch.follow(token)
+            if stop is not None:
+                return None, "stop", stop
+        return watch, "length" if length >= self.max_tokens else None, None
+
+    def _score(self, logprob: float, length: int) -> float:
+        score: float = logprob / length**self.params.length_penalty
+        return score
 
     def _can_improve(self, length: int) -> bool:
         """Whether a beam may still end up among the results."""
@@ -172,5 +266,4 @@ class BeamSearch:
             return False
         if params.early_stopping == "never" and params.length_penalty > 0:
             length = self.max_tokens
-        best = self.beams[0].logprob / length**params.length_penalty
-        return best > self.finished[-1].score
+        return self._score(self.beams[0].logprob, length) > self.finished[-1].score

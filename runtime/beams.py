@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from coppice.runtime.beam_search import BeamSearch
-from coppice.runtime.request import Sequence, StepOutput
+from coppice.runtime.beam_search import BeamSearch, BeamSearchParams, Hypothesis, WatchLines
+from coppice.runtime.logits import change_logits
+from coppice.runtime.logprobs import Logprobs, log_probabilities, of_tokens
+from coppice.runtime.request import BestLine, Request, Sequence, StepOutput
 from coppice.runtime.sequences import Sequences
 
 Continuations = list[tuple[int, float]]
-"""A beam's best next tokens with their logprobs, best first."""
+"""A beam's best next tokens with their logprobs, best first; forbidden ones are not among them."""
+
+
+class Found(NamedTuple):
+    """What the model says of a beam's next token."""
+
+    continuations: Continuations
+    raw: torch.Tensor | None  # logprobs by the model alone, float32 [vocabulary], if asked for
+
+
+class Trail(NamedTuple):
+    """The logprobs of a line's tokens, from the last one back; forks share what is behind them."""
+
+    before: Trail | None
+    last: Logprobs  # of one token
+
+    def whole(self) -> Logprobs:
+        """Those of all tokens, in order."""
+        parts, trail = [self.last], self.before
+        while trail is not None:
+            parts.append(trail.last)
+            trail = trail.before
+        return Logprobs.joined(parts[::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +61,28 @@ class BeamGroup:
     def __init__(self, search: BeamSearch, first: Sequence) -> None:
         self.search = search
         self.lines = [first]  # in the order of `search.beams`
-        self._found: dict[int, Continuations] = {}  # by id of the sequence
+        self.error: str | None = None  # why the search can't go on
+        self._found: dict[int, Found] = {}  # by id of the sequence
+        self._trails: list[Trail | None] = [None]  # of the lines
+        self._ended: dict[tuple[int, ...], Trail] = {}  # of what has ended, by its tokens
+        self._told: tuple[int, ...] = ()  # the line that was the best when it was told last
 
-    def take(self, sequence: Sequence, continuations: Continuations) -> None:
+    def take(self, sequence: Sequence, found: Found) -> None:
         """The next tokens of one of its sequences are known."""
-        self._found[id(sequence)] = continuations
+        self._found[id(sequence)] = found
 
     @property
     def complete(self) -> bool:
         """Whether they are known for all."""
-        return all(id(line) in self._found for line in self.lines)
+        return self.error is not None or all(id(line) in self._found for line in self.lines)
 
     def advance(self) -> Moves:
         """Takes a step of the search; afterwards `adopt` the sequences that carry its beams."""
-        lines, found = self.lines, self._found
-        beams = self.search.advance([found[id(line)] for line in lines])
+        lines, found = self.lines, [self._found[id(line)] for line in self.lines]
+        beams = self.search.advance([each.continuations for each in found])
         self._found = {}
+        if self.search.params.logprobs is not None:
+            self._go_on_with_trails(found)
         forks, tokens = [], []
         carried: set[int] = set()
         for beam in beams:
@@ -60,7 +93,7 @@ class BeamGroup:
                 carried.add(beam.parent)
                 tokens.append((parent, token))
         dropped = [line for index, line in enumerate(lines) if index not in carried]
-        ended = [lines[parent] for parent in self.search.ended]
+        ended = [lines[parent] for parent, _ in self.search.ended]
         return Moves(ended, dropped, forks, tokens)
 
     def adopt(self, forked: list[Sequence]) -> None:
@@ -74,18 +107,71 @@ class BeamGroup:
                 lines.append(self.lines[beam.parent])
         self.lines = lines
 
+    def news(self) -> Hypothesis | None:
+        """The best line so far, if it is another one than when this was asked last."""
+        best = self.search.best()
+        if best is None or best.tokens == self._told:
+            return None
+        self._told = best.tokens
+        return best
+
+    def logprobs(self, result: Hypothesis) -> Logprobs | None:
+        """Those of a result's tokens, if they were asked for."""
+        trail = self._ended.get(result.tokens)
+        return None if trail is None else trail.whole()
+
+    def _go_on_with_trails(self, found: list[Found]) -> None:
+        """The logprobs of each token that a beam or a result has got in this step."""
+        search = self.search
+        picks = [(beam.parent, beam.tokens) for beam in search.beams]
+        picks += [(parent, result.tokens) for parent, result in search.ended]
+        rows = [found[parent].raw for parent, _ in picks]
+        raw = torch.stack([row for row in rows if row is not None])
+        top = search.params.logprobs or 0
+        made = of_tokens(raw, [tokens[-1] for _, tokens in picks], top)
+        trails = [
+            Trail(self._trails[parent], made[place : place + 1])
+            for place, (parent, _) in enumerate(picks)
+        ]
+        self._trails = list(trails[: len(search.beams)])
+        for (_, tokens), trail in zip(picks[len(search.beams) :], trails[len(search.beams) :],
+                                      strict=True):  # fmt: skip
+            self._ended[tokens] = trail
+        held = {result.tokens for result in search.finished}
+        self._ended = {tokens: trail for tokens, trail in self._ended.items() if tokens in held}
+
 
 class BeamSearches:
     """The searches of all requests that are beam searches, and what they do to their sequences."""
 
-    def __init__(self, sequences: Sequences) -> None:
+    def __init__(
+        self, sequences: Sequences, eos_token_ids: Seq[int], watch_lines: WatchLines | None
+    ) -> None:
         self._sequences = sequences
+        self._eos = tuple(eos_token_ids)
+        self._watch_lines = watch_lines
         self._groups: dict[str, BeamGroup] = {}
 
-    def begin(self, request_id: str, search: BeamSearch) -> None:
-        """The request's first sequence exists already."""
-        (first,) = self._sequences.of(request_id)
-        self._groups[request_id] = BeamGroup(search, first)
+    def check(self, params: BeamSearchParams) -> None:
+        """Raises ValueError for stop strings that nobody could find."""
+        if params.sampling.stop_strings and self._watch_lines is None:
+            raise ValueError(
+                f"stop must be token ids here (stop_token_ids), since the engine knows no text "
+                f"and was given no watch_lines, got {params.stop!r}"
+            )
+
+    def begin(self, request: Request, params: BeamSearchParams) -> None:
+        """The search of a request, whose first sequence exists already."""
+        stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids.update(self._eos)
+        watch = None
+        if params.sampling.stop_strings and self._watch_lines is not None:
+            watch = self._watch_lines(params)
+        room = request.max_length - len(request.prompt_token_ids)
+        search = BeamSearch(params, stop_ids=stop_ids, max_tokens=room, watch=watch)
+        (first,) = self._sequences.of(request.request_id)
+        self._groups[request.request_id] = BeamGroup(search, first)
 
     def results(self, request_id: str) -> int | None:
         """How many results a search is to give; None if the request is none."""
@@ -100,48 +186,110 @@ class BeamSearches:
         self._groups.pop(request_id, None)
 
     def score(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
-        """Hands each beam's best continuations to its search. `logits` float32 [R, vocabulary]."""
+        """Hands each beam's best continuations to its search.
+
+        `logits` float32 [R, vocabulary], which may be changed in place.
+        """
         groups = [self._groups[each.request.request_id] for each in sequences]
-        temperatures = [group.search.params.temperature or 1.0 for group in groups]
-        scale = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
-        logprobs = (logits / scale).log_softmax(dim=-1)
-        most = min(logits.shape[1], max(group.search.continuations for group in groups))
-        values, tokens = (found.tolist() for found in logprobs.topk(most, dim=-1))
+        asked = any(group.search.params.logprobs is not None for group in groups)
+        raw = log_probabilities(logits) if asked else None
+        scores, errors = self._scores(logits, sequences, groups)
+        most = min(scores.shape[1], max(group.search.continuations for group in groups))
+        values, tokens = (found.tolist() for found in scores.topk(most, dim=-1))
         for row, (group, sequence) in enumerate(zip(groups, sequences, strict=True)):
+            if row in errors or not values[row][0] < math.inf:  # a NaN is not less than anything
+                group.error = errors.get(row) or (
+                    "a logit is infinite or NaN: the model's own, or made so by one of the "
+                    "logits_processors"
+                )
+                continue
             count = group.search.continuations
             best = zip(tokens[row][:count], values[row][:count], strict=True)
-            group.take(sequence, list(best))
+            allowed = [(token, value) for token, value in best if value > -math.inf]
+            wanted = raw is not None and group.search.params.logprobs is not None
+            group.take(sequence, Found(allowed, raw[row] if raw is not None and wanted else None))
+
+    def _scores(
+        self, logits: torch.Tensor, sequences: list[Sequence], groups: list[BeamGroup]
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """What the tokens of each row count for, float32 [R, vocabulary], and what went wrong.
+
+        Penalties and the like act on logprobs, as in transformers. With one beam they act on the
+        logits, as in any greedy search.
+        """
+        temperatures = [group.search.params.temperature or 1.0 for group in groups]
+        if any(each != 1 for each in temperatures):
+            logits = logits / torch.tensor(temperatures, device=logits.device).unsqueeze(1)
+        alone = [row for row, each in enumerate(groups) if each.search.params.beam_width == 1]
+        if len(alone) == len(groups):
+            errors, _ = change_logits(logits, sequences, self._eos)
+            return log_probabilities(logits), errors
+        scores = log_probabilities(logits)
+        if alone:
+            scores[alone] = logits[alone]
+        errors, _ = change_logits(scores, sequences, self._eos)
+        if alone:
+            scores[alone] = log_probabilities(scores[alone])
+        return scores, errors
 
     def advance(self) -> list[StepOutput]:
-        """Takes a step of each search whose beams are all computed; results of those that end."""
+        """Takes a step of each search whose beams are all computed.
+
+        Returns the results of those that end, and the best lines so far where they are asked for.
+        """
         outputs = []
         for request_id, group in list(self._groups.items()):
-            if not group.complete:
-                continue
-            first = group.lines[0]
-            moves = group.advance()
-            for sequence in moves.ended:
-                self._sequences.scheduler.paging.enter(sequence)  # results stay in the tree
-            for sequence in moves.dropped:
-                self._sequences.end(sequence, keep=False)
-            if group.search.done:
-                self.forget(request_id)
-                outputs += self._results(first, group.search)
-                continue
-            forked = [self._sequences.fork(parent, token) for parent, token in moves.forks]
-            for sequence, token in moves.tokens:
-                self._sequences.append(sequence, token)
-            group.adopt(forked)
+            if group.complete:
+                outputs += self._advance(request_id, group)
         return outputs
 
+    def _advance(self, request_id: str, group: BeamGroup) -> list[StepOutput]:
+        search, first = group.search, group.lines[0]
+        if group.error is not None:
+            return self._fail(request_id, group, group.error)
+        moves = group.advance()
+        for sequence in moves.ended:
+            self._sequences.scheduler.paging.enter(sequence)  # results stay in the tree
+        if search.done and not search.finished:
+            why = "allowed_token_ids, bad_words, min_tokens and logits_processors rule them all out"
+            return self._fail(request_id, group, f"no token is left to choose: {why}")
+        for sequence in moves.dropped:
+            self._sequences.end(sequence, keep=False)
+        if search.done:
+            self.forget(request_id)
+            return self._results(first, group)
+        forked = [self._sequences.fork(parent, token) for parent, token in moves.forks]
+        for sequence, token in moves.tokens:
+            self._sequences.append(sequence, token)
+        group.adopt(forked)
+        if not search.params.best_so_far or (best := group.news()) is None:
+            return []
+        line = BestLine(
+            best.tokens, best.score, best.cumulative_logprob, best.finish_reason, best.stop_reason
+        )
+        return [replace(StepOutput.of(first, (), None), best_so_far=line)]
+
+    def _fail(self, request_id: str, group: BeamGroup, message: str) -> list[StepOutput]:
+        """Ends a search with an error for each of its results."""
+        first = group.lines[0]
+        for sequence in self._sequences.of(request_id):
+            self._sequences.end(sequence, keep=False)
+        self.forget(request_id)
+        count = group.search.params.num_results
+        error = StepOutput.of(first, (), "error", error=message)
+        return [replace(error, index=index) for index in range(count)]
+
     @staticmethod
-    def _results(first: Sequence, search: BeamSearch) -> list[StepOutput]:
+    def _results(first: Sequence, group: BeamGroup) -> list[StepOutput]:
+        results = group.search.results()
         return [
             replace(
-                StepOutput.of(first, result.tokens, result.finish_reason),
+                StepOutput.of(first, result.tokens, result.finish_reason, result.stop_reason),
                 index=index,
                 score=result.score,
                 cumulative_logprob=result.cumulative_logprob,
+                num_results=len(results),
+                logprobs=group.logprobs(result),
             )
-            for index, result in enumerate(search.results())
+            for index, result in enumerate(results)
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,9 @@ from coppice.radix import (
     PinRefused,
     Pins,
     RadixTree,
-    check,
 )
 from coppice.runtime.accounts import PromptAccounts
-from coppice.runtime.beam_search import BeamSearch, BeamSearchParams
+from coppice.runtime.beam_search import BeamSearchParams, WatchLines
 from coppice.runtime.beams import BeamSearches
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.grammars import Grammars
@@ -28,11 +26,12 @@ from coppice.runtime.intake import Intake
 from coppice.runtime.model_runner import ModelRunner
 from coppice.runtime.paging import Paging
 from coppice.runtime.report import CacheReport, Counters, make_report
-from coppice.runtime.request import Request, Sequence, Status, StepOutput
+from coppice.runtime.request import Request, Sequence, StepOutput
 from coppice.runtime.sampler import Sampled, Sampler
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.scheduler import Schedule, Scheduler
 from coppice.runtime.sequences import Sequences
+from coppice.runtime.upkeep import is_balanced, recount
 from coppice.runtime.weights import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -52,8 +51,20 @@ class Engine:
             for output in engine.step(): ...
     """
 
-    def __init__(self, config: EngineConfig, *, tokenizer: str | Path | None = None) -> None:
-        """Loads the model. `tokenizer`, of which grammars need to know, is with it otherwise."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        tokenizer: str | Path | None = None,
+        watch_lines: WatchLines | None = None,
+    ) -> None:
+        """Loads the model.
+
+        Args:
+            config: the engine's options.
+            tokenizer: where the tokenizer is, which grammars need, if not with the model.
+            watch_lines: finds stop strings for beam searches, which have none without it.
+        """
         self.config = config
         self.runner = ModelRunner(config)
         self.model_config = self.runner.model_config
@@ -63,18 +74,16 @@ class Engine:
         self.accounts = PromptAccounts(self.num_pages * config.page_size)
         self._sampler = Sampler(self.model_config.eos_token_ids)
         source = resolve_model(config.model) if tokenizer is None else tokenizer
-        self._grammars = Grammars(
-            source, self.model_config.vocab_size, self.model_config.eos_token_ids
-        )
+        vocabulary, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
         self.intake = Intake(
             config,
-            self._grammars,
-            vocabulary=self.model_config.vocab_size,
+            Grammars(source, vocabulary, eos),
+            vocabulary=vocabulary,
             max_model_len=self.max_model_len,
         )
         self._new_pages()
         self._sequences = Sequences(self.scheduler)
-        self._searches = BeamSearches(self._sequences)
+        self._searches = BeamSearches(self._sequences, self.model_config.eos_token_ids, watch_lines)
 
     def _new_pages(self) -> None:
         tree = RadixTree(
@@ -134,28 +143,17 @@ class Engine:
         Raises as `add_request` does; ValueError also if `beam_width` beams can't run together.
         """
         self.intake.check_beams(params, len(prompt_token_ids), self.free_of_pins)
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-        )
+        self._searches.check(params)
         request = self._add(
             request_id,
             prompt_token_ids,
-            sampling,
+            replace(params.sampling, n=1),  # the beams are the search's own affair
             cache_salt,
             tenant,
             priority,
             beam_search=True,
         )
-        stop_ids = set(sampling.stop_ids)
-        if not params.ignore_eos:
-            stop_ids.update(self.model_config.eos_token_ids)
-        room = request.max_length - len(request.prompt_token_ids)
-        search = BeamSearch(params, stop_ids=stop_ids, max_tokens=room)
-        self._searches.begin(request_id, search)
+        self._searches.begin(request, params)
 
     def _add(
         self,
@@ -280,7 +278,7 @@ class Engine:
                 outputs.append(StepOutput.of(sequence, (), "error", None, sampled.errors[row]))
                 continue
             self.counters.generated_tokens += 1
-            reason, stop = self._finish_reason(sequence, token)
+            reason, stop = sequence.ending(self.model_config.eos_token_ids)
             if reason is not None:
                 self._end(sequence)
             logprobs = sampled.logprobs[row]
@@ -288,17 +286,6 @@ class Engine:
         found = self._searches.advance()
         self.counters.generated_tokens += sum(len(each.new_token_ids) for each in found)
         return outputs + found
-
-    def _finish_reason(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
-        params = sequence.request.params
-        if sequence.num_generated >= params.min_tokens:
-            if not params.ignore_eos and token in self.model_config.eos_token_ids:
-                return "stop", None
-            if token in params.stop_ids:
-                return "stop", token
-        if len(sequence.tokens) >= sequence.request.max_length:
-            return "length", None
-        return None, None
 
     def _fail(self, schedule: Schedule, error: BaseException) -> list[StepOutput]:
         """Ends the requests of a step that failed; only what was committed before stays cached."""
@@ -387,32 +374,12 @@ class Engine:
 
     def check(self) -> None:
         """Recounts every page and lock; raises AssertionError on a mismatch. For tests."""
-        running = self.scheduler.running
-        held = [(s.hold, s.table) for s in running if s.hold is not None]
-        assert len(held) == len(running), "a running sequence without a lock"
-        pinned = [(pin.hold, array("i")) for pin in self.pins if pin.hold is not None]
-        check(self.tree, held + pinned)
-        assert {id(s) for s in self._sequences} == {
-            id(s) for s in (*running, *self.scheduler.waiting, *self._sequences.compiling)
-        }, "a request is lost"
-        assert all(s.status is Status.RUNNING for s in running)
+        recount(self.scheduler, self.pins, self._sequences)
 
     def _check_when_idle(self) -> None:
         """With nothing running every page is free or cached; if not, say so and start afresh."""
-        tree = self.tree
-        if self.scheduler.running or (
-            tree.pool.free_pages + tree.cached_pages == self.num_pages
-            and tree.locked_pages == self.pins.locked_pages()
-        ):
+        if is_balanced(self.scheduler, self.pins):
             return
-        logger.error(
-            "page accounting is off: %d free + %d cached of %d pages, %d locked while nothing "
-            "runs; the cache is emptied",
-            tree.pool.free_pages,
-            tree.cached_pages,
-            self.num_pages,
-            tree.locked_pages,
-        )
         waiting, preemptions = list(self.scheduler.waiting), self.scheduler.preemptions
         pins = list(self.pins)
         self._new_pages()

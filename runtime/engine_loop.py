@@ -17,7 +17,7 @@ import pickle
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from operator import attrgetter
@@ -128,8 +128,8 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def engine_main(config: EngineConfig, connection: Connection) -> None:
-    """The main function of the engine's process.
+def engine_main(config: EngineConfig, connection: Connection, more: Mapping[str, Any]) -> None:
+    """The main function of the engine's process; `more` are further arguments of `Engine`.
 
     A model that can't be loaded is answered with the exception in the place of `Ready`. A step that
     breaks ends the process with an error, so that whoever started it sees that and starts another.
@@ -138,7 +138,7 @@ def engine_main(config: EngineConfig, connection: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     channel = Channel(connection)
     try:
-        engine = Engine(config)
+        engine = Engine(config, **more)
     except Exception as error:
         channel.send(_portable(error))
         channel.close()

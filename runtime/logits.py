@@ -10,6 +10,7 @@ import inspect
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from copy import copy
 
 import numpy as np
 import torch
@@ -43,6 +44,13 @@ class TokenCounts:
                 self.times.append(0)
             self.times[place] += 1
         self._counted = sequence.num_generated
+
+    def copy(self) -> TokenCounts:
+        """Counts as of now, for a fork. O(distinct tokens)."""
+        other = TokenCounts()
+        other.ids, other.times = self.ids[:], self.times[:]
+        other._place, other._counted = self._place.copy(), self._counted
+        return other
 
 
 class BadWords:
@@ -97,6 +105,14 @@ class LogitRules:
         self.grammar = None if grammar is None else GrammarState(grammar)
         self.empty = not (penalised or bias or allowed or words or self.processors or self.grammar)
 
+    def forked(self) -> LogitRules:
+        """The rules of a sequence that goes on from the same tokens."""
+        if self.counts is None:
+            return self  # what never changes is shared
+        other = copy(self)
+        other.counts = self.counts.copy()
+        return other
+
 
 def _wants_prompt(processor: LogitsProcessor) -> bool:
     try:
@@ -115,15 +131,36 @@ def _wants_prompt(processor: LogitsProcessor) -> bool:
 def apply_rules(
     logits: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: Seq[int]
 ) -> dict[int, str]:
+    """Changes `logits` as `change_logits` does, for rows of which each needs a token.
+
+    Returns what went wrong, by row: a function failed, or no token is left. Such a row's logits
+    mean nothing.
+    """
+    errors, strict = change_logits(logits, sequences, eos_token_ids)
+    for row in _without_choice(logits, strict):
+        errors.setdefault(
+            row,
+            "no token is left to choose: allowed_token_ids, bad_words, min_tokens, "
+            "structured_outputs and logits_processors rule them all out, or a processor made a "
+            "logit infinite or NaN",
+        )
+    for row in errors:
+        logits[row] = 0.0  # the others are still to be sampled, and nothing may trip over this one
+    return errors
+
+
+def change_logits(
+    logits: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: Seq[int]
+) -> tuple[dict[int, str], list[int]]:
     """Changes `logits`, float32 [R, vocabulary], in place by the rules of each row's sequence.
 
     The order is vLLM's: functions, biases, penalties (repetition, then frequency and presence);
     what is forbidden comes last here, so that nothing can lift it. `min_tokens` forbids what would
     end a sequence early.
 
-    Returns what went wrong, by row: a function failed, or no token is left. Such a row's logits
-    mean nothing. Costs O(entries of the rules), and O(vocabulary) for rows where tokens are
-    forbidden.
+    Returns what went wrong, by row (a function failed; such a row's logits mean nothing), and the
+    rows in which no token may be left. Costs O(entries of the rules), and O(vocabulary) for rows
+    where tokens are forbidden.
     """
     ruled: list[tuple[int, LogitRules]] = []
     banned: list[tuple[int, Seq[int]]] = []
@@ -161,16 +198,7 @@ def apply_rules(
         for row, rules in ruled
         if rules.allowed is not None or rules.processors or rules.grammar is not None
     }
-    for row in _without_choice(logits, sorted(strict.union(row for row, _ in banned))):
-        errors.setdefault(
-            row,
-            "no token is left to choose: allowed_token_ids, bad_words, min_tokens, "
-            "structured_outputs and logits_processors rule them all out, or a processor made a "
-            "logit infinite or NaN",
-        )
-    for row in errors:
-        logits[row] = 0.0  # the others are still to be sampled, and nothing may trip over this one
-    return errors
+    return errors, sorted(strict.union(row for row, _ in banned))
 
 
 def _early_ends(sequence: Sequence, eos_token_ids: Seq[int], vocabulary: int) -> list[int]:

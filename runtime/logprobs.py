@@ -47,6 +47,16 @@ class Logprobs:
         return np.maximum.accumulate(np.where(less, places, 0), axis=1) + 1
 
     @staticmethod
+    def joined(parts: Seq[Logprobs]) -> Logprobs:
+        """Those of one part behind the other; at least one, all with the same k."""
+        return Logprobs(
+            np.concatenate([each.logprobs for each in parts]),
+            np.concatenate([each.ranks for each in parts]),
+            np.concatenate([each.top_ids for each in parts]),
+            np.concatenate([each.top_logprobs for each in parts]),
+        )
+
+    @staticmethod
     def blank(count: int, top: int) -> Logprobs:
         """Room for `count` tokens with `top` others each; memory is taken as it is written."""
         return Logprobs(

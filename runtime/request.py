@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -96,21 +96,48 @@ class Sequence:
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt_token_ids)
 
+    def ending(self, eos_token_ids: Container[int]) -> tuple[str | None, int | None]:
+        """Whether its last token, which was sampled, ends it: finish reason and stop reason."""
+        params, token = self.request.params, self.tokens[-1]
+        if self.num_generated >= params.min_tokens:
+            if not params.ignore_eos and token in eos_token_ids:
+                return "stop", None
+            if token in params.stop_ids:
+                return "stop", token
+        if len(self.tokens) >= self.request.max_length:
+            return "length", None
+        return None, None
+
+
+@dataclass(frozen=True, slots=True)
+class BestLine:
+    """The best line of a beam search as it is after a step; the next one may be another."""
+
+    token_ids: tuple[int, ...]  # all that was generated
+    score: float
+    cumulative_logprob: float
+    finish_reason: str | None  # None: it goes on
+    stop_reason: int | str | None
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step did to one request."""
 
     request_id: str
-    index: int  # of the sequence within the request
+    index: int  # of the sequence within the request, or of a beam search's result
     new_token_ids: tuple[int, ...]
     finish_reason: str | None  # None: goes on; "stop", "length", "abort" or "error"
-    stop_reason: int | None  # the stop token id that ended it, if one of the user's did
+    # The stop token id that ended it, if one of the user's did; of a beam search's result, which
+    # ends for stop strings by itself, also the string.
+    stop_reason: int | str | None
     error: str | None  # what went wrong, with finish_reason "error"
     num_prompt_tokens: int
     cached_tokens: int  # prompt tokens whose KV was reused
     score: float | None = None  # of a beam search's result
     cumulative_logprob: float | None = None  # of a beam search's result: the sum of its tokens'
+    num_results: int | None = None  # of a beam search that ends; all come in one step
+    best_so_far: BestLine | None = None  # of a beam search that goes on, if asked for
     logprobs: Logprobs | None = None  # of the new tokens, if asked for
     prompt_logprobs: Logprobs | None = None  # of the prompt, with its first new token
 
@@ -120,7 +147,7 @@ class StepOutput:
         sequence: Sequence,
         tokens: tuple[int, ...],
         reason: str | None,
-        stop: int | None = None,
+        stop: int | str | None = None,
         error: str | None = None,
         logprobs: Logprobs | None = None,
     ) -> StepOutput:

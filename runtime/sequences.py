@@ -136,6 +136,8 @@ class Sequences:
         """A new sequence of the same request: all tokens of `parent`, then `token`."""
         child = self._forked(parent.request, parent.index)
         child.tokens = parent.tokens[:]
+        if parent.logit_rules is not None:
+            child.logit_rules = parent.logit_rules.forked()
         placed = parent.status is Status.RUNNING and self.scheduler.fork(parent, child)
         child.tokens.append(token)
         if not placed:

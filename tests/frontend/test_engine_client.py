@@ -15,8 +15,10 @@ from coppice.frontend import engine_client as module
 from coppice.frontend.deltas import EngineStopped
 from coppice.frontend.engine_client import EngineClient
 from coppice.frontend.engine_process import EngineProcess
+from coppice.frontend.line_watch import WatchStopStrings
 from coppice.frontend.text_engine import TextEngine
 from coppice.frontend.tokenizer import Tokenizer
+from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.request import QueueFull
 from coppice.runtime.sampling_params import SamplingParams
@@ -36,7 +38,9 @@ async def engine(
     checkpoint: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[EngineClient]:
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.05)
-    engine = EngineClient(partial(EngineProcess, config(checkpoint)), tokenizer)
+    watch = WatchStopStrings(str(checkpoint))
+    launch = partial(EngineProcess, config(checkpoint), watch_lines=watch)
+    engine = EngineClient(launch, tokenizer)
     await engine.start()
     yield engine
     await engine.stop()
@@ -69,6 +73,15 @@ async def test_it_answers_refuses_dies_and_comes_back(
         engine, prompt, SamplingParams(temperature=0, max_tokens=400, stop=stop)
     )
     assert stopped == expected[: expected.index(stop)]
+
+    # A beam search knows there where its lines end.
+    search = BeamSearchParams(4, max_tokens=30, n=1, stop=stop, bad_words=["fox"], logprobs=1)
+    async with await engine.submit([(prompt, ids)], search.sampling, beam=search) as deltas:
+        (output,) = await deltas.outputs()
+    (found,) = output.outputs
+    assert found.score is not None and found.logprobs is not None
+    assert found.stop_reason == stop or found.finish_reason == "length"
+    assert stop not in found.text
 
     # All prompts of a submission or none.
     with pytest.raises(ValueError, match="prompt must have at least one token"):

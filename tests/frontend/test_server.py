@@ -263,7 +263,8 @@ async def test_a_client_that_goes_away_frees_its_pages(
         (COMPLETIONS, {"use_beam_search": True, "beam_width": 999}, "beam_width"),
         (COMPLETIONS, {"use_beam_search": True, "beam_width": 2, "n": 3}, "n"),
         (COMPLETIONS, {"use_beam_search": True, "beam_width": 2, "top_p": 0.5}, "top_p"),
-        (COMPLETIONS, {"use_beam_search": True, "beam_width": 2, "stop": "x"}, "stop"),
+        (COMPLETIONS, {"use_beam_search": True, "beam_width": 2, "stop": ""}, "stop"),
+        (COMPLETIONS, {"use_beam_search": True, "beam_width": 2, "seed": 1}, "seed"),
         (COMPLETIONS, {"beam_width": 2}, "beam_width"),
         (COMPLETIONS, {"priority": 1}, "priority"),  # the policy is another one
         (COMPLETIONS, {"priority": "high"}, "priority"),
@@ -461,6 +462,59 @@ async def test_a_beam_search(client: Client, path: str, stream: bool) -> None:
         assert answer["usage"]["completion_tokens"] == 12
         assert answer["usage"]["prompt_tokens"] == len(ids)
     assert all(texts) and texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_the_best_line_of_a_beam_search_is_streamed_as_it_changes(
+    client: Client, path: str
+) -> None:
+    body: dict[str, Any] = {"model": "tiny", "use_beam_search": True, "beam_width": 4, "n": 2}
+    body |= {"max_tokens": 20, "ignore_eos": True, "stop": ["e", "4"], "length_penalty": 0.5}
+    body |= {"prompt": [PROMPT, "The key"]} if path == COMPLETIONS else {"messages": HELLO}
+    body |= {"stream_options": {"include_usage": True}, "stream": True}
+    chunks = await client.events(path, body)
+    told: dict[int, list[dict[str, Any]]] = {}
+    texts: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            piece = choice.get("text", choice.get("delta", {}).get("content", "")) or ""
+            if "best_so_far" in choice:
+                assert not piece and choice["finish_reason"] is None
+                assert index not in texts or not texts[index], "before the results"
+                told.setdefault(index, []).append(choice["best_so_far"])
+            else:
+                texts[index] = texts.get(index, "") + piece
+    prompts = 2 if path == COMPLETIONS else 1
+    assert sorted(told) == [2 * number for number in range(prompts)], "under the first result"
+    del body["stream"], body["stream_options"]
+    answer = await client.ok(path, body)
+    whole = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+    assert [texts[index] for index in sorted(texts)] == whole
+    assert chunks[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
+    for lines in told.values():
+        assert all(line["tokens"] > 0 and line["score"] < 0 for line in lines)
+        assert all("e" not in line["text"] and "4" not in line["text"] for line in lines)
+
+
+async def test_a_beam_search_with_all_that_sampling_has_too(client: Client) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "use_beam_search": True}
+    body |= {"beam_width": 3, "n": 3, "max_tokens": 12, "ignore_eos": True, "logprobs": 2}
+    plain = await client.ok(COMPLETIONS, body)
+    tokens = plain["choices"][0]["logprobs"]["tokens"]
+    word = next(token for token in tokens if token.isascii() and token.isalnum())
+    rules = {"stop": ["o"], "repetition_penalty": 1.2, "bad_words": [word], "min_tokens": 2}
+    answer = await client.ok(COMPLETIONS, body | rules)
+    ended = [choice for choice in answer["choices"] if choice["finish_reason"] == "stop"]
+    assert ended, "a stop string must matter"
+    for choice in ended:
+        assert choice["stop_reason"] == "o"
+        assert "o" not in choice["text"]
+    for choice in answer["choices"]:
+        logprobs = choice["logprobs"]
+        assert word not in [token.strip() for token in logprobs["tokens"]]
+        assert len(logprobs["tokens"]) > 2
+        assert all(len(top) >= 2 for top in logprobs["top_logprobs"])
 
 
 async def test_the_best_of_several_counts_all_it_made(client: Client) -> None:

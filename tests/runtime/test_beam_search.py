@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.runtime.beam_search import BeamSearch, BeamSearchParams
+from coppice.runtime.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +97,51 @@ def test_nothing_ends_before_min_tokens():
     assert search.beams[0].tokens == (5,)
     assert not search.finished
     search.advance([[(2, -0.1), (5, -1.0)]])
-    assert search.finished[0].tokens == (5, 2)
+    assert not search.finished
+    search.advance([[(2, -0.1), (5, -1.0)]])
+    assert search.finished[0].tokens == (5, 5, 2)
     assert search.finished[0].finish_reason == "stop"
+    assert search.finished[0].stop_reason is None, "it is the model's own"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Ends a line at the same token twice in a row."""
+
+    last: int = -1
+
+    def follow(self, token):
+        return Pair(token), "pair" if token == self.last else None
+
+
+def test_lines_end_where_their_watches_say_and_make_room_for_others():
+    params = BeamSearchParams(2, 5, stop_token_ids=(3,))
+    search = BeamSearch(params, stop_ids={3}, max_tokens=5, watch=Pair())
+    search.advance([[(7, -0.1), (8, -0.2), (9, -4.0), (6, -5.0)]])
+    search.advance([[(7, -0.1), (5, -0.5)], [(7, -0.35), (8, -0.45), (3, -0.6)]])
+    ended = {each.tokens: each.stop_reason for each in search.finished}
+    assert ended == {(7, 7): "pair"}, "only the best as many as there are beams are results"
+    assert [beam.tokens for beam in search.beams] == [(8, 7), (7, 5)]
+    assert [parent for parent, _ in search.ended] == [0]
+    assert search.best().tokens == (7, 7)
+
+
+def test_one_ending_at_a_token_of_the_user_says_so():
+    params = BeamSearchParams(1, 5, stop_token_ids=(3,))
+    search = BeamSearch(params, stop_ids={2, 3}, max_tokens=5)
+    search.advance([[(3, -0.1), (7, -0.2), (9, -4.0)]])
+    assert search.finished[0].stop_reason == 3
+
+
+def test_what_sampling_has_too_is_checked_and_kept_as_there():
+    params = BeamSearchParams(3, stop="x", allowed_token_ids=[4], n=2, logit_bias={4: 1})
+    assert (params.stop, params.allowed_token_ids) == (("x",), (4,))
+    assert params.sampling == SamplingParams(
+        n=2, temperature=0.0, stop="x", allowed_token_ids=(4,), logit_bias={4: 1}
+    )
+    assert replace(params, n=None).sampling.n == 3
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert hash(params) == hash(replace(params, logit_bias=None))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +154,12 @@ def test_nothing_ends_before_min_tokens():
         ("min_tokens", 17),
         ("temperature", -1.0),
         ("length_penalty", "long"),
+        ("beam_width", 1025),
+        ("repetition_penalty", 0),
+        ("allowed_token_ids", []),
+        ("stop", [""]),
+        ("logprobs", -2),
+        ("best_so_far", 1),
     ],
 )
 def test_bad_parameters_are_refused_by_name(option, value):

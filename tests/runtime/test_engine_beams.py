@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
@@ -39,7 +41,7 @@ def run(engine):
 
 
 @torch.inference_mode()
-def theirs(path, prompt, params, eos):
+def theirs(path, prompt, params, eos, **options):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     out = model.generate(
         torch.tensor([prompt]),
@@ -54,9 +56,11 @@ def theirs(path, prompt, params, eos):
         do_sample=False,
         return_dict_in_generate=True,
         output_scores=True,
+        **options,
     )
     found = []
-    scores = out.sequences_scores.tolist()
+    one = params.beam_width == 1  # transformers gives no scores then
+    scores = [0.0] if one else out.sequences_scores.tolist()
     for row, score in zip(out.sequences[:, len(prompt) :].tolist(), scores, strict=True):
         end = row.index(eos) + 1 if eos in row else params.max_tokens
         found.append((row[:end], pytest.approx(score, abs=1e-4)))
@@ -119,6 +123,204 @@ def test_beams_share_pages_and_prompt_and_winners_stay_cached(tiny_checkpoint):
     for output in outputs:
         tokens = [*PROMPTS[0], *output.new_token_ids]
         assert engine.tree.match(tokens, engine.intake.namespace(None)).length == len(tokens) - 1
+
+
+class Doubled(LogitsProcessor):
+    """Changes scores by the tokens so far; like `doubled` below."""
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+
+    def __call__(self, input_ids, scores):
+        rows = [doubled(ids[self.prompt :].tolist(), row) for ids, row in zip(input_ids, scores)]  # noqa: B905
+        return torch.stack(rows)
+
+
+def doubled(generated, scores):
+    scores = scores.clone()
+    scores[sum(generated) % 7 :: 7] *= 2
+    return scores
+
+
+ALLOWED = tuple(range(3, 320, 2))
+RULES = {
+    "repetition": ({"repetition_penalty": 4.0}, {"repetition_penalty": 4.0}),
+    "less than one": ({"repetition_penalty": 0.3}, {"repetition_penalty": 0.3}),
+    "allowed": (
+        {"allowed_token_ids": ALLOWED},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: list(ALLOWED)},
+    ),
+    "bias": (
+        {"logit_bias": {7: 6.5, 111: -3.0}},
+        {"sequence_bias": [[[7], 6.5], [[111], -3.0]]},
+    ),
+    "min_tokens": ({"min_tokens": 6}, {"min_new_tokens": 6}),
+    "function": ({"logits_processors": [doubled]}, None),
+}
+
+
+@pytest.mark.parametrize("name", [*RULES, "bad words", "all"])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_rules_act_as_those_of_transformers(tiny_checkpoint, eos, name, width):
+    path = tiny_checkpoint("llama")
+    prompt = PROMPTS[0] if name == "min_tokens" else [56, 91, *range(101, 320, 3), *PROMPTS[0]]
+    if name in RULES:
+        ours, their = RULES[name]
+    else:  # what would be found without, and pieces of it
+        engine = make(path)
+        engine.add_beam_search("a", prompt, BeamSearchParams(4, 9, ignore_eos=True))
+        (outputs,) = run(engine).values()
+        found = [list(output.new_token_ids) for output in outputs]
+        words = [found[0][2:4], found[1][:1], [prompt[-1], found[2][0]], found[3][1:5]]
+        ours, their = {"bad_words_token_ids": words}, {"bad_words_ids": words}
+        if name == "all":
+            ours, their = ours | {"repetition_penalty": 1.3}, their | {"repetition_penalty": 1.3}
+    if their is None:
+        their = {"logits_processor": LogitsProcessorList([Doubled(len(prompt))])}
+    params = BeamSearchParams(width, 9, stop_token_ids=(eos,), ignore_eos=True, **ours)
+    expected = theirs(path, prompt, params, eos, **their)
+    plain = theirs(path, prompt, params, eos)
+    engine = make(path, page_size=4)
+    engine.add_beam_search("a", prompt, params)
+    engine.add_request("b", prompt, GREEDY)
+    outputs = run(engine)["a"]
+    assert [list(output.new_token_ids) for output in outputs] == [tokens for tokens, _ in expected]
+    assert [tokens for tokens, _ in expected] != [tokens for tokens, _ in plain], "it must matter"
+    if width > 1:
+        assert [output.score for output in outputs] == [score for _, score in expected]
+    else:
+        engine.add_request("greedy", prompt, replace(params.sampling, n=1))
+        greedy = [token for output in run(engine)["greedy"] for token in output.new_token_ids]
+        assert greedy == list(outputs[0].new_token_ids)
+
+
+@torch.inference_mode()
+def test_penalties_are_counted_for_each_line_by_itself(tiny_checkpoint):
+    """Against a search that computes every line anew, from what the parameters say."""
+    path, prompt = tiny_checkpoint("qwen2"), PROMPTS[0]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    params = BeamSearchParams(
+        4, 8, ignore_eos=True, frequency_penalty=0.9, presence_penalty=0.6, temperature=1.3
+    )
+    beams = [((), 0.0)]
+    for _ in range(8):
+        found = []
+        for tokens, total in beams:
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1]
+            scores = (logits / 1.3).log_softmax(-1)
+            for token in set(tokens):
+                scores[token] -= 0.9 * tokens.count(token) + 0.6
+            found += [((*tokens, token), total + float(scores[token])) for token in range(320)]
+        beams = sorted(found, key=lambda each: -each[1])[:4]
+    for options in ({}, {"page_size": 4, "kv_cache_tokens": 4 * 40}):
+        engine = make(path, **options)
+        engine.add_beam_search("a", prompt, params)
+        for number in range(3):
+            engine.add_beam_search(f"other {number}", [number, *prompt], params)
+        outputs = run(engine)["a"]
+        assert [output.new_token_ids for output in outputs] == [tokens for tokens, _ in beams]
+        scores = [output.cumulative_logprob for output in outputs]
+        assert scores == pytest.approx([total for _, total in beams], abs=1e-3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("top", [0, 3, -1])
+def test_logprobs_are_those_of_the_results_own_lines(tiny_checkpoint, eos, top):
+    path, prompt = tiny_checkpoint("llama"), PROMPTS[0]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    engine = make(path, page_size=4, kv_cache_tokens=4 * 44)
+    params = BeamSearchParams(
+        4, 9, stop_token_ids=(eos,), logprobs=top, repetition_penalty=1.4, temperature=0.7
+    )
+    engine.add_beam_search("a", prompt, params)
+    engine.add_beam_search("b", [3, *prompt], params)
+    engine.add_beam_search("c", [4, *prompt], BeamSearchParams(4, 9))
+    results = run(engine)
+    assert all(output.logprobs is None for output in results["c"])
+    assert len({len(output.new_token_ids) for output in results["a"]}) > 1, "one ends on its way"
+    for output in results["a"]:
+        tokens = list(output.new_token_ids)
+        raw = model(torch.tensor([[*prompt, *tokens]])).logits[0].log_softmax(-1)
+        raw = raw[len(prompt) - 1 : -1]
+        own = raw[range(len(tokens)), tokens]
+        found = output.logprobs
+        assert found.logprobs == pytest.approx(own.numpy(), abs=1e-4)
+        assert found.ranks.tolist() == ((raw > own.unsqueeze(1)).sum(-1) + 1).tolist()
+        best = raw.topk(320 if top < 0 else top)
+        assert found.top_logprobs == pytest.approx(best.values.numpy(), abs=1e-4)
+        if top == 3:
+            assert found.top_ids.tolist() == best.indices.tolist()
+
+
+def test_fewer_results_come_where_no_more_are_allowed(tiny_checkpoint):
+    engine = make(tiny_checkpoint("llama"))
+    params = BeamSearchParams(4, 3, ignore_eos=True, allowed_token_ids=[9])
+    engine.add_beam_search("a", PROMPTS[0], params)
+    (output,) = run(engine)["a"]
+    assert output.new_token_ids == (9, 9, 9)
+    assert output.num_results == 1
+    no_more = BeamSearchParams(
+        4, 3, ignore_eos=True, allowed_token_ids=[9], bad_words_token_ids=[[9, 9]]
+    )
+    engine.add_beam_search("b", PROMPTS[0], no_more)
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+        engine.check()
+    assert [output.index for output in outputs] == [0, 1, 2, 3]
+    assert all("no token is left to choose" in output.error for output in outputs)
+
+
+@pytest.mark.parametrize("broken", ["raises", "nan"])
+def test_a_function_that_fails_ends_its_own_search_only(tiny_checkpoint, broken):
+    def function(generated, scores):
+        if len(generated) == 2:
+            if broken == "raises":
+                raise RuntimeError("no")
+            scores[5] = torch.nan
+        return scores
+
+    engine = make(tiny_checkpoint("llama"))
+    bad = BeamSearchParams(3, 6, n=2, ignore_eos=True, logits_processors=[function])
+    good = BeamSearchParams(3, 6, n=2, ignore_eos=True)
+    engine.add_beam_search("bad", PROMPTS[0], bad)
+    engine.add_beam_search("good", PROMPTS[0], good)
+    found = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            found.setdefault(output.request_id, []).append(output)
+        engine.check()
+    expected = "logits_processors[0] failed" if broken == "raises" else "infinite or NaN"
+    assert [output.finish_reason for output in found["bad"]] == ["error", "error"]
+    assert all(expected in output.error for output in found["bad"])
+    assert [output.finish_reason for output in found["good"]] == ["length", "length"]
+    assert engine.cache_report().pages_held == 0
+    assert not any(node.draft for node in engine.tree.nodes())
+
+
+def test_the_best_line_so_far_is_told_when_it_changes(tiny_checkpoint, eos):
+    engine = make(tiny_checkpoint("llama"))
+    params = BeamSearchParams(4, 12, stop_token_ids=(eos,), length_penalty=0.7, best_so_far=True)
+    engine.add_beam_search("a", PROMPTS[1], params)
+    told, results = [], []
+    while engine.has_unfinished():
+        group = engine._searches._groups["a"]
+        for output in engine.step():
+            if output.best_so_far is None:
+                results.append(output)
+                continue
+            best = output.best_so_far
+            assert (output.new_token_ids, output.finish_reason) == ((), None)
+            ended = [(each.score, each.tokens) for each in group.search.finished]
+            live = [
+                (beam.logprob / len(beam.tokens) ** 0.7, beam.tokens) for beam in group.search.beams
+            ]
+            assert (best.score, best.token_ids) == max(ended + live)
+            assert (best.finish_reason is not None) == ((best.score, best.token_ids) in ended)
+            told.append(best.token_ids)
+    assert len(results) == 4
+    assert len(told) > 3 and len(set(told)) == len(told)
+    assert any(after[: len(before)] != before for before, after in pairwise(told)), "no delta"
 
 
 def union(size, lines):
@@ -214,4 +416,10 @@ def test_what_can_not_run_is_refused_by_name(tiny_checkpoint):
         engine.add_beam_search("a", [1, 2], BeamSearchParams(17))
     with pytest.raises(ValueError, match=r"beam_width: 4 beams of 16 tokens .* up to 12 pages"):
         engine.add_beam_search("a", [1, 2], BeamSearchParams(4, 16))
+    with pytest.raises(ValueError, match="stop must be token ids here"):
+        engine.add_beam_search("a", [1, 2], BeamSearchParams(2, 4, stop="x"))
+    with pytest.raises(ValueError, match="bad_words must be token ids here"):
+        engine.add_beam_search("a", [1, 2], BeamSearchParams(2, 4, bad_words=["x"]))
+    with pytest.raises(ValueError, match="logit_bias must be from 0 to 319, got 400"):
+        engine.add_beam_search("a", [1, 2], BeamSearchParams(2, 4, logit_bias={400: 1.0}))
     assert not engine.has_unfinished()
