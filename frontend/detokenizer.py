@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
+AGAIN = 8  # tokens that are decoded again before the context moves on: moving costs a decoding too
 
 
 class IncrementalDecoder:
@@ -52,9 +53,11 @@ class IncrementalDecoder:
         if text.endswith(REPLACEMENT):
             return self._send(text, len(text.rstrip(REPLACEMENT)))
         piece = self._send(text, len(text))
-        if piece:
-            self._start, self._clean = self._clean, len(self._ids)
+        if piece and len(self._ids) - self._start > AGAIN:
+            self._start = self._clean
             self._sent = len(self._decode(self._ids[self._start :]))
+        if piece:
+            self._clean = len(self._ids)
         return piece
 
     def flush(self) -> str:

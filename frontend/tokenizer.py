@@ -7,7 +7,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
@@ -37,6 +37,10 @@ class Tokenizer:
             self.wrapped: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"tokenizer cannot be loaded from {str(path)!r}: {error}") from error
+        # Every token of every stream is decoded: what transformers does around the library's own
+        # decoder takes three times as long as that.
+        plain = getattr(type(self.wrapped), "_decode", None) is PreTrainedTokenizerFast._decode
+        self._direct = self.wrapped.backend_tokenizer if plain else None
         # A first call settles the padding and truncation that a tokenizer file may carry, so that
         # later calls change nothing and may come from several threads.
         self.encode("settle")
@@ -61,6 +65,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the tokens, exactly as they spell it (no spaces are tidied away)."""
+        if self._direct is not None:
+            return self._direct.decode(token_ids, skip_special_tokens)
         return self.wrapped.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
