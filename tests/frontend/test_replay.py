@@ -281,4 +281,4 @@ def test_what_twice_the_memory_would_bring(token_trace: Path) -> None:
 
     assert ", not " in sentence(1600)
     assert "would still be" in sentence(16_000)
-    assert sentence(1_000_000) == "", "too few requests for so large a pool"
+    assert "would still be" in sentence(1_000_000), "every use counts, however large the pool"
