@@ -15,6 +15,7 @@ from coppice.frontend.server_options import ApiKey
 
 # What may be seen without a key: whether the server lives, and a page that asks for a key itself.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/cache"})
+OPEN_PREFIX = "/cache/page/"  # the files of that page
 ADMIN_PREFIXES = ("/cache/", "/metrics")
 COUNTED_PREFIX = "/v1/"
 
@@ -61,7 +62,7 @@ class Access:
 
     def guest(self, path: str, authorization: str | None) -> Guest:
         """Who asks for `path` with this Authorization header. Raises BadRequest (401, 403)."""
-        if not self._keys or path in OPEN_PATHS:
+        if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return self._anybody
         kind, _, secret = (authorization or "").partition(" ")
         digest = hashlib.sha256(secret.strip().encode()).digest()

@@ -1,4 +1,4 @@
-"""The command `coppice`: generate, chat, serve, demo and replay."""
+"""The command `coppice`: generate, chat, serve, report, demo and replay."""
 
 from __future__ import annotations
 
@@ -112,6 +112,34 @@ def build_parser() -> argparse.ArgumentParser:
     add_server_options(serve)
     add_engine_options(serve, **SERVER_DEFAULTS)
     serve.set_defaults(run=run_serve)
+
+    report = commands.add_parser(
+        "report",
+        help="what a server's cache saves and why tokens miss, live",
+        description="Shows the report of a running server, every few seconds until interrupted, "
+        "or one that was saved from its /cache/report.",
+        allow_abbrev=False,
+    )
+    report.add_argument(
+        "source", metavar="URL-or-FILE", help="a server, such as http://localhost:8000, or a file"
+    )
+    report.add_argument(
+        "--interval",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="time between two looks (default: %(default)s)",
+    )
+    report.add_argument(
+        "--once", action="store_true", help="print it once, as when it is not for a terminal"
+    )
+    report.add_argument(
+        "--api-key",
+        default=os.environ.get("COPPICE_API_KEY"),
+        metavar="KEY",
+        help="if the server asks for one (default: the environment's COPPICE_API_KEY)",
+    )
+    report.set_defaults(run=run_report)
 
     demo = commands.add_parser(
         "demo",
@@ -254,6 +282,26 @@ def run_serve(arguments: argparse.Namespace) -> int:
         from coppice.frontend.serving import serve
 
         serve(config, arguments.tokenizer, options, listener=listener)
+    return 0
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """`coppice report`."""
+    from rich.console import Console
+
+    from coppice.frontend.report_command import ReportUnavailable, run
+
+    try:
+        run(
+            Console(highlight=False),
+            arguments.source,
+            interval=arguments.interval,
+            once=arguments.once,
+            api_key=arguments.api_key,
+        )
+    except ReportUnavailable as error:
+        print(f"coppice report: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

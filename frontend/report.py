@@ -62,7 +62,7 @@ def _numbers(report: CacheReport) -> Table:
     table.add_row("requests", f"{report.requests:,}", "")
     table.add_row("prompt tokens", f"{report.prompt_tokens:,}", "")
     table.add_row("hit tokens", f"{report.hit_tokens:,}", "prompt tokens found in the cache")
-    table.add_row("hit rate", hit_rate, _bar(report.hit_rate, "green"))
+    table.add_row("hit rate", hit_rate, bar(report.hit_rate, "green"))
     table.add_row("tokens computed", f"{report.computed_tokens:,}", "prompt tokens not found there")
     table.add_row("tokens generated", f"{report.generated_tokens:,}", "")
     table.add_row(
@@ -73,7 +73,7 @@ def _numbers(report: CacheReport) -> Table:
     used = report.pages_total - report.pages_free
     in_use = used / report.pages_total
     pinned = f"{report.pages_pinned:,} pinned, " if report.pages_pinned else ""
-    table.add_row("pool use", f"{in_use:.1%}", _bar(in_use, "cyan"))
+    table.add_row("pool use", f"{in_use:.1%}", bar(in_use, "cyan"))
     table.add_row(
         "pages",
         f"{report.pages_total:,}",
@@ -132,9 +132,9 @@ def render_accounts(
     rates.add_column(style="bold", width=15)
     rates.add_column(justify="right", width=11)
     rates.add_column(style="dim")
-    rates.add_row("hit rate", f"{counts.hit_rate:.1%}", _bar(counts.hit_rate, "green"))
+    rates.add_row("hit rate", f"{counts.hit_rate:.1%}", bar(counts.hit_rate, "green"))
     ideal = counts.ideal_hit_rate
-    rates.add_row("ideal hit rate", f"{ideal:.1%}", _bar(ideal, "cyan"))
+    rates.add_row("ideal hit rate", f"{ideal:.1%}", bar(ideal, "cyan"))
     rates.add_row("", "", "what an unlimited cache would have hit")
     parts: list[RenderableType] = [rates, Text(), _causes(accounts), Text()]
     if accounts.curve:
@@ -173,7 +173,7 @@ def _causes(accounts: CacheAccounts) -> RenderableType:
             CAUSE_NAMES[cause],
             f"{share:.1%}",
             f"{tokens:,}",
-            _bar(share, CAUSE_STYLES[cause], width=9),
+            bar(share, CAUSE_STYLES[cause], width=9),
             cause_meaning(cause, counts),
         )
     return table
@@ -193,7 +193,7 @@ def _curve(accounts: CacheAccounts, pool_tokens: int) -> Table:
                 f"{point.pool_tokens:,}",
                 f"× {times}",
                 f"{point.hit_rate:.1%}",
-                _bar(point.hit_rate, "green" if present else "cyan"),
+                bar(point.hit_rate, "green" if present else "cyan"),
                 style="bold" if present else None,
             )
     return table
@@ -265,6 +265,6 @@ def one_line(text: str) -> str:
     )
 
 
-def _bar(share: float, style: str, width: int = BAR_WIDTH) -> Text:
+def bar(share: float, style: str, width: int = BAR_WIDTH) -> Text:
     filled = round(width * min(max(share, 0.0), 1.0))
     return Text.assemble(("█" * filled, style), ("░" * (width - filled), "dim"))

@@ -14,8 +14,11 @@ from aiohttp import web
 
 from coppice.frontend.access import Access
 from coppice.frontend.answers import ChatCompletion, Completion, usage
+from coppice.frontend.cache_routes import CacheRoutes
+from coppice.frontend.dashboard_files import Dashboard
 from coppice.frontend.deltas import Deltas, EngineStopped, RequestFailed
 from coppice.frontend.engine_client import EngineClient
+from coppice.frontend.metrics import Metrics
 from coppice.frontend.middleware import NOTE, Note, cors_headers, middlewares
 from coppice.frontend.openapi import with_description
 from coppice.frontend.outputs import RequestOutput
@@ -27,7 +30,8 @@ from coppice.frontend.protocol import (
     parse_chat,
     parse_completion,
 )
-from coppice.frontend.routes import Route, Schema, add_routes, json_answer
+from coppice.frontend.reporter import Reporter
+from coppice.frontend.routes import Route, Schema, add_routes, json_answer, json_body
 from coppice.frontend.server_options import ServerOptions
 from coppice.runtime.request import QueueFull
 
@@ -52,8 +56,9 @@ class Server:
         self._engine = engine
         self._model = model
         self._options = options or ServerOptions()
+        keys = self._options.keys()
         self._access = Access(
-            self._options.keys(),
+            keys,
             only_admins=self._options.isolate_keys,
             max_concurrent=self._options.max_concurrent_requests,
             per_minute=self._options.requests_per_minute,
@@ -63,13 +68,29 @@ class Server:
         # Megabytes of text take seconds: nobody else waits for them.
         self._tokenizing = ThreadPoolExecutor(1, "coppice-tokenizer")
         self._tokenizing_much = ThreadPoolExecutor(1, "coppice-tokenizer-of-much")
+        self._metrics = Metrics(engine, model)
+        tokenizer = engine.tokenizer
+        reporter = Reporter(engine, tokenizer, model, show_text=self._options.report_text)
+        self._cache = CacheRoutes(
+            engine,
+            tokenizer,
+            reporter,
+            self._tokenizing_much,
+            tenant=lambda request: self._tenant(request[NOTE]),
+            tenants=[key.name for key in keys] if self._options.isolate_keys else [],
+        )
 
     def application(self) -> web.Application:
         """The application; run it with `handler_cancellation`, so that vanished clients count."""
         around = middlewares(self._access, self._options.cors_origin)
-        app = web.Application(middlewares=around, client_max_size=self._options.max_body_bytes)
+        app = web.Application(
+            middlewares=[self._metrics.count, *around],
+            client_max_size=self._options.max_body_bytes,
+        )
         app.on_response_prepare.append(self._stream_headers)
-        add_routes(app, with_description(self._routes()))
+        observed = [*self._metrics.routes(), *Dashboard().routes(), *self._cache.routes()]
+        add_routes(app, with_description([*self._routes(), *observed]))
+        app.cleanup_ctx.append(self._cache.run)
         app.on_cleanup.append(self._close)
         return app
 
@@ -160,7 +181,7 @@ class Server:
     ) -> web.StreamResponse:
         if self._draining:
             raise EngineStopped("the server is stopping")
-        body = await _json(request)
+        body = await json_body(request)
         asked = parse(body)
         self._check_model(asked.model)
         note = request[NOTE]
@@ -291,11 +312,3 @@ async def _send(response: web.StreamResponse, chunks: Sequence[dict[str, Any]]) 
             await response.write(data)
     except TimeoutError:
         raise ConnectionError(f"the client has read nothing for {STALLED_SECONDS:g} s") from None
-
-
-async def _json(request: web.Request) -> Any:
-    raw = await request.read()
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:  # bad UTF-8 and huge integers included
-        raise BadRequest(f"the body is not valid JSON: {error}") from error

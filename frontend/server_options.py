@@ -65,6 +65,11 @@ class ServerOptions:
         (), "web page origin whose scripts may use the server, or * for all (may be repeated)"
     )
     log_format: str = _option("text", f"how log lines are written: {', '.join(LOG_FORMATS)}")
+    report_text: bool = _option(
+        False,
+        "show text of prompts in the cache's report and dashboard, to whoever may read them, not "
+        "only lengths and hashes",
+    )
     log_prompts: bool = _option(False, "write prompts into the log")
 
     def __post_init__(self) -> None:

@@ -73,8 +73,12 @@ class Tokenizer:
             clean_up_tokenization_spaces=False,
         )
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> list[int]:
         """Token ids of a conversation up to where the assistant's answer begins.
+
+        Without `add_generation_prompt`, up to the end of the last message.
 
         `content` is a string, or a list of parts of type "text", which are joined.
 
@@ -89,7 +93,10 @@ class Tokenizer:
             raise ValueError("messages: this model's tokenizer has no chat template")
         try:
             ids = self.wrapped.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=True, return_dict=False
+                turns,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
             )
         except Exception as error:  # a template is a program: it raises whatever it likes
             raise ValueError(f"messages: the chat template refuses them: {error}") from error

@@ -17,6 +17,7 @@ from coppice.radix.batches import Abandonment, Growth
 from coppice.radix.node import Node
 from coppice.radix.settling import Settler
 from coppice.radix.tokens import TOKEN_BYTES
+from coppice.radix.windows import Counts
 
 # So many requests, or about so many of their tokens, are processed together: in a few milliseconds.
 _BATCH_REQUESTS = 256
@@ -224,6 +225,12 @@ class Accounting:
             self._settler.curve.points(),
             self._settler.near_misses.top(_NEAR_MISSES),
         )
+
+    def counts(self, *, now: float) -> Counts:
+        """Tokens by hit and cause since the start. Settles what is pending."""
+        self._pass(now)
+        self.settle()
+        return self._settler.counts.overall(int(now - self._start)).since_start
 
     # -- processing --------------------------------------------------------------------------
 

@@ -53,7 +53,8 @@ class Pins:
 
     A pin is a promise about tokens: what of them is cached already is locked at once, the rest as
     soon as a request has computed it. Call `refresh` after every step, and before asking how things
-    stand: it ends pins whose time has passed, and takes hold of what was computed since.
+    stand: it ends pins whose time has passed, and takes hold of what was computed since. `clock`
+    gives the seconds in which deadlines are told.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Pins:
             raise ValueError(f"budget must be a fraction of the pool, 0 to 1, got {budget}")
         self.tree = tree
         self.budget_pages = int(tree.pool.num_pages * budget)
-        self._clock = clock
+        self.clock = clock
         self._pins: dict[str, Pin] = {}
 
     def __len__(self) -> int:
@@ -78,16 +79,23 @@ class Pins:
     ) -> Pin:
         """Keeps a prefix. O(pins x tokens / memcmp speed).
 
-        Raises PinRefused, with nothing changed, if the name is taken or the pages of all pins would
-        exceed the budget; ValueError for no tokens at all, bad ones, or a `ttl` not above 0.
+        A pin of this name that keeps the same prefix is renewed: its time begins anew, with `ttl`.
+        Raises PinRefused, with nothing changed, if the name stands for another prefix or the pages
+        of all pins would exceed the budget; ValueError for no tokens at all, bad ones, or a `ttl`
+        not above 0.
         """
         prefix = token_bytes(tokens)
         if not prefix:
             raise ValueError("tokens: a pin needs at least one token, got none")
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl must be more than 0 seconds, or None for no end, got {ttl}")
-        if name in self._pins:
-            raise PinRefused(f"name: there is a pin named {name!r} already; unpin it first")
+        there = self._pins.get(name)
+        if there is not None:
+            if (there.tokens, there.namespace) != (prefix, namespace):
+                raise PinRefused(f"name: there is a pin named {name!r} already; unpin it first")
+            there.ttl = ttl
+            there.deadline = None if ttl is None else self.clock() + ttl
+            return there
         pin = Pin(name, prefix, namespace, ttl)
         promised = self.promised_pages()
         self._pins[name] = pin
@@ -102,7 +110,7 @@ class Pins:
                 f"{self.budget_pages} pages that pins may take are promised to others"
             )
         if ttl is not None:
-            pin.deadline = self._clock() + ttl
+            pin.deadline = self.clock() + ttl
         pin.stamp = _last_use(pin)
         return pin
 
@@ -127,7 +135,7 @@ class Pins:
         """
         if not self._pins:
             return []
-        now, ended = self._clock(), []
+        now, ended = self.clock(), []
         for pin in list(self._pins.values()):
             if pin.cached_tokens < pin.num_tokens:
                 self._extend_hold(pin)

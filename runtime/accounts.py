@@ -17,7 +17,9 @@ from coppice.radix import (
 from coppice.radix.accounts import Kind
 from coppice.radix.near_misses import SHOWN_TOKENS
 from coppice.radix.timeline import Timeline
-from coppice.radix.tokens import TOKEN_BYTES
+from coppice.radix.tokens import TOKEN_BYTES, common_prefix
+from coppice.radix.windows import Counts
+from coppice.runtime.histogram import AGES, Buckets
 from coppice.runtime.request import Sequence
 
 
@@ -26,6 +28,12 @@ class PromptAccounts:
 
     `clock` gives seconds and never goes back. A prompt is accounted when its sequence is admitted,
     once as a request and again after each preemption; what it generated is added when it leaves.
+
+    Attributes:
+        eviction_ages: seconds that tokens had been unused when they were evicted.
+        rounded_off_tokens: that were cached behind a hit, went on as the prompt does, and were not
+            hit; at least, since only the next node is looked at. The tree matches token by token,
+            so this stays 0 unless something is wrong.
     """
 
     def __init__(self, pool_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,17 +41,22 @@ class PromptAccounts:
         self._accounting = Accounting(pool_tokens, now=clock())
         self._uses = Timeline()  # the tree's logical clock in seconds
         self._evicted_tokens = 0  # of which the accounting was told
+        self.eviction_ages = Buckets(AGES)
+        self.rounded_off_tokens = 0
 
     def admitted(self, sequence: Sequence, tree: RadixTree, match: Match, in_flight: int) -> None:
         """`sequence`, which holds `match`, is about to be computed from its end on."""
         now = self._clock()
-        self._evictions(tree, now)
+        self.evictions(tree, now)
         self._uses.record(tree.clock, now)
         tokens = sequence.tokens.tobytes()
         theirs = tree.behind(match, SHOWN_TOKENS)
         here = match.length * TOKEN_BYTES
         # A hit of all but the last token goes on with that token, if the tree has it.
         differs = bool(theirs) and theirs[:TOKEN_BYTES] != tokens[here : here + TOKEN_BYTES]
+        if theirs and not differs and not sequence.private:
+            rest = tokens[here : sequence.hit_limit * TOKEN_BYTES]
+            self.rounded_off_tokens += common_prefix(rest, 0, theirs) // TOKEN_BYTES
         sequence.account = self._accounting.request(
             tokens,
             sequence.request.namespace,
@@ -66,7 +79,7 @@ class PromptAccounts:
     def left(self, sequence: Sequence, tree: RadixTree, computed: int) -> None:
         """`sequence` leaves; its first `computed` tokens were computed and entered in the tree."""
         now = self._clock()
-        self._evictions(tree, now)
+        self.evictions(tree, now)
         self._uses.record(tree.clock, now)
         account = sequence.account
         if account is None or account.finished:
@@ -90,20 +103,30 @@ class PromptAccounts:
         """The accounts as of now. Settles what is pending."""
         return self._accounting.snapshot(now=self._clock())
 
+    def counts(self) -> Counts:
+        """Tokens by hit and cause since the start. Settles what is pending."""
+        return self._accounting.counts(now=self._clock())
+
     def top_prefixes(self, tree: RadixTree, count: int) -> tuple[SharedPrefix, ...]:
         """The prefixes that saved the most tokens (see `coppice.radix.top_prefixes`)."""
         now = self._clock()
         self._uses.record(tree.clock, now)
         return top_prefixes(tree, count, uses=self._uses, now=now)
 
-    def _evictions(self, tree: RadixTree, now: float) -> None:
-        """Tells of what was evicted since the last call."""
-        if tree.evicted_tokens == self._evicted_tokens:
+    def evictions(self, tree: RadixTree, now: float | None = None) -> None:
+        """Tells of what was evicted since the last call; to be called at least once a step. O(1).
+
+        What was evicted between two calls counts as old as the last of it.
+        """
+        count = tree.evicted_tokens - self._evicted_tokens
+        if not count:
             return
         self._evicted_tokens = tree.evicted_tokens
         used = self._uses.time_of(tree.last_evicted)
         if used is not None:
+            now = self._clock() if now is None else now
             self._accounting.evicted(used, now=now)
+            self.eviction_ages.add(max(0.0, now - used), count)
 
 
 def _kind(sequence: Sequence) -> Kind:

@@ -253,8 +253,9 @@ class BeamSearches:
         if search.done and not search.finished:
             why = "allowed_token_ids, bad_words, min_tokens and logits_processors rule them all out"
             return self._fail(request_id, group, f"no token is left to choose: {why}")
+        reason = (search.done and search.results()[0].finish_reason) or "stop"
         for sequence in moves.dropped:
-            self._sequences.end(sequence, keep=False)
+            self._sequences.end(sequence, reason, keep=False)
         if search.done:
             self.forget(request_id)
             return self._results(first, group)
@@ -273,7 +274,7 @@ class BeamSearches:
         """Ends a search with an error for each of its results."""
         first = group.lines[0]
         for sequence in self._sequences.of(request_id):
-            self._sequences.end(sequence, keep=False)
+            self._sequences.end(sequence, "error", keep=False)
         self.forget(request_id)
         count = group.search.params.num_results
         error = StepOutput.of(first, (), "error", error=message)

@@ -23,14 +23,16 @@ from coppice.runtime.beams import BeamSearches
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.grammars import Grammars
 from coppice.runtime.intake import Intake
+from coppice.runtime.live_report import LiveReport, PinState, live_report, pin_state
 from coppice.runtime.model_runner import ModelRunner
 from coppice.runtime.paging import Paging
 from coppice.runtime.report import CacheReport, Counters, make_report
-from coppice.runtime.request import Request, Sequence, StepOutput
+from coppice.runtime.request import QueueFull, Request, Sequence, StepOutput, Unfinished
 from coppice.runtime.sampler import Sampled, Sampler
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.scheduler import Schedule, Scheduler
 from coppice.runtime.sequences import Sequences
+from coppice.runtime.stats import EngineStats, StatsRecorder, engine_stats
 from coppice.runtime.upkeep import is_balanced, recount
 from coppice.runtime.weights import resolve_model
 
@@ -71,6 +73,7 @@ class Engine:
         self.max_model_len = self.runner.max_model_len
         self.num_pages, self.memory = self.runner.num_pages, self.runner.memory
         self.counters = Counters()
+        self.recorder = StatsRecorder()
         self.accounts = PromptAccounts(self.num_pages * config.page_size)
         self._sampler = Sampler(self.model_config.eos_token_ids)
         source = resolve_model(config.model) if tokenizer is None else tokenizer
@@ -82,7 +85,7 @@ class Engine:
             max_model_len=self.max_model_len,
         )
         self._new_pages()
-        self._sequences = Sequences(self.scheduler)
+        self._sequences = Sequences(self.scheduler, self.recorder)
         self._searches = BeamSearches(self._sequences, self.model_config.eos_token_ids, watch_lines)
 
     def _new_pages(self) -> None:
@@ -170,19 +173,23 @@ class Engine:
             raise ValueError(
                 f"request_id must be unique among running requests, got {request_id!r}"
             )
-        sequence = self.intake.sequence(
-            request_id,
-            prompt_token_ids,
-            params,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            priority=priority,
-            arrival=self._sequences.next_arrival(),
-            pages=self.free_of_pins,
-            queue=self.scheduler.waiting,
-            compiling=self._sequences.compiling,
-            beam_search=beam_search,
-        )
+        try:
+            sequence = self.intake.sequence(
+                request_id,
+                prompt_token_ids,
+                params,
+                cache_salt=cache_salt,
+                tenant=tenant,
+                priority=priority,
+                arrival=self._sequences.next_arrival(),
+                pages=self.free_of_pins,
+                queue=self.scheduler.waiting,
+                compiling=self._sequences.compiling,
+                beam_search=beam_search,
+            )
+        except QueueFull as error:
+            self.recorder.refused[error.limit] += 1
+            raise
         self._sequences.begin(sequence)
         return sequence.request
 
@@ -192,25 +199,31 @@ class Engine:
         return self.num_pages - self.pins.promised_pages()
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """Ends a request, or only its sequence `index`: its pages are given back.
+        """Ends a request, or only its sequence `index`, whose reader has enough of it.
 
-        What it computed stays in the tree; of a beam search, its prompt and the results that it
-        had. False if the request is unknown or has finished already.
+        Its pages are given back. What it computed stays in the tree; of a beam search, its prompt
+        and the results that it had. False if the request is unknown or has finished already.
         """
         sequences = self._sequences.of(request_id)
         ended = [each for each in sequences if index is None or each.index == index]
         for sequence in ended:
-            self._end(sequence, keep=not (sequence.request.beam_search and sequence.num_generated))
+            keep = not (sequence.request.beam_search and sequence.num_generated)
+            self._end(sequence, "abort" if index is None else "stop", keep=keep)
         self._check_when_idle()
         return bool(ended)
 
-    def _end(self, sequence: Sequence, *, keep: bool = True) -> None:
+    def _end(self, sequence: Sequence, reason: str, *, keep: bool = True) -> None:
         """A sequence has ended; so has its request, if it was the last one."""
-        if self._sequences.end(sequence, keep=keep):
+        if self._sequences.end(sequence, reason, keep=keep):
             self._searches.forget(sequence.request.request_id)
 
     def has_unfinished(self) -> bool:
         return self._sequences.num_requests > 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that run or wait."""
+        return self._sequences.num_requests
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -239,8 +252,11 @@ class Engine:
             return outputs
         seconds = time.perf_counter() - start
         self.scheduler.observe(schedule, seconds)
-        self.counters.ran(schedule, seconds)
+        for request_id in self.counters.ran(schedule, seconds):
+            self.recorder.scheduled(request_id, seconds)
+        self.recorder.stepped(schedule, seconds)
         outputs = self._commit(schedule, sequences, sampled)
+        self.accounts.evictions(self.tree)
         self.pins.refresh()
         self._check_when_idle()
         return outputs
@@ -267,6 +283,8 @@ class Engine:
         for chunk in schedule.chunks:
             self.scheduler.computed(chunk)
         self._sequences.enter(sequences)
+        errors = sampled.errors
+        self.recorder.sampled(each for row, each in enumerate(sequences) if row not in errors)
         outputs = []
         for row, (sequence, token) in enumerate(zip(sequences, sampled.tokens, strict=True)):
             if row not in sampled.errors:
@@ -274,13 +292,13 @@ class Engine:
             if sequence.preempted:  # a fork that found no place
                 self.scheduler.add(sequence)
             if row in sampled.errors:
-                self._end(sequence)
+                self._end(sequence, "error")
                 outputs.append(StepOutput.of(sequence, (), "error", None, sampled.errors[row]))
                 continue
             self.counters.generated_tokens += 1
             reason, stop = sequence.ending(self.model_config.eos_token_ids)
             if reason is not None:
-                self._end(sequence)
+                self._end(sequence, reason)
             logprobs = sampled.logprobs[row]
             outputs.append(StepOutput.of(sequence, (token,), reason, stop, logprobs=logprobs))
         found = self._searches.advance()
@@ -311,7 +329,7 @@ class Engine:
         indices = [each.index for each in sequences] if results is None else range(results)
         error = StepOutput.of(first, (), "error", None, message)
         for sequence in sequences:
-            self._end(sequence, keep=False)
+            self._end(sequence, "error", keep=False)
         return [replace(error, index=index) for index in indices]
 
     # -- pins --------------------------------------------------------------------------------
@@ -327,10 +345,10 @@ class Engine:
     ) -> Pin:
         """Keeps a prefix in the cache until `unpin`, or until it was unused for `ttl` seconds.
 
-        What of it is cached already is kept from now on, the rest once a request has computed it.
-        Raises PinRefused, a ValueError, if the name is taken, if `pin_budget` does not allow it, or
-        if a request that was accepted could no longer be served beside it; ValueError for bad
-        arguments.
+        What of it is cached already is kept from now on, the rest once a request has computed it. A
+        pin of this name that keeps the same prefix is renewed. Raises PinRefused, a ValueError, if
+        the name stands for another prefix, if `pin_budget` does not allow it, or if a request that
+        was accepted could no longer be served beside it; ValueError for bad arguments.
         """
         if not self.config.enable_prefix_caching:
             raise PinRefused(f"pin {name!r}: there is no cache, enable_prefix_caching is off")
@@ -343,6 +361,25 @@ class Engine:
                 f"beside it; try again when it has ended"
             )
         return pin
+
+    def put_pin(
+        self,
+        name: str,
+        token_ids: Seq[int],
+        *,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+        ttl: float | None = None,
+    ) -> PinState:
+        """Like `pin`, but what is told is plain data."""
+        self.intake.check_tokens("prompt_token_ids", token_ids)
+        pin = self.pin(name, token_ids, cache_salt=cache_salt, tenant=tenant, ttl=ttl)
+        return pin_state(pin, self.pins.clock())
+
+    def list_pins(self) -> tuple[PinState, ...]:
+        """All pins as plain data, after those have ended whose time has passed."""
+        self.pins.refresh()
+        return tuple(pin_state(pin, self.pins.clock()) for pin in self.pins)
 
     def try_pin(self, name: str, token_ids: Seq[int], *, cache_salt: str | None = None) -> bool:
         """Like `pin`, but False instead of PinRefused."""
@@ -363,10 +400,18 @@ class Engine:
         policy = self.config.eviction_policy
         return make_report(self.counters, self.scheduler, self.pins, self.accounts, policy)
 
+    def stats(self) -> EngineStats:
+        """What was counted since the start, for metrics. O(running)."""
+        return engine_stats(self)
+
+    def live_report(self) -> LiveReport:
+        """What a server shows of the cache. O(nodes of the tree)."""
+        return live_report(self)
+
     def reset_cache(self) -> None:
-        """Empties the cache and ends all pins. Raises RuntimeError while requests run or wait."""
+        """Empties the cache and ends all pins. Raises Unfinished while requests run or wait."""
         if unfinished := self._sequences.num_requests:
-            raise RuntimeError(f"reset_cache: refused while {unfinished} requests are unfinished")
+            raise Unfinished(f"reset_cache: refused while {unfinished} requests are unfinished")
         self.pins.clear()
         self.tree.reset()
         self.intake.known_logprobs.clear()
@@ -381,8 +426,9 @@ class Engine:
         if is_balanced(self.scheduler, self.pins):
             return
         waiting, preemptions = list(self.scheduler.waiting), self.scheduler.preemptions
-        pins = list(self.pins)
+        pins, evicted = list(self.pins), self.tree.evicted_tokens
         self._new_pages()
+        self.tree.evicted_tokens = evicted
         self._sequences.scheduler = self.scheduler
         self.accounts.cleared()
         for pin in pins:

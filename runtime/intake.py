@@ -105,7 +105,7 @@ class Intake:
             )
 
     def _check_prompt(self, prompt_token_ids: Seq[int], longest: int, pages: int) -> None:
-        count, vocabulary = len(prompt_token_ids), self._vocabulary
+        count = len(prompt_token_ids)
         if not count:
             raise ValueError("prompt must have at least one token, got none")
         if count >= longest:
@@ -118,18 +118,18 @@ class Intake:
                 f"prompt must be shorter than {longest} tokens ({limit}), so that "
                 f"there is room for at least one more, got {count}"
             )
+        self.check_tokens("prompt token ids", prompt_token_ids)
+
+    def check_tokens(self, what: str, token_ids: Seq[int]) -> None:
+        """Raises ValueError, in terms of `what`, for one that the vocabulary does not have."""
         # An array has integers only, of which the least and the greatest need a look.
-        plain = isinstance(prompt_token_ids, array)
-        looked_at = (min(prompt_token_ids), max(prompt_token_ids)) if plain else prompt_token_ids
-        wrong = [
-            token
-            for token in looked_at
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary
-        ]
-        if wrong:
-            raise ValueError(
-                f"prompt token ids must be integers from 0 to {vocabulary - 1}, got {wrong[0]!r}"
-            )
+        plain = isinstance(token_ids, array) and len(token_ids) > 0
+        vocabulary = self._vocabulary
+        for token in (min(token_ids), max(token_ids)) if plain else token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"{what} must be integers from 0 to {vocabulary - 1}, got {token!r}"
+                )
 
     def _check_params(self, params: SamplingParams) -> None:
         params.check_vocabulary(self._vocabulary)
@@ -161,7 +161,9 @@ class Intake:
         ):
             allowed = getattr(self._config, limit)
             if allowed is not None and waits + more > allowed:
-                raise QueueFull(
+                full = QueueFull(
                     f"the queue is full: {waits} of {limit} {allowed} wait, and this request "
                     f"brings {more} more; try again later"
                 )
+                full.limit = limit
+                raise full

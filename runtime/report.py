@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coppice.radix import CacheAccounts, Pins, SharedPrefix
+from coppice.radix import CacheAccounts, PinRefused, Pins, SharedPrefix
 from coppice.radix.near_misses import NearMiss
-from coppice.radix.windows import CAUSES, Counts
+from coppice.radix.windows import CAUSES, Counts, Windows
 from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.scheduler import Schedule, Scheduler
 
@@ -18,7 +18,9 @@ __all__ = [
     "Counters",
     "Counts",
     "NearMiss",
+    "PinRefused",
     "SharedPrefix",
+    "Windows",
     "make_report",
 ]
 
@@ -39,10 +41,14 @@ class Counters:
     prefill_seconds: float = 0.0  # of step time, by each step's share of rows
     decode_seconds: float = 0.0
 
-    def ran(self, schedule: Schedule, seconds: float) -> None:
-        """Books a step that ran, before its chunks are committed."""
+    def ran(self, schedule: Schedule, seconds: float) -> list[str]:
+        """Books a step that ran, before its chunks are committed.
+
+        Returns the requests whose first chunk was in it.
+        """
         self.steps += 1
         rows = decodes = 0
+        first = []
         for chunk in schedule.chunks:
             sequence = chunk.sequence
             rows += chunk.count
@@ -52,9 +58,11 @@ class Counters:
                 self.requests += 1
                 self.prompt_tokens += len(sequence.request.prompt_token_ids)
                 self.hit_tokens += sequence.cached_tokens
+                first.append(sequence.request.request_id)
         self.computed_tokens += rows - decodes
         self.prefill_seconds += seconds * (rows - decodes) / rows
         self.decode_seconds += seconds * decodes / rows
+        return first
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,13 @@ if TYPE_CHECKING:  # these need torch, which a simulation of the scheduler does 
 
 
 class QueueFull(RuntimeError):
-    """A request was refused because too much waits already."""
+    """A request was refused because too much waits already; `limit` names the limit it met."""
+
+    limit = ""
+
+
+class Unfinished(RuntimeError):
+    """Something was refused because requests run or wait."""
 
 
 class Status(Enum):
@@ -56,7 +62,7 @@ class Sequence:
 
     __slots__ = ("request", "tokens", "computed", "status", "hold", "table", "cached_tokens",
                  "counted", "admitted", "preempted", "private", "account", "prompt_logprobs",
-                 "logit_rules", "index", "arrival", "forked")  # fmt: skip
+                 "token_at", "logit_rules", "index", "arrival", "forked")  # fmt: skip
 
     def __init__(self, request: Request, index: int = 0, arrival: int | None = None) -> None:
         self.request = request
@@ -74,6 +80,7 @@ class Sequence:
         self.admitted = -1  # serial number of its last admission
         self.preempted = False  # waits to be resumed
         self.account: RequestAccount | None = None  # of its last admission; None without accounts
+        self.token_at = 0.0  # when it was last given a token, by the clock of the stats; 0 before
         self.private = False  # keeps out of the tree until it ends (see Scheduler)
         self.prompt_logprobs: PromptLogprobs | None = None  # None: not asked for
         self.logit_rules: LogitRules | None = None  # the sampler's; made when it is first sampled

@@ -8,6 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 
 from coppice.runtime.request import Request, Sequence, Status
 from coppice.runtime.scheduler import Scheduler
+from coppice.runtime.stats import StatsRecorder
 
 
 class Sequences:
@@ -20,8 +21,9 @@ class Sequences:
         compiling: those that cannot be scheduled yet, since their grammar is not compiled.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, recorder: StatsRecorder) -> None:
         self.scheduler = scheduler
+        self._recorder = recorder
         self._of: dict[str, list[Sequence]] = {}
         self._arrivals = 0
         self.compiling: list[Sequence] = []
@@ -54,6 +56,7 @@ class Sequences:
     def begin(self, sequence: Sequence) -> None:
         """The first sequence of a request: it waits from now on."""
         self._of[sequence.request.request_id] = [sequence]
+        self._recorder.arrived(sequence.request.request_id)
         if sequence.request.grammar is None:
             self.scheduler.add(sequence)
         else:
@@ -82,8 +85,11 @@ class Sequences:
         grammars = [each.request.grammar for each in self.compiling]
         wait([each for each in grammars if each is not None], seconds, FIRST_COMPLETED)
 
-    def end(self, sequence: Sequence, *, keep: bool = True) -> bool:
-        """A sequence has ended (`keep` as in `Paging.leave`); True if it was its request's last."""
+    def end(self, sequence: Sequence, reason: str, *, keep: bool = True) -> bool:
+        """A sequence has ended, for one of `FINISH_REASONS`; `keep` as in `Paging.leave`.
+
+        True if it was its request's last one.
+        """
         if sequence in self.compiling:
             self.compiling.remove(sequence)
             sequence.status = Status.FINISHED
@@ -97,6 +103,7 @@ class Sequences:
         if self._of[request_id]:
             return False
         del self._of[request_id]
+        self._recorder.ended(request_id, reason)
         return True
 
     # -- siblings ----------------------------------------------------------------------------

@@ -94,8 +94,9 @@ def test_every_file_of_every_room_is_in(wheel: Path) -> None:
         expected |= {f"coppice/{path.relative_to(ROOT).as_posix()}" for path in modules}
     shipped = ROOT / "frontend" / "demo_model"
     expected |= {f"coppice/frontend/demo_model/{path.name}" for path in shipped.glob("*")}
-    pages = (ROOT / "frontend").glob("*.html")
-    expected |= {f"coppice/frontend/{path.name}" for path in pages}
+    for files in ("*.html", "*.json", "dashboard/*"):
+        pages = (ROOT / "frontend").glob(files)
+        expected |= {f"coppice/{path.relative_to(ROOT).as_posix()}" for path in pages}
     assert "coppice/radix/__init__.py" in expected
     assert expected == {name for name in names if name.startswith("coppice/")}
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,3 +128,43 @@ def engine_client() -> Callable[[TextEngine], EngineClient]:
     return lambda text_engine: EngineClient(
         lambda: EngineInThread(text_engine), text_engine.tokenizer
     )
+
+
+@pytest.fixture(scope="session")
+def served(checkpoint: Path) -> Iterator[Callable[..., str]]:
+    """``served(*options)`` is the URL of a `coppice serve` over the tiny checkpoint.
+
+    The model's name is the checkpoint's path. Each set of options is started once a session, in a
+    process of its own.
+    """
+    running: dict[tuple[str, ...], tuple[subprocess.Popen[str], str]] = {}
+
+    def serve(*options: str) -> str:
+        if options not in running:
+            limits = ["--port", "0", "--kv-cache-tokens", "4096", "--max-num-seqs", "8"]
+            command = "import sys; from coppice.frontend.cli import main; sys.exit(main())"
+            process = subprocess.Popen(
+                [sys.executable, "-c", command, "serve", checkpoint, *limits, *options],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            assert process.stdout is not None
+            lines = list(iter_until(process.stdout, "url "))
+            assert lines[-1].startswith("url "), f"the server did not start: {lines}"
+            running[options] = process, lines[-1].split()[-1]
+        return running[options][1]
+
+    yield serve
+    for process, _ in running.values():
+        process.terminate()
+    for process, _ in running.values():
+        process.communicate(timeout=60)
+
+
+def iter_until(lines: Iterable[str], beginning: str) -> Iterator[str]:
+    """Lines up to the first one with this beginning."""
+    for line in lines:
+        yield line
+        if line.startswith(beginning):
+            return

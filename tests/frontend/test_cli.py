@@ -169,7 +169,9 @@ def test_help_needs_no_model_and_no_torch() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert "--temperature" in ran.stdout
-    assert {"generate", "chat", "serve", "demo", "replay"} == set(commands(build_parser()))
+    assert {"generate", "chat", "serve", "report", "demo", "replay"} == set(
+        commands(build_parser())
+    )
 
 
 def commands(parser: argparse.ArgumentParser) -> list[str]:

@@ -1,0 +1,62 @@
+// How numbers are written: the same as in the terminal's report.
+
+const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+
+export const count = (number) => whole.format(number);
+export const percent = (share) => `${(100 * share).toFixed(1)}%`;
+export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+
+/** A count in at most a few characters: 950, 12.5k, 3M. */
+export function short(number) {
+  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+    if (number >= 0.9995 * size) return digits(number / size) + unit;
+  }
+  return digits(number);
+}
+
+function digits(number) {
+  return number < 999.5 ? String(Number(number.toPrecision(3))) : number.toFixed(0);
+}
+
+/** A time that people read: its largest one or two units, or tenths of a second. */
+export function duration(seconds, units = 2) {
+  if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
+  let left = Math.round(seconds);
+  const parts = [];
+  for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]]) {
+    const many = Math.floor(left / size);
+    left -= many * size;
+    if (many) parts.push(`${many} ${unit}`);
+    if (parts.length && (parts.length === units || !many)) break;
+  }
+  return parts.join(" ");
+}
+
+/** A latency; "–" if there was none. */
+export function latency(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 0.9995) return `${digits(1000 * seconds)} ms`;
+  if (seconds < 99.95) return `${digits(seconds)} s`;
+  return duration(seconds);
+}
+
+/** The time of day of seconds since the epoch. */
+export function clock(at, withSeconds = true) {
+  return new Date(1000 * at).toLocaleTimeString("en-GB", {
+    hour: "2-digit", minute: "2-digit", second: withSeconds ? "2-digit" : undefined,
+  });
+}
+
+/** Text with line breaks and other characters that do not print made visible. */
+export function visible(text) {
+  return text.replace(/\r\n?/g, "\n").replace(/\n/g, "↵")
+    .replace(/[\p{Cc}\p{Cf}\p{Co}\p{Cs}]/gu, "·");
+}
+
+/** A piece of a prompt: its text, or its length and hash. */
+export function piece(part, characters = Infinity, from = "start") {
+  if (part.text === null) return `${plural(part.tokens, "token")} #${part.hash}`;
+  const text = [...visible(part.text)];
+  if (text.length <= characters) return text.join("");
+  return from === "end" ? `…${text.slice(-characters).join("")}` : `${text.slice(0, characters).join("")}…`;
+}

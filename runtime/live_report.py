@@ -1,0 +1,98 @@
+"""What a server shows of its engine's cache: counters, accounts, prefixes and pins as plain data.
+
+It crosses from the engine's process to the server's, so texts are cut to what is shown of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coppice.radix import CacheAccounts, Pin, SharedPrefix
+from coppice.runtime.prefix_tree import SHOWN_TOKENS, PrefixNode, heaviest_nodes
+from coppice.runtime.stats import EngineStats, engine_stats
+
+if TYPE_CHECKING:
+    from coppice.runtime.engine import Engine
+
+TOP_PREFIXES = 10
+TOP_NODES = 160
+
+
+@dataclass(frozen=True, slots=True)
+class PinState:
+    """A pin as it is now."""
+
+    name: str
+    namespace: Hashable
+    num_tokens: int
+    cached_tokens: int  # of them, kept now; the rest is kept once a request has computed it
+    ttl: float | None  # seconds without use after which it ends
+    seconds_left: float | None  # of them; None without a TTL
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixEnds:
+    """A shared prefix, of which only the first and the last tokens are kept.
+
+    Attributes:
+        first, last: up to `SHOWN_TOKENS` tokens of either end; `last` is empty if `first` is all.
+        hits, tokens_saved, resident_pages, idle_seconds: as in `SharedPrefix`.
+    """
+
+    num_tokens: int
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    hits: int
+    tokens_saved: int
+    resident_pages: int
+    idle_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveReport:
+    """The state of an engine's cache. `seconds` is what it took the engine to make this."""
+
+    stats: EngineStats
+    accounts: CacheAccounts
+    eviction_policy: str
+    prefixes: tuple[PrefixEnds, ...]  # that saved the most, most first
+    nodes: tuple[PrefixNode, ...]  # the tree's heaviest, parents first
+    pins: tuple[PinState, ...]
+    seconds: float
+
+
+def live_report(engine: Engine) -> LiveReport:
+    """The report as of now. O(nodes of the tree)."""
+    begun = time.perf_counter()
+    stats = engine_stats(engine)
+    return LiveReport(
+        stats=stats,
+        accounts=engine.accounts.snapshot(),
+        eviction_policy=engine.config.eviction_policy,
+        prefixes=tuple(map(_ends, engine.accounts.top_prefixes(engine.tree, TOP_PREFIXES))),
+        nodes=heaviest_nodes(engine.tree, TOP_NODES),
+        pins=tuple(pin_state(pin, engine.pins.clock()) for pin in engine.pins),
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def pin_state(pin: Pin, now: float) -> PinState:
+    """A pin as of `now`, by the clock that gives its deadline."""
+    left = None if pin.deadline is None else max(0.0, pin.deadline - now)
+    return PinState(pin.name, pin.namespace, pin.num_tokens, pin.cached_tokens, pin.ttl, left)
+
+
+def _ends(prefix: SharedPrefix) -> PrefixEnds:
+    ids = prefix.token_ids
+    return PrefixEnds(
+        len(ids),
+        ids[:SHOWN_TOKENS],
+        ids[max(SHOWN_TOKENS, len(ids) - SHOWN_TOKENS) :],
+        prefix.hits,
+        prefix.tokens_saved,
+        prefix.resident_pages,
+        prefix.idle_seconds,
+    )
