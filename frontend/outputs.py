@@ -66,7 +66,8 @@ class RequestOutput:
         cached_tokens: prompt tokens whose KV was reused instead of computed.
         left_out_tokens: generated tokens of the sequences that `best_of` left out.
         prompt_logprobs: for each prompt token its logprob given those before it, and those of the
-            most probable tokens, by token id; the first entry is None. None: not asked for.
+            most probable tokens, by token id; the first entry is None, and so are those before
+            `prompt_logprobs_start`. None: not asked for.
     """
 
     request_id: str

@@ -148,6 +148,7 @@ _SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
     "allowed_token_ids": (_is_integers, "a list of token ids"),
     "bad_words": (_is_strings, "a list of strings"),
     "prompt_logprobs": (_is_count, f"an integer from 0 to {MAX_LOGPROBS}"),
+    "prompt_logprobs_start": (_is_integer, "an integer"),
     "n": (_is_integer, "an integer"),
     "seed": (_is_integer, "an integer"),
     "max_tokens": (_is_integer, "an integer"),

@@ -101,13 +101,19 @@ class Session:
     def score(self, text: str) -> float:
         """The log-probability of `text` as the continuation; the line stays as it is.
 
-        The sum over its tokens. Raises ValueError if the session or the text is empty.
+        The sum over its tokens; of the line, only what is not cached is computed. Raises ValueError
+        if the session or the text is empty.
         """
         self._check_open()
         more = self._llm._text_engine.tokenizer.encode_more(text)
         if not self._token_ids or not more:
             raise ValueError("text: a session and its continuation need a token each")
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            prompt_logprobs_start=len(self._token_ids),
+        )
         prompt = self._prompt() | {"prompt_token_ids": self._token_ids + more}
         (output,) = self._llm.generate([prompt], params, use_tqdm=False)
         assert output.prompt_logprobs is not None

@@ -161,8 +161,9 @@ class Texts:
         new = list(step.new_token_ids)
         if step.prompt_logprobs is not None:
             ids = running.prompt_token_ids
-            places = self.token_texts.logprobs(step.prompt_logprobs[1:], ids[1:])
-            running.prompt_logprobs = [None, *places]
+            first = max(1, params.prompt_logprobs_start)
+            places = self.token_texts.logprobs(step.prompt_logprobs[first:], ids[first:])
+            running.prompt_logprobs = [*[None] * first, *places]
         logprobs, offsets = [], []
         if step.logprobs is not None:
             logprobs = list(self.token_texts.logprobs(step.logprobs, new))

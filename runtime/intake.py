@@ -65,6 +65,11 @@ class Intake:
         longest = self.longest(pages)
         self._check_prompt(prompt_token_ids, longest, pages)
         self._check_params(params)
+        if params.prompt_logprobs_start >= len(prompt_token_ids):
+            raise ValueError(
+                f"prompt_logprobs_start must be below {len(prompt_token_ids)}, the number of "
+                f"prompt tokens, got {params.prompt_logprobs_start}"
+            )
         self._check_priority(priority)
         self._check_queue(queue, compiling, len(prompt_token_ids))
         form = params.structured_outputs

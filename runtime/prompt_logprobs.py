@@ -59,7 +59,8 @@ class KnownLogprobs:
             return None
         top = self._vocabulary if top < 0 else top
         store = self if self._enabled and top <= self.top else None
-        return PromptLogprobs(request.prompt_token_ids, request.namespace, top, store)
+        start = request.params.prompt_logprobs_start
+        return PromptLogprobs(request.prompt_token_ids, request.namespace, top, store, start)
 
     def read(self, tokens: bytes, namespace: Hashable, known: int, into: Logprobs) -> int:
         """Copies what is known of `tokens` (int32 bytes) from place `known` on.
@@ -75,15 +76,19 @@ class KnownLogprobs:
         self._entries[places].copy_to(into, slice(known, match.length))
         return match.length
 
-    def store(self, tokens: bytes, namespace: Hashable, entries: Logprobs) -> None:
-        """Enters those of all `tokens`. O(tokens)."""
+    def store(self, tokens: bytes, namespace: Hashable, entries: Logprobs, start: int = 0) -> None:
+        """Enters those of all `tokens`. O(tokens).
+
+        The first `start` ones of `entries` mean nothing: they have to be here already, else nothing
+        is entered.
+        """
         if self.tree is None:
             self.tree = RadixTree(PagePool(self._capacity, 1))
             self._entries = Logprobs.blank(self._capacity, self.top)
         tree = self.tree
         match = tree.match(tokens, namespace)
         new = len(tokens) // TOKEN_BYTES - match.length
-        if not new:
+        if not new or match.length < start:
             return
         hold = tree.lock(match)
         table = tree.page_table(hold)
@@ -107,10 +112,10 @@ class PromptLogprobs:
     """The logprobs of one request's prompt, as far as they are known.
 
     With `store` they are looked up there and entered as they come; it has to keep as many
-    alternatives as are asked for.
+    alternatives as are asked for. Those before `start` are not wanted, and count as known.
     """
 
-    __slots__ = ("count", "known", "store", "_entries", "_namespace", "_tokens", "_top")
+    __slots__ = ("count", "known", "store", "_entries", "_namespace", "_start", "_tokens", "_top")
 
     def __init__(
         self,
@@ -118,10 +123,12 @@ class PromptLogprobs:
         namespace: Hashable,
         top: int,
         store: KnownLogprobs | None,
+        start: int = 0,
     ) -> None:
         """`top` alternatives a token, 0 or more."""
         self.count = len(prompt)
-        self.known = 1  # the first token has none
+        self.known = max(1, start)  # the first token has none
+        self._start = start
         self.store = store
         self._tokens = prompt.tobytes()
         self._namespace = namespace
@@ -155,10 +162,10 @@ class PromptLogprobs:
         """Enters what is known in the store."""
         if self.store is not None:
             tokens = self._tokens[: self.known * TOKEN_BYTES]
-            self.store.store(tokens, self._namespace, self._entries[: self.known])
+            self.store.store(tokens, self._namespace, self._entries[: self.known], self._start)
 
     def result(self) -> Logprobs:
-        """Those of all prompt tokens; the first token's mean nothing."""
+        """Those of all prompt tokens; the first one, and those before the start, mean nothing."""
         assert self.known == self.count, "the prompt is not computed yet"
         entries = self._entries
         return Logprobs(

@@ -69,6 +69,8 @@ class SamplingParams:
     probable ones; -1: all. Of the model's logits, before temperature, penalties and filters."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first, given the tokens before it."""
+    prompt_logprobs_start: int = 0
+    """Only for the prompt's tokens from this place on; those before it need not be computed."""
     seed: int | None = None
     """Makes a request repeatable, whatever else is in the batch; None: the engine draws one."""
     max_tokens: int | None = 16
@@ -106,6 +108,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), -1, 2**31 - 1)
+        _integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, 2**31 - 1)
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise ValueError(
+                f"prompt_logprobs_start must be 0 without prompt_logprobs, "
+                f"got {self.prompt_logprobs_start}"
+            )
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.max_tokens is not None:

@@ -312,6 +312,9 @@ async def test_prompt_logprobs_over_http(client: Client, reference: Any) -> None
         assert own["logprob"] == pytest.approx(float(rows[number - 1][ids[number]]), abs=1e-4)
         assert min(each["rank"] for each in found[number].values()) == 1
     assert "".join(each[str(ids[n + 1])]["decoded_token"] for n, each in enumerate(found[1:]))
+    late = {"prompt_logprobs": 1, "prompt_logprobs_start": 3}
+    answer = await client.ok(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1, **late})
+    assert answer["choices"][0]["prompt_logprobs"] == [None] * 3 + found[3:]
     chat = await client.ok(CHAT, {"messages": HELLO, "max_tokens": 1, "prompt_logprobs": 0})
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
     plain = await client.ok(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1})
@@ -344,6 +347,8 @@ async def test_features_over_http_are_those_of_python(client: Client) -> None:
         ({"bad_words": ["\ud83d"]}, "bad_words"),
         ({"logits_processors": ["x"]}, "logits_processors"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs_start": 1}, "prompt_logprobs_start"),
+        ({"prompt_logprobs": 1, "prompt_logprobs_start": 400}, "prompt_logprobs_start"),
     ],
 )
 async def test_refusals_name_the_parameter(

@@ -61,6 +61,25 @@ def test_a_score_is_the_sum_of_logprobs(llm: LLM, checkpoint: Path) -> None:
     assert score == pytest.approx(expected, abs=1e-3)
 
 
+def test_scoring_computes_only_the_text_and_the_token_before_it(llm: LLM) -> None:
+    with llm.session(TEXT) as line:
+        line.generate(sampled(1))
+        line.append(" and")  # so much is not cached yet
+        missing = (
+            len(line.token_ids)
+            - llm._text_engine.engine.tree.match(
+                list(line.token_ids), llm._text_engine.engine.intake.namespace(None)
+            ).length
+        )
+        more = llm.get_tokenizer()(" the key", add_special_tokens=False)["input_ids"]
+        before = llm.cache_report().computed_tokens
+        score = line.score(" the key")
+        assert llm.cache_report().computed_tokens - before == missing + len(more)
+        before = llm.cache_report().computed_tokens
+        assert line.score(" the key") == pytest.approx(score, abs=1e-5)
+        assert llm.cache_report().computed_tokens - before == len(more) + 1
+
+
 def test_open_sessions_stay_cached_and_closed_ones_may_go(llm: LLM) -> None:
     engine = llm._text_engine.engine
     line = llm.session(TEXT)

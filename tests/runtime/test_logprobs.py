@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -331,4 +332,54 @@ def test_the_engine_refuses_what_it_can_not_do(tiny_checkpoint) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             made.add_request("a", [1], params)
+    assert not made.has_unfinished()
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 41, 49])
+@pytest.mark.parametrize("caching", [True, False])
+def test_prompt_logprobs_from_a_start_on(tiny_checkpoint, reference, start, caching):
+    """What lies before is not computed for it; known ones are used, unknown ones not kept."""
+    made = engine(tiny_checkpoint("llama"), page_size=4, enable_prefix_caching=caching)
+    tokens = PROMPTS[0]
+    assert len(tokens) == 50
+    run(made, [DOCUMENT], SamplingParams(max_tokens=1))
+    before = made.cache_report().computed_tokens
+    ask = SamplingParams(max_tokens=1, prompt_logprobs=2, prompt_logprobs_start=start)
+    (result,) = run(made, [tokens], ask)
+    computed = made.cache_report().computed_tokens - before
+    cached = min(41, max(0, start - 1)) if caching else 0
+    assert computed == len(tokens) - cached
+    expected = reference("llama", tokens)
+    (found,) = result.prompt
+    own = [float(expected[place - 1, tokens[place]]) for place in range(max(1, start), 50)]
+    np.testing.assert_allclose(found.logprobs[max(1, start) :], own, **TOLERANCE)
+    # Then all of them: those of the first request are right, whatever it knew.
+    whole = replace(ask, prompt_logprobs_start=0)
+    for params in (whole, ask, whole):
+        (result,) = run(made, [tokens], params)
+        begin = max(1, params.prompt_logprobs_start)
+        own = [float(expected[place - 1, tokens[place]]) for place in range(begin, 50)]
+        np.testing.assert_allclose(result.prompt[0].logprobs[begin:], own, **TOLERANCE)
+    longer = [*tokens, 7, 8, 9]
+    (result,) = run(made, [longer], replace(ask, prompt_logprobs_start=50))
+    expected = reference("llama", longer)
+    own = [float(expected[place - 1, longer[place]]) for place in range(50, 53)]
+    np.testing.assert_allclose(result.prompt[0].logprobs[50:], own, **TOLERANCE)
+    if caching:
+        known = made.intake.known_logprobs.tree
+        assert known.match(array("i", longer).tobytes(), made.intake.namespace(None)).length == 53
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_logprobs_start": 3}, "prompt_logprobs_start must be 0 without prompt_logprobs"),
+        ({"prompt_logprobs": 1, "prompt_logprobs_start": -1}, "prompt_logprobs_start must be an"),
+        ({"prompt_logprobs": 1, "prompt_logprobs_start": 2}, "prompt_logprobs_start must be below"),
+    ],
+)
+def test_a_bad_start_is_refused(tiny_checkpoint, options, message):
+    made = engine(tiny_checkpoint("llama"))
+    with pytest.raises(ValueError, match=message):
+        made.add_request("a", [1, 2], SamplingParams(**options))
     assert not made.has_unfinished()
