@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from coppice.frontend.protocol import BadRequest
+from coppice.frontend.bodies import BadRequest
 from coppice.frontend.server_options import ApiKey
 
 # What may be seen without a key: whether the server lives, and a page that asks for a key itself.

@@ -11,12 +11,16 @@ from coppice.frontend.openai_logprobs import (
     Place,
     chat_logprobs,
     completion_logprobs,
+    echoed_logprobs,
     prompt_logprobs,
 )
 from coppice.frontend.outputs import CompletionOutput, RequestOutput
+from coppice.frontend.prepare import Prepared
+from coppice.frontend.protocol import CompletionRequest
 from coppice.frontend.texts import TextDelta
 from coppice.frontend.token_texts import TokenTexts
-from coppice.runtime.sampling_params import SamplingParams
+from coppice.frontend.tool_formats import ToolFormat
+from coppice.frontend.tool_readers import CallBegins, Piece, TextPiece, ToolReader
 
 Places = Sequence[Place] | None
 
@@ -28,9 +32,20 @@ class Completion:
     object_chunk = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, model: str, params: SamplingParams, texts: TokenTexts) -> None:
-        self._params = params
+    def __init__(
+        self,
+        model: str,
+        asked: CompletionRequest,
+        prepared: Prepared,
+        texts: TokenTexts,
+        format: ToolFormat | None = None,
+    ) -> None:
+        """`format` is that of the model's calls of tools; needed if tools are asked for."""
+        self._asked = asked
+        self._params = prepared.params
+        self._echoes = prepared.echoes
         self._texts = texts
+        self._format = format
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._model = model
         self._created = int(time.time())
@@ -43,7 +58,11 @@ class Completion:
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """What is sent before there is any text."""
-        return []
+        if not self._echoes:
+            return []
+        text = self._echoes[index // self._params.n].text
+        choice = {"index": index, "text": text, "logprobs": None, **_ending(None)}
+        return [self._object(self.object_chunk, [choice])]
 
     def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
         """What is sent for one delta."""
@@ -61,9 +80,23 @@ class Completion:
         return self._object(self.object_chunk, []) | {"usage": usage(outputs)}
 
     def _choice(self, index: int, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
-        logprobs = self._logprobs(made.logprobs, made.text_offsets)
-        choice = {"index": index, "text": made.text, "logprobs": logprobs, **_ending(made)}
-        return choice | _prompt(output)
+        text, logprobs = made.text, self._logprobs(made.logprobs, made.text_offsets)
+        if self._echoes:
+            echo = self._echoes[index // self._params.n]
+            text = echo.text + text
+            if logprobs is not None and output.prompt_logprobs is not None:
+                logprobs = echoed_logprobs(
+                    output.prompt_logprobs, echo.offsets, echo.tokens, len(echo.text), logprobs
+                )
+        choice = {"index": index, "text": text, "logprobs": logprobs, **_ending(made)}
+        return choice | self._prompt(output)
+
+    def _prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """vLLM's field with the logprobs of the prompt, if they were asked for."""
+        places = output.prompt_logprobs
+        if places is None or not self._asked.prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(places)}
 
     def _logprobs(self, places: Places, offsets: Sequence[int] | None) -> dict[str, Any] | None:
         return completion_logprobs(places, offsets or ()) if places else None
@@ -85,20 +118,42 @@ class ChatCompletion(Completion):
     object_chunk = "chat.completion.chunk"
     prefix = "chatcmpl"
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._readers: dict[int, ToolReader] = {}  # of each choice of a stream
+
     def opening(self, index: int) -> list[dict[str, Any]]:
         return [self._chunk(index, {"role": "assistant", "content": ""}, None)]
 
     def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
-        made = []
         if delta.best_so_far is not None and delta.completion is None:
             chunk = self._chunk(index, {}, None)
             chunk["choices"][0] |= _best_so_far(delta.best_so_far)
             return [chunk]
-        if delta.text or delta.logprobs:
-            made.append(self._chunk(index, {"content": delta.text}, None, delta.logprobs))
+        said = self._said(index, delta) if delta.text or delta.completion is not None else []
+        if delta.logprobs and not said:
+            said = [{"content": ""}]
+        made = [self._chunk(index, each, None) for each in said]
+        if delta.logprobs:
+            made[0]["choices"][0]["logprobs"] = self._logprobs(delta.logprobs, None)
         if delta.completion is not None:
             made.append(self._chunk(index, {}, delta.completion))
+            if index in self._readers:
+                _called(made[-1]["choices"][0], self._readers[index].calls)
         return made
+
+    def _said(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
+        """The deltas, in the API's sense, of one of the engine's."""
+        tools = self._asked.tools
+        if tools is None or self._format is None:
+            return [{"content": delta.text}] if delta.text else []
+        if index not in self._readers:
+            self._readers[index] = self._format.reader(tools)
+        reader = self._readers[index]
+        pieces = reader.push(delta.text)
+        if delta.completion is not None:
+            pieces += reader.end()
+        return [_piece(piece) for piece in pieces]
 
     def _chunk(
         self,
@@ -112,15 +167,23 @@ class ChatCompletion(Completion):
         return self._object(self.object_chunk, [choice])
 
     def _choice(self, index: int, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": made.text}
+        message: dict[str, Any] = {"role": "assistant", "content": made.text, "refusal": None}
+        calls: list[dict[str, Any]] = []
+        if self._asked.tools is not None and self._format is not None:
+            reader = self._format.reader(self._asked.tools)
+            text, calls = _read(reader.push(made.text) + reader.end())
+            if calls:
+                message |= {"content": text or None, "tool_calls": calls}
         logprobs = self._logprobs(made.logprobs, None)
-        return {"index": index, "message": message, "logprobs": logprobs, **_ending(made)}
+        choice = {"index": index, "message": message, "logprobs": logprobs, **_ending(made)}
+        _called(choice, len(calls))
+        return choice
 
     def _logprobs(self, places: Places, offsets: Sequence[int] | None) -> dict[str, Any] | None:
         return chat_logprobs(places, self._params.logprobs or 0, self._texts) if places else None
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return super().whole(outputs) | _prompt(outputs[0])
+        return super().whole(outputs) | self._prompt(outputs[0])
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -163,7 +226,35 @@ def _best_so_far(best: CompletionOutput) -> dict[str, Any]:
     }
 
 
-def _prompt(output: RequestOutput) -> dict[str, Any]:
-    """vLLM's field with the logprobs of the prompt, if they were asked for."""
-    places = output.prompt_logprobs
-    return {} if places is None else {"prompt_logprobs": prompt_logprobs(places)}
+def _called(choice: dict[str, Any], calls: int) -> None:
+    """A text that ended by itself ended with its calls, if it has some."""
+    if calls and choice["finish_reason"] == "stop":
+        choice["finish_reason"] = "tool_calls"
+
+
+def _piece(piece: Piece) -> dict[str, Any]:
+    if isinstance(piece, TextPiece):
+        return {"content": piece.text}
+    if isinstance(piece, CallBegins):
+        call = {"index": piece.index, **_call(piece.name, "")}
+    else:
+        call = {"index": piece.index, "function": {"arguments": piece.text}}
+    return {"tool_calls": [call]}
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _read(pieces: Sequence[Piece]) -> tuple[str, list[dict[str, Any]]]:
+    """The text beside the calls, and the calls."""
+    text, calls = "", []
+    for piece in pieces:
+        if isinstance(piece, TextPiece):
+            text += piece.text
+        elif isinstance(piece, CallBegins):
+            calls.append(_call(piece.name, ""))
+        else:
+            calls[piece.index]["function"]["arguments"] += piece.text
+    return text, calls

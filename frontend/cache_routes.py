@@ -13,8 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
+from coppice.frontend.bodies import BadRequest
 from coppice.frontend.cache_json import pin_json
-from coppice.frontend.protocol import BadRequest, bad_value
+from coppice.frontend.protocol import bad_value
 from coppice.frontend.reporter import Asks, Reporter
 from coppice.frontend.routes import Route, json_answer, json_body
 from coppice.frontend.tokenizer import Tokenizer

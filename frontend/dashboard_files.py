@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from coppice.frontend.protocol import BadRequest
+from coppice.frontend.bodies import BadRequest
 from coppice.frontend.routes import Route
 
 _FOLDER = Path(__file__).with_name("dashboard")

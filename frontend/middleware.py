@@ -13,8 +13,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from coppice.frontend.access import Access, Guest
+from coppice.frontend.bodies import BadRequest, error_body
 from coppice.frontend.deltas import EngineStopped, RequestFailed
-from coppice.frontend.protocol import BadRequest, error_body
 from coppice.frontend.routes import Handler
 
 log = logging.getLogger(__name__)

@@ -38,6 +38,27 @@ def completion_logprobs(places: Sequence[Place], offsets: Sequence[int]) -> dict
     }
 
 
+def echoed_logprobs(
+    prompt: Sequence[Place | None],
+    offsets: Sequence[int],
+    tokens: Sequence[str],
+    length: int,
+    continuation: dict[str, Any],
+) -> dict[str, Any]:
+    """`completion_logprobs` of a prompt of `length` characters and of what comes behind it.
+
+    The first token of all has no logprob.
+    """
+    places = [place for place in prompt[1:] if place is not None]
+    found = completion_logprobs(places, offsets[1:])
+    first = {"token_logprobs": None, "tokens": tokens[0], "top_logprobs": None}
+    behind = continuation | {
+        "text_offset": [length + offset for offset in continuation["text_offset"]]
+    }
+    first["text_offset"] = offsets[0]  # type: ignore[assignment]
+    return {name: [first[name], *found[name], *behind[name]] for name in found}
+
+
 def chat_logprobs(places: Sequence[Place], top: int, texts: TokenTexts) -> dict[str, Any]:
     """The `logprobs` of a choice of /v1/chat/completions, with `top` alternatives a token."""
 

@@ -2,43 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from reprlib import repr as shown
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias
 
+from pydantic import Field, StringConstraints
+
+from coppice.frontend.bodies import BadRequest, Body, Only, between, read, says
+from coppice.frontend.conversation import MessageBody
+from coppice.frontend.forms import Form, Formed, form_of
 from coppice.frontend.tokenizer import Message
+from coppice.frontend.tools import Tool, ToolChoice, Tools, tools_of
 from coppice.runtime.beam_search import SHARED_WITH_SAMPLING, BeamSearchParams
-from coppice.runtime.sampling_params import SamplingParams
+from coppice.runtime.sampling_params import (
+    MAX_BIAS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
 
 PromptInput: TypeAlias = str | list[int]
 
+# Alternatives a token that a client may ask for; the API's own limit for chats.
+MAX_LOGPROBS = 20
+_MOST = 2**31 - 1
 
-class BadRequest(ValueError):
-    """What is wrong with a request, in the terms of the API's error object."""
+_TokenIds: TypeAlias = Annotated[
+    list[Annotated[int, between(0, _MOST)]], says("a list of token ids (0 or above)")
+]
+_TokenId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+_Prompt: TypeAlias = Annotated[
+    str
+    | Annotated[list[int], Field(min_length=1)]
+    | Annotated[list[str | list[int]], Field(min_length=1)],
+    says("a string, a list of token ids, or a list of either, and not be empty"),
+]
+_Bias: TypeAlias = Annotated[
+    dict[_TokenId, Annotated[float, between(-MAX_BIAS, MAX_BIAS)]],
+    says(f"an object from token ids to numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}"),
+]
+# Clients say false for none. The integer comes first, since 0 equals False.
+_Logprobs: TypeAlias = Annotated[
+    Annotated[
+        Annotated[int, between(0, MAX_LOGPROBS)] | Literal[False],
+        Field(union_mode="left_to_right"),
+    ],
+    says(f"an integer from 0 to {MAX_LOGPROBS}"),
+]
+_Stop: TypeAlias = Annotated[
+    Annotated[str, Field(min_length=1)]
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)],
+    says(f"a string or a list of at most {MAX_STOP_STRINGS} strings that are not empty"),
+]
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        retry_after: int | None = None,
-    ) -> None:
-        """`retry_after`: seconds after which the same request may be accepted."""
-        super().__init__(message)
-        self.status = status
-        self.retry_after = retry_after
-        self.body = error_body(message, kind=kind, param=param, code=code)
+
+class StreamOptions(Body):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+    include_obfuscation: Annotated[Any, Only(False)] = None
 
 
-def error_body(
-    message: str, *, kind: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """The API's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+class TextRequest(Formed):
+    """The parameters that both endpoints have."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, between(1, MAX_N)] = 1
+    temperature: Annotated[float, between(0, 100)] | None = None
+    top_p: Annotated[float, between(0, 1)] | None = None
+    seed: Annotated[int, between(-MAX_SEED - 1, MAX_SEED)] | None = None
+    max_tokens: Annotated[int, between(1, _MOST)] | None = None
+    stop: _Stop | None = None
+    presence_penalty: Annotated[float, between(-2, 2)] | None = None
+    frequency_penalty: Annotated[float, between(-2, 2)] | None = None
+    logit_bias: _Bias | None = None
+    user: str | None = None  # who asks; it asks for nothing
+
+    # Extensions, most of them under vLLM's names.
+    top_k: Annotated[int, between(-1, _MOST)] | None = None
+    min_p: Annotated[float, between(0, 1)] | None = None
+    repetition_penalty: Annotated[float, between(0, 1e6)] | None = None
+    allowed_token_ids: Annotated[_TokenIds, Field(min_length=1)] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
+    prompt_logprobs_start: Annotated[int, between(0, _MOST)] | None = None
+    min_tokens: Annotated[int, between(0, _MOST)] | None = None
+    stop_token_ids: _TokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    use_beam_search: bool = False
+    beam_width: Annotated[int, between(1, MAX_N)] | None = None
+    length_penalty: float | None = None
+    early_stopping: Annotated[bool | Literal["never"], says('a boolean or "never"')] | None = None
+
+
+class CompletionBody(TextRequest):
+    """The body of /v1/completions."""
+
+    prompt: _Prompt
+    best_of: Annotated[int, between(1, MAX_N)] | None = None
+    echo: bool = False
+    logprobs: _Logprobs | None = None
+    suffix: Annotated[Any, Only()] = None
+
+
+class ChatBody(TextRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, between(1, _MOST)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    # They name, tag or group requests, which changes nothing about an answer.
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    audio: Annotated[Any, Only()] = None
+    function_call: Annotated[Any, Only("none")] = None
+    functions: Annotated[Any, Only([])] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    prediction: Annotated[Any, Only()] = None
+    prompt_cache_retention: Annotated[Any, Only()] = None
+    reasoning_effort: Annotated[Any, Only("none")] = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
+    store: Annotated[Any, Only(False)] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    web_search_options: Annotated[Any, Only()] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,142 +157,60 @@ class CompletionRequest:
     priority: int
     stream: bool
     include_usage: bool
+    form: Form | None = None
+    echo: bool = False
+    prompt_logprobs: bool = False  # whether the answer has them, beside what is echoed
+    tools: Tools | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)  # arguments of `encode_chat`
 
 
-# Alternatives a token that a client may ask for; the API's own limit for chats.
-MAX_LOGPROBS = 20
+# Fields that go into SamplingParams under their own name.
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "allowed_token_ids", "bad_words", "prompt_logprobs",
+    "prompt_logprobs_start", "n", "seed",
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
 
-# Parameters of the API that are not supported yet, with the values that ask for nothing and are
-# accepted therefore. A null is accepted for each of them.
-_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "user": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _same(value: Any, accepted: Any) -> bool:
-    """Equality that keeps true and 1 apart, but not 0 and 0.0."""
-    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_stop(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(item, str) for item in value)
-    )
-
-
-def _is_integers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_integer, value))
-
-
-def _is_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_string, value))
-
-
-def _is_count(value: Any) -> bool:
-    return _is_integer(value) and 0 <= value <= MAX_LOGPROBS
-
-
-def _is_bias(value: Any) -> bool:
-    """A JSON object has string keys, so token ids come as those."""
-    return isinstance(value, dict) and all(
-        key.isascii()
-        and key.isdigit()
-        and key == (key.lstrip("0") or "0")
-        and len(key) < 12
-        and _is_number(number)
-        for key, number in value.items()
-    )
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_string(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-# Parameters that go into SamplingParams under their own name: the check of the type, its name.
-_SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (_is_number, "a number"),
-    "top_p": (_is_number, "a number"),
-    "top_k": (_is_integer, "an integer"),
-    "min_p": (_is_number, "a number"),
-    "presence_penalty": (_is_number, "a number"),
-    "frequency_penalty": (_is_number, "a number"),
-    "repetition_penalty": (_is_number, "a number"),
-    "logit_bias": (_is_bias, "an object from token ids to numbers"),
-    "allowed_token_ids": (_is_integers, "a list of token ids"),
-    "bad_words": (_is_strings, "a list of strings"),
-    "prompt_logprobs": (_is_count, f"an integer from 0 to {MAX_LOGPROBS}"),
-    "prompt_logprobs_start": (_is_integer, "an integer"),
-    "n": (_is_integer, "an integer"),
-    "seed": (_is_integer, "an integer"),
-    "max_tokens": (_is_integer, "an integer"),
-    "min_tokens": (_is_integer, "an integer"),
-    "stop": (_is_stop, "a string or a list of strings"),
-    "stop_token_ids": (_is_integers, "a list of token ids"),
-    "ignore_eos": (_is_bool, "true or false"),
-    "include_stop_str_in_output": (_is_bool, "true or false"),
-    "skip_special_tokens": (_is_bool, "true or false"),
-}
-
-# Parameters of a beam search, and those of sampling that it shares.
-_BEAM: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "beam_width": (_is_integer, "an integer"),
-    "length_penalty": (_is_number, "a number"),
-    "early_stopping": (lambda value: _is_bool(value) or value == "never", 'a boolean or "never"'),
-}
+# Fields of a beam search, and those of sampling that it shares.
+_BEAM = ("beam_width", "length_penalty", "early_stopping")
 _SHARED_WITH_BEAM = {"n", *SHARED_WITH_SAMPLING}
-
-_COMMON = {"model", "stream", "stream_options", "cache_salt", "priority", "use_beam_search"}
 
 
 def parse_completion(body: Any) -> CompletionRequest:
     """The body of /v1/completions. Raises BadRequest."""
-    body = _fields(body, {"prompt", "logprobs", "best_of"})
-    if "prompt" not in body:
-        raise BadRequest("prompt is required", param="prompt")
-    values = _sampling(body)
-    if body.get("logprobs", False) is not False:
-        what = f"an integer from 0 to {MAX_LOGPROBS}"
-        values["logprobs"] = _typed(body, "logprobs", _is_count, what)
-    best_of = _typed(body, "best_of", _is_integer, "an integer")
-    if best_of is not None and best_of != values.get("n", 1):  # as many: there is no choice to make
-        if body.get("stream"):
+    asked = read(CompletionBody, body)
+    values = _sampling(asked)
+    if asked.logprobs is not None and asked.logprobs is not False:
+        values["logprobs"] = asked.logprobs
+    if asked.best_of is not None and asked.best_of != asked.n:  # as many: there is no choice
+        if asked.stream:
             raise BadRequest(
                 f"best_of needs stream to be false, since the best are known at the end; "
-                f"got {best_of}",
+                f"got {asked.best_of}",
                 param="best_of",
             )
-        values["best_of"] = best_of
-    return _request(body, values, prompts=_prompts(body["prompt"]))
+        values["best_of"] = asked.best_of
+    if asked.echo:
+        _echo(asked, values)
+    prompt = asked.prompt
+    prompts = (prompt,) if isinstance(prompt, str) or isinstance(prompt[0], int) else tuple(prompt)
+    return _request(asked, body, values, prompts=prompts, echo=asked.echo)
+
+
+def _echo(asked: CompletionBody, values: dict[str, Any]) -> None:
+    """An echoed prompt has logprobs as the text has."""
+    if asked.use_beam_search:
+        raise BadRequest("echo is not supported with use_beam_search", param="echo")
+    if "logprobs" in values:
+        if asked.prompt_logprobs_start:
+            raise BadRequest(
+                "prompt_logprobs_start is not supported with echo", param="prompt_logprobs_start"
+            )
+        if asked.stream:
+            raise BadRequest("echo with logprobs needs stream to be false", param="echo")
+        values.setdefault("prompt_logprobs", values["logprobs"])
 
 
 def parse_chat(body: Any) -> CompletionRequest:
@@ -197,158 +218,102 @@ def parse_chat(body: Any) -> CompletionRequest:
 
     Raises BadRequest.
     """
-    body = _fields(body, {"messages", "max_completion_tokens", "logprobs", "top_logprobs"})
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages must be a list of at least one message", param="messages")
-    if "max_completion_tokens" in body and "max_tokens" in body:
-        raise BadRequest(
-            "max_tokens and max_completion_tokens mean the same; give one of them",
-            param="max_completion_tokens",
-        )
-    values = {"max_tokens": None} | _sampling(body)
-    if "max_completion_tokens" in body:
-        values |= _sampling({"max_tokens": body["max_completion_tokens"]})
-    wanted = _typed(body, "logprobs", _is_bool, "true or false")
-    top = _typed(body, "top_logprobs", _is_count, f"an integer from 0 to {MAX_LOGPROBS}") or 0
-    if wanted:
-        values["logprobs"] = top
-    elif top:
+    asked = read(ChatBody, body)
+    values = {"max_tokens": None} | _sampling(asked)
+    if asked.max_completion_tokens is not None:
+        if asked.max_tokens is not None:
+            raise BadRequest(
+                "max_tokens and max_completion_tokens mean the same; give one of them",
+                param="max_completion_tokens",
+            )
+        values["max_tokens"] = asked.max_completion_tokens
+    if asked.logprobs:
+        values["logprobs"] = asked.top_logprobs or 0
+    elif asked.top_logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-    return _request(body, values, messages=tuple(messages))
+    if asked.continue_final_message and "add_generation_prompt" not in body:
+        asked.add_generation_prompt = False
+    if asked.continue_final_message and asked.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message needs add_generation_prompt to be false",
+            param="continue_final_message",
+        )
+    template = {
+        "add_generation_prompt": asked.add_generation_prompt,
+        "continue_final_message": asked.continue_final_message,
+        "template_arguments": asked.chat_template_kwargs or {},
+    }
+    tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    return _request(
+        asked, body, values, messages=tuple(body["messages"]), tools=tools, template=template
+    )
 
 
-def _fields(body: Any, own: set[str]) -> dict[str, Any]:
-    """The parameters that are set; refuses what is unknown or not supported."""
-    if not isinstance(body, Mapping):
-        raise BadRequest("the body must be a JSON object")
-    known = own | _COMMON | set(_SAMPLING) | set(_BEAM)
-    for name, value in body.items():
-        if name in known or value is None:
-            continue
-        if name == "logits_processors":
-            raise BadRequest("logits_processors are functions: only from Python", param=name)
-        if name not in _NOT_SUPPORTED:
-            raise BadRequest(f"{name} is not a parameter of this endpoint", param=name)
-        accepted = _NOT_SUPPORTED[name]
-        if not any(_same(value, ok) for ok in accepted):
-            only = f"; it may only be {' or '.join(map(repr, accepted))}" if accepted else ""
-            raise BadRequest(f"{name} is not supported yet, got {shown(value)}{only}", param=name)
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    values = {}
-    for name, (good, what) in _SAMPLING.items():
-        if name not in body:
-            continue
-        if not good(body[name]):
-            raise BadRequest(f"{name} must be {what}, got {shown(body[name])}", param=name)
-        values[name] = body[name]
-    if "logit_bias" in values:
-        values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
+def _sampling(asked: TextRequest) -> dict[str, Any]:
+    values = asked.given(*_SAMPLING)
+    if asked.logit_bias:
+        values["logit_bias"] = {int(token): bias for token, bias in asked.logit_bias.items()}
     return values
 
 
-def _typed(body: Mapping[str, Any], name: str, good: Callable[[Any], bool], what: str) -> Any:
-    if name in body and not good(body[name]):
-        raise BadRequest(f"{name} must be {what}, got {shown(body[name])}", param=name)
-    return body.get(name)
-
-
 def _request(
+    asked: TextRequest,
     body: Mapping[str, Any],
-    sampling: Mapping[str, Any],
-    *,
-    prompts: tuple[PromptInput, ...] = (),
-    messages: tuple[Message, ...] = (),
+    values: dict[str, Any],
+    **more: Any,
 ) -> CompletionRequest:
-    model = _typed(body, "model", _is_string, "a string")
-    if model is None:
-        raise BadRequest("model is required", param="model")
-    stream = bool(_typed(body, "stream", _is_bool, "true or false"))
-    if stream and "prompt_logprobs" in sampling:
+    if asked.stream and "prompt_logprobs" in values:
         raise BadRequest("prompt_logprobs needs stream to be false", param="prompt_logprobs")
+    if asked.stream_options is not None and not asked.stream:
+        raise BadRequest("stream_options needs stream to be true", param="stream_options")
+    form = form_of(asked)
+    if form is not None:
+        values["structured_outputs"] = form.params
     try:
-        params = SamplingParams(**sampling)
-        beam = _beam(body, sampling)
+        params = SamplingParams(**values)
+        beam = _beam(asked, values)
     except BadRequest:
         raise
     except ValueError as error:
         raise bad_value(error, body) from error
+    options = asked.stream_options
     return CompletionRequest(
-        model,
-        prompts,
-        messages,
-        params,
-        beam,
-        _typed(body, "cache_salt", _is_string, "a string"),
-        _typed(body, "priority", _is_integer, "an integer") or 0,
-        stream,
-        _include_usage(body, stream),
+        model=asked.model,
+        params=params,
+        beam=beam,
+        cache_salt=asked.cache_salt,
+        priority=asked.priority,
+        stream=asked.stream,
+        prompt_logprobs=asked.prompt_logprobs is not None,
+        include_usage=options is not None and options.include_usage,
+        form=form,
+        **({"prompts": (), "messages": ()} | more),
     )
 
 
-def _beam(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> BeamSearchParams | None:
+def _beam(asked: TextRequest, sampling: Mapping[str, Any]) -> BeamSearchParams | None:
     """The parameters of a beam search, if one is asked for."""
-    values = {name: _typed(body, name, *_BEAM[name]) for name in _BEAM if name in body}
-    if not _typed(body, "use_beam_search", _is_bool, "true or false"):
+    values = asked.given(*_BEAM)
+    if not asked.use_beam_search:
         for name in values:
             raise BadRequest(f"{name} needs use_beam_search to be true", param=name)
         return None
     for name, value in sampling.items():
         if name not in _SHARED_WITH_BEAM:
             raise BadRequest(
-                f"{name} is not supported with use_beam_search, got {shown(value)}", param=name
+                f"{name} is not supported with use_beam_search, got {value!r:.80}", param=name
             )
     if "beam_width" not in values:
         raise BadRequest("beam_width is required with use_beam_search", param="beam_width")
     if sampling.get("max_tokens", 16) is None:
         raise BadRequest("max_tokens is required with use_beam_search", param="max_tokens")
-    best_so_far = bool(body.get("stream"))
-    return BeamSearchParams(**values, **({"n": 1, "best_so_far": best_so_far} | dict(sampling)))
+    return BeamSearchParams(**values, **({"n": 1, "best_so_far": asked.stream} | dict(sampling)))
 
 
 def bad_value(error: ValueError, body: Mapping[str, Any]) -> BadRequest:
     """A refusal by a deeper layer, whose message begins with the parameter's name."""
-    first = str(error).split(" ", 1)[0].split("[", 1)[0].rstrip(":")
-    return BadRequest(str(error), param=first if first in body else None)
-
-
-def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
-    options = body.get("stream_options")
-    if options is None:
-        return False
-    if not stream:
-        raise BadRequest("stream_options needs stream to be true", param="stream_options")
-    if not isinstance(options, Mapping):
-        raise BadRequest(
-            f"stream_options must be an object, got {shown(options)}", param="stream_options"
-        )
-    for name in options:
-        if name != "include_usage":
-            raise BadRequest(
-                f"stream_options.{name} is not supported; only include_usage is",
-                param=f"stream_options.{name}",
-            )
-    include = options.get("include_usage", False)
-    if not isinstance(include, bool):
-        raise BadRequest(
-            f"stream_options.include_usage must be true or false, got {shown(include)}",
-            param="stream_options.include_usage",
-        )
-    return include
-
-
-def _prompts(prompt: Any) -> tuple[PromptInput, ...]:
-    if isinstance(prompt, str):
-        return (prompt,)
-    if isinstance(prompt, list) and prompt:
-        if _is_integers(prompt):
-            return (prompt,)
-        if all(isinstance(item, str) or _is_integers(item) for item in prompt):
-            return tuple(prompt)
-    raise BadRequest(
-        "prompt must be a string, a list of token ids, or a list of either, and not be empty",
-        param="prompt",
-    )
+    if isinstance(error, BadRequest):
+        return error
+    name = str(error).split(" ", 1)[0].rstrip(":")
+    first = name.split("[", 1)[0].split(".", 1)[0]
+    return BadRequest(str(error), param=name if first in body else None)

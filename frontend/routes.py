@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from aiohttp import web
 
-from coppice.frontend.protocol import BadRequest
+from coppice.frontend.bodies import BadRequest
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Schema: TypeAlias = Mapping[str, Any]

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from coppice.frontend.access import Access
 from coppice.frontend.answers import ChatCompletion, Completion, usage
+from coppice.frontend.bodies import BadRequest, error_body
 from coppice.frontend.cache_routes import CacheRoutes
 from coppice.frontend.dashboard_files import Dashboard
 from coppice.frontend.deltas import Deltas, EngineStopped, RequestFailed
@@ -22,17 +23,17 @@ from coppice.frontend.metrics import Metrics
 from coppice.frontend.middleware import NOTE, Note, cors_headers, middlewares
 from coppice.frontend.openapi import with_description
 from coppice.frontend.outputs import RequestOutput
+from coppice.frontend.prepare import Prepared, prepare
 from coppice.frontend.protocol import (
-    BadRequest,
     CompletionRequest,
     bad_value,
-    error_body,
     parse_chat,
     parse_completion,
 )
 from coppice.frontend.reporter import Reporter
 from coppice.frontend.routes import Route, Schema, add_routes, json_answer, json_body
 from coppice.frontend.server_options import ServerOptions
+from coppice.frontend.tool_formats import format_of
 from coppice.runtime.request import QueueFull
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Server:
             max_concurrent=self._options.max_concurrent_requests,
             per_minute=self._options.requests_per_minute,
         )
+        self._tool_format = format_of(engine.tokenizer, self._options.tool_call_parser)
         self._draining = False
         self._created = int(time.time())
         # Megabytes of text take seconds: nobody else waits for them.
@@ -188,15 +190,14 @@ class Server:
         note.fields["stream"] = asked.stream
         if self._options.log_prompts:
             note.fields["prompt"] = asked.messages or asked.prompts
-        shape = answers(self._model, asked.params, self._engine.texts.token_texts)
         limit = self._options.request_timeout
         deadline = None if limit is None else asyncio.get_running_loop().time() + limit
         try:
             async with asyncio.timeout_at(deadline):
-                prompts = await self._tokenize(asked, request.content_length)
+                prepared = await self._prepare(asked, request.content_length)
                 deltas = await self._engine.submit(
-                    prompts,
-                    asked.params,
+                    prepared.prompts,
+                    prepared.params,
                     beam=asked.beam,
                     cache_salt=asked.cache_salt,
                     tenant=self._tenant(note),
@@ -208,9 +209,12 @@ class Server:
             raise bad_value(error, body) from error
         except QueueFull as error:
             raise BadRequest(str(error), status=429, kind="rate_limit_error") from error
+        texts = self._engine.texts.token_texts
+        shape = answers(self._model, asked, prepared, texts, self._tool_format)
         async with deltas:
             if asked.stream:
-                return await self._stream(request, shape, deltas, len(prompts), asked, deadline)
+                count = len(prepared.prompts)
+                return await self._stream(request, shape, deltas, count, asked, deadline)
             try:
                 async with asyncio.timeout_at(deadline):
                     outputs = await deltas.outputs()
@@ -229,26 +233,22 @@ class Server:
         limit = self._options.request_timeout
         return TimeoutError(f"the request took longer than request_timeout, {limit:g} s")
 
-    async def _tokenize(
-        self, asked: CompletionRequest, size: int | None
-    ) -> list[tuple[str | None, list[int]]]:
-        """Text (if there was one) and token ids of each prompt, made off the event loop.
+    async def _prepare(self, asked: CompletionRequest, size: int | None) -> Prepared:
+        """Prompts as tokens, forms checked; off the event loop. `size`: the body's bytes, if known.
 
-        `size`: bytes of the body, if known.
+        Large grammars take as long as large prompts.
         """
-        tokenizer = self._engine.tokenizer
-
-        def tokenize() -> list[tuple[str | None, list[int]]]:
-            if asked.messages:
-                return [(None, tokenizer.encode_chat(asked.messages))]
-            return [
-                (prompt, tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
-                for prompt in asked.prompts
-            ]
-
-        much = size is None or size > MUCH_BYTES
-        threads = self._tokenizing_much if much else self._tokenizing
-        return await asyncio.get_running_loop().run_in_executor(threads, tokenize)
+        much = size is None or size > MUCH_BYTES or asked.form is not None
+        much = much or (asked.tools is not None and asked.tools.held)
+        engine = self._engine
+        return await asyncio.get_running_loop().run_in_executor(
+            self._tokenizing_much if much else self._tokenizing,
+            prepare,
+            asked,
+            engine.tokenizer,
+            engine.texts.token_texts,
+            self._tool_format,
+        )
 
     async def _stream(
         self,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 LOG_FORMATS = ("text", "json")
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,11 @@ class ServerOptions:
     cors_origin: tuple[str, ...] = _option(
         (), "web page origin whose scripts may use the server, or * for all (may be repeated)"
     )
+    tool_call_parser: str = _option(
+        "auto",
+        f"how the model writes calls of tools: {', '.join(TOOL_CALL_PARSERS)}; auto: as its chat "
+        f"template says",
+    )
     log_format: str = _option("text", f"how log lines are written: {', '.join(LOG_FORMATS)}")
     report_text: bool = _option(
         False,
@@ -86,6 +92,11 @@ class ServerOptions:
         if self.log_format not in LOG_FORMATS:
             raise ValueError(
                 f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}"
+            )
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            raise ValueError(
+                f"tool_call_parser must be one of {', '.join(TOOL_CALL_PARSERS)}, "
+                f"got {self.tool_call_parser!r}"
             )
         for origin in self.cors_origin:
             if origin != "*" and not origin.startswith(("http://", "https://")):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from reprlib import repr as shown
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from coppice.frontend.conversation import check_characters, turns
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 Message = Mapping[str, Any]
 """One turn of a conversation: `role` and `content`, as in the OpenAI API."""
 
-_ROLES = ("system", "user", "assistant")
+_TEMPLATE_OPTIONS = {
+    "messages",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+}
 
 
 def model_source(model: str) -> str:
@@ -51,7 +56,7 @@ class Tokenizer:
         Raises:
             ValueError: the text has half of a surrogate pair in it, which no encoding can express.
         """
-        _check_characters("prompt", text)
+        check_characters("prompt", text)
         return list(self.wrapped(text, add_special_tokens=True)["input_ids"])
 
     def encode_more(self, text: str) -> list[int]:
@@ -60,7 +65,7 @@ class Tokenizer:
         Raises:
             ValueError: as `encode` does.
         """
-        _check_characters("text", text)
+        check_characters("text", text)
         return list(self.wrapped(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -74,78 +79,50 @@ class Tokenizer:
         )
 
     def encode_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation up to where the assistant's answer begins.
 
-        Without `add_generation_prompt`, up to the end of the last message.
-
-        `content` is a string, or a list of parts of type "text", which are joined.
+        Args:
+            messages: of the OpenAI API's roles; `content` is a string, or a list of parts of type
+                "text", which are joined.
+            tools: what the model is told of, as the API writes them.
+            add_generation_prompt: whether the beginning of an answer stands at the end.
+            continue_final_message: leave the last message open, so that the answer goes on with it.
+            template_arguments: more variables for the chat template.
 
         Raises:
-            ValueError: the model has no chat template, the template refuses the conversation, or a
-                message has an unknown role, an unknown key or content that is not text.
+            ValueError: the model has no chat template, the template refuses the conversation or has
+                no place for tools, or a message has an unknown role, an unknown key or content that
+                is not text.
         """
-        if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
-            raise ValueError(f"messages must be a list of messages, got {shown(messages)}")
-        turns = [_turn(index, message) for index, message in enumerate(messages)]
-        if not self.wrapped.chat_template:
+        template = self.wrapped.chat_template
+        written = str(template or "")
+        taken = turns(messages, developer="developer" in written)
+        if not template:
             raise ValueError("messages: this model's tokenizer has no chat template")
+        if tools and "tools" not in written:
+            raise ValueError("tools: this model's chat template has no place for tools")
+        more = dict(template_arguments or {})
+        for name in more:
+            if name in _TEMPLATE_OPTIONS or not name.isidentifier():
+                raise ValueError(f"chat_template_kwargs must not have {name!r}")
         try:
             ids = self.wrapped.apply_chat_template(
-                turns,
+                taken,
+                tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 tokenize=True,
                 return_dict=False,
+                **more,
             )
         except Exception as error:  # a template is a program: it raises whatever it likes
             raise ValueError(f"messages: the chat template refuses them: {error}") from error
         return list(ids)
-
-
-def _turn(index: int, message: Any) -> dict[str, str]:
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise ValueError(f"{where} must have `role` and `content`, got {shown(message)}")
-    # Clients send answers back as they got them, with the fields that were not set as null.
-    extra = sorted(
-        str(key)
-        for key, value in message.items()
-        if key not in ("role", "content") and value is not None
-    )
-    if extra:
-        raise ValueError(f"{where} has {', '.join(extra)}, only role and content are supported")
-    role = message.get("role")
-    if role not in _ROLES:
-        raise ValueError(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}")
-    return {"role": role, "content": _content(f"{where}.content", message.get("content"))}
-
-
-def _content(where: str, content: Any) -> str:
-    if isinstance(content, str):
-        _check_characters(where, content)
-        return content
-    if not isinstance(content, list):
-        raise ValueError(f"{where} must be a string or a list of text parts, got {shown(content)}")
-    texts = []
-    for part in content:
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise ValueError(f"{where} may only have parts of type 'text', got {shown(kind)}")
-        _check_characters(where, part["text"])
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _check_characters(where: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        lone = text[error.start]
-        raise ValueError(
-            f"{where} must be valid Unicode, got a lone surrogate {lone!a} at {error.start}"
-        ) from None

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from aiohttp import web
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -168,3 +173,92 @@ def iter_until(lines: Iterable[str], beginning: str) -> Iterator[str]:
         yield line
         if line.startswith(beginning):
             return
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ greeting or '' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tool_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with a template that knows tools, and room for longer prompts."""
+    path = tmp_path_factory.mktemp("tiny-tools") / "model"
+    shutil.copytree(checkpoint, path)
+    fast = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    fast.chat_template = TOOL_TEMPLATE
+    fast.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    config["max_position_embeddings"] = 4096
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+class LiveServer:
+    """A server with an event loop and a thread of its own, so that any client can be tried on it.
+
+    The model is named "tiny". `url` is where it is, without a slash at the end.
+    """
+
+    def __init__(self, text_engine: TextEngine, **options: Any) -> None:
+        from coppice.frontend.engine_client import EngineClient
+        from coppice.frontend.server import Server
+        from coppice.frontend.server_options import ServerOptions
+
+        self.text_engine = text_engine
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.engine = EngineClient(lambda: EngineInThread(text_engine), text_engine.tokenizer)
+        self._server = Server(self.engine, "tiny", ServerOptions(**options))
+        self.run(self._start())
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What the coroutine returns, run in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+    async def _start(self) -> None:
+        await self.engine.start()
+        self._runner = web.AppRunner(
+            self._server.application(), handler_cancellation=True, shutdown_timeout=5
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    def until_idle(self) -> None:
+        """Waits until nothing runs, and checks that no page is held."""
+        deadline = time.monotonic() + 20
+        while self.engine.running or self.run(self.engine.ask("has_unfinished")):
+            assert time.monotonic() < deadline, "requests are still running"
+            time.sleep(0.005)
+        assert self.run(self.engine.ask("cache_report")).pages_held == 0
+
+    async def _stop(self) -> None:
+        await self._runner.cleanup()
+        await self.engine.stop()
+
+    def close(self) -> None:
+        """Ends the server and its thread."""
+        self.run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def tool_server(tool_checkpoint: Path) -> Iterator[LiveServer]:
+    """A server over the checkpoint that knows tools; at the end nothing may run or be held."""
+    from coppice.frontend.text_engine import TextEngine
+
+    config = EngineConfig(model=str(tool_checkpoint), kv_cache_tokens=16384, max_num_seqs=8)
+    server = LiveServer(TextEngine.load(config))
+    yield server
+    server.until_idle()
+    server.close()

@@ -16,8 +16,8 @@ from aiohttp import web
 
 from coppice.frontend import logs
 from coppice.frontend.access import Access
+from coppice.frontend.bodies import BadRequest
 from coppice.frontend.engine_client import EngineClient
-from coppice.frontend.protocol import BadRequest
 from coppice.frontend.server import Server
 from coppice.frontend.server_options import ServerOptions
 from coppice.frontend.text_engine import TextEngine

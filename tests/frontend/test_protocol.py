@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.frontend.protocol import (
-    _NOT_SUPPORTED,
-    _SAMPLING,
-    BadRequest,
-    parse_chat,
-    parse_completion,
-)
+from coppice.frontend.bodies import BadRequest
+from coppice.frontend.protocol import ChatBody, CompletionBody, parse_chat, parse_completion
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -91,43 +86,206 @@ def test_no_prompt(prompt: Any) -> None:
 
 NEUTRAL: dict[str, Any] = {
     "n": 1,
-    "best_of": 1,
-    "echo": False,
     "logprobs": False,
-    "top_logprobs": None,
     "presence_penalty": 0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "logit_bias": {},
     "response_format": {"type": "text"},
+    "suffix": None,
+    "user": "me",
+    "not_a_parameter": None,
+}
+NEUTRAL_COMPLETION = NEUTRAL | {"best_of": 1, "echo": False}
+NEUTRAL_CHAT = NEUTRAL | {
+    "top_logprobs": None,
     "tools": [],
     "tool_choice": "none",
     "parallel_tool_calls": True,
     "modalities": ["text"],
     "service_tier": "auto",
-    "suffix": None,
-    "user": None,
-    "not_a_parameter": None,
+    "store": False,
+    "metadata": {"a": "b"},
+    "safety_identifier": "x",
+    "prompt_cache_key": "x",
+    "verbosity": "medium",
+    "reasoning_effort": "none",
+    "function_call": "none",
+    "functions": [],
 }
 
 
-@pytest.mark.parametrize("name", sorted(NEUTRAL))
+@pytest.mark.parametrize("name", sorted(NEUTRAL_COMPLETION))
 def test_what_asks_for_nothing_is_accepted(name: str) -> None:
-    parse_completion(COMPLETION | {name: NEUTRAL[name]})
-    parse_chat(CHAT | {name: NEUTRAL[name]})
+    plain = parse_completion(COMPLETION)
+    assert parse_completion(COMPLETION | {name: NEUTRAL_COMPLETION[name]}) == plain
 
 
-UNSUPPORTED: dict[str, Any] = {
-    "echo": True,
-    "response_format": {"type": "json_object"},
-    "tools": [{"type": "function"}],
-    "tool_choice": "auto",
-    "parallel_tool_calls": False,
-    "suffix": "",
-    "user": "me",
-    "store": True,
-    "reasoning_effort": "high",
-}
+@pytest.mark.parametrize("name", sorted(NEUTRAL_CHAT))
+def test_what_asks_for_nothing_is_accepted_in_chats(name: str) -> None:
+    plain = parse_chat(CHAT)
+    assert parse_chat(CHAT | {name: NEUTRAL_CHAT[name]}) == plain
+
+
+UNSUPPORTED: list[tuple[str, Any]] = [
+    ("store", True),
+    ("reasoning_effort", "high"),
+    ("verbosity", "high"),
+    ("modalities", ["text", "audio"]),
+    ("audio", {"voice": "x"}),
+    ("prediction", {"type": "content"}),
+    ("web_search_options", {}),
+    ("service_tier", "flex"),
+    ("prompt_cache_retention", "24h"),
+    ("functions", [{"name": "f"}]),
+    ("function_call", {"name": "f"}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None:
+    error = refused(parse_chat, CHAT | {name: value})
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} is not supported yet")
+
+
+def test_a_suffix_is_refused_by_name() -> None:
+    assert refused(parse_completion, COMPLETION | {"suffix": ""})["param"] == "suffix"
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+        ({"tools": [TOOL | {"function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": "f"}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "function", "function": {"name": "g"}},
+            },
+            "tool_choice.function.name",
+        ),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+        ({"user": 5}, "user"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"wish": "x"}}, "structured_outputs.wish"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        (
+            {"guided_regex": "a", "response_format": {"type": "json_object"}},
+            "guided_regex",
+        ),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": ["x"]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+        ),
+    ],
+)
+def test_wrong_parts_of_a_chat_are_refused_by_name(more: dict[str, Any], param: str) -> None:
+    assert refused(parse_chat, CHAT | more)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "value", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", True, "response_format"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {}},
+                }
+            },
+            "json",
+            "{}",
+            "response_format.json_schema.schema",
+        ),
+        ({"guided_json": {"a": 1}}, "json", '{"a": 1}', "guided_json"),
+        ({"guided_json": '{"a":1}'}, "json", '{"a":1}', "guided_json"),
+        ({"guided_regex": "a+"}, "regex", "a+", "guided_regex"),
+        ({"guided_choice": ["a", "b"]}, "choice", ("a", "b"), "guided_choice"),
+        ({"guided_grammar": "start: x"}, "grammar", "start: x", "guided_grammar"),
+        ({"structured_outputs": {"json_object": True}}, "json_object", True, "structured_outputs"),
+        ({"structured_outputs": {"json": {"a": 1}}}, "json", '{"a": 1}', "structured_outputs"),
+    ],
+)
+def test_forms_arrive(more: dict[str, Any], kind: str, value: Any, field: str) -> None:
+    for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
+        asked = parse(body | more)
+        assert asked.form is not None
+        assert asked.form.field == field
+        assert asked.params.structured_outputs == asked.form.params
+        assert asked.form.params.kind == kind
+        assert getattr(asked.form.params, kind) == value
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "objct"}},
+                }
+            },
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_named(more: dict[str, Any], param: str) -> None:
+    form = parse_chat(CHAT | more).form
+    assert form is not None
+    with pytest.raises(BadRequest) as caught:
+        form.check()
+    assert caught.value.body["error"]["param"] == param
+
+
+def test_tools_arrive() -> None:
+    other = TOOL | {"function": {"name": "g", "strict": True}}
+    asked = parse_chat(CHAT | {"tools": [TOOL, other]}).tools
+    assert asked is not None
+    assert [tool.function.name for tool in asked.offered] == ["f", "g"]
+    assert (asked.forced, asked.parallel, asked.strict) == ((), True, True)
+    required = {"tool_choice": "required", "parallel_tool_calls": False}
+    asked = parse_chat(CHAT | {"tools": [TOOL]} | required).tools
+    assert asked is not None
+    assert [tool.function.name for tool in asked.forced] == ["f"]
+    assert not asked.parallel
+    named = {"tool_choice": {"type": "function", "function": {"name": "g"}}}
+    asked = parse_chat(CHAT | {"tools": [TOOL, other]} | named).tools
+    assert asked is not None
+    assert [tool.function.name for tool in asked.forced] == ["g"]
+    assert parse_chat(CHAT | {"tools": [TOOL], "tool_choice": "none"}).tools is None
 
 
 def test_best_of_is_for_completions_that_are_not_streamed() -> None:
@@ -140,12 +298,12 @@ def test_best_of_is_for_completions_that_are_not_streamed() -> None:
     assert refused(parse_completion, COMPLETION | beams)["param"] == "best_of"
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
-@pytest.mark.parametrize(("parse", "body"), [(parse_completion, COMPLETION), (parse_chat, CHAT)])
-def test_what_is_not_supported_is_refused_by_name(parse: Any, body: Any, name: str) -> None:
-    error = refused(parse, body | {name: UNSUPPORTED[name]})
-    assert error["param"] == name
-    assert error["message"].startswith(f"{name} is not supported yet")
+def test_echo() -> None:
+    asked = parse_completion(COMPLETION | {"echo": True, "logprobs": 2})
+    assert (asked.echo, asked.params.prompt_logprobs, asked.prompt_logprobs) == (True, 2, False)
+    assert parse_completion(COMPLETION | {"echo": True}).params.prompt_logprobs is None
+    for more in ({"stream": True, "logprobs": 1}, {"use_beam_search": True, "beam_width": 2}):
+        assert refused(parse_completion, COMPLETION | {"echo": True} | more)["param"] == "echo"
 
 
 def test_the_sampling_features_arrive() -> None:
@@ -288,7 +446,7 @@ def test_the_model_must_be_named() -> None:
 
 
 def test_a_long_value_is_not_repeated_whole() -> None:
-    assert len(refused(parse_completion, COMPLETION | {"user": "x" * 100_000})["message"]) < 200
+    assert len(refused(parse_completion, COMPLETION | {"n": "x" * 100_000})["message"]) < 200
 
 
 JSON = st.recursive(
@@ -297,7 +455,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 OTHER_NAMES = ("model", "prompt", "messages", "stream", "stream_options", "cache_salt")
-NAMES = st.sampled_from([*OTHER_NAMES, *_SAMPLING, *_NOT_SUPPORTED])
+NAMES = st.sampled_from([*OTHER_NAMES, *CompletionBody.model_fields, *ChatBody.model_fields])
 
 
 @given(changes=st.dictionaries(NAMES, JSON, max_size=3))

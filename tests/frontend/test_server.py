@@ -21,6 +21,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "The quick brown fox jumps over the lazy dog"
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
 ENDLESS = GREEDY | {"prompt": PROMPT, "max_tokens": 480}
+TOOL = {"type": "function", "function": {"name": "f"}}
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is it?"}]
 
 
@@ -279,9 +280,13 @@ async def test_a_client_that_goes_away_frees_its_pages(
         (COMPLETIONS, {"prompt": [PROMPT, ""]}, "prompt"),
         (COMPLETIONS, {"prompt": "\ud83d"}, "prompt"),
         (CHAT, {"messages": "hello"}, "messages"),
-        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages"),
-        (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
-        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": HELLO, "tools": [{}]}, "tools[0].type"),
+        (CHAT, {"messages": HELLO, "tools": [TOOL]}, "tools"),  # this model knows of none
+        (CHAT, {"messages": HELLO, "guided_regex": "("}, "guided_regex"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+        (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,170 @@
+"""Reading JSON bodies strictly: one table of fields checks requests and describes itself.
+
+The tables are pydantic models, so what /openapi.json says and what is refused can't differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from reprlib import repr as shown
+from typing import Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+
+Model = TypeVar("Model", bound="Body")
+
+
+class BadRequest(ValueError):
+    """What is wrong with a request, in the terms of the API's error object."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        retry_after: int | None = None,
+    ) -> None:
+        """`retry_after`: seconds after which the same request may be accepted."""
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+        self.body = error_body(message, kind=kind, param=param, code=code)
+
+
+def error_body(
+    message: str, *, kind: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The API's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Body(BaseModel):
+    """A JSON object of which every field is named here; the types are taken strictly."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of the named fields that are not null."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def says(what: str) -> WrapValidator:
+    """Where no alternative of a type fits: what the value must be, in words."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("says", "must be {what}", {"what": what}) from None
+
+    return WrapValidator(check)
+
+
+class Only:
+    """A parameter that is not supported, but for values that ask for nothing."""
+
+    def __init__(self, *accepted: Any) -> None:
+        self._accepted = accepted
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": [*self._accepted, None]}
+
+    def _check(self, value: Any) -> Any:
+        for ok in self._accepted:
+            if value == ok and isinstance(value, bool) == isinstance(ok, bool):
+                return value
+        also = (
+            f"; it may only be {' or '.join(map(repr, self._accepted))}" if self._accepted else ""
+        )
+        what = {"got": shown(value), "also": also}
+        raise PydanticCustomError("only", "is not supported yet, got {got}{also}", what)
+
+
+def between(low: float, high: float) -> Any:
+    """The metadata of a number between two bounds, which are allowed."""
+    return Field(ge=low, le=high)
+
+
+def read(model: type[Model], body: Any) -> Model:
+    """The checked body. A field that is null counts as not given, whatever its name.
+
+    Raises BadRequest, which names the parameter.
+    """
+    if not isinstance(body, Mapping):
+        raise BadRequest("the body must be a JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise refusal(error.errors(include_url=False)[0], given) from None
+
+
+def refusal(error: ErrorDetails, given: Any, where: str = "") -> BadRequest:
+    """What pydantic found wrong, in the API's terms. `where` is the place of `given`."""
+    path, value = _place(error, given, where)
+    kind, text = error["type"], error["msg"]
+    if kind == "missing":
+        text = f"{path} is required"
+    elif kind == "extra_forbidden":
+        text = f"{path} is not a parameter of this endpoint"
+        if "." in path:
+            text = f"{path} is not supported"
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
+        path = f"{path}.{error['ctx']['discriminator'].strip(chr(39))}"
+        tags = error["ctx"].get("expected_tags")
+        text = (
+            f"{path} must be one of {tags}, got {shown(error['ctx'].get('tag'))}"
+            if tags
+            else f"{path} is required"
+        )
+    elif kind in ("model_type", "model_attributes_type", "dict_type"):
+        text = f"{path} must be an object, got {shown(value)}"
+    elif kind == "only":
+        text = f"{path} {text}"
+    else:
+        text = text.replace("Input should be", "must be").replace("Value should", "must")
+        text = f"{path} {text[0].lower()}{text[1:]}, got {shown(value)}"
+    return BadRequest(text, param=path or None)
+
+
+def _place(error: ErrorDetails, given: Any, path: str) -> tuple[str, Any]:
+    """Name of the field that is at fault, and its value.
+
+    Of pydantic's path only those steps count that lead through the data; it has others for the
+    alternatives of a type.
+    """
+    value, steps = given, error["loc"]
+    for number_, step in enumerate(steps):
+        last = number_ == len(steps) - 1 and error["type"] == "missing"
+        if isinstance(step, int) and isinstance(value, (list, tuple)) and step < len(value):
+            path, value = f"{path}[{step}]", value[step]
+        elif isinstance(step, str) and isinstance(value, Mapping) and (step in value or last):
+            path, value = f"{path}.{step}" if path else step, value.get(step)
+    return path, value
+
+
+def schema_of(model: type[Body]) -> dict[str, Any]:
+    """JSON Schema of a body, for a route's description."""
+    return model.model_json_schema()

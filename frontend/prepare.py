@@ -1,0 +1,115 @@
+"""From a checked request to what the engine is given; the slow part, which runs in a thread.
+
+Prompts become tokens, and what is asked of the form of the text becomes one form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from coppice.frontend.bodies import BadRequest
+from coppice.frontend.detokenizer import IncrementalDecoder
+from coppice.frontend.protocol import CompletionRequest
+from coppice.frontend.token_texts import TokenTexts
+from coppice.frontend.tokenizer import Tokenizer
+from coppice.frontend.tool_formats import ToolFormat
+from coppice.frontend.tools import Tools
+from coppice.runtime.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as it stands before its continuations.
+
+    Attributes:
+        text: the prompt.
+        offsets: characters before each of its tokens.
+        tokens: the text of each.
+    """
+
+    text: str
+    offsets: tuple[int, ...]
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the engine is given.
+
+    Attributes:
+        prompts: text (if there was one) and token ids of each.
+        params: the request's, with the form that its tools ask for.
+        echoes: of each prompt, if they are wanted.
+    """
+
+    prompts: Sequence[tuple[str | None, list[int]]]
+    params: SamplingParams
+    echoes: Sequence[Echo] = ()
+
+
+def prepare(
+    asked: CompletionRequest, tokenizer: Tokenizer, texts: TokenTexts, format: ToolFormat | None
+) -> Prepared:
+    """Raises ValueError, a BadRequest where the parameter is known, for what can't be done."""
+    if asked.form is not None:
+        asked.form.check()
+    params = asked.params
+    if asked.tools is not None:
+        params = _with_tools(asked, asked.tools, tokenizer, format)
+    if asked.messages:
+        tools = None if asked.tools is None else asked.tools.for_template
+        ids = tokenizer.encode_chat(asked.messages, tools=tools, **asked.template)
+        return Prepared([(None, ids)], params)
+    prompts = [
+        (prompt, tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+        for prompt in asked.prompts
+    ]
+    echoes = []
+    if asked.echo:
+        echoes = [_echo(text, ids, tokenizer, texts) for text, ids in prompts]
+    return Prepared(prompts, params, echoes)
+
+
+def _with_tools(
+    asked: CompletionRequest, tools: Tools, tokenizer: Tokenizer, format: ToolFormat | None
+) -> SamplingParams:
+    if format is None:
+        raise BadRequest(
+            "tools: how this model writes calls is not known; choose a tool_call_parser",
+            param="tools",
+        )
+    tools.check()
+    params = asked.params
+    form = format.constraint(tools)
+    if form is not None:
+        if asked.form is not None:
+            raise BadRequest(
+                f"{asked.form.field} can't be combined with tools that must be called or are "
+                f"strict",
+                param=asked.form.field,
+            )
+        if asked.beam is not None:
+            raise BadRequest(
+                "use_beam_search can't be combined with tools that must be called or are strict",
+                param="use_beam_search",
+            )
+        params = replace(params, structured_outputs=form)
+    if set(format.marks) & set(tokenizer.wrapped.all_special_tokens):
+        params = replace(params, skip_special_tokens=False)
+    return params
+
+
+def _echo(text: str | None, ids: list[int], tokenizer: Tokenizer, texts: TokenTexts) -> Echo:
+    vocabulary = len(tokenizer.wrapped)
+    known = [token for token in ids if 0 <= token < vocabulary]  # others are refused later
+    decoder = IncrementalDecoder(partial(tokenizer.decode, skip_special_tokens=True))
+    offsets, length = [], 0
+    for token in known:
+        piece, own = decoder.push((token,)), texts.text(token)
+        length += len(piece)
+        offsets.append(length - (len(own) if own and piece.endswith(own) else len(piece)))
+    if text is None:
+        text = tokenizer.decode(known)
+    return Echo(text, tuple(offsets), tuple(map(texts.text, known)))
