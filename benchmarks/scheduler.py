@@ -1,6 +1,7 @@
 """The scheduler without a model: what its order costs, how long requests wait, what they hit.
 
-    python benchmarks/scheduler.py [--part queue fairness interference optimum trace]
+    python benchmarks/scheduler.py [--part queue fairness interference optimum trace
+                                   million]
                                    [--trace FILE] [--json FILE] [--quick]
 
 Parts:
@@ -14,6 +15,8 @@ Parts:
                    optimum, at pools of 0.25, 0.5 and 1 times the working set
     trace          a trace of real requests with its arrival times, on a machine of 50,000 tokens a
                    second: TTFT and hit rate by policy
+    million        a million requests like those of part fairness, as fast as the simulation goes:
+                   its time a request, as a multiple of a fixed loop's, and its peak of memory
 
 All but the first run in a simulation (`coppice.runtime.simulation`): their times are the model's.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import statistics
 import time
 from array import array
@@ -160,7 +164,8 @@ def interference(stretch: float | None) -> dict[str, Any]:
     # A decode step of 10 ms, and 20 us a token: a GPU with a model of some 8B parameters.
     simulation = Simulation(Machine(0.010, 20e-6), pool_tokens=100_000, max_step_stretch=stretch)
     outcomes = simulation.run([*chats, long])
-    gaps = [gap for label, gap in simulation.gaps if label == "chat"]
+    chat = {gap: count for (label, gap), count in simulation.gaps.items() if label == "chat"}
+    gaps = np.repeat(list(chat), list(chat.values()))
     p50, p99 = np.percentile(gaps, 50), np.percentile(gaps, 99)
     return {
         "max_step_stretch": stretch,
@@ -262,10 +267,46 @@ def trace_arrivals(trace: Path, limit: int) -> Iterator[Arrival]:
             yield Arrival(request["timestamp"] / 1e3, prompt, max(1, request["output_length"]))
 
 
+# -- a million requests --------------------------------------------------------------------------
+
+
+def many(requests: int) -> dict[str, Any]:
+    """Serves them one after the other, keeping of each its wait and its hit."""
+    simulation = Simulation(
+        Machine(0.010, 40e-6), pool_tokens=400_000, overtaking=SERVER_DEFAULTS["overtaking"]
+    )
+    ttft, hits, loop = array("d"), 0, fixed_loop()
+    start = time.process_time()
+    for outcome in simulation.serve(hot_and_cold(requests, 70.0)):
+        ttft.append(outcome.ttft)
+        hits += outcome.hit_tokens
+    seconds = (time.process_time() - start) / requests
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {
+        "requests": requests,
+        "simulated_hours": round(simulation.now / 3600, 2),
+        "steps": simulation.steps,
+        "hit_rate": round(hits / (2500 * requests), 4),
+        "ttft_p50": round(float(np.percentile(ttft, 50)), 3),
+        "ttft_p99": round(float(np.percentile(ttft, 99)), 3),
+        "fixed_loops_a_request": round(seconds / ((loop + fixed_loop()) / 2), 2),
+        "peak_mib": round(peak),
+        "times": {"us_a_request": round(seconds * 1e6, 1)},
+    }
+
+
+def fixed_loop() -> float:
+    """Processor seconds that 1,000 rounds of a plain loop take here: the yardstick."""
+    start, total = time.process_time(), 0
+    for number in range(1_000_000):
+        total += number & 7
+    return (time.process_time() - start) / 1000
+
+
 def main() -> None:
     options = parser(__doc__)
-    parts = ("queue", "fairness", "interference", "optimum", "trace")
-    options.add_argument("--part", nargs="+", choices=parts, default=list(parts[:-1]))
+    parts = ("queue", "fairness", "interference", "optimum", "trace", "million")
+    options.add_argument("--part", nargs="+", choices=parts, default=list(parts[:-2]))
     options.add_argument("--trace", type=Path, help="the trace of part trace")
     args = options.parse_args()
     if "trace" in args.part and args.trace is None:
@@ -295,6 +336,8 @@ def main() -> None:
                 for share in shares:
                     row = optimum(make, policy, share)
                     add("optimum", batch=make.__name__, policy=policy, pool=share, **row)
+    if "million" in args.part:
+        add("million", **many(10_000 if quick else 1_000_000))
     if "trace" in args.part:
         limit = 1_000 if quick else 12_031
         for row in by_policy(

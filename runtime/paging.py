@@ -70,7 +70,7 @@ class Paging:
         """Its first tokens that are in the tree, whether or not it may hit them all."""
         if sequence.private or not self.caching:
             return 0
-        return self.tree.match(sequence.tokens, sequence.request.namespace).length
+        return self.tree.match(sequence.tokens.tobytes(), sequence.request.namespace).length
 
     def pages_needed(self, length: int, match: Match) -> int:
         """Pages that a sequence of `length` tokens takes from the pool with this hit, at most.

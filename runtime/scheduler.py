@@ -15,7 +15,7 @@ from coppice.runtime.waiting import WaitingQueue
 LOOK_PAST = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """The next `count` tokens of a sequence, to be computed in this step."""
 
@@ -86,25 +86,16 @@ class Scheduler:
         if self.waiting.policy == "priority":
             self._make_room()
         # Decodes first, so that a long prompt never stalls them: they are at most max_num_seqs.
-        order = sorted(self.running, key=lambda sequence: sequence.remaining > 1)
-        short_of_pages = prefilling = False
-        for sequence in order:
-            if sequence.remaining > 1 and not prefilling:
-                prefilling, budget = True, self._prefill_budget(schedule, budget)
-            if sequence.status is not Status.RUNNING:  # preempted by one before it
-                short_of_pages = True
-                continue
-            count = min(sequence.remaining, budget)
-            if not count:
-                continue
-            if self._grow(sequence, count, schedule):
-                schedule.chunks.append(Chunk(sequence, count))
-                budget -= count
-            else:
-                short_of_pages = True
-        if not short_of_pages or not self.running:
-            if not prefilling:
-                budget = self._prefill_budget(schedule, budget)
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for each in self.running:
+            (prefilling if len(each.tokens) - each.computed > 1 else decoding).append(each)
+        budget, served = self._continue(decoding, schedule, budget)
+        budget = self._prefill_budget(schedule, budget)
+        if prefilling:
+            budget, all_served = self._continue(prefilling, schedule, budget)
+            served = served and all_served
+        if served or not self.running:
             self._admit(schedule, budget)
         # Sequences may wait for others of their request that can't come in: the last request makes
         # room, so that the first one can go on with all of its own.
@@ -116,6 +107,23 @@ class Scheduler:
             schedule.copies[:0] = self._forks.values()
             self._forks.clear()
         return schedule
+
+    def _continue(
+        self, sequences: list[Sequence], schedule: Schedule, budget: int
+    ) -> tuple[int, bool]:
+        """Schedules running ones; the budget that is left, and whether all had their pages."""
+        chunks, served = schedule.chunks, True
+        for sequence in sequences:
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            if sequence.status is not Status.RUNNING:  # preempted by one before it
+                served = False
+            elif count:
+                if self._grow(sequence, count, schedule):
+                    chunks.append(Chunk(sequence, count))
+                    budget -= count
+                else:
+                    served = False
+        return budget, served
 
     def _prefill_budget(self, schedule: Schedule, budget: int) -> int:
         """What is left for prompts beside the decodes that are scheduled."""
@@ -135,6 +143,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, count: int, schedule: Schedule) -> bool:
         """Takes its pages, if need be from sequences admitted later; False: not in this step."""
+        if sequence.computed + count <= len(sequence.table) * self.paging.page_size:
+            return True  # as for most decodes
         while True:
             if self.paging.try_grow(sequence, count):
                 return True
@@ -277,9 +287,10 @@ class Scheduler:
 
     def computed(self, chunk: Chunk) -> None:
         """The KV of a chunk is in its pages: what others can hit is entered in the tree."""
-        self.paging.commit(chunk.sequence, chunk.count)
-        if chunk.sequence.remaining <= 1:
-            self.waiting.stop_leading(chunk.sequence)
+        sequence = chunk.sequence
+        self.paging.commit(sequence, chunk.count)
+        if len(sequence.tokens) - sequence.computed <= 1:
+            self.waiting.stop_leading(sequence)
 
     def _fits(self, sequence: Sequence, match: Match) -> bool:
         """Whether all of it and its next token fit, beside a page more for each one that runs.

@@ -116,7 +116,7 @@ class WaitingQueue:
         self._resuming: SortedDict = SortedDict()
         self._parked: dict[int, Sequence] = {}  # by ticket
         self._classes: dict[int, _Class] = {}
-        self._leading: dict[int, tuple[Hashable, bytes]] = {}  # by ticket
+        self._leading: dict[Sequence, tuple[Hashable, bytes]] = {}
         self._aside: list[_Place] = []
         tree.watcher = self
 
@@ -236,13 +236,13 @@ class WaitingQueue:
         the tree already.
         """
         namespace, tokens = sequence.request.namespace, sequence.tokens.tobytes()
-        self._leading[self._ticket(sequence)] = namespace, tokens
+        self._leading[sequence] = namespace, tokens
         self._tree(namespace).lead(tokens, cached)
         self._list(namespace)
 
     def stop_leading(self, sequence: Sequence) -> None:
         """It has computed them, or has left; nothing if it did not lead."""
-        led = self._leading.pop(self._ticket(sequence), None)
+        led = self._leading.pop(sequence, None)
         if led is not None:
             self._trees[led[0]].stop_leading(led[1])
             self._list(led[0])
@@ -258,14 +258,12 @@ class WaitingQueue:
 
     def stored(self, node: Node) -> None:
         namespace, tree = self._of(node)
-        if tree is not None:
-            tree.stored(node.prefix())
+        if tree is not None and tree.stored(node.prefix()):
             self._list(namespace)
 
     def evicted(self, node: Node, length: int) -> None:
         namespace, tree = self._of(node)
-        if tree is not None:
-            tree.evicted(node.prefix(), node.start + length)
+        if tree is not None and tree.evicted(node.prefix(), node.start + length):
             self._list(namespace)
 
     def _of(self, node: Node) -> tuple[Hashable, WaitingTree | None]:

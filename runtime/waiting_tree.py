@@ -139,25 +139,37 @@ class WaitingTree:
 
     # -- the cache ---------------------------------------------------------------------------
 
-    def stored(self, tokens: bytes) -> None:
-        """All of these tokens can be hit from now on."""
-        last = self.root
+    def stored(self, tokens: bytes) -> bool:
+        """All of these tokens can be hit from now on. Whether that changed anything here."""
+        changed = None
         for branch in self._path(tokens):
-            common = common_prefix(tokens, branch.start * TOKEN_BYTES, branch.edge) // TOKEN_BYTES
-            branch.cached = max(branch.cached, common)
-            last = branch
-        self._refresh(last)
+            if branch.cached < branch.length:
+                common = self._common(tokens, branch)
+                if branch.cached < common:
+                    branch.cached, changed = common, branch
+        if changed is not None:
+            self._refresh(changed)
+        return changed is not None
 
-    def evicted(self, tokens: bytes, length: int) -> None:
-        """Of these tokens, which could be hit, only the first `length` can be from now on."""
-        last = self.root
+    def evicted(self, tokens: bytes, length: int) -> bool:
+        """Of these tokens, which could be hit, only the first `length` can be from now on.
+
+        Whether that changed anything here.
+        """
+        changed = None
         for branch in self._path(tokens):
-            common = common_prefix(tokens, branch.start * TOKEN_BYTES, branch.edge) // TOKEN_BYTES
+            kept = max(0, length - branch.start)
             # Where the edge goes its own way before that, other cached tokens may follow.
-            if branch.start + common > length:
-                branch.cached = min(branch.cached, max(0, length - branch.start))
-            last = branch
-        self._refresh(last)
+            if branch.cached > kept and self._common(tokens, branch) > kept:
+                branch.cached, changed = kept, branch
+        if changed is not None:
+            self._refresh(changed)
+        return changed is not None
+
+    @staticmethod
+    def _common(tokens: bytes, branch: Branch) -> int:
+        """How many tokens of a branch's edge `tokens` enter."""
+        return common_prefix(tokens, branch.start * TOKEN_BYTES, branch.edge) // TOKEN_BYTES
 
     # -- the tree ----------------------------------------------------------------------------
 

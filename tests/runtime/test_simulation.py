@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import pytest
@@ -52,7 +53,7 @@ def test_time_is_what_the_machine_says():
     assert first.ttft == pytest.approx(2.0)
     assert first.end == pytest.approx(2.0 + 2 * 1.01)
     assert second.ttft == pytest.approx(1.1)
-    assert [gap for _, gap in simulation.gaps] == pytest.approx([1.01, 1.01])
+    assert simulation.gaps == {("", 1.01): 2}
 
 
 def test_hits_come_from_the_tree():
@@ -104,7 +105,12 @@ def test_a_long_prompt_does_not_stall_those_who_decode():
         chats = [arrival(number, 20, 300, label="chat") for number in range(8)]
         outcomes = simulation.run([*chats, arrival(9, 16_000, 1, time=1.0, label="long")])
         assert outcomes[-1].end > 0
-        gaps = sorted(gap for label, gap in simulation.gaps if label == "chat")
+        gaps = sorted(
+            gap
+            for (label, gap), count in simulation.gaps.items()
+            for _ in range(count)
+            if label == "chat"
+        )
         return gaps[int(0.99 * len(gaps))] / gaps[len(gaps) // 2]
 
     assert longest_gap(None) > 10
@@ -125,3 +131,50 @@ def test_step_times_limit_prefills_once_both_kinds_were_seen():
     assert times.prefill_tokens() == LEAST_PREFILL
     with pytest.raises(ValueError, match="stretch must be more than 1"):
         StepTimes(1.0)
+
+
+def test_steps_that_are_repeated_are_those_that_would_have_come_one_by_one(monkeypatch):
+    """Only what it costs to simulate them differs."""
+    repeated = []
+    repeat = Simulation._repeat
+
+    def counted(*args):
+        repeated.append(args)
+        repeat(*args)
+
+    def outcome(policy):
+        rng = random.Random(5)
+        simulation = Simulation(
+            Machine(0.01, 1e-4), pool_tokens=3000, page_size=4, max_num_seqs=6, policy=policy,
+            overtaking=0.15, max_num_batched_tokens=256, max_step_stretch=2.5,
+        )  # fmt: skip
+        time, arrivals = 0.0, []
+        for number in range(120):
+            time += rng.expovariate(3.0)
+            own = array("i", range(number * 1000, number * 1000 + rng.randint(5, 200)))
+            prompt = array("i", range(9_000_000, 9_000_000 + rng.choice([0, 80, 300]))) + own
+            arrivals.append(Arrival(time, prompt, rng.randint(1, 150), priority=number % 2))
+        found = [
+            (each.hit_tokens, pytest.approx(each.first_token), pytest.approx(each.end))
+            for each in simulation.run(arrivals)
+        ]
+        gaps = {(label, round(gap, 4)): 0 for label, gap in simulation.gaps}
+        for (label, gap), count in simulation.gaps.items():
+            gaps[label, round(gap, 4)] += count
+        tree = simulation.tree
+        return found, gaps, simulation.steps, simulation.decoded, tree.evicted_tokens
+
+    for policy in ("lpm", "priority"):
+        monkeypatch.setattr(Simulation, "_repeat", counted)
+        expected = outcome(policy)
+        monkeypatch.setattr(Simulation, "_repeat", lambda *args: None)
+        assert outcome(policy) == expected
+        assert repeated
+
+
+def test_outcomes_come_as_they_end_and_are_put_in_order():
+    simulation = Simulation(Machine(1.0, 0.0), pool_tokens=1000)
+    arrivals = [arrival(0, 10, 5), arrival(1, 10, 2)]
+    assert [each.number for each in simulation.serve(arrivals)] == [1, 0]
+    simulation = Simulation(Machine(1.0, 0.0), pool_tokens=1000)
+    assert [each.number for each in simulation.run(arrivals)] == [0, 1]
