@@ -1,12 +1,13 @@
 """Inter-token latency on the real engine while a long prompt is prefilled among short chats.
 
-    python benchmarks/latency.py [--quick] [--json FILE] [--rounds N]
+    python benchmarks/latency.py [--quick] [--json FILE] [--rounds N] [--clock wall|process]
 
 16 chats of 64 tokens decode; when each has its first 100 tokens, a prompt of 16,384 tokens arrives,
 and the chats go on until it has its first token and 100 tokens longer. Random weights in the shape
 of a small Llama. Each round runs both sides in turn: without a limit on what a step may prefill
 beside decodes, and with the server's `max_step_stretch`. All gaps between two tokens of a chat
-count. A row has the spread over the rounds of
+count. With `--clock process` all times are the process's own processor time, its threads' summed
+up: for one thread, on a machine that others use as well. A row has the spread over the rounds of
 
     itl_p99_over_p50        of all gaps
     itl_p99_over_undisturbed    p99 of all gaps, over the median gap before the long prompt came
@@ -19,6 +20,7 @@ import itertools
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,9 @@ from harness import Rows, machine, parser, spread
 
 from coppice import Engine, EngineConfig, SamplingParams
 from coppice.frontend.engine_options import SERVER_DEFAULTS
+from coppice.runtime.scheduler import Schedule, Scheduler
 
+_CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 _CHATS = 16
 _ALONE = 100  # tokens of each chat before the long prompt comes, and after its first token
 _LLAMA = {
@@ -37,6 +41,7 @@ _LLAMA = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 64,
     "max_position_embeddings": 32_768,
     "tie_word_embeddings": True,
     "bos_token_id": 1,
@@ -44,11 +49,13 @@ _LLAMA = {
 }
 
 
-def make_engine(directory: Path, hidden: int, length: int, stretch: float | None) -> Engine:
-    shape = {"hidden_size": hidden, "intermediate_size": 2 * hidden}
+def make_engine(
+    directory: Path, hidden: int, length: int, stretch: float | None, clock: Callable[[], float]
+) -> Engine:
+    shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden}
     (directory / "config.json").write_text(json.dumps(_LLAMA | shape))
     options = SERVER_DEFAULTS | {"max_step_stretch": stretch}
-    return Engine(
+    engine = Engine(
         EngineConfig(
             model=str(directory),
             load_format="dummy",
@@ -58,9 +65,30 @@ def make_engine(directory: Path, hidden: int, length: int, stretch: float | None
             **options,
         )
     )
+    _use_clock(engine.scheduler, clock)
+    return engine
 
 
-def disturbed_chats(engine: Engine, length: int, seed: int) -> dict[str, float]:
+def _use_clock(scheduler: Scheduler, clock: Callable[[], float]) -> None:
+    """Has the scheduler learn what steps take by the clock by which they are measured here."""
+    schedule, observe = scheduler.schedule, scheduler.observe
+    began = 0.0
+
+    def begin() -> Schedule:
+        nonlocal began
+        began = clock()
+        return schedule()
+
+    def timed(step: Schedule, _: float) -> None:
+        observe(step, clock() - began)
+
+    scheduler.schedule = begin  # type: ignore[method-assign]
+    scheduler.observe = timed  # type: ignore[method-assign]
+
+
+def disturbed_chats(
+    engine: Engine, length: int, seed: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """Serves the chats and the long prompt; what the gaps and its first token came to."""
     engine.reset_cache()
     rng = np.random.default_rng(seed)
@@ -81,9 +109,9 @@ def disturbed_chats(engine: Engine, length: int, seed: int) -> dict[str, float]:
         if steps == _ALONE:
             quiet = float(np.median(gaps))
             add("long", length, 1)
-            came = time.perf_counter()
+            came = clock()
         outputs = engine.step()
-        now = time.perf_counter()
+        now = clock()
         for output in outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
@@ -111,18 +139,21 @@ def disturbed_chats(engine: Engine, length: int, seed: int) -> dict[str, float]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, help="default: 5")
+    options.add_argument("--clock", choices=_CLOCKS, default="wall", help="default: wall")
     args = options.parse_args()
+    clock = _CLOCKS[args.clock]
     rounds = args.rounds or (1 if args.quick else 5)
-    length, hidden = (2_048, 128) if args.quick else (16_384, 256)
+    length, hidden = (2_048, 128) if args.quick else (16_384, 512)
     stretch = SERVER_DEFAULTS["max_step_stretch"]
     rows = Rows(args.json)
     found: dict[float | None, list[dict[str, float]]] = {None: [], stretch: []}
     with tempfile.TemporaryDirectory() as directory:
-        sides = {limit: make_engine(Path(directory), hidden, length, limit) for limit in found}
+        path = Path(directory)
+        sides = {limit: make_engine(path, hidden, length, limit, clock) for limit in found}
         for round_ in range(-1, rounds):
             for limit, engine in sides.items():
                 # Round -1 compiles the kernels and takes the memory.
-                row = disturbed_chats(engine, length if round_ >= 0 else 1024, round_ + 1)
+                row = disturbed_chats(engine, length if round_ >= 0 else 1024, round_ + 1, clock)
                 if round_ >= 0:
                     found[limit].append(row)
     for limit, results in found.items():
@@ -141,7 +172,7 @@ def main() -> None:
         }
         rows.add(
             benchmark="latency", prompt=length, chats=_CHATS, rounds=rounds,
-            max_step_stretch=limit, **measured, machine=machine(),
+            max_step_stretch=limit, clock=args.clock, **measured, machine=machine(),
         )  # fmt: skip
 
 

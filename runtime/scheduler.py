@@ -47,7 +47,8 @@ class Scheduler:
 
     When pages run out, a sequence may take those of one that was admitted after it, which is
     preempted: its computed tokens enter the tree, and it resumes from whatever is left of them
-    then. The one admitted first is therefore never preempted for another, and everything ends. Only
+    then. Under "priority" those of worse classes count as admitted after those of better ones. The
+    one admitted first is therefore never preempted for another, and everything ends. Only
     if it runs alone and still lacks pages (beside the page that its hit ends in it needs a copy of
     it) it starts again as a *private* sequence, which locks nothing and can evict all the rest.
     """
@@ -149,7 +150,8 @@ class Scheduler:
             if self.paging.try_grow(sequence, count):
                 return True
             scheduled = {id(chunk.sequence) for chunk in schedule.chunks}
-            later = self.running[self.running.index(sequence) + 1 :]
+            mine = self._turn(sequence)
+            later = (each for each in self.running if self._turn(each) > mine)
             victims = [each for each in later if id(each) not in scheduled]
             if victims:
                 self.preempt(self._cheapest(victims))
@@ -160,6 +162,11 @@ class Scheduler:
                 self.preempt(sequence)
                 sequence.private = True
                 return False
+
+    def _turn(self, sequence: Sequence) -> tuple[int, int]:
+        """By which running sequences may take pages from one another: the least from the others."""
+        by_class = self.waiting.policy == "priority"
+        return sequence.request.priority if by_class else 0, sequence.admitted
 
     def _cheapest(self, victims: list[Sequence]) -> Sequence:
         """The one whose return costs least: the worst class, then the fewest tokens to redo.
@@ -235,10 +242,16 @@ class Scheduler:
     # -- waiting sequences -------------------------------------------------------------------
 
     def _admit(self, schedule: Schedule, budget: int) -> None:
-        """Admits whoever is next and fits, and a few that do fit behind one that does not."""
+        """Admits whoever is next and fits, and a few that do fit behind one that does not.
+
+        Not those of a worse class: they would be preempted for it in the next step.
+        """
         looked_past = 0
+        passed: Sequence | None = None
         while budget and (found := self.waiting.next()) is not None:
             sequence, next_of_all = found
+            if passed is not None and self._worse(sequence, passed):
+                break
             match = self.paging.match(sequence)
             in_flight = self.waiting.in_flight(sequence)
             if len(self.running) >= self.max_num_seqs or not self._fits(sequence, match):
@@ -248,7 +261,7 @@ class Scheduler:
                     if next_of_all or looked_past == LOOK_PAST:
                         break
                     self.waiting.set_aside(sequence)
-                    looked_past += 1
+                    looked_past, passed = looked_past + 1, sequence
                     continue
                 # Alone, but what the hit locks leaves too few pages: compute it without the hit.
                 sequence.private = True
@@ -268,13 +281,16 @@ class Scheduler:
         """Preempts running sequences of worse classes for one that waits and lacks a place."""
         while (found := self.waiting.next()) is not None:
             sequence, _ = found
-            worse = [
-                each for each in self.running if each.request.priority > sequence.request.priority
-            ]
+            worse = [each for each in self.running if self._worse(each, sequence)]
             full = len(self.running) >= self.max_num_seqs
             if not worse or not (full or not self._fits(sequence, self.paging.match(sequence))):
                 return
             self.preempt(self._cheapest(worse))
+
+    def _worse(self, sequence: Sequence, other: Sequence) -> bool:
+        """Whether it is of a worse class than the other."""
+        by_class = self.waiting.policy == "priority"
+        return by_class and sequence.request.priority > other.request.priority
 
     def _enter(self, sequence: Sequence) -> None:
         self._run(sequence)

@@ -10,8 +10,8 @@ class StepTimes:
     """How many prompt tokens fit beside decodes if a step may take `stretch` times a decoding one.
 
     Keeps moving averages of the time of steps that only decode, and of what each token of a prefill
-    adds to one. Steps of one kind alone tell nothing about the sum, so until both were seen there
-    is no limit.
+    adds to one. Until a prefill ran beside decodes, a token of one that ran alone stands for that;
+    until either was seen there is no limit.
     """
 
     def __init__(self, stretch: float) -> None:
@@ -20,7 +20,8 @@ class StepTimes:
             raise ValueError(f"stretch must be more than 1, got {stretch}")
         self._stretch = stretch
         self._decode_seconds: float | None = None
-        self._prefill_seconds: float | None = None  # a token
+        self._prefill_seconds: float | None = None  # a token, beside decodes
+        self._alone_seconds: float | None = None  # a token, without
 
     def observe(self, decodes: int, prefill_tokens: int, seconds: float) -> None:
         """A step with so many decoding sequences and prompt tokens took so long."""
@@ -29,13 +30,15 @@ class StepTimes:
         elif decodes and self._decode_seconds is not None:
             added = max(0.0, seconds - self._decode_seconds) / prefill_tokens
             self._prefill_seconds = _moved(self._prefill_seconds, added)
+        elif not decodes:
+            self._alone_seconds = _moved(self._alone_seconds, seconds / prefill_tokens)
 
     def prefill_tokens(self) -> int | None:
         """Most prompt tokens of a step with decodes; None: as many as there are."""
-        if self._decode_seconds is None or not self._prefill_seconds:
+        each = self._alone_seconds if self._prefill_seconds is None else self._prefill_seconds
+        if self._decode_seconds is None or not each:
             return None
-        allowed = (self._stretch - 1) * self._decode_seconds / self._prefill_seconds
-        return max(LEAST_PREFILL, int(allowed))
+        return max(LEAST_PREFILL, int((self._stretch - 1) * self._decode_seconds / each))
 
 
 def _moved(average: float | None, value: float) -> float:

@@ -76,7 +76,10 @@ class WaitingQueue:
     - "dfs": at every branching of what waits, a cached branch before others, and of those the one
       on which most sequences wait.
     - "fcfs": in order of arrival.
-    - "priority": by the requests' `priority`, the least number first; "lpm" within a class.
+    - "priority": by the requests' `priority`, the least number first; "lpm" within a class. A class
+      is served with what the better ones leave, and they may leave it nothing for as long as they
+      bring work: that is what classes are for, and no bound protects one from a better one. Within
+      a class the bound holds as in the other policies; work of other classes does not count.
 
     In every policy a sequence that shares tokens with one that is about to compute them waits to
     hit them instead. The order is kept up to date by what the tree tells (`RadixTree.watcher`), one

@@ -15,13 +15,14 @@ from coppice.runtime.scheduler import Scheduler
 class Machine:
     """Drives a scheduler with a scripted model, and keeps the KV memory as (namespace, prefix)."""
 
-    def __init__(self, pages, page_size, *, seqs=4, tokens=16, caching=True):
+    def __init__(self, pages, page_size, *, seqs=4, tokens=16, caching=True, policy="lpm"):
         self.size = page_size
         self.tree = RadixTree(PagePool(pages, page_size))
         self.paging = Paging(self.tree, enable_prefix_caching=caching)
         self.scheduler = Scheduler(
-            self.paging, max_num_seqs=seqs, max_num_batched_tokens=tokens, overtaking=0.15
-        )
+            self.paging, max_num_seqs=seqs, max_num_batched_tokens=tokens, overtaking=0.15,
+            policy=policy,
+        )  # fmt: skip
         self.memory = {}
         self.sequences = {}
         self.arrivals = 0
@@ -29,10 +30,10 @@ class Machine:
         self.computed = 0
         self.max_tokens = pages * page_size
 
-    def add(self, tokens, max_new=4, namespace=None):
+    def add(self, tokens, max_new=4, namespace=None, priority=0):
         request = Request(
             str(self.arrivals), array("i", tokens), SamplingParams(), namespace, self.arrivals, 0,
-            min(len(tokens) + max_new, self.max_tokens),
+            min(len(tokens) + max_new, self.max_tokens), priority,
         )  # fmt: skip
         self.arrivals += 1
         sequence = Sequence(request)
@@ -236,3 +237,71 @@ def test_a_follow_up_turn_hits_prompt_and_answer_and_writes_on_in_their_last_pag
     assert len(machine.step().copies) == 1
     assert third.cached_tokens == 9
     machine.drain()
+
+
+def test_a_class_waits_for_as_long_as_a_better_one_brings_work():
+    """No bound protects it: that is what classes are for. Then it is served in its own order."""
+    machine = Machine(pages=64, page_size=4, seqs=1, tokens=64, policy="priority")
+    low = [machine.add([2 + n] * 20, max_new=1, priority=1) for n in range(3)]
+    for number in range(60):
+        machine.add([100 + number] * 9, max_new=1, priority=0)
+        machine.step()
+        assert all(each.status is Status.WAITING for each in low)
+    machine.drain()
+    served = [each for each in machine.finished if each in low]
+    assert served == low and machine.finished[-3:] == low
+
+
+def test_within_a_class_nothing_waits_for_ever():
+    machine = Machine(pages=64, page_size=4, seqs=1, tokens=64, policy="priority")
+    machine.add([1] * 30, max_new=1, priority=1)
+    machine.drain()
+    cold = machine.add([2] * 20, max_new=1, priority=1)
+    passed = 0
+    while cold.status is not Status.FINISHED:
+        machine.add([1] * 29 + [3], max_new=1, priority=1)
+        if passed % 3 == 2:  # work of a better class is no reason to let it overtake
+            machine.add([50 + passed] * 64, max_new=1, priority=0)
+        machine.step()
+        passed += 1
+        assert passed < 50
+    assert 1 < passed <= 8
+
+
+def test_a_better_class_takes_place_and_pages_and_gives_none():
+    machine = Machine(pages=12, page_size=4, seqs=2, tokens=64, policy="priority")
+    low = [machine.add([1 + n] * 8, max_new=24, priority=2) for n in range(2)]
+    machine.step()
+    assert all(each.status is Status.RUNNING for each in low)
+    high = machine.add([9] * 12, max_new=30, priority=0)
+    for _ in range(29):
+        machine.step()
+        assert high.status is Status.RUNNING, "nobody took its place or its pages"
+    assert machine.scheduler.preemptions >= 1
+    machine.drain()
+    assert machine.finished[0] is high
+    for sequence in machine.finished:
+        prompt = sequence.request.prompt_token_ids
+        new = sequence.request.max_length - len(prompt)
+        assert list(sequence.tokens) == expected(prompt, new)
+
+
+def test_nobody_of_a_worse_class_is_admitted_past_one_that_does_not_fit():
+    """It would be preempted for it in the next step, and so on."""
+    machine = Machine(pages=12, page_size=4, seqs=4, tokens=64, policy="priority")
+    first = machine.add([1] * 20, max_new=12, priority=0)
+    machine.step()
+    second = machine.add([2] * 30, max_new=2, priority=0)
+    low = machine.add([3] * 4, max_new=2, priority=1)
+    while first.status is Status.RUNNING:
+        machine.step()
+        assert second.status is low.status is Status.WAITING or first.status is Status.FINISHED
+    machine.drain()
+    assert machine.scheduler.preemptions == 0
+    equal = Machine(pages=12, page_size=4, seqs=4, tokens=64)
+    equal.add([1] * 20, max_new=12)
+    equal.step()
+    equal.add([2] * 30, max_new=2)
+    passing = equal.add([3] * 4, max_new=2)
+    equal.step()
+    assert passing.status is Status.RUNNING, "of equals one that fits goes past one that does not"

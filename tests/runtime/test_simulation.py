@@ -122,9 +122,11 @@ def test_step_times_limit_prefills_once_both_kinds_were_seen():
     assert times.prefill_tokens() is None
     times.observe(4, 0, 0.010)
     assert times.prefill_tokens() is None
+    times.observe(0, 2000, 0.400)  # a prefill alone, at 0.2 ms a token, is all that is known yet
+    assert times.prefill_tokens() == 50
     times.observe(4, 100, 0.020)
     assert times.prefill_tokens() == 100  # 10 ms more at 0.1 ms a token
-    times.observe(0, 2000, 9.0)  # a step without decodes tells nothing about the sum
+    times.observe(0, 2000, 9.0)  # now a step without decodes tells nothing about the sum
     assert times.prefill_tokens() == 100
     for _ in range(100):
         times.observe(4, 100, 5.0)
