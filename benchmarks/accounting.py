@@ -5,9 +5,10 @@
     python benchmarks/accounting.py --curve [--trace FILE] [--pool TOKENS] [--json FILE] [--quick]
 
 The first form sends a workload of `tree.py` through the tree and tells the accounting of each
-request. A row gives microseconds a request in the tree, in the accounts, and in the miss-ratio
-curve (a part of the accounts); the median over rounds. The second compares the sampled curve to
-exact LRU stack distances of all blocks: on Zipf popularity, and on the trace if one is given.
+request. A row gives times a request, as medians over rounds: of the accounts while the request
+waits, of settling them between requests, and of the miss-ratio curve (a part of settling), each as
+a multiple of the tree's. The second compares the curve to exact LRU stack distances of all blocks:
+on Zipf popularity, and on the trace if one is given.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from typing import Any
 
 import numpy as np
 from harness import Rows, parser, processor
-from tree import Work, serve, workload_a, workload_b, workload_c, workload_d, workload_e, workload_f
+from tree import (
+    Accounts,
+    Work,
+    serve,
+    workload_a,
+    workload_b,
+    workload_c,
+    workload_d,
+    workload_e,
+    workload_f,
+)
 
 from coppice.radix import PagePool, RadixTree
 from coppice.radix.accounting import Accounting
@@ -32,28 +43,32 @@ PAGE_SIZE = 16
 
 def measure(requests: Callable[[], Iterator[Work]], pool_tokens: int) -> dict[str, Any]:
     tree = RadixTree(PagePool(-(-pool_tokens // PAGE_SIZE), PAGE_SIZE))
-    accounting = Accounting(pool_tokens, now=0.0)
+    accounts = Accounts(pool_tokens)
+    accounting = accounts.accounting
     in_curve = _timed(accounting._settler.curve)
-    in_tree = in_accounts = 0.0
+    in_requests = 0.0
     count = 0
     for work in requests():
         start = time.perf_counter()
-        _, hit = serve(tree, work)
-        middle = time.perf_counter()
-        account = accounting.request(work.prompt, None, hit, now=float(count))
-        accounting.finish(account, work.output, now=float(count))
-        in_tree += middle - start
-        in_accounts += time.perf_counter() - middle
+        serve(tree, work, accounts)
+        in_requests += time.perf_counter() - start
         count += 1
-    start = time.perf_counter()
-    accounting.settle()
-    in_accounts += time.perf_counter() - start
+        accounts.between()
+    accounts.between(everything=True)
+    in_tree, settling = in_requests - accounts.seconds, sum(accounts.settling)
     report = accounting.snapshot(now=float(count))
     counts = report.overall.since_start
     return {
-        "tree_us": in_tree / count * 1e6,
-        "accounts_us": in_accounts / count * 1e6,
-        "curve_us": in_curve[0] / count * 1e6,
+        "logging_over_tree": accounts.seconds / in_tree,
+        "settling_over_tree": settling / in_tree,
+        "curve_over_tree": in_curve[0] / in_tree,
+        "times": {
+            "tree_us": in_tree / count * 1e6,
+            "logging_us": accounts.seconds / count * 1e6,
+            "settling_us": settling / count * 1e6,
+            "curve_us": in_curve[0] / count * 1e6,
+            "longest_slice_us": max(accounts.settling) * 1e6,
+        },
         "hit_rate": counts.hit_rate,
         "ideal_hit_rate": counts.ideal_hit_rate,
         "causes": counts.causes,
@@ -81,7 +96,7 @@ def _timed(curve: MissRatioCurve) -> list[float]:
 
 
 def compare(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
-    """The sampled curve, and the exact one of the same blocks."""
+    """The online curve, and the exact one of the same blocks."""
     accounting = Accounting(pool_tokens, now=0.0)
     size = accounting.block_tokens
     hasher = PrefixHasher(size)
@@ -97,12 +112,12 @@ def compare(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
         groups.append((prefixes, account.prompt_tokens // size))
         prompt_tokens += account.prompt_tokens
     exact = exact_hits(groups, np.array(FACTORS) * pool_tokens / size) * size / prompt_tokens
-    sampled = np.array([point.hit_rate for point in accounting.snapshot(now=0.0).curve])
+    online = np.array([point.hit_rate for point in accounting.snapshot(now=0.0).curve])
     return {
         "pool_tokens": [round(factor * pool_tokens) for factor in FACTORS],
         "exact": exact.round(4).tolist(),
-        "sampled": sampled.round(4).tolist(),
-        "worst_points": round(float(np.abs(exact - sampled).max()) * 100, 2),
+        "online": online.round(4).tolist(),
+        "worst_points": round(float(np.abs(exact - online).max()) * 100, 2),
     }
 
 
@@ -183,12 +198,14 @@ def main() -> None:
     }
     for name in args.workload:
         rounds = [measure(makers[name], args.pool) for _ in range(args.rounds)]
-        times = {
-            key: round(statistics.median(figures[key] for figures in rounds), 2)
-            for key in ("tree_us", "accounts_us", "curve_us")
-        }
-        rest = {key: value for key, value in rounds[0].items() if key not in times}
-        rows.add(benchmark="accounting", workload=name, pool_tokens=args.pool, **times, **rest,
+        figures = rounds[0]
+        for key in ("logging_over_tree", "settling_over_tree", "curve_over_tree"):
+            figures[key] = round(statistics.median(each[key] for each in rounds), 4)
+        for key in figures["times"]:
+            figures["times"][key] = round(
+                statistics.median(each["times"][key] for each in rounds), 2
+            )
+        rows.add(benchmark="accounting", workload=name, pool_tokens=args.pool, **figures,
                  machine=processor())  # fmt: skip
 
 

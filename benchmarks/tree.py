@@ -11,6 +11,10 @@ that. Requests come one after another. A row gives milliseconds a request (mean,
 percentile), microseconds an evict call, the hit rate (hit tokens over prompt tokens) and resident
 bytes a cached token, of a process of its own; `accounts_share` is the accounts' part of the mean.
 
+The accounts log a request while it waits, and process many together when nobody does: an engine
+while a device computes, here between two requests. `settling` is what that takes a request on
+average, `with_settling` the mean of both together, and `settling_slice` the longest at a time.
+
 Absolute times drift from machine to machine and hour to hour, so the same run times a fixed loop of
 memory comparisons and dictionary lookups (`reference_loop`), before and after; `x_reference` are a
 request's times as multiples of it.
@@ -46,7 +50,7 @@ from typing import Any
 import numpy as np
 from harness import Rows, parser, processor, spread
 
-from coppice.radix import Accounting, Divergence, Match, PagePool, RadixTree, RequestAccount
+from coppice.radix import Accounting, Hold, Match, PagePool, RadixTree, RequestAccount
 from coppice.radix.near_misses import SHOWN_TOKENS
 
 TRACE_BLOCK = 512
@@ -150,22 +154,21 @@ class Accounts:
     """Keeps the accounts of a tree as an engine does, one request a second, and times itself."""
 
     def __init__(self, pool_tokens: int) -> None:
-        self.seconds = 0.0
+        self.seconds = 0.0  # while requests wait
+        self.settling = array("d")  # each time between them
         self.accounting = Accounting(pool_tokens, now=0.0)
         self._now = 0.0
         self._account: RequestAccount | None = None
 
-    def admitted(self, tree: RadixTree, prompt: bytes, match: Match) -> None:
+    def admitted(self, tree: RadixTree, prompt: bytes, match: Match, hold: Hold) -> None:
         start = time.perf_counter()
         self._now += 1.0
-        theirs = tree.behind(match, SHOWN_TOKENS)
-        here = match.length * TOKEN_BYTES
-        differs = bool(theirs) and theirs[:TOKEN_BYTES] != prompt[here : here + TOKEN_BYTES]
         self._account = self.accounting.request(
             prompt,
             None,
             match.length,
-            divergence=Divergence.at(prompt, match.length, theirs) if differs else None,
+            theirs=tree.behind(match, SHOWN_TOKENS),
+            node=hold.node,
             now=self._now,
         )
         self.seconds += time.perf_counter() - start
@@ -176,6 +179,15 @@ class Accounts:
         self.accounting.finish(self._account, output, now=self._now)
         self.seconds += time.perf_counter() - start
 
+    def between(self, *, everything: bool = False) -> None:
+        """Nobody waits: processes a batch of what was told, or all of it."""
+        start = time.perf_counter()
+        if everything:
+            self.accounting.settle()
+        elif not self.accounting.settle_batch():
+            return
+        self.settling.append(time.perf_counter() - start)
+
 
 def serve(tree: RadixTree, work: Work, accounts: Accounts | None = None) -> tuple[int, int]:
     """One request through the tree; returns its prompt tokens and those of them that hit."""
@@ -183,9 +195,9 @@ def serve(tree: RadixTree, work: Work, accounts: Accounts | None = None) -> tupl
     prompt = work.prompt
     length = len(prompt) // TOKEN_BYTES
     match = tree.match(prompt[:-TOKEN_BYTES])  # the last token's logits are needed
-    if accounts is not None:
-        accounts.admitted(tree, prompt, match)
     hold = tree.lock(match)
+    if accounts is not None:
+        accounts.admitted(tree, prompt, match, hold)
     table = tree.page_table(hold)
     if match.length % size and not tree.claim_tail(hold):
         table[-1] = tree.allocate(1)[0]
@@ -271,6 +283,10 @@ def measure(
         times.append(time.perf_counter() - start)
         prompt_tokens += length
         hit_tokens += hit
+        if accounts is not None:
+            accounts.between()
+    if accounts is not None:
+        accounts.between(everything=True)
     references.append(reference_loop())
     gc.collect()
     grown = resident() - before
@@ -281,6 +297,13 @@ def measure(
         "p50": float(np.percentile(milliseconds, 50)),
         "p99": float(np.percentile(milliseconds, 99)),
     }
+    if accounts is not None:
+        settling = sum(accounts.settling) * 1e3 / len(times)
+        figures |= {
+            "settling": settling,
+            "with_settling": figures["mean"] + settling,
+            "settling_slice": max(accounts.settling) * 1e3,
+        }
     evict_us = evictions.seconds / evictions.calls * 1e6 if evictions.calls else None
     return {
         "requests": len(times),

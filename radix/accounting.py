@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import get_args
 
-from coppice.radix.accounts import CacheAccounts, Divergence, Kind, RequestAccount
+from coppice.radix.accounts import CacheAccounts, Kind, RequestAccount
 from coppice.radix.batches import Abandonment, Growth
 from coppice.radix.node import Node
 from coppice.radix.settling import Settler
@@ -87,7 +87,7 @@ class Accounting:
         in_flight_tokens: int = 0,
         hit_limit: int | None = None,
         kind: Kind = "cross",
-        divergence: Divergence | None = None,
+        theirs: bytes = b"",
         node: Node | None = None,
         now: float,
     ) -> RequestAccount:
@@ -102,7 +102,8 @@ class Accounting:
                 prompt; None if none were asked for.
             kind: "cross" for a request's first admission; "same" for a further sequence of it,
                 "preempted" for one that was admitted before. Only the first counts in rates.
-            divergence: if the hit ended where the tree has another continuation.
+            theirs: some tokens that the tree has behind the hit's end (int32 bytes), to show where
+                the prompt went another way.
             node: the one that ends with the hit, if the caller has locked it. Then what hit is not
                 hashed again: its hashes are kept there.
             now: seconds.
@@ -110,29 +111,19 @@ class Accounting:
         Raises ValueError if a number is impossible.
         """
         prompt = len(tokens) // TOKEN_BYTES
-        if not prompt or len(tokens) % TOKEN_BYTES:
-            raise ValueError(f"tokens: at least one int32 token is needed, got {len(tokens)} bytes")
-        if kind not in _KINDS:
-            raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
-        most = prompt if kind == "same" else prompt - 1
-        if not 0 <= hit_tokens <= most:
-            raise ValueError(f"hit_tokens must be in 0 .. {most}, got {hit_tokens}")
-        if not 0 <= in_flight_tokens <= prompt - hit_tokens:
-            raise ValueError(
-                f"in_flight_tokens must be in 0 .. {prompt - hit_tokens}, got {in_flight_tokens}"
-            )
         if hit_limit is None:
             hit_limit = prompt
-        elif not hit_tokens <= hit_limit <= prompt:
-            raise ValueError(f"hit_limit must be in {hit_tokens} .. {prompt}, got {hit_limit}")
-        if divergence is not None and divergence.position != hit_tokens:
-            raise ValueError(
-                f"divergence: its position must be the hit's end, {hit_tokens}, "
-                f"got {divergence.position}"
-            )
+        if not (
+            len(tokens) == prompt * TOKEN_BYTES
+            and 0 <= hit_tokens < prompt
+            and 0 <= in_flight_tokens <= prompt - hit_tokens
+            and hit_tokens <= hit_limit <= prompt
+            and kind == "cross"
+        ):
+            _check(len(tokens), hit_tokens, in_flight_tokens, hit_limit, kind)
         self._pass(now)
         account = RequestAccount(
-            namespace, kind, prompt, hit_tokens, in_flight_tokens, hit_limit, divergence, now,
+            namespace, kind, prompt, hit_tokens, in_flight_tokens, hit_limit, theirs, now,
             tokens, node, self._taken + len(self._waiting), self.settle,
         )  # fmt: skip
         self._log(account, prompt if node is None else prompt - hit_tokens)
@@ -269,3 +260,19 @@ class Accounting:
             self._taken += len(items)
             self._waiting_tokens -= self._batch_tokens - left
             self._settler.process(items, first)
+
+
+def _check(size: int, hit: int, in_flight: int, hit_limit: int, kind: str) -> None:
+    """Raises ValueError if a request with a prompt of `size` bytes can't be so."""
+    prompt = size // TOKEN_BYTES
+    if not prompt or size % TOKEN_BYTES:
+        raise ValueError(f"tokens: at least one int32 token is needed, got {size} bytes")
+    if kind not in _KINDS:
+        raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+    most = prompt if kind == "same" else prompt - 1
+    if not 0 <= hit <= most:
+        raise ValueError(f"hit_tokens must be in 0 .. {most}, got {hit}")
+    if not 0 <= in_flight <= prompt - hit:
+        raise ValueError(f"in_flight_tokens must be in 0 .. {prompt - hit}, got {in_flight}")
+    if not hit <= hit_limit <= prompt:
+        raise ValueError(f"hit_limit must be in {hit} .. {prompt}, got {hit_limit}")

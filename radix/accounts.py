@@ -26,7 +26,7 @@ class Divergence(NamedTuple):
 
     @classmethod
     def at(cls, tokens: bytes, position: int, theirs: bytes) -> Divergence:
-        """The divergence of the prompt `tokens`, where the tree goes on with `theirs`. O(1)."""
+        """The divergence of the prompt `tokens` from what goes on with `theirs`. O(1)."""
         middle, shown = position * TOKEN_BYTES, SHOWN_TOKENS * TOKEN_BYTES
         return cls(
             position,
@@ -40,8 +40,8 @@ class RequestAccount:
     """What became of a prompt's tokens. Asking for a cause settles what is still pending."""
 
     __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
-                 "hit_limit", "divergence", "time", "finished", "tokens", "node", "place", "chain",
-                 "stamp", "_settle", "_row", "_evicted")  # fmt: skip
+                 "hit_limit", "time", "finished", "tokens", "node", "place", "chain",
+                 "stamp", "theirs", "_divergence", "_settle", "_row", "_evicted")  # fmt: skip
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class RequestAccount:
         hit_tokens: int,
         in_flight_tokens: int,
         hit_limit: int,
-        divergence: Divergence | None,
+        theirs: bytes,
         time: float,
         tokens: bytes,
         node: Node | None,
@@ -64,7 +64,7 @@ class RequestAccount:
         self.hit_tokens = hit_tokens
         self.in_flight_tokens = in_flight_tokens
         self.hit_limit = hit_limit
-        self.divergence = divergence
+        self.theirs = theirs  # what the tree has behind the hit, until it is settled
         self.time = time  # of the admission
         self.finished = False
         # Until it is settled, the prompt; then its last tokens, behind its last whole block.
@@ -73,13 +73,16 @@ class RequestAccount:
         self.place = place  # its serial number; -1 when settled
         self.stamp = 0  # when settled, what its prefixes were entered with
         self.chain = 0  # when settled, hash of the prefix that `tokens` continue
+        self._divergence: Divergence | None = None  # when settled
         self._settle = settle
         self._row: list[int] | None = None  # counts in the order of `FIELDS`
         self._evicted: tuple[float, float | None] | None = None
 
     def settled(self, row: list[int], stamp: int, chain: int, tail: bytes) -> None:
         """Fills in what the accounting found."""
-        self._row, self.stamp, self.chain, self.tokens = row, stamp, chain, tail
+        self._row, self.stamp, self.chain = row, stamp, chain
+        self._divergence, self.theirs = self.divergence, b""
+        self.tokens = tail
         self.place, self.node = -1, None
 
     def settled_evicted(self, idle: float, at: float | None) -> None:
@@ -89,7 +92,7 @@ class RequestAccount:
         """A copy that can be hashed once more: of its admission with the prompt `tokens`."""
         return RequestAccount(
             self.namespace, self.kind, self.prompt_tokens, self.hit_tokens, self.in_flight_tokens,
-            self.hit_limit, self.divergence, self.time, tokens, None, -1, self._settle,
+            self.hit_limit, b"", self.time, tokens, None, -1, self._settle,
         )  # fmt: skip
 
     def _count(self, name: str) -> int:
@@ -97,6 +100,15 @@ class RequestAccount:
             self._settle()
         assert self._row is not None
         return self._row[FIELDS.index(name)]
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """Where the hit ended, if the tree goes on there with something else."""
+        here, theirs = self.hit_tokens * TOKEN_BYTES, self.theirs
+        # A hit of all but the last token goes on with that token, if the tree has it.
+        if theirs and theirs[:TOKEN_BYTES] != self.tokens[here : here + TOKEN_BYTES]:
+            return Divergence.at(self.tokens, self.hit_tokens, theirs)
+        return self._divergence
 
     @property
     def computed_tokens(self) -> int:

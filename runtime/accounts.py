@@ -8,14 +8,12 @@ from collections.abc import Callable
 from coppice.radix import (
     Accounting,
     CacheAccounts,
-    Divergence,
     Match,
     RadixTree,
     SharedPrefix,
     top_prefixes,
 )
 from coppice.radix.accounts import Kind
-from coppice.radix.near_misses import SHOWN_TOKENS
 from coppice.radix.timeline import Timeline
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.radix.windows import Counts
@@ -50,13 +48,13 @@ class PromptAccounts:
         self.evictions(tree, now)
         self._uses.record(tree.clock, now)
         tokens = sequence.tokens.tobytes()
-        theirs = tree.behind(match, SHOWN_TOKENS)
-        here = match.length * TOKEN_BYTES
-        # A hit of all but the last token goes on with that token, if the tree has it.
-        differs = bool(theirs) and theirs[:TOKEN_BYTES] != tokens[here : here + TOKEN_BYTES]
-        if theirs and not differs and not sequence.private:
+        assert sequence.hold is not None and sequence.hold.node is not None
+        node, here = sequence.hold.node, match.length * TOKEN_BYTES
+        behind = node.children.get(tokens[here : here + TOKEN_BYTES])
+        if behind is not None and not sequence.private:
             rest = tokens[here : sequence.hit_limit * TOKEN_BYTES]
-            self.rounded_off_tokens += common_prefix(rest, 0, theirs) // TOKEN_BYTES
+            same = common_prefix(rest, 0, behind.edge) // TOKEN_BYTES
+            self.rounded_off_tokens += min(same, behind.length)
         sequence.account = self._accounting.request(
             tokens,
             sequence.request.namespace,
@@ -64,8 +62,8 @@ class PromptAccounts:
             in_flight_tokens=in_flight,
             hit_limit=None if sequence.prompt_logprobs is None else sequence.hit_limit,
             kind=_kind(sequence),
-            divergence=Divergence.at(tokens, match.length, theirs) if differs else None,
-            node=sequence.hold.node if sequence.hold is not None else None,
+            theirs=tree.behind(match, SHOWN_TOKENS),
+            node=node,
             now=now,
         )
 

@@ -46,12 +46,12 @@ class Story:
         in_flight: int = 0,
         hit_limit: int | None = None,
         kind: Kind = "cross",
-        divergence: Divergence | None = None,
+        theirs: bytes = b"",
     ) -> RequestAccount:
         self.now += 1
         return self.accounting.request(
             tokens, namespace, hit, in_flight_tokens=in_flight, hit_limit=hit_limit, kind=kind,
-            divergence=divergence, now=self.now,
+            theirs=theirs, now=self.now,
         )  # fmt: skip
 
 
@@ -468,8 +468,13 @@ def test_a_date_at_the_top() -> None:
         date = np.array([40_000 + day, 50_000], np.int32).tobytes()
         tokens = opening + date + rules + text(100 + day, 60)
         theirs = np.array([40_000, 50_000], np.int32).tobytes() + rules
-        divergence = Divergence.at(tokens, 20, theirs[: 48 * TOKEN_BYTES]) if day else None
-        story.request(tokens, 20 if day else 0, divergence=divergence)
+        account = story.request(
+            tokens, 20 if day else 0, theirs=theirs[: 48 * TOKEN_BYTES] if day else b""
+        )
+        for _ in range(2 if day else 0):
+            expected = Divergence.at(tokens, 20, theirs[: 48 * TOKEN_BYTES])
+            assert account.divergence == expected, "before it is settled, and after"
+            story.accounting.settle()
     (group,) = story.accounting.snapshot(now=story.now).near_misses
     assert group.requests == 19
     assert group.position == 20
@@ -552,6 +557,14 @@ def test_a_shuffled_list_of_tools() -> None:
     assert sum(group.requests for group in groups) <= 29
 
 
+def test_a_hit_that_goes_on_with_the_last_token_has_not_diverged() -> None:
+    story = Story()
+    account = story.request(text(1, 50), 49, theirs=text(1, 50)[49 * TOKEN_BYTES :])
+    assert account.divergence is None
+    story.accounting.settle()
+    assert account.divergence is None
+
+
 def test_two_causes_of_near_misses_stay_apart() -> None:
     story = Story(10_000)
     for number in range(20):
@@ -616,7 +629,6 @@ def test_the_snapshot_is_json() -> None:
         ({"hit_tokens": 4, "hit_limit": 3}, "hit_limit must be in 4 .. 10, got 3"),
         ({"hit_limit": 11}, "hit_limit must be in 0 .. 10, got 11"),
         ({"kind": "other"}, "kind must be one of cross, same, preempted, got 'other'"),
-        ({"divergence": Divergence(3, b"", b"", b"")}, "divergence"),
         ({"now": 99.0}, "now must not go backwards, got 99.0 after 100.0"),
         ({"now": math.nan}, "now"),
         ({"now": math.inf}, "now"),
