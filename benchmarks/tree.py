@@ -50,8 +50,7 @@ from typing import Any
 import numpy as np
 from harness import Rows, parser, processor, spread
 
-from coppice.radix import Accounting, Hold, Match, PagePool, RadixTree, RequestAccount
-from coppice.radix.near_misses import SHOWN_TOKENS
+from coppice.radix import Accounting, Hold, PagePool, RadixTree, RequestAccount
 
 TRACE_BLOCK = 512
 TOKEN_BYTES = 4
@@ -160,14 +159,13 @@ class Accounts:
         self._now = 0.0
         self._account: RequestAccount | None = None
 
-    def admitted(self, tree: RadixTree, prompt: bytes, match: Match, hold: Hold) -> None:
+    def admitted(self, prompt: bytes, hold: Hold) -> None:
         start = time.perf_counter()
         self._now += 1.0
         self._account = self.accounting.request(
             prompt,
             None,
-            match.length,
-            theirs=tree.behind(match, SHOWN_TOKENS),
+            hold.length,
             node=hold.node,
             now=self._now,
         )
@@ -197,7 +195,7 @@ def serve(tree: RadixTree, work: Work, accounts: Accounts | None = None) -> tupl
     match = tree.match(prompt[:-TOKEN_BYTES])  # the last token's logits are needed
     hold = tree.lock(match)
     if accounts is not None:
-        accounts.admitted(tree, prompt, match, hold)
+        accounts.admitted(prompt, hold)
     table = tree.page_table(hold)
     if match.length % size and not tree.claim_tail(hold):
         table[-1] = tree.allocate(1)[0]

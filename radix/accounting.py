@@ -103,7 +103,7 @@ class Accounting:
             kind: "cross" for a request's first admission; "same" for a further sequence of it,
                 "preempted" for one that was admitted before. Only the first counts in rates.
             theirs: some tokens that the tree has behind the hit's end (int32 bytes), to show where
-                the prompt went another way.
+                the prompt went another way; not needed with `node`.
             node: the one that ends with the hit, if the caller has locked it. Then what hit is not
                 hashed again: its hashes are kept there.
             now: seconds.
@@ -121,7 +121,9 @@ class Accounting:
             and kind == "cross"
         ):
             _check(len(tokens), hit_tokens, in_flight_tokens, hit_limit, kind)
-        self._pass(now)
+        if not self._now <= now < math.inf:
+            self._pass(now)
+        self._now = now
         account = RequestAccount(
             namespace, kind, prompt, hit_tokens, in_flight_tokens, hit_limit, theirs, now,
             tokens, node, self._taken + len(self._waiting), self.settle,

@@ -104,11 +104,16 @@ class RequestAccount:
     @property
     def divergence(self) -> Divergence | None:
         """Where the hit ended, if the tree goes on there with something else."""
-        here, theirs = self.hit_tokens * TOKEN_BYTES, self.theirs
-        # A hit of all but the last token goes on with that token, if the tree has it.
-        if theirs and theirs[:TOKEN_BYTES] != self.tokens[here : here + TOKEN_BYTES]:
-            return Divergence.at(self.tokens, self.hit_tokens, theirs)
-        return self._divergence
+        hit = self.hit_tokens
+        # A hit of all but the last token may go on with that token in the tree.
+        if self.place < 0 or hit >= self.prompt_tokens - 1:
+            return self._divergence
+        ours, theirs = self.tokens[hit * TOKEN_BYTES : (hit + 1) * TOKEN_BYTES], self.theirs
+        if self.node is not None:
+            theirs = _beside(self.node, ours)
+        if not theirs or theirs[:TOKEN_BYTES] == ours:
+            return None
+        return Divergence.at(self.tokens, hit, theirs)
 
     @property
     def computed_tokens(self) -> int:
@@ -135,6 +140,14 @@ class RequestAccount:
         """When its evicted tokens went; None if none were, or the accounting was not told."""
         self._count("evicted")
         return self._evicted[1] if self._evicted is not None else None
+
+
+def _beside(node: Node, first: bytes) -> bytes:
+    """The newest tokens below a node that do not begin with `first`."""
+    for token, child in reversed(node.children.items()):
+        if token != first:
+            return child.edge[: min(child.length, SHOWN_TOKENS) * TOKEN_BYTES]
+    return b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ def _keep(
     account: RequestAccount, known: array[int], hashed: Blocks, piece: int, block_tokens: int
 ) -> None:
     """Leaves the hashes up to the end of the hit in the node where it ended."""
-    node, account.node = account.node, None
+    node = account.node
     assert node is not None
     count = min(account.hit_tokens, account.prompt_tokens - 1) // block_tokens
     have = len(node.borders) if node.borders is not None else 0

@@ -114,20 +114,6 @@ class RadixTree:
             at += full
             # An edge that was cut by eviction may match beyond its length; it has no children.
 
-    def behind(self, match: Match, count: int) -> bytes:
-        """Up to `count` tokens, as int32 bytes, that are cached behind the end of a match.
-
-        Of several branches the newest. Empty if nothing is. O(count).
-        """
-        if match.node is None:
-            return b""
-        node = self._ending(match.node, match.length)
-        begin = match.length - node.start
-        if begin == node.length and node.children:
-            node, begin = next(reversed(node.children.values())), 0
-        end = min(node.length, begin + count)
-        return node.edge[begin * TOKEN_BYTES : end * TOKEN_BYTES]
-
     # -- locking -----------------------------------------------------------------------------
 
     def lock(self, match: Match, *, use: bool = True, draft: bool = False) -> Hold:

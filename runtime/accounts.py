@@ -62,7 +62,6 @@ class PromptAccounts:
             in_flight_tokens=in_flight,
             hit_limit=None if sequence.prompt_logprobs is None else sequence.hit_limit,
             kind=_kind(sequence),
-            theirs=tree.behind(match, SHOWN_TOKENS),
             node=node,
             now=now,
         )
