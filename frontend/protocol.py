@@ -112,7 +112,29 @@ class CompletionBody(TextRequest):
     suffix: Annotated[Any, Only()] = None
 
 
-class ChatBody(TextRequest):
+class TemplateFields(Body):
+    """What a chat template is told beside the messages and tools."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None  # true, unless the final message is continued
+    continue_final_message: bool = False
+
+    def template(self) -> dict[str, Any]:
+        """Arguments of `Tokenizer.encode_chat`. Raises BadRequest if they contradict each other."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message needs add_generation_prompt to be false",
+                param="continue_final_message",
+            )
+        prompt = self.add_generation_prompt
+        return {
+            "add_generation_prompt": not self.continue_final_message if prompt is None else prompt,
+            "continue_final_message": self.continue_final_message,
+            "template_arguments": self.chat_template_kwargs or {},
+        }
+
+
+class ChatBody(TextRequest, TemplateFields):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1)]
@@ -122,9 +144,6 @@ class ChatBody(TextRequest):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
 
     # They name, tag or group requests, which changes nothing about an answer.
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
@@ -231,21 +250,14 @@ def parse_chat(body: Any) -> CompletionRequest:
         values["logprobs"] = asked.top_logprobs or 0
     elif asked.top_logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-    if asked.continue_final_message and "add_generation_prompt" not in body:
-        asked.add_generation_prompt = False
-    if asked.continue_final_message and asked.add_generation_prompt:
-        raise BadRequest(
-            "continue_final_message needs add_generation_prompt to be false",
-            param="continue_final_message",
-        )
-    template = {
-        "add_generation_prompt": asked.add_generation_prompt,
-        "continue_final_message": asked.continue_final_message,
-        "template_arguments": asked.chat_template_kwargs or {},
-    }
     tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
     return _request(
-        asked, body, values, messages=tuple(body["messages"]), tools=tools, template=template
+        asked,
+        body,
+        values,
+        messages=tuple(body["messages"]),
+        tools=tools,
+        template=asked.template(),
     )
 
 

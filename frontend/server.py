@@ -12,9 +12,19 @@ from typing import Any
 
 from aiohttp import web
 
+from coppice import __version__
 from coppice.frontend.access import Access
+from coppice.frontend.answer_schemas import (
+    ChatAnswer,
+    CompletionAnswer,
+    ModelCard,
+    ModelList,
+    Status,
+    Version,
+    either,
+)
 from coppice.frontend.answers import ChatCompletion, Completion, usage
-from coppice.frontend.bodies import BadRequest, error_body
+from coppice.frontend.bodies import BadRequest, error_body, schema_of
 from coppice.frontend.cache_routes import CacheRoutes
 from coppice.frontend.dashboard_files import Dashboard
 from coppice.frontend.deltas import Deltas, EngineStopped, RequestFailed
@@ -25,14 +35,17 @@ from coppice.frontend.openapi import with_description
 from coppice.frontend.outputs import RequestOutput
 from coppice.frontend.prepare import Prepared, prepare
 from coppice.frontend.protocol import (
+    ChatBody,
+    CompletionBody,
     CompletionRequest,
     bad_value,
     parse_chat,
     parse_completion,
 )
 from coppice.frontend.reporter import Reporter
-from coppice.frontend.routes import Route, Schema, add_routes, json_answer, json_body
+from coppice.frontend.routes import Route, add_routes, json_answer, json_body
 from coppice.frontend.server_options import ServerOptions
+from coppice.frontend.tokenize_routes import TokenizeRoutes
 from coppice.frontend.tool_formats import format_of
 from coppice.runtime.request import QueueFull
 
@@ -90,39 +103,48 @@ class Server:
             client_max_size=self._options.max_body_bytes,
         )
         app.on_response_prepare.append(self._stream_headers)
+        tokenize = TokenizeRoutes(self._engine, self._check_model, self._tokenizing_much)
+        own = [*self._routes(), *tokenize.routes()]
         observed = [*self._metrics.routes(), *Dashboard().routes(), *self._cache.routes()]
-        add_routes(app, with_description([*self._routes(), *observed]))
+        add_routes(app, with_description([*own, *observed]))
         app.cleanup_ctx.append(self._cache.run)
         app.on_cleanup.append(self._close)
         return app
 
     def _routes(self) -> list[Route]:
         """All routes but the one that describes them."""
-        anything: Schema = {"type": "object"}
-        made = {"application/json": anything, "text/event-stream": {"type": "string"}}
-        state = {"application/json": {"type": "object", "required": ["status"]}}
+        state = {"application/json": Status.model_json_schema()}
+        states = {200: state, 503: state}
+        models, card = ModelList.model_json_schema(), ModelCard.model_json_schema()
         return [
             Route(
                 "POST",
                 "/v1/completions",
                 self._completions,
                 "Continue a prompt",
-                {200: made},
-                body=anything,
+                either(CompletionAnswer),
+                body=schema_of(CompletionBody),
             ),
             Route(
                 "POST",
                 "/v1/chat/completions",
                 self._chat_completions,
                 "Answer a conversation",
-                {200: made},
-                body=anything,
+                either(ChatAnswer),
+                body=schema_of(ChatBody),
             ),
-            Route("GET", "/v1/models", self._models, "Models", json_answer(anything)),
+            Route("GET", "/v1/models", self._models, "The models", json_answer(models)),
+            Route("GET", "/v1/models/{model:.+}", self._one_model, "The model", json_answer(card)),
+            Route("GET", "/health", self._health, "Whether requests are taken", states),
+            Route("GET", "/health/ready", self._health, "Whether requests are taken", states),
+            Route("GET", "/health/live", self._live, "Whether the server answers", {200: state}),
             Route(
-                "GET", "/v1/models/{model:.+}", self._one_model, "A model", json_answer(anything)
+                "GET",
+                "/version",
+                self._version,
+                "The version of the software",
+                json_answer(Version.model_json_schema()),
             ),
-            Route("GET", "/health", self._health, "Health", {200: state, 503: state}),
         ]
 
     def drain(self) -> None:
@@ -144,6 +166,12 @@ class Server:
         if self._engine.alive:
             return web.json_response({"status": "ok"})
         return web.json_response({"status": self._engine.trouble}, status=503)
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": __version__})
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._card()]})

@@ -252,6 +252,12 @@ class LiveServer:
         self._loop.close()
 
 
+@pytest.fixture(scope="session")
+def live_server() -> type[LiveServer]:
+    """The class, for tests that want a server with options of their own."""
+    return LiveServer
+
+
 @pytest.fixture(scope="module")
 def tool_server(tool_checkpoint: Path) -> Iterator[LiveServer]:
     """A server over the checkpoint that knows tools; at the end nothing may run or be held."""
