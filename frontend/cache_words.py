@@ -54,8 +54,8 @@ def cause_meaning(cause: str, counts: Counts) -> str:
 def memory_sentence(accounts: CacheAccounts, policy: str) -> str:
     """What twice the memory would bring; "" before there is a curve.
 
-    The curve is LRU's and counts whole blocks, so of it only the difference is taken, and put on
-    what was achieved. With another policy the two can't be mixed, and both figures are LRU's.
+    The curve is an estimate of LRU's, so of it only the difference is taken, and put on what was
+    achieved. With another policy the two can't be mixed, and both figures are LRU's.
     """
     rates = {point.factor: point.hit_rate for point in accounts.curve}
     if not rates:

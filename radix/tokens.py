@@ -23,6 +23,8 @@ def token_bytes(tokens: Tokens) -> bytes:
     O(n). Raises ValueError for ids outside 0 .. 2**31 - 1 and for bytes that are no whole number
     of tokens.
     """
+    if type(tokens) is bytes and not len(tokens) % TOKEN_BYTES:
+        return tokens
     if isinstance(tokens, (bytes, bytearray)):
         if len(tokens) % TOKEN_BYTES:
             raise ValueError(

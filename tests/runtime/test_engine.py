@@ -371,6 +371,16 @@ def test_a_page_that_is_lost_is_reported_and_repaired(tiny_checkpoint, expected,
     assert made.cache_report().pages_total == made.tree.pool.num_pages
 
 
+def test_the_accounts_are_settled_between_steps(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr("coppice.radix.accounting._BATCH_REQUESTS", 3)
+    made = engine(tiny_checkpoint("llama"))
+    run(made, PROMPTS)
+    assert len(made.accounts._accounting._waiting) < 6, "nobody has asked"
+    assert made.accounts._accounting._taken >= len(PROMPTS) - 3
+    counts = made.accounts.snapshot().overall.since_start
+    assert counts.requests == len(PROMPTS)
+
+
 def test_reset_is_refused_while_requests_run(tiny_checkpoint):
     made = engine(tiny_checkpoint("llama"))
     made.add_request("a", PROMPTS[0], GREEDY)
