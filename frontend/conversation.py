@@ -45,6 +45,7 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None  # what OpenAI's client read off the arguments
 
 
 class ToolCall(Body):
@@ -53,6 +54,7 @@ class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None  # as it stands in streams
 
 
 class AssistantMessage(Body):
@@ -61,6 +63,7 @@ class AssistantMessage(Body):
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
+    parsed: Any = None  # what OpenAI's client read off the content
     name: Annotated[Any, Only()] = None
     refusal: Annotated[Any, Only()] = None
     audio: Annotated[Any, Only()] = None
