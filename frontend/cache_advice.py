@@ -91,8 +91,9 @@ def _diverged(near_misses: Sequence[NearMiss]) -> tuple[str, str]:
         return title, "Known text came behind beginnings that differ."
     worst = near_misses[0]
     requests = f"{worst.requests:,} request{'s' if worst.requests > 1 else ''}"
+    where = f"after the first {worst.position:,}" if worst.position else "from the beginning"
     return (
         title,
         f"The costliest case: {requests} computed {worst.tokens_cost:,} known tokens again, since "
-        f"they differ after the first {worst.position:,}. It is shown below.",
+        f"they differ {where}. It is shown below.",
     )

@@ -22,7 +22,7 @@ from coppice.frontend.cache_words import (
     memory_sentence,
 )
 from coppice.frontend.history import SPANS, History, Sample
-from coppice.runtime.live_report import LiveReport, PinState, PrefixEnds
+from coppice.runtime.live_report import LiveReport, PinState, PrefixEnds, TreePicture
 from coppice.runtime.prefix_tree import PrefixNode
 from coppice.runtime.report import CAUSES, CacheAccounts, Counts, NearMiss, Windows
 
@@ -57,7 +57,9 @@ class Names:
         """A name that tells nothing of the `cache_salt` in it: its hash; a tenant's is shown."""
         salt = getattr(namespace, "cache_salt", None)
         parts = [getattr(namespace, "adapter", None), getattr(namespace, "tenant", None)]
-        parts.append(None if salt is None else f"#{self._hash(salt.encode())}")
+        parts.append(
+            None if salt is None else f"#{self._hash(salt.encode(errors='surrogatepass'))}"
+        )
         return " ".join(part for part in parts if part is not None) or "default"
 
     def _hash(self, content: bytes) -> str:
@@ -70,19 +72,26 @@ def _whole(text: str) -> str:
 
 
 def report_json(
-    live: LiveReport, history: History, now: Sample, *, model: str, started: float, names: Names
+    live: LiveReport,
+    tree: TreePicture,
+    history: History,
+    *,
+    model: str,
+    at: float,
+    started: float,
+    names: Names,
 ) -> dict[str, Any]:
     """The report (see docs/cache-report.md for what its parts mean).
 
     Args:
-        live: the engine's prefixes, accounts and pins; they may be some seconds old.
+        live: the engine's counters, accounts and pins as of now.
+        tree: its prefixes, which may be some seconds old.
         history: the samples before.
-        now: the engine's counters and the time of them.
         model: its name.
-        started: when the server started, in seconds since the epoch.
+        at, started: now, and when the server started, in seconds since the epoch.
         names: how texts and namespaces are named.
     """
-    stats, accounts = now.stats, live.accounts
+    stats, accounts, now = live.stats, live.accounts, Sample(at, live.stats)
     window, counts = present(accounts)
     per_token = stats.prefill_seconds / stats.prefill_tokens if stats.prefill_tokens else 0.0
     return {
@@ -90,8 +99,8 @@ def report_json(
         "version": VERSION,
         "coppice": __version__,
         "model": model,
-        "at": now.at,
-        "uptime_seconds": now.at - started,
+        "at": at,
+        "uptime_seconds": at - started,
         "has_text": names.decode is not None,
         "present": {
             "window": window,
@@ -140,8 +149,8 @@ def report_json(
             for namespace, windows in accounts.namespaces.items()
         ],
         "other_namespaces": _windows(accounts.other_namespaces),
-        "prefixes": [_prefix(prefix, names) for prefix in live.prefixes],
-        "tree": [_node(node, names) for node in live.nodes],
+        "prefixes": [_prefix(prefix, names) for prefix in tree.prefixes],
+        "tree": [_node(node, names) for node in tree.nodes],
         "near_misses": [_near_miss(each, names) for each in accounts.near_misses],
         "pins": [pin_json(pin, names) for pin in live.pins],
     }

@@ -212,16 +212,15 @@ class CacheRoutes:
         return web.json_response({"name": name, "deleted": True})
 
     def _tokens(self, body: Mapping[str, Any]) -> Sequence[int]:
-        if "messages" in body:
-            try:
-                ids = self._tokenizer.encode_chat(body["messages"], add_generation_prompt=False)
-            except ValueError as error:
-                raise bad_value(error, body) from error
-            return ids
-        if "prompt" in body:
-            return self._tokenizer.encode(body["prompt"])
-        ids = body["prompt_token_ids"]
-        return list(ids)
+        try:
+            if "messages" in body:
+                return self._tokenizer.encode_chat(body["messages"], add_generation_prompt=False)
+            if "prompt" in body:
+                return self._tokenizer.encode(body["prompt"])
+        except ValueError as error:
+            raise bad_value(error, body) from error
+        ids: list[int] = body["prompt_token_ids"]
+        return ids
 
 
 def _checked(body: Any) -> dict[str, Any]:
@@ -234,6 +233,10 @@ def _checked(body: Any) -> dict[str, Any]:
                 f"{field} is not a field of a pin; those are {', '.join(_PIN_FIELDS)}", param=field
             )
     fields = {field: value for field, value in body.items() if value is not None}
+    for field in ("name", "cache_salt"):
+        text = fields.get(field)
+        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+            raise BadRequest(f"{field} must be valid Unicode, got {shown(text)}", param=field)
     name, ttl, salt = fields.get("name"), fields.get("ttl"), fields.get("cache_salt")
     if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
         raise BadRequest(

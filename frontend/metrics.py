@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -38,9 +38,10 @@ _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"
 class Metrics:
     """The metrics of one server and its engine."""
 
-    def __init__(self, engine: Asks, model: str) -> None:
+    def __init__(self, engine: Asks, model: str, restarts: Callable[[], int]) -> None:
+        """`restarts` tells how often the engine was started again."""
         self._engine = engine
-        self._families = _Families(model)
+        self._families = _Families(model, restarts)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self._families)
         ProcessCollector(registry=self._registry)
@@ -87,8 +88,9 @@ class Metrics:
 class _Families(Collector):
     """Makes families of metrics of the engine's last snapshot and the server's answers."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, restarts: Callable[[], int]) -> None:
         self._model = model
+        self._restarts = restarts
         self.stats: EngineStats | None = None
         self.responses: Counter[tuple[str, str, str]] = Counter()  # by route, method, status
 
@@ -101,6 +103,9 @@ class _Families(Collector):
         info = GaugeMetricFamily("coppice_engine_info", "Always 1", labels=["model"])
         info.add_metric([self._model], 1.0)
         yield info
+        yield CounterMetricFamily(
+            "coppice_engine_restarts", "Engines that were started after one died", self._restarts()
+        )
         yield self._http()
         if stats is not None:
             yield from _requests(stats)
@@ -201,6 +206,12 @@ def _tokens(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _steps(stats: EngineStats) -> Iterator[Metric]:
+    if stats.resident_bytes is not None:
+        yield GaugeMetricFamily(
+            "coppice_engine_memory_bytes",
+            "Resident memory of the engine's process",
+            stats.resident_bytes,
+        )
     yield _histogram("coppice_step_seconds", "What a step took", stats.step)
     yield _histogram("coppice_step_tokens", "Tokens that a step computed", stats.step_tokens)
     yield _histogram(

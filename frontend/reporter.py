@@ -15,7 +15,7 @@ from coppice.frontend.cache_words import token_text
 from coppice.frontend.deltas import RequestFailed
 from coppice.frontend.history import SAMPLE_SECONDS, History, Sample
 from coppice.frontend.tokenizer import Tokenizer
-from coppice.runtime.live_report import LiveReport
+from coppice.runtime.live_report import LiveReport, TreePicture
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ FRESH_SECONDS = 1.0
 """A report so old is given again, however many ask."""
 
 SHARE = 0.02
-"""Of the engine's time that reports may take: walking a large tree stops its steps meanwhile."""
+"""Of the engine's time that pictures of its tree may take."""
 
 
 class Asks(Protocol):
@@ -36,8 +36,8 @@ class Asks(Protocol):
 class Reporter:
     """Makes the report for all who ask, as JSON in bytes.
 
-    Counters, queue and latencies are fresh to a second. What takes a walk through the tree is made
-    again once it is fresh no more and the engine has worked 50 times as long as the last one took.
+    All of it is fresh to a second but the picture of the tree, for which the engine's steps wait:
+    another is made when 50 times as long has passed as the last one took.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Reporter:
         self._history = History()
         self._sampling: asyncio.Task[None] | None = None
         self._making = asyncio.Lock()
-        self._live: LiveReport | None = None
-        self._live_made = -float("inf")  # by the clock of the loop
+        self._tree: TreePicture | None = None
+        self._tree_made = -float("inf")  # by the clock of the loop
         self._report = b""
         self._report_made = -float("inf")
 
@@ -74,30 +74,33 @@ class Reporter:
 
     def forget(self) -> None:
         """The next report is made afresh: something was changed that must show."""
-        self._live_made = self._report_made = -float("inf")
+        self._tree_made = self._report_made = -float("inf")
 
     async def report(self) -> bytes:
         """The report as JSON. Raises RequestFailed if there is no engine that answers."""
         async with self._making:
             clock = asyncio.get_running_loop().time
-            if clock() - self._report_made < FRESH_SECONDS:
+            asked = clock()
+            if asked - self._report_made < FRESH_SECONDS:
                 return self._report
-            live, seconds = self._live, clock() - self._live_made
-            if live is None or seconds >= max(FRESH_SECONDS, live.seconds / SHARE):
-                asked = clock()
-                live = self._live = await self._engine.ask("live_report")
-                self._live_made = asked
-                stats = live.stats
-            else:
-                stats = await self._engine.ask("stats")
-            made = clock()
-            self._report = await asyncio.to_thread(self._encoded, live, Sample(time.time(), stats))
-            self._report_made = made
+            tree = self._tree
+            if tree is None or asked - self._tree_made >= tree.seconds / SHARE:
+                tree = self._tree = await self._engine.ask("tree_picture")
+                self._tree_made = asked
+            live = await self._engine.ask("live_report")
+            self._report = await asyncio.to_thread(self._encoded, live, tree, time.time())
+            self._report_made = asked
             return self._report
 
-    def _encoded(self, live: LiveReport, now: Sample) -> bytes:
+    def _encoded(self, live: LiveReport, tree: TreePicture, at: float) -> bytes:
         report = report_json(
-            live, self._history, now, model=self._model, started=self._started, names=self.names
+            live,
+            tree,
+            self._history,
+            model=self._model,
+            at=at,
+            started=self._started,
+            names=self.names,
         )
         return json.dumps(report, separators=(",", ":"), allow_nan=False).encode()
 
@@ -107,4 +110,6 @@ class Reporter:
                 self._history.add(Sample(time.time(), await self._engine.ask("stats")))
             except RequestFailed:  # while it is started again there is nothing to sample
                 log.debug("no sample: the engine does not answer")
+            except Exception:  # the next one may succeed
+                log.exception("the engine could not be sampled")
             await asyncio.sleep(SAMPLE_SECONDS)

@@ -83,7 +83,7 @@ class Server:
         # Megabytes of text take seconds: nobody else waits for them.
         self._tokenizing = ThreadPoolExecutor(1, "coppice-tokenizer")
         self._tokenizing_much = ThreadPoolExecutor(1, "coppice-tokenizer-of-much")
-        self._metrics = Metrics(engine, model)
+        self._metrics = Metrics(engine, model, lambda: engine.restarts)
         tokenizer = engine.tokenizer
         reporter = Reporter(engine, tokenizer, model, show_text=self._options.report_text)
         self._cache = CacheRoutes(

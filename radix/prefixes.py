@@ -35,14 +35,15 @@ def top_prefixes(
 
     A prefix is named once, at its longest: one that another extends with as many hits is left
     out, and so is one that was never hit. `uses` tells when the tree's clock reached its marks, in
-    seconds of the same clock as `now`. O(nodes of the tree, times chains of equal hits).
+    seconds of the same clock as `now`. O(nodes that were hit and their children, times chains of
+    equal hits).
     """
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
     hit = [
         (node.hits * (node.end - _end_of_more_hits(node)), node)
-        for node in tree.nodes()
-        if node.hits and not any(child.hits >= node.hits for child in node.children.values())
+        for node in tree.hit_nodes()
+        if not any(child.hits >= node.hits for child in node.children.values())
     ]
     hit.sort(key=lambda saved: saved[0], reverse=True)
     prefixes = []

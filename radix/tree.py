@@ -563,6 +563,18 @@ class RadixTree:
         """Nodes below the roots."""
         return self._nodes
 
+    def hit_nodes(self) -> Iterator[Node]:
+        """All nodes that were hit, parents first. O(those, and their children).
+
+        A hit counts for the whole path, so that none of them lies below one that was not.
+        """
+        waiting: list[Node] = list(self._roots.values())
+        while waiting:
+            node = waiting.pop()
+            if node.parent is not None:
+                yield node
+            waiting += [child for child in node.children.values() if child.hits]
+
     def nodes(self) -> Iterator[Node]:
         """All nodes below the roots, parents first."""
         for root in self._roots.values():

@@ -23,7 +23,14 @@ from coppice.runtime.beams import BeamSearches
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.grammars import Grammars
 from coppice.runtime.intake import Intake
-from coppice.runtime.live_report import LiveReport, PinState, live_report, pin_state
+from coppice.runtime.live_report import (
+    LiveReport,
+    PinState,
+    TreePicture,
+    live_report,
+    pin_state,
+    tree_picture,
+)
 from coppice.runtime.model_runner import ModelRunner
 from coppice.runtime.paging import Paging
 from coppice.runtime.report import CacheReport, Counters, make_report
@@ -405,8 +412,12 @@ class Engine:
         return engine_stats(self)
 
     def live_report(self) -> LiveReport:
-        """What a server shows of the cache. O(nodes of the tree)."""
+        """What a server shows of the cache, but for its tree."""
         return live_report(self)
+
+    def tree_picture(self) -> TreePicture:
+        """What a server shows of the tree. O(n log n) for n nodes that were hit."""
+        return tree_picture(self)
 
     def reset_cache(self) -> None:
         """Empties the cache and ends all pins. Raises Unfinished while requests run or wait."""

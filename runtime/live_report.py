@@ -53,30 +53,39 @@ class PrefixEnds:
 
 @dataclass(frozen=True, slots=True)
 class LiveReport:
-    """The state of an engine's cache. `seconds` is what it took the engine to make this."""
+    """The state of an engine's cache, but for what is in its tree."""
 
     stats: EngineStats
     accounts: CacheAccounts
     eviction_policy: str
-    prefixes: tuple[PrefixEnds, ...]  # that saved the most, most first
-    nodes: tuple[PrefixNode, ...]  # the tree's heaviest, parents first
     pins: tuple[PinState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TreePicture:
+    """What the tree holds that saved the most. `seconds` is what it took the engine to look."""
+
+    prefixes: tuple[PrefixEnds, ...]  # that saved the most, most first
+    nodes: tuple[PrefixNode, ...]  # the heaviest, parents first
     seconds: float
 
 
 def live_report(engine: Engine) -> LiveReport:
-    """The report as of now. O(nodes of the tree)."""
-    begun = time.perf_counter()
-    stats = engine_stats(engine)
+    """The report as of now: a few milliseconds, whatever the size of the tree."""
     return LiveReport(
-        stats=stats,
+        stats=engine_stats(engine),
         accounts=engine.accounts.snapshot(),
         eviction_policy=engine.config.eviction_policy,
-        prefixes=tuple(map(_ends, engine.accounts.top_prefixes(engine.tree, TOP_PREFIXES))),
-        nodes=heaviest_nodes(engine.tree, TOP_NODES),
         pins=tuple(pin_state(pin, engine.pins.clock()) for pin in engine.pins),
-        seconds=time.perf_counter() - begun,
     )
+
+
+def tree_picture(engine: Engine) -> TreePicture:
+    """The picture as of now. O(n log n) for n nodes that were hit, and their children."""
+    begun = time.perf_counter()
+    prefixes = tuple(map(_ends, engine.accounts.top_prefixes(engine.tree, TOP_PREFIXES)))
+    nodes = heaviest_nodes(engine.tree, TOP_NODES)
+    return TreePicture(prefixes, nodes, time.perf_counter() - begun)
 
 
 def pin_state(pin: Pin, now: float) -> PinState:

@@ -36,17 +36,18 @@ def heaviest_nodes(tree: RadixTree, count: int) -> tuple[PrefixNode, ...]:
     """The up to `count` nodes whose subtrees saved the most tokens, parents before children.
 
     A subtree saves no less than one inside it, so every node's parent is among them. An only child
-    with as many hits as its parent continues it: both are shown as one. O(nodes log nodes).
+    with as many hits as its parent continues it: both are shown as one. O(n log n) for
+    n nodes that were hit, and their children.
     """
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
-    nodes = list(tree.nodes())
+    nodes = list(tree.hit_nodes())
     saved: dict[int, int] = {}
-    for node in sorted(nodes, key=lambda node: node.start, reverse=True):  # children first
-        below = sum(saved[id(child)] for child in node.children.values())
+    for node in reversed(nodes):  # children first
+        below = sum(saved[id(child)] for child in node.children.values() if child.hits)
         saved[id(node)] = node.hits * node.length + below
     # Of equal weights the upper one first: it has the smaller start.
-    tops = [node for node in nodes if node.hits and not _continues(node)]
+    tops = [node for node in nodes if not _continues(node)]
     tops.sort(key=lambda node: (-saved[id(node)], node.start))
     places: dict[int, int] = {}  # of every node of a chain, by its id
     shown: list[PrefixNode] = []

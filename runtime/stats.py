@@ -7,10 +7,12 @@ quantiles are the reader's differences between two snapshots.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coppice.radix.windows import Counts
@@ -74,6 +76,7 @@ class EngineStats:
     eviction_age: Histogram
     rounded_off_tokens: int
     pins: int
+    resident_bytes: int | None  # of the process's memory; None where the system does not tell
 
 
 class StatsRecorder:
@@ -127,6 +130,15 @@ class StatsRecorder:
         self.finished[reason] += 1
 
 
+def _resident_bytes() -> int | None:
+    """Memory of this process that is in use, as Linux tells it."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def engine_stats(engine: Engine) -> EngineStats:
     """The engine's counters as of now. Settles the cache's accounts; O(running) besides."""
     recorder, counters, tree, pins = engine.recorder, engine.counters, engine.tree, engine.pins
@@ -163,4 +175,5 @@ def engine_stats(engine: Engine) -> EngineStats:
         eviction_age=accounts.eviction_ages.snapshot(),
         rounded_off_tokens=accounts.rounded_off_tokens,
         pins=len(pins),
+        resident_bytes=_resident_bytes(),
     )

@@ -88,7 +88,8 @@ function nearMiss(miss, named) {
   return h("article", { class: "near" },
     h("h3", null, `${count(miss.tokens_cost)} tokens computed again`),
     h("p", { class: "note" },
-      `${plural(miss.requests, "request")} shared the first ${count(miss.position)} tokens, then differed, `,
+      `${plural(miss.requests, "request")} ${miss.position
+        ? `shared the first ${plural(miss.position, "token")}, then differed` : "differed from the beginning"}, `,
       `then went on with ${count(miss.tokens_after)} tokens that were known${named ? `, in namespace ${miss.namespace}` : ""}.`),
     miss.before.tokens ? h("p", { class: "shared" }, h("span", null, "shared"), context(miss.before, "end")) : null,
     example ? [side("ours", "they had", example.ours), side("theirs", "cached was", example.theirs)] : null,

@@ -156,6 +156,7 @@ def served(checkpoint: Path) -> Iterator[Callable[..., str]]:
             )
             assert process.stdout is not None
             lines = list(iter_until(process.stdout, "url "))
+            assert lines, "the server did not start"
             assert lines[-1].startswith("url "), f"the server did not start: {lines}"
             running[options] = process, lines[-1].split()[-1]
         return running[options][1]

@@ -105,6 +105,35 @@ async def test_isolated_keys_share_nothing(serving: Callable[..., Any]) -> None:
         assert (await client.ask("/cache/report", key="a"))[0] == 403
 
 
+async def test_reports_and_pins_of_isolated_keys(serving: Callable[..., Any]) -> None:
+    """They are the admins', and name a key by its name; the page itself is open."""
+    options = {"api_key": ("ann=a", "bob=b"), "admin_api_key": ("ops=o",), "isolate_keys": True}
+    async with serving(**options) as client:
+        for key in ("a", "a", "b"):
+            assert (await client.ask(COMPLETIONS, BODY, key))[0] == 200
+        for path in ("/cache/report", "/cache/pins", "/metrics"):
+            assert (await client.ask(path))[0] == 401
+            assert (await client.ask(path, key="a"))[0] == 403
+        _, report, _ = await client.ask("/cache/report", key="o")
+        assert [each["name"] for each in report["namespaces"]] == ["ann", "bob"]
+        for path in ("/cache", "/cache/page/main.js"):
+            async with client.session.get(client.url + path) as response:
+                assert response.status == 200
+        admin = {"Authorization": "Bearer o"}
+        kept = {}
+        for tenant in ("bob", None, "cid"):
+            pin = {"name": f"for {tenant}", "prompt": PROMPT, "tenant": tenant}
+            url = client.url + "/cache/pins"
+            async with client.session.put(url, json=pin, headers=admin) as response:
+                kept[tenant] = response.status, await response.json()
+        assert kept["bob"][1]["namespace"] == "bob"
+        assert kept["bob"][1]["cached_tokens"] == kept["bob"][1]["tokens"]
+        assert (kept[None][1]["namespace"], kept[None][1]["cached_tokens"]) == ("ops", 0)
+        status, answer = kept["cid"]
+        assert (status, answer["error"]["param"]) == (400, "tenant")
+        assert "the name of a key (ann, bob, ops), got 'cid'" in answer["error"]["message"]
+
+
 async def test_requests_at_once(serving: Callable[..., Any]) -> None:
     async with serving(api_key=("a", "b"), max_concurrent_requests=2) as client:
         running = [asyncio.create_task(client.ask(COMPLETIONS, ENDLESS, "a")) for _ in range(2)]

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from coppice.frontend.reporter import Reporter
 from coppice.frontend.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
-from coppice.runtime.live_report import LiveReport
 from coppice.runtime.sampling_params import SamplingParams
 
 SHARED = " ".join(f"The key is under the mat of house {7 * number}." for number in range(14)) + " "
@@ -176,16 +176,13 @@ class Counted:
 
     def __init__(self, checkpoint: Path, seconds: float) -> None:
         self.engine = Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512))
-        self.seconds = seconds  # that a live report is said to take
+        self.seconds = seconds  # that a look at the tree is said to take
         self.asked: list[str] = []
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.asked.append(method)
         found = getattr(self.engine, method)(*args, **kwargs)
-        if isinstance(found, LiveReport):
-            fields = {name: getattr(found, name) for name in found.__dataclass_fields__}
-            return LiveReport(**(fields | {"seconds": self.seconds}))
-        return found
+        return replace(found, seconds=self.seconds) if method == "tree_picture" else found
 
 
 async def test_many_readers_cost_the_engine_no_more_than_one(
@@ -198,16 +195,16 @@ async def test_many_readers_cost_the_engine_no_more_than_one(
     monkeypatch.setattr(loop, "time", lambda: now)
     reports = await asyncio.gather(*(reporter.report() for _ in range(20)))
     assert len(set(reports)) == 1
-    assert engine.asked == ["live_report"]
+    assert engine.asked == ["tree_picture", "live_report"]
     now += 1.5
     await reporter.report()
-    assert engine.asked == ["live_report", "stats"], "a walk of 0.1 s is due every 5 s"
+    assert engine.asked[2:] == ["live_report"], "a walk of 0.1 s is due every 5 s"
     now += 4
     await reporter.report()
-    assert engine.asked == ["live_report", "stats", "live_report"]
+    assert engine.asked[3:] == ["tree_picture", "live_report"]
     reporter.forget()
     await reporter.report()
-    assert engine.asked[-1] == "live_report"
+    assert engine.asked[5:] == ["tree_picture", "live_report"]
 
 
 def test_history_keeps_three_spans_in_fixed_memory(checkpoint: Path) -> None:
@@ -230,11 +227,17 @@ def test_history_keeps_three_spans_in_fixed_memory(checkpoint: Path) -> None:
         assert found["at"][-1] == 10_000
     assert sum(spans["day"]["seconds"]) == 10_000
     assert sum(spans["day"]["prompt_tokens"]) == 4 * 3, "all but what was before the first sample"
-    anew = Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512)).stats()
-    again = history.over_time("hour", Sample(10_005.0, anew))
+    fresh = Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512)).stats()
+    again = history.over_time("hour", Sample(10_005.0, fresh))
     assert min(again["prompt_tokens"]) >= 0, "an engine that began again counts from zero"
     report = report_json(
-        engine.live_report(), history, now, model="m", started=0.0, names=Names(None, b"1" * 16)
+        engine.live_report(),
+        engine.tree_picture(),
+        history,
+        model="m",
+        at=now.at,
+        started=0.0,
+        names=Names(None, b"1" * 16),
     )
     jsonschema.validate(json.loads(json.dumps(report)), report_schema())
 
@@ -283,6 +286,11 @@ def test_a_pin_beyond_the_budget_is_refused(quiet: Server) -> None:
         ([], None, "the body must be a JSON object"),
         ({}, "name", "name must be a string of 1 to 200 characters, got None"),
         ({"name": "x" * 201, "prompt": "a"}, "name", "1 to 200 characters"),
+        ({"name": "\ud800", "prompt": "a"}, "name", "name must be valid Unicode"),
+        ({"name": "x", "prompt": "\ud800"}, "prompt", "prompt must be valid Unicode"),
+        ({"name": "x", "prompt": "a", "cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
+        ({"name": "x", "prompt_token_ids": [10**30]}, "prompt_token_ids", "from 0 to"),
+        ({"name": "x", "prompt": "a", "tenant": "b"}, "tenant", "tenant must be the name of a key"),
         ({"name": "x"}, "prompt", "one of prompt, prompt_token_ids and messages"),
         ({"name": "x", "prompt": "a", "messages": []}, "prompt", "prompt and messages"),
         ({"name": "x", "prompt": 3}, "prompt", "prompt must be a string, got 3"),
@@ -298,7 +306,7 @@ def test_a_pin_beyond_the_budget_is_refused(quiet: Server) -> None:
     ],
 )
 def test_a_bad_pin_is_refused_by_name(quiet: Server, body: Any, param: Any, message: str) -> None:
-    error = quiet.refused(400, "PUT", "/cache/pins", json=body)
+    error = quiet.refused(400, "PUT", "/cache/pins", content=json.dumps(body))
     assert message in error["message"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
 

@@ -21,6 +21,9 @@ needs_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="needs the browser chromium (Debian's package of that name)"
 )
 
+# On a busy machine a request and the page's next look take their time.
+sync_api.expect.set_options(timeout=30_000)
+
 # Text that would do something if it came into the page as anything but text.
 HOSTILE = "</script><img src=x onerror='window.broken=1'><b>bold</b> &amp; "
 HOUSES = " ".join(f"The key is under the mat of house {7 * number}." for number in range(14))

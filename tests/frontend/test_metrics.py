@@ -114,7 +114,7 @@ def test_every_name_says_its_unit_and_has_a_description(url: str) -> None:
     assert len(ours) >= 25
     units = ("_seconds", "_tokens", "_pages", "_requests", "_sequences", "_responses", "_steps",
              "_pins", "_preemptions", "_running", "_waiting", "_finished", "_refused", "_up",
-             "_info")  # fmt: skip
+             "_info", "_restarts", "_bytes")  # fmt: skip
     for family in ours:
         assert family.documentation, family.name
         assert family.name.endswith(units), family.name
@@ -129,11 +129,12 @@ async def test_without_an_engine_the_rest_is_still_told() -> None:
 
     from aiohttp.test_utils import make_mocked_request
 
-    (route,) = Metrics(Dead(), "tiny").routes()
+    (route,) = Metrics(Dead(), "tiny", lambda: 3).routes()
     answer: Any = await route.handler(make_mocked_request("GET", "/metrics"))
     text = answer.body.decode()
     assert 'coppice_engine_info{model="tiny"} 1.0' in text
     assert "coppice_engine_up 0.0" in text
+    assert "coppice_engine_restarts_total 3.0" in text
     assert "coppice_prompt_tokens" not in text
 
 

@@ -34,6 +34,15 @@ def test_resident_pages_and_idle_age() -> None:
     assert [(p.num_tokens, p.resident_pages) for p in top_prefixes(tree, 5)] == [(4, 1)]
 
 
+def test_nodes_that_were_hit_come_parents_first() -> None:
+    tree = RadixTree(PagePool(64, 4))
+    for tokens in ([*range(10), 90], [*range(10), 91], [*range(10), 91, 92], [50, 51]):
+        cache(tree, tokens)
+    hit = list(tree.hit_nodes())
+    assert [(node.start, node.end, node.hits) for node in hit] == [(0, 10, 2), (10, 11, 1)]
+    assert {id(node) for node in hit} == {id(node) for node in tree.nodes() if node.hits}
+
+
 def test_a_use_after_the_last_record_has_no_time() -> None:
     tree, uses = RadixTree(PagePool(64, 4)), Timeline()
     cache(tree, [*range(10), 90])
