@@ -43,7 +43,7 @@ class World:
         self.queue = WaitingQueue(self.tree, policy, slack=10**9, overtaking=None)
         self.waiting: dict[int, Sequence] = {}
         self.leading: list[Sequence] = []
-        self.aside = 0
+        self.aside: list[Sequence] = []
         self.arrivals = 0
 
     def tokens(self) -> list[int]:
@@ -69,7 +69,7 @@ class World:
         free = [
             each
             for each in self.waiting.values()
-            if self.shared(each) < waiting_tree.MIN_SHARED_TOKENS
+            if self.shared(each) < waiting_tree.MIN_SHARED_TOKENS and each not in self.aside
         ]
         keys = {
             "lpm": lambda each: (-self.hit(each), each.request.arrival),
@@ -94,6 +94,8 @@ class World:
         elif chance < 0.75 and self.waiting:
             gone = self.waiting.pop(rng.choice(list(self.waiting)))
             self.queue.remove(gone)
+            if gone in self.aside:
+                self.aside.remove(gone)
             if rng.random() < 0.7:
                 gone.computed = self.hit(gone)
                 self.queue.lead(gone, gone.computed)
@@ -104,8 +106,13 @@ class World:
                 enter(self.tree, list(leader.tokens), leader.request.namespace)
             self.queue.stop_leading(leader)
         elif chance < 0.9 and self.waiting:
-            self.queue.set_aside(self.waiting[rng.choice(list(self.waiting))])
-            self.queue.restore(self.hit)
+            kept = [each for each in self.waiting.values() if each not in self.aside]
+            if len(self.aside) < 3 and kept:
+                self.aside.append(rng.choice(kept))
+                self.queue.set_aside(self.aside[-1])
+            else:
+                self.queue.restore(self.hit)
+                self.aside.clear()
 
     def check(self) -> None:
         assert len(self.queue) == len(self.waiting)
