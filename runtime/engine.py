@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from coppice.radix import (
     PagePool,
@@ -34,18 +30,14 @@ from coppice.runtime.live_report import (
 from coppice.runtime.model_runner import ModelRunner
 from coppice.runtime.paging import Paging
 from coppice.runtime.report import CacheReport, Counters, make_report
-from coppice.runtime.request import QueueFull, Request, Sequence, StepOutput, Unfinished
-from coppice.runtime.sampler import Sampled, Sampler
+from coppice.runtime.request import QueueFull, Request, StepOutput, Unfinished
 from coppice.runtime.sampling_params import SamplingParams
-from coppice.runtime.scheduler import Schedule, Scheduler
+from coppice.runtime.scheduler import Scheduler
 from coppice.runtime.sequences import Sequences
 from coppice.runtime.stats import EngineStats, StatsRecorder, engine_stats
+from coppice.runtime.steps import Steps
 from coppice.runtime.upkeep import is_balanced, recount
 from coppice.runtime.weights import resolve_model
-
-logger = logging.getLogger(__name__)
-
-GRAMMAR_WAIT_SECONDS = 0.01
 
 
 class Engine:
@@ -82,7 +74,6 @@ class Engine:
         self.counters = Counters()
         self.recorder = StatsRecorder()
         self.accounts = PromptAccounts(self.num_pages * config.page_size)
-        self._sampler = Sampler(self.model_config.eos_token_ids)
         source = resolve_model(config.model) if tokenizer is None else tokenizer
         vocabulary, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
         self.intake = Intake(
@@ -93,7 +84,15 @@ class Engine:
         )
         self._new_pages()
         self._sequences = Sequences(self.scheduler, self.recorder)
-        self._searches = BeamSearches(self._sequences, self.model_config.eos_token_ids, watch_lines)
+        self._searches = BeamSearches(self._sequences, eos, watch_lines)
+        self._steps = Steps(
+            self.runner,
+            self._sequences,
+            self._searches,
+            counters=self.counters,
+            recorder=self.recorder,
+            accounts=self.accounts,
+        )
 
     def _new_pages(self) -> None:
         tree = RadixTree(
@@ -215,14 +214,9 @@ class Engine:
         ended = [each for each in sequences if index is None or each.index == index]
         for sequence in ended:
             keep = not (sequence.request.beam_search and sequence.num_generated)
-            self._end(sequence, "abort" if index is None else "stop", keep=keep)
+            self._steps.end(sequence, "abort" if index is None else "stop", keep=keep)
         self._check_when_idle()
         return bool(ended)
-
-    def _end(self, sequence: Sequence, reason: str, *, keep: bool = True) -> None:
-        """A sequence has ended; so has its request, if it was the last one."""
-        if self._sequences.end(sequence, reason, keep=keep):
-            self._searches.forget(sequence.request.request_id)
 
     def has_unfinished(self) -> bool:
         return self._sequences.num_requests > 0
@@ -236,108 +230,13 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Schedules, runs and commits one mixed batch; [] when there is nothing to do."""
-        refused = [
-            output
-            for sequence, why in self._sequences.compiled()
-            for output in self._end_failed(sequence.request.request_id, why)
-        ]
-        if refused:
-            return refused
-        start = time.perf_counter()
-        schedule = self.scheduler.schedule()
-        if not schedule.chunks:
-            self._sequences.wait_for_grammar(GRAMMAR_WAIT_SECONDS)
-            return []
         try:
-            sequences, sampled = self._run(schedule)
-        except BaseException as error:
-            # Copies that were to be made may be missing: nothing of this step can be resumed.
-            outputs = self._fail(schedule, error)
-            if not isinstance(error, Exception):
-                raise
-            logger.exception("a step failed; the %d requests in it end", len(schedule.chunks))
-            return outputs
-        seconds = time.perf_counter() - start
-        self.scheduler.observe(schedule, seconds)
-        for request_id in self.counters.ran(schedule, seconds):
-            self.recorder.scheduled(request_id, seconds)
-        self.recorder.stepped(schedule, seconds)
-        outputs = self._commit(schedule, sequences, sampled)
+            outputs = self._steps.make()
+        finally:
+            self._check_when_idle()
         self.accounts.evictions(self.tree)
         self.pins.refresh()
-        self._check_when_idle()
         return outputs
-
-    @torch.inference_mode()
-    def _run(self, schedule: Schedule) -> tuple[list[Sequence], Sampled]:
-        """Computes the step; the sequences that got a token, and the tokens."""
-        batch, logits = self.runner.run(schedule)
-        self.accounts.settle_batch()  # a device computes meanwhile
-        sequences = batch.sampled
-        rows = self._sequences.with_siblings(sequences)
-        if len(rows) > len(logits):
-            logits = logits[rows]
-        beams = [row for row, each in enumerate(sequences) if each.request.beam_search]
-        if beams:
-            self._searches.score(logits[beams], [sequences[row] for row in beams])
-            others = [row for row, each in enumerate(sequences) if not each.request.beam_search]
-            logits, sequences = logits[others], [sequences[row] for row in others]
-        return sequences, self._sampler.sample(logits, sequences)
-
-    def _commit(
-        self, schedule: Schedule, sequences: list[Sequence], sampled: Sampled
-    ) -> list[StepOutput]:
-        for chunk in schedule.chunks:
-            self.scheduler.computed(chunk)
-        self._sequences.enter(sequences)
-        errors = sampled.errors
-        self.recorder.sampled(each for row, each in enumerate(sequences) if row not in errors)
-        outputs = []
-        for row, (sequence, token) in enumerate(zip(sequences, sampled.tokens, strict=True)):
-            if row not in sampled.errors:
-                sequence.tokens.append(token)
-            if sequence.preempted:  # a fork that found no place
-                self.scheduler.add(sequence)
-            if row in sampled.errors:
-                self._end(sequence, "error")
-                outputs.append(StepOutput.of(sequence, (), "error", None, sampled.errors[row]))
-                continue
-            self.counters.generated_tokens += 1
-            reason, stop = sequence.ending(self.model_config.eos_token_ids)
-            if reason is not None:
-                self._end(sequence, reason)
-            logprobs = sampled.logprobs[row]
-            outputs.append(StepOutput.of(sequence, (token,), reason, stop, logprobs=logprobs))
-        found = self._searches.advance()
-        self.counters.generated_tokens += sum(len(each.new_token_ids) for each in found)
-        return outputs + found
-
-    def _fail(self, schedule: Schedule, error: BaseException) -> list[StepOutput]:
-        """Ends the requests of a step that failed; only what was committed before stays cached."""
-        self.counters.failed_steps += 1
-        message = f"the step failed: {type(error).__name__}: {error}"
-        targets = {copy.target for copy in schedule.copies}
-        without_copy = [s for s in self.scheduler.running if not targets.isdisjoint(s.table)]
-        sequences = [*(chunk.sequence for chunk in schedule.chunks), *without_copy]
-        failed = dict.fromkeys(each.request.request_id for each in sequences)
-        outputs = [
-            output for request_id in failed for output in self._end_failed(request_id, message)
-        ]
-        self._check_when_idle()
-        return outputs
-
-    def _end_failed(self, request_id: str, message: str) -> list[StepOutput]:
-        """Ends a request; an error for each of its results, those not yet begun included."""
-        sequences = self._sequences.of(request_id)
-        first = sequences[0]
-        results = self._searches.results(request_id)
-        if results is None and not first.forked:
-            results = first.request.params.n
-        indices = [each.index for each in sequences] if results is None else range(results)
-        error = StepOutput.of(first, (), "error", None, message)
-        for sequence in sequences:
-            self._end(sequence, "error", keep=False)
-        return [replace(error, index=index) for index in indices]
 
     # -- pins --------------------------------------------------------------------------------
 

@@ -239,17 +239,13 @@ def test_ends(tiny_checkpoint, expected):
     (got,), _ = run(made, [prompt], longer)
     assert len(got) >= first + 3 and stop not in got[: first + 3]
 
-    made.model_config = replace_eos(made.model_config, stop)
+    made = engine(tiny_checkpoint("llama", eos_token_id=stop))
     (got,), (output,) = run(made, [prompt], SamplingParams(temperature=0, max_tokens=12))
     assert got == tokens[: first + 1]
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
 
     (got,), (output,) = run(made, [prompt], GREEDY)
     assert got == tokens and output.finish_reason == "length"
-
-
-def replace_eos(config, token):
-    return dataclasses.replace(config, eos_token_ids=(token,))
 
 
 def test_the_models_length_ends_a_sequence(tiny_checkpoint):
