@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +156,37 @@ def opened(browser: Any, url: str) -> Iterator[Callable[..., Window]]:
         assert all(asked.startswith((url, "data:")) for asked in each.requests), each.requests
 
 
+@contextmanager
+def load(url: str, checkpoint: Path) -> Iterator[None]:
+    """Requests come, two at a time, as long as it is open."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(timeout=60) as http:
+            while not ended.is_set():
+                body = {"model": str(checkpoint), "prompt": HOUSES, "max_tokens": 20}
+                http.post(url + "/v1/completions", json=body | {"ignore_eos": True})
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
 @needs_browser
-def test_the_numbers_on_the_page_are_the_jsons(opened: Callable[..., Window]) -> None:
-    window = opened()
-    report = window.freeze()
+def test_the_numbers_on_the_page_are_the_jsons_under_load(
+    opened: Callable[..., Window], url: str, checkpoint: Path
+) -> None:
+    with load(url, checkpoint):
+        window = opened()
+        first = window.text("#requests")
+        sync_api.expect(window.page.locator("#requests")).not_to_have_text(first)
+        report = window.freeze()
     present = report["present"]
     counts = report["counts"][present["window"]]
     assert window.text("#hit-rate") == f"{counts['hit_rate']:.1%}"
