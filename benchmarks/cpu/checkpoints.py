@@ -1,0 +1,91 @@
+"""The two models of the CPU yardstick as checkpoints: random weights, and a tokenizer of numbers.
+
+S is a Llama in the shape of SmolLM-135M, M a Qwen2 in the shape of Qwen2.5-0.5B; both with 32,000
+tokens. They are written once and found again later.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+MODELS = ("S", "M")
+VOCABULARY = 32_000
+LENGTH = 8192
+
+
+def checkpoint(name: str, cache: Path) -> Path:
+    """The folder of a model's checkpoint below `cache`, written if it is not there yet."""
+    if name not in MODELS:
+        raise ValueError(f"model is {name!r}; it must be one of {', '.join(MODELS)}")
+    folder = cache / f"model-{name}"
+    if not folder.exists():
+        # Written beside and renamed, so that one that was interrupted is not taken for whole.
+        partial = cache / f"model-{name}.{os.getpid()}"
+        _write_model(name, partial)
+        _write_tokenizer(partial)
+        try:
+            partial.rename(folder)
+        except OSError:  # another run was faster
+            shutil.rmtree(partial)
+    return folder
+
+
+def _write_model(name: str, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+    common = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LENGTH,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if name == "S":
+        config = LlamaConfig(
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            **common,
+        )
+    else:
+        config = Qwen2Config(
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            **common,
+        )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Biases of zero would hide a peer that leaves them out.
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Words `w3`, `w4`, ... for the ids: engines that insist on a tokenizer are served."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<s>", "</s>", *(f"w{index}" for index in range(3, VOCABULARY))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<unk>",
+    ).save_pretrained(folder)

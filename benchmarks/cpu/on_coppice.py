@@ -1,0 +1,73 @@
+"""Worker of the CPU yardstick: Coppice itself."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pipe import Peer, serve
+from workloads import Job
+
+import coppice
+from coppice import BeamSearchParams, Engine, EngineConfig, SamplingParams
+
+
+class Coppice(Peer):
+    """The engine's own loop: requests added, steps made until none is left."""
+
+    version = coppice.__version__
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch
+
+        torch.set_num_threads(options["threads"])
+        self._engine = Engine(
+            EngineConfig(
+                model=options["checkpoint"],
+                dtype="float32",
+                quantization="int8" if options["precision"] == "int8" else None,
+                kv_cache_tokens=options["tokens_shared"],
+                max_num_seqs=options["lines"],
+            )
+        )
+
+    def run(self, jobs: list[Job], fresh: bool) -> dict[str, Any]:
+        engine = self._engine
+        if fresh:
+            engine.reset_cache()
+        start = time.perf_counter()
+        for index, job in enumerate(jobs):
+            if job.beams:
+                search = BeamSearchParams(job.beams, job.out, ignore_eos=True)
+                engine.add_beam_search(str(index), job.prompt, search)
+            else:
+                params = SamplingParams(
+                    n=job.n,
+                    temperature=1.0 if job.n > 1 else 0.0,
+                    max_tokens=job.out,
+                    ignore_eos=True,
+                )
+                engine.add_request(str(index), job.prompt, params)
+        lines: dict[tuple[str, int], list[int]] = {}
+        first: dict[str, float] = {}
+        while engine.has_unfinished():
+            for output in engine.step():
+                if output.error:
+                    raise RuntimeError(output.error)
+                first.setdefault(output.request_id, time.perf_counter() - start)
+                line = lines.setdefault((output.request_id, output.index), [])
+                line.extend(output.new_token_ids)
+        seconds = time.perf_counter() - start
+        tokens = [
+            [lines[str(index), line] for line in range(max(job.n, job.beams, 1))]
+            for index, job in enumerate(jobs)
+        ]
+        return {
+            "seconds": seconds,
+            "first": [first[str(index)] for index in range(len(jobs))],
+            "tokens": tokens,
+        }
+
+
+if __name__ == "__main__":
+    serve(Coppice)

@@ -1,0 +1,137 @@
+"""Worker of the CPU yardstick: transformers' `generate`, or its continuous batching."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import transformers
+from pipe import Peer, Unsupported, serve
+from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
+from workloads import Job
+
+
+class _FirstToken(StoppingCriteria):
+    """Notes when the first token came; it stops nothing."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self._start = time.perf_counter()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if self.seconds is None:
+            self.seconds = time.perf_counter() - self._start
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+class Transformers(Peer):
+    """`variant["continuous"]` chooses continuous batching; else one batch, without padding."""
+
+    version = transformers.__version__
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        if options["precision"] != "float32":
+            raise Unsupported("transformers has no int8 for a CPU")
+        torch.set_num_threads(options["threads"])
+        self._continuous = options["variant"].get("continuous", False)
+        self._options = options
+        self._manager: Any = None
+        self._model = AutoModelForCausalLM.from_pretrained(
+            options["checkpoint"],
+            dtype=torch.float32,
+            attn_implementation="sdpa",  # the paged one, where batching is continuous
+        ).eval()
+
+    def run(self, jobs: list[Job], fresh: bool) -> dict[str, Any]:
+        return self._run_continuous(jobs) if self._continuous else self._run_batch(jobs)
+
+    @torch.inference_mode()
+    def _run_batch(self, jobs: list[Job]) -> dict[str, Any]:
+        job = jobs[0]
+        ids = torch.tensor([each.prompt for each in jobs])
+        lines = max(job.n, job.beams, 1)
+        first = _FirstToken()
+        start = time.perf_counter()
+        result = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=_config(job),
+            num_return_sequences=lines,
+            stopping_criteria=[first],
+        )
+        seconds = time.perf_counter() - start
+        made = result[:, ids.shape[1] :].tolist()
+        return {
+            "seconds": seconds,
+            "first": [first.seconds] * len(jobs),
+            "tokens": [made[at : at + lines] for at in range(0, len(made), lines)],
+        }
+
+    def _run_continuous(self, jobs: list[Job]) -> dict[str, Any]:
+        job = jobs[0]
+        if job.beams:
+            raise Unsupported("continuous batching has no beam search")
+        from transformers import ContinuousBatchingConfig
+
+        # Samples are requests of their own, which share their prompt's blocks.
+        prompts = [each.prompt for each in jobs for _ in range(each.n)]
+        page = 32  # as small as is usual elsewhere: hits are whole blocks
+        start = time.perf_counter()
+        if self._manager is None or self._sampled != (job.n > 1):
+            if self._manager is not None:
+                self._manager.stop(block=True)
+                self._manager.destroy()
+            self._sampled = job.n > 1
+            config = ContinuousBatchingConfig(
+                page_size=page,
+                num_blocks=self._options["tokens_separate"] // page + 64,
+                max_batch_tokens=2048,
+                use_async_batching=False,
+                use_cuda_graph=False,
+            )
+            self._manager = self._model.init_continuous_batching(_config(job), config)
+            self._manager.start()
+            start = time.perf_counter()  # making the manager is start-up
+        names = self._manager.add_requests(
+            inputs=prompts, max_new_tokens=job.out, record_timestamps=True
+        )
+        results: dict[str, Any] = {}
+        while len(results) < len(prompts):
+            result = self._manager.get_result(timeout=1)
+            if result is None:
+                if not self._manager.is_running():
+                    raise RuntimeError("the generation thread ended")
+            elif result.is_finished():
+                if result.error is not None:
+                    raise RuntimeError(result.error)
+                results[result.request_id] = result
+        seconds = time.perf_counter() - start
+        found = [results[name] for name in names]
+        made = [result.generated_tokens for result in found]
+        first = [result.timestamps[0] - start if result.timestamps else None for result in found]
+        return {
+            "seconds": seconds,
+            "first": first[:: job.n],
+            "tokens": [made[at : at + job.n] for at in range(0, len(made), job.n)],
+        }
+
+    def close(self) -> None:
+        if self._manager is not None:
+            self._manager.stop(block=True)
+
+
+def _config(job: Job) -> GenerationConfig:
+    return GenerationConfig(
+        max_new_tokens=job.out,
+        min_new_tokens=None,
+        do_sample=job.n > 1,
+        **({"temperature": 1.0, "top_k": 0, "top_p": 1.0} if job.n > 1 else {}),
+        num_beams=max(job.beams, 1),
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+
+
+if __name__ == "__main__":
+    serve(Transformers)

@@ -1,0 +1,149 @@
+"""Worker of the CPU yardstick: vLLM's build for CPUs, compiled or (`variant["eager"]`) eager.
+
+Its int8 is W8A8: weights with a scale for each row, activations with one for each token, in a
+checkpoint that this writes itself in the format of compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from pipe import Peer, serve
+from workloads import Job
+
+
+class Vllm(Peer):
+    """The engine in this process, stepped until no request is left."""
+
+    @staticmethod
+    def prepare(options: dict[str, Any]) -> None:
+        if options["precision"] == "int8":
+            target = Path(options["folder"]) / "int8"
+            if not target.exists():
+                partial = target.with_suffix(".partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                _write_int8(Path(options["checkpoint"]), partial)
+                partial.rename(target)
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        checkpoint = Path(options["checkpoint"])
+        config = json.loads((checkpoint / "config.json").read_text())
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        token = 8 * config["hidden_size"] // heads * kv_heads * config["num_hidden_layers"]
+        space = math.ceil(options["tokens_shared"] * 1.2 * token / 2**30)
+        os.environ.update(
+            VLLM_CPU_KVCACHE_SPACE=str(space),  # GiB
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            VLLM_NO_USAGE_STATS="1",
+            OMP_NUM_THREADS=str(options["threads"]),
+        )
+        import vllm
+
+        self.version = vllm.__version__
+        self._vllm = vllm
+        if options["precision"] == "int8":
+            checkpoint = Path(options["folder"]) / "int8"
+        self._llm = vllm.LLM(
+            str(checkpoint),
+            dtype="float32",
+            max_model_len=options["length"] + 64,
+            max_num_seqs=max(options["lines"], 32),
+            max_num_batched_tokens=2048 if options["length"] + 64 <= 2048 else 4096,
+            enable_prefix_caching=True,
+            enforce_eager=options["variant"].get("eager", False),
+            disable_log_stats=True,
+        )
+        self._next = 0
+
+    def run(self, jobs: list[Job], fresh: bool) -> dict[str, Any]:
+        if fresh:
+            self._llm.reset_prefix_cache()
+        if jobs[0].beams:
+            return self._search(jobs)
+        engine = self._llm.llm_engine
+        names = []
+        start = time.perf_counter()
+        for job in jobs:
+            params = self._vllm.SamplingParams(
+                n=job.n,
+                temperature=1.0 if job.n > 1 else 0.0,
+                max_tokens=job.out,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            names.append(str(self._next))
+            self._next += 1
+            engine.add_request(names[-1], {"prompt_token_ids": job.prompt}, params)
+        first: dict[str, float] = {}
+        found: dict[str, list[list[int]]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if any(each.token_ids for each in output.outputs):
+                    first.setdefault(output.request_id, time.perf_counter() - start)
+                if output.finished:
+                    found[output.request_id] = [list(each.token_ids) for each in output.outputs]
+        seconds = time.perf_counter() - start
+        return {
+            "seconds": seconds,
+            "first": [first[name] for name in names],
+            "tokens": [found[name] for name in names],
+        }
+
+    def _search(self, jobs: list[Job]) -> dict[str, Any]:
+        from vllm.sampling_params import BeamSearchParams
+
+        params = BeamSearchParams(jobs[0].beams, jobs[0].out, ignore_eos=True)
+        prompts = [{"prompt_token_ids": job.prompt} for job in jobs]
+        start = time.perf_counter()
+        outputs = self._llm.beam_search(prompts, params)
+        seconds = time.perf_counter() - start
+        tokens = [
+            [list(each.tokens[len(job.prompt) :]) for each in output.sequences]
+            for job, output in zip(jobs, outputs, strict=True)
+        ]
+        return {"seconds": seconds, "first": None, "tokens": tokens}
+
+
+def _write_int8(checkpoint: Path, target: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    target.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (checkpoint / name).exists():
+            shutil.copy(checkpoint / name, target / name)
+    tensors = {}
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            scale = tensor.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
+            tensors[name] = (tensor / scale).round().to(torch.int8)
+            tensors[name + "_scale"] = scale
+        else:
+            tensors[name] = tensor
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    common = {"num_bits": 8, "type": "int", "symmetric": True}
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**common, "strategy": "channel", "dynamic": False},
+                "input_activations": {**common, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (target / "config.json").write_text(json.dumps(config, indent=1))
+
+
+if __name__ == "__main__":
+    serve(Vllm)
