@@ -20,6 +20,7 @@ from coppice.frontend.routes import Handler
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 5
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 CLIENT_IS_GONE = 499  # nginx's number for it; only the log sees it
 LONGEST_ID = 128  # characters of an id that a client brings
 
@@ -69,11 +70,22 @@ async def written_down(request: web.Request, handler: Handler) -> web.StreamResp
 
 
 def cross_origin(origins: tuple[str, ...]) -> Middleware:
-    """Lets the scripts of web pages from these origins use the server; without any, none."""
+    """Lets the scripts of web pages from these origins use the server; without any, none.
+
+    A browser sends some requests of a foreign page without asking first, and only keeps the answer
+    from it: on a server without keys that would do for emptying the cache. So these are refused.
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = cors_headers(request, origins)
+        if not headers and request.method not in SAFE_METHODS and _is_foreign(request):
+            text = (
+                f"pages from {request.headers['Origin'][:200]} may not use this server; "
+                f"--cors-origin would allow it"
+            )
+            body = error_body(text, kind="permission_error", code="forbidden")
+            return web.json_response(body, status=403)
         asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
         response = web.Response(status=204) if asks and headers else await handler(request)
         if not response.prepared:  # a stream has sent them already, see `stream_headers`
@@ -81,6 +93,12 @@ def cross_origin(origins: tuple[str, ...]) -> Middleware:
         return response
 
     return middleware
+
+
+def _is_foreign(request: web.Request) -> bool:
+    """Whether it comes from a web page that is not this server's own."""
+    origin = request.headers.get("Origin")
+    return origin is not None and origin.partition("://")[2] != request.host
 
 
 def cors_headers(request: web.Request, origins: tuple[str, ...]) -> dict[str, str]:

@@ -221,6 +221,11 @@ async def test_pages_of_other_origins(serving: Callable[..., Any]) -> None:
     ):
         assert response.status != 204
         assert "Access-Control-Allow-Origin" not in response.headers
+    async with serving() as client:
+        status, answer, _ = await client.ask(COMPLETIONS, BODY, **page)
+        assert (status, answer["error"]["code"]) == (403, "forbidden")
+        assert (await client.ask(COMPLETIONS, BODY, Origin=client.url))[0] == 200
+        assert (await client.ask("/v1/models", **page))[0] == 200
     async with serving(api_key=("a",), cors_origin=("https://page.example",)) as client:
         async with client.session.options(client.url + COMPLETIONS, headers=preflight) as response:
             assert response.status == 204
