@@ -46,9 +46,13 @@ class Tokenizer:
         # decoder takes three times as long as that.
         plain = getattr(type(self.wrapped), "_decode", None) is PreTrainedTokenizerFast._decode
         self._direct = self.wrapped.backend_tokenizer if plain else None
+        # The same of what it does around the encoder, which holds up all other threads besides.
+        own = getattr(type(self.wrapped), "_encode_plus", None)
+        plain = own is not None and own is PreTrainedTokenizerFast._encode_plus
+        self._encoder = self.wrapped.backend_tokenizer if plain else None
         # A first call settles the padding and truncation that a tokenizer file may carry, so that
         # later calls change nothing and may come from several threads.
-        self.encode("settle")
+        self.wrapped("settle")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around one.
@@ -57,7 +61,7 @@ class Tokenizer:
             ValueError: the text has half of a surrogate pair in it, which no encoding can express.
         """
         check_characters("prompt", text)
-        return list(self.wrapped(text, add_special_tokens=True)["input_ids"])
+        return self._ids(text, add_special_tokens=True)
 
     def encode_more(self, text: str) -> list[int]:
         """Token ids of text that goes on behind other text: no special tokens are added.
@@ -66,7 +70,14 @@ class Tokenizer:
             ValueError: as `encode` does.
         """
         check_characters("text", text)
-        return list(self.wrapped(text, add_special_tokens=False)["input_ids"])
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self._encoder is not None:
+            encode = self._encoder.encode_batch_fast
+            (found,) = encode([text], add_special_tokens=add_special_tokens)
+            return list(found.ids)
+        return list(self.wrapped(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the tokens, exactly as they spell it (no spaces are tidied away)."""

@@ -173,3 +173,14 @@ def test_a_failed_step_tells_why(tokenizer: Tokenizer) -> None:
     assert output.outputs[0].finish_reason == "error"
     assert output.outputs[0].stop_reason == "out of cheese"
     assert output.outputs[0].text == "the"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "The key 東京 🙂\n <|end|>x", " two  spaces ", "e\u0302"]
+)
+def test_tokens_are_those_of_transformers(tokenizer: Tokenizer, text: str) -> None:
+    """The short way to the encoder gives what the long one gives."""
+    assert tokenizer._encoder is not None
+    for special, encode in ((True, tokenizer.encode), (False, tokenizer.encode_more)):
+        wanted = tokenizer.wrapped(text, add_special_tokens=special)["input_ids"]
+        assert encode(text) == wanted
