@@ -37,11 +37,13 @@ class Vllm(Peer):
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         token = 8 * config["hidden_size"] // heads * kv_heads * config["num_hidden_layers"]
         space = math.ceil(options["tokens_shared"] * 1.2 * token / 2**30)
+        cores = sorted(os.sched_getaffinity(0))[: options["threads"]]
         os.environ.update(
             VLLM_CPU_KVCACHE_SPACE=str(space),  # GiB
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             VLLM_NO_USAGE_STATS="1",
-            OMP_NUM_THREADS=str(options["threads"]),
+            # By itself it would keep a core free for a server.
+            VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cores)),
         )
         import vllm
 
