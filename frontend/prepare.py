@@ -5,11 +5,13 @@ Prompts become tokens, and what is asked of the form of the text becomes one for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from coppice.frontend.bodies import BadRequest
+from coppice.frontend.conversation import check_characters
 from coppice.frontend.detokenizer import IncrementalDecoder
 from coppice.frontend.protocol import CompletionRequest
 from coppice.frontend.token_texts import TokenTexts
@@ -50,9 +52,24 @@ class Prepared:
 
 
 def prepare(
-    asked: CompletionRequest, tokenizer: Tokenizer, texts: TokenTexts, format: ToolFormat | None
+    asked: CompletionRequest,
+    tokenizer: Tokenizer,
+    texts: TokenTexts,
+    format: ToolFormat | None,
+    longest: int,
 ) -> Prepared:
-    """Raises ValueError, a BadRequest where the parameter is known, for what can't be done."""
+    """`longest` is the most tokens that the model takes.
+
+    Raises ValueError, a BadRequest where the parameter is known, for what can't be done.
+    """
+    for prompt in asked.prompts:
+        if isinstance(prompt, str):
+            check_characters("prompt", prompt)
+            tokenizer.check_length("prompt", prompt, longest)
+    for message in asked.messages:
+        for text in _texts(message.get("content")):
+            check_characters("messages", text)
+            tokenizer.check_length("messages", text, longest)
     if asked.form is not None:
         asked.form.check()
     params = asked.params
@@ -70,6 +87,13 @@ def prepare(
     if asked.echo:
         echoes = [_echo(text, ids, tokenizer, texts) for text, ids in prompts]
     return Prepared(prompts, params, echoes)
+
+
+def _texts(content: Any) -> list[str]:
+    """The texts of a message, whatever else is in it."""
+    parts = content if isinstance(content, list) else [content]
+    found = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return [text for text in found if isinstance(text, str)]
 
 
 def _with_tools(

@@ -269,6 +269,7 @@ class Server:
         much = size is None or size > MUCH_BYTES or asked.form is not None
         much = much or (asked.tools is not None and asked.tools.held)
         engine = self._engine
+        assert engine.ready is not None, "the server was started before the engine"
         return await asyncio.get_running_loop().run_in_executor(
             self._tokenizing_much if much else self._tokenizing,
             prepare,
@@ -276,6 +277,7 @@ class Server:
             engine.tokenizer,
             engine.texts.token_texts,
             self._tool_format,
+            engine.ready.max_model_len,
         )
 
     async def _stream(

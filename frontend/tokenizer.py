@@ -27,6 +27,9 @@ def model_source(model: str) -> str:
     return str(DEMO_MODEL) if model == "demo" else model
 
 
+_CUT = 64  # more tokens than cutting a text can add to it
+
+
 class Tokenizer:
     """The model's tokenizer, reduced to what the engine's front needs.
 
@@ -62,6 +65,24 @@ class Tokenizer:
         """
         check_characters("prompt", text)
         return self._ids(text, add_special_tokens=True)
+
+    def check_length(self, name: str, text: str, longest: int) -> None:
+        """Raises ValueError, with that name, for a text of far more than `longest` tokens.
+
+        It looks at no more of the text than that takes: tens of megabytes are refused in the time
+        that `longest` tokens cost, where encoding them would take a minute. What passes may still
+        be too long.
+        """
+        length = 8 * longest + 4096
+        while length < len(text):
+            # Cutting a text changes tokens only where it is cut.
+            count = len(self._ids(text[:length], add_special_tokens=False))
+            if count > longest + _CUT:
+                raise ValueError(
+                    f"{name} must be shorter than {longest} tokens (max_model_len), "
+                    f"got more than {count - _CUT}"
+                )
+            length *= 2
 
     def encode_more(self, text: str) -> list[int]:
         """Token ids of text that goes on behind other text: no special tokens are added.

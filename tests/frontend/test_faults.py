@@ -146,22 +146,41 @@ async def test_a_reader_that_stopped(client: Client, monkeypatch: pytest.MonkeyP
 
 
 async def test_a_prompt_of_ten_megabytes(client: Client) -> None:
-    """Refused with a reason, while others are answered."""
-    big = asyncio.create_task(
-        client.post(BODY | {"prompt": "The key is under the mat. " * 400_000})
-    )
-    answered = 0
-    while not big.done():
-        assert (await client.post(BODY))[0] == 200
-        answered += 1
-    status, answer, _ = await big
-    assert status == 400
-    assert "prompt must be shorter than 512 tokens" in answer["error"]["message"]
-    assert answered > 1  # more than the one that may have been ahead of it
+    """Refused with a reason, after a look at no more of it than the model could take."""
+    text = "The key is under the mat. " * 400_000
+    looked_at = []
+    encode = client.engine.tokenizer._ids
+
+    def encoding(piece: str, **options: Any) -> list[int]:
+        looked_at.append(len(piece))
+        return encode(piece, **options)
+
+    client.engine.tokenizer._ids = encoding  # type: ignore[method-assign]
+    chat = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    for path, body in (("completions", {"prompt": text}), ("chat/completions", {"messages": chat})):
+        url = f"{client.url}/v1/{path}"
+        async with client.session.post(url, json={"model": "tiny"} | body) as response:
+            assert response.status == 400
+            error = (await response.json())["error"]
+        assert "must be shorter than 512 tokens (max_model_len), got more than" in error["message"]
+        assert error["param"] == next(iter(body))
+    assert len(looked_at) == 2
+    assert max(looked_at) < 20_000
     status, answer, _ = await client.post(BODY | {"prompt": [2**40]})
     assert (status, answer["error"]["param"]) == (400, "prompt")
     status, answer, _ = await client.post(BODY | {"prompt": [1] * 3_000_000})
     assert status == 400
+
+
+async def test_a_long_text_of_few_tokens(client: Client) -> None:
+    """Length in characters is no reason to refuse a prompt."""
+    text = "The quick brown fox jumps over the lazy dog while the band plays on " * 20
+    tokenizer = client.engine.tokenizer
+    longest = len(tokenizer.encode(text))
+    tokenizer.check_length("prompt", text, longest)
+    for short in (1, longest // 16):
+        with pytest.raises(ValueError, match=f"prompt must be shorter than {short} tokens"):
+            tokenizer.check_length("prompt", text * 60, short)
 
 
 async def test_a_body_that_is_too_large(client: Client) -> None:

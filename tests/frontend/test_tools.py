@@ -270,6 +270,6 @@ def test_calls_in_the_format_of_llama(tool_server: LiveServer) -> None:
     text_engine, format = tool_server.text_engine, FORMATS["llama"]
     body = {"model": "m", "messages": ASK, "tools": [WEATHER], "tool_choice": "required"}
     asked = parse_chat(body)
-    prepared = prepare(asked, text_engine.tokenizer, text_engine.texts.token_texts, format)
+    prepared = prepare(asked, text_engine.tokenizer, text_engine.texts.token_texts, format, 512)
     assert prepared.params.structured_outputs is not None
     assert '"parameters"' in str(prepared.params.structured_outputs.grammar).replace("\\", "")
