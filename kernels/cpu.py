@@ -18,14 +18,9 @@ import numpy as np
 import torch
 
 from coppice.kernels import threads
+from coppice.kernels.checks import check_attend, check_cache, check_copy
 from coppice.kernels.cpu_schedule import Band, KeyRange, Read, Schedule, build_schedule
-from coppice.kernels.interface import (
-    AttentionBackend,
-    AttentionPlan,
-    check_attend,
-    check_cache,
-    check_copy,
-)
+from coppice.kernels.interface import AttentionBackend, AttentionPlan, KvScales
 
 _log = logging.getLogger(__name__)
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -81,8 +76,9 @@ class CpuBackend(AttentionBackend):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         slots: torch.Tensor,
+        scales: KvScales | None = None,
     ) -> None:
-        check_cache(self, k, v, k_cache, v_cache)
+        check_cache(self, k, v, k_cache, v_cache, scales)
         k_cache.flatten(0, 1).index_copy_(0, slots, k)
         v_cache.flatten(0, 1).index_copy_(0, slots, v)
 
@@ -113,9 +109,13 @@ class CpuBackend(AttentionBackend):
         *,
         scale: float,
         sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+        scales: KvScales | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        check_attend(self, prepared.plan, q, k, v, k_cache, v_cache, sliding_window)
+        check_attend(
+            self, prepared.plan, q, k, v, k_cache, v_cache, sliding_window, logit_softcap, scales
+        )
         layer = _Layer(self._kernels, self._scratch, prepared, q, k, v, k_cache, v_cache, scale)
         schedule = prepared.schedule(sliding_window)
         # Pieces, chunks and bands write their rows, each row exactly once; reads merge into them.

@@ -26,6 +26,9 @@ from typing import Any, ClassVar, Literal, overload
 import numpy as np
 import torch
 
+#: What stored keys and values are multiplied by, each float32 ``[num_kv_heads]``.
+KvScales = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedStretch:
@@ -93,7 +96,7 @@ class AttentionPlan:
             array = getattr(self, name)
             if len(array) != batch + 1 or array[0] != 0 or (array[1:] <= array[:-1]).any():
                 raise ValueError(
-                    f"{name} is {_brief(array)}; it must rise strictly from 0 over "
+                    f"{name} is {brief(array)}; it must rise strictly from 0 over "
                     f"{batch + 1} entries, one more than the {batch} sequences"
                 )
         if self.page_indptr[-1] != len(self.page_indices):
@@ -139,7 +142,7 @@ class AttentionPlan:
                 or (members[1:] <= members[:-1]).any()
             ):
                 raise ValueError(
-                    f"members of {where} is {_brief(members)}; it must hold two or more ascending "
+                    f"members of {where} is {brief(members)}; it must hold two or more ascending "
                     f"sequence indices below {self.num_sequences}"
                 )
             if stretch.num_pages < 1:
@@ -178,6 +181,10 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     #: Types of the cache and of q, k, v that this backend computes in; the others are refused.
     dtypes: ClassVar[tuple[torch.dtype, ...]]
+    #: Types that the cache may have instead, with scales.
+    scaled_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
+    #: Whether ``attend`` takes a ``logit_softcap``.
+    softcaps: ClassVar[bool] = False
 
     @abstractmethod
     def write_kv(
@@ -187,8 +194,35 @@ class AttentionBackend(ABC):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         slots: torch.Tensor,
+        scales: KvScales | None = None,
     ) -> None:
-        """Write keys and values ``[T, Hkv, D]`` to flat slots, int64 ``[T]`` without repeats."""
+        """Write keys and values ``[T, Hkv, D]`` to flat slots, int64 ``[T]`` without repeats.
+
+        A cache of one of ``scaled_dtypes`` needs ``scales``; what is stored times the scale of its
+        head is the value, and what the type cannot hold is written as the greatest that it can.
+        """
+
+    def write_rotated(
+        self,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+        scales: KvScales | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate queries and keys ``[T, Hq + Hkv, D]`` and write the keys, and ``v``, to the cache.
+
+        Returns both as ``attend`` takes them. ``cos`` and ``signed_sin`` are ``[T, 1, D]``, see
+        ``rotate``. Backends that can do it in one pass override this.
+        """
+        qk = rotate(qk, cos, signed_sin)
+        heads = qk.shape[1] - v.shape[1]
+        q, k = qk[:, :heads], qk[:, heads:]
+        self.write_kv(k, v, k_cache, v_cache, slots, scales)
+        return q, k
 
     @abstractmethod
     def copy_pages(
@@ -222,6 +256,8 @@ class AttentionBackend(ABC):
         *,
         scale: float,
         sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+        scales: KvScales | None = None,
         return_lse: Literal[False] = False,
     ) -> torch.Tensor: ...
     @overload
@@ -236,6 +272,8 @@ class AttentionBackend(ABC):
         *,
         scale: float,
         sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+        scales: KvScales | None = None,
         return_lse: Literal[True],
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @abstractmethod
@@ -250,6 +288,8 @@ class AttentionBackend(ABC):
         *,
         scale: float,
         sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+        scales: KvScales | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend every row of the batch to the keys that it sees.
@@ -257,7 +297,8 @@ class AttentionBackend(ABC):
         ``q`` is ``[T, Hq, D]``; query head h reads KV head ``h // (Hq // Hkv)``. ``k`` and ``v``
         ``[T, Hkv, D]`` are this step's own keys and values, rotated, which ``write_kv`` has put in
         the cache already: a backend reads them from either place. Heads and ``D`` must be
-        contiguous within a row. ``scale`` multiplies the products of queries and keys.
+        contiguous within a row. ``scale`` multiplies the products of queries and keys; a
+        ``logit_softcap`` c then makes c * tanh(x / c) of them. ``scales`` are as in ``write_kv``.
 
         Returns ``[T, Hq, D]`` in the type of ``q``, contiguous, and with ``return_lse`` also the
         natural logarithm of each row's sum of exponentials, float32 ``[T, Hq]``, by which results
@@ -266,108 +307,51 @@ class AttentionBackend(ABC):
         """
 
 
-def check_attend(
-    backend: AttentionBackend,
-    plan: AttentionPlan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    sliding_window: int | None,
-) -> None:
-    """Refuse tensors that do not fit the plan or one another: ``ValueError``, by name."""
-    check_cache(backend, k, v, k_cache, v_cache)
-    if k_cache.shape[1] != plan.page_size:
-        raise ValueError(
-            f"k_cache has pages of {k_cache.shape[1]} tokens; the plan's page_size is "
-            f"{plan.page_size}"
-        )
-    kv_heads, head_dim = k_cache.shape[2:]
-    if q.dim() != 3 or q.shape[0] != plan.num_rows or q.shape[2] != head_dim:
-        raise ValueError(f"q is {tuple(q.shape)}; it must be ({plan.num_rows}, Hq, {head_dim})")
-    if q.shape[1] == 0 or q.shape[1] % kv_heads:
-        raise ValueError(f"q has {q.shape[1]} heads; it must have a multiple of {kv_heads}")
-    if q.dtype != k_cache.dtype:
-        raise ValueError(f"q is {q.dtype}; it must be {k_cache.dtype} as the cache is")
-    if k.shape[0] != plan.num_rows:
-        raise ValueError(f"k has {k.shape[0]} rows; it must have {plan.num_rows} as q has")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.stride(2) != 1 or tensor.stride(1) != head_dim:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}; heads and head_dim must be contiguous"
-            )
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window is {sliding_window}; it must be None or at least 1")
+def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate ``[T, H, D]`` by the angles of its rows; returns a new contiguous tensor.
+
+    Element i of a head's first half is paired with element i of its second, as in Hugging Face
+    checkpoints: ``(a, b) -> (a cos - b sin, b cos + a sin)``. Rolling a head by half its width puts
+    each element beside its partner, and the sign sits in the sine. Su et al. 2021 (RoFormer).
+    """
+    return (heads * cos).addcmul_(heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)
 
 
-def check_cache(
-    backend: AttentionBackend,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> None:
-    """Refuse keys and values that do not fit the cache of a layer: ``ValueError``, by name."""
-    if k_cache.dim() != 4 or not k_cache.is_contiguous():
-        raise ValueError(
-            f"k_cache is {tuple(k_cache.shape)}, strides {k_cache.stride()}; it must be contiguous "
-            "[num_pages, page_size, num_kv_heads, head_dim]"
-        )
-    if k_cache.dtype not in backend.dtypes:
-        allowed = ", ".join(str(dtype) for dtype in backend.dtypes)
-        raise ValueError(
-            f"k_cache is {k_cache.dtype}; the {backend.name} backend computes in {allowed}"
-        )
-    if v_cache.shape != k_cache.shape or not v_cache.is_contiguous():
-        raise ValueError(
-            f"v_cache is {tuple(v_cache.shape)}, strides {v_cache.stride()}; it must be contiguous "
-            f"{tuple(k_cache.shape)} as k_cache is"
-        )
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dim() != 3 or tensor.shape[1:] != k_cache.shape[2:]:
-            raise ValueError(
-                f"{name} is {tuple(tensor.shape)}; it must be (T, {k_cache.shape[2]}, "
-                f"{k_cache.shape[3]}) for this cache"
-            )
-    if k.shape[0] != v.shape[0]:
-        raise ValueError(f"v has {v.shape[0]} rows; it must have {k.shape[0]} as k has")
-    for name, tensor in (("k", k), ("v", v), ("v_cache", v_cache)):
-        if tensor.dtype != k_cache.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}; it must be {k_cache.dtype} as k_cache is")
-
-
-def check_copy(num_pages: int, src: Sequence[int], dst: Sequence[int]) -> None:
-    """Refuse a list of page copies whose result would hang on their order: ``ValueError``."""
-    if len(src) != len(dst):
-        raise ValueError(f"dst has {len(dst)} pages; it must have {len(src)} as src has")
-    for name, pages in (("src", src), ("dst", dst)):
-        for page in pages:
-            if not 0 <= page < num_pages:
-                raise ValueError(f"{name} holds page {page}; pages go from 0 to {num_pages - 1}")
-    if len(set(dst)) != len(dst) or not set(src).isdisjoint(dst):
-        raise ValueError(
-            f"dst is {_brief(dst)}; it must name no page twice and none that src names"
-        )
-
-
-def select_backend(name: str, device: torch.device) -> AttentionBackend:
+def select_backend(
+    name: str, device: torch.device, *, deterministic: bool = False
+) -> AttentionBackend:
     """The backend of that name for that device; ``auto`` is the fastest there is.
 
-    Names: ``auto``, ``cpu``, ``reference`` (slow, for tests). Others, and a device that the backend
-    does not run on, raise ``ValueError``.
+    Names: ``auto``, ``cpu``, ``triton``, ``reference`` (slow, for tests). ``deterministic`` asks
+    for results that hang neither on the rest of the batch nor on what was cached, which ``triton``
+    offers. Other names, a device that the backend does not run on, and a backend that cannot be
+    deterministic raise ``ValueError``.
     """
-    if name not in ("auto", "cpu", "reference"):
-        raise ValueError(f"attention_backend is {name!r}; it must be 'auto', 'cpu' or 'reference'")
+    if name not in ("auto", "cpu", "triton", "reference"):
+        raise ValueError(
+            f"attention_backend is {name!r}; it must be 'auto', 'cpu', 'triton' or 'reference'"
+        )
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "cpu"
+    if name == "triton":
+        try:
+            from coppice.kernels.triton_backend import TritonBackend
+        except ImportError as error:
+            raise ValueError(
+                f"attention_backend is 'triton', which is not installed here ({error}); install "
+                "the extra 'gpu', or take 'cpu' for device cpu"
+            ) from error
+        return TritonBackend(device, deterministic=deterministic)
+    if deterministic:
+        raise ValueError(
+            f"deterministic is True; attention_backend {name!r} takes only False, 'triton' both"
+        )
     if name == "reference":
         from coppice.kernels.reference import ReferenceBackend
 
         return ReferenceBackend()
     if device.type != "cpu":
-        raise ValueError(
-            f"device is {device}; attention_backend {name!r} runs on 'cpu' only, "
-            "and no backend for other devices exists yet"
-        )
+        raise ValueError(f"device is {device}; attention_backend {name!r} runs on 'cpu' only")
     from coppice.kernels.cpu import CpuBackend
 
     return CpuBackend()
@@ -389,6 +373,6 @@ def _describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _brief(values: Sequence[int] | np.ndarray) -> str:
+def brief(values: Sequence[int] | np.ndarray) -> str:
     shown = ", ".join(str(int(v)) for v in values[:8])
     return f"[{shown}{', ...' if len(values) > 8 else ''}]"

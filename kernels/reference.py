@@ -10,13 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from coppice.kernels.interface import (
-    AttentionBackend,
-    AttentionPlan,
-    check_attend,
-    check_cache,
-    check_copy,
-)
+from coppice.kernels.checks import check_attend, check_cache, check_copy
+from coppice.kernels.interface import AttentionBackend, AttentionPlan, KvScales
 
 
 class ReferenceBackend(AttentionBackend):
@@ -24,6 +19,8 @@ class ReferenceBackend(AttentionBackend):
 
     name = "reference"
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    scaled_dtypes = (torch.float8_e4m3fn,)
+    softcaps = True
 
     def write_kv(
         self,
@@ -32,9 +29,16 @@ class ReferenceBackend(AttentionBackend):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         slots: torch.Tensor,
+        scales: KvScales | None = None,
     ) -> None:
-        check_cache(self, k, v, k_cache, v_cache)
+        check_cache(self, k, v, k_cache, v_cache, scales)
         page_size = k_cache.shape[1]
+        if scales is not None:
+            limit = torch.finfo(k_cache.dtype).max
+            k, v = (
+                (new.float() / scale[:, None]).clamp(-limit, limit).to(k_cache.dtype)
+                for new, scale in zip((k, v), scales, strict=True)
+            )
         for row, slot in enumerate(slots.tolist()):
             k_cache[slot // page_size, slot % page_size] = k[row]
             v_cache[slot // page_size, slot % page_size] = v[row]
@@ -66,10 +70,12 @@ class ReferenceBackend(AttentionBackend):
         *,
         scale: float,
         sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+        scales: KvScales | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         plan = prepared
-        check_attend(self, plan, q, k, v, k_cache, v_cache, sliding_window)
+        check_attend(self, plan, q, k, v, k_cache, v_cache, sliding_window, logit_softcap, scales)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         group = q.shape[1] // k_cache.shape[2]
@@ -80,16 +86,18 @@ class ReferenceBackend(AttentionBackend):
             at = range(context)
             pages = [int(table[t // plan.page_size]) for t in at]
             slots = [t % plan.page_size for t in at]
-            keys, values = (
-                cache[pages, slots].double().repeat_interleave(group, dim=1)
-                for cache in (k_cache, v_cache)
-            )
+            keys, values = (cache[pages, slots].double() for cache in (k_cache, v_cache))
+            if scales is not None:
+                keys, values = keys * scales[0][:, None], values * scales[1][:, None]
+            keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
             key_at = torch.arange(context, device=q.device)
             row_at = key_at[context - (rows.stop - rows.start) :, None]
             seen = key_at <= row_at
             if sliding_window is not None:
                 seen &= key_at > row_at - sliding_window
             scores = torch.einsum("rhd,thd->rht", q[rows].double(), keys) * scale
+            if logit_softcap is not None:
+                scores = logit_softcap * (scores / logit_softcap).tanh()
             scores = scores.masked_fill(~seen[:, None], float("-inf"))
             out[rows] = torch.einsum("rht,thd->rhd", scores.softmax(-1), values).to(q.dtype)
             lse[rows] = scores.logsumexp(-1).float()

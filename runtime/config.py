@@ -60,7 +60,7 @@ class EngineConfig:
         "lru", f"what goes first when pages run out: {', '.join(POLICIES)}"
     )
     pin_budget: float = _option(0.25, "most of the KV cache that pins may keep, as a fraction")
-    attention_backend: str = _option("auto", "attention kernels: auto, cpu or reference")
+    attention_backend: str = _option("auto", "attention kernels: auto, cpu, triton or reference")
     seed: int = _option(0, "seed of dummy weights and of requests that bring none")
 
     def __post_init__(self) -> None:

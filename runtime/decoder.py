@@ -21,7 +21,7 @@ from torch import nn
 from coppice.kernels.interface import AttentionBackend
 from coppice.runtime.layers import Linear, RMSNorm, frozen
 from coppice.runtime.model_config import ModelConfig
-from coppice.runtime.rope import RotaryEmbedding, apply_rope
+from coppice.runtime.rope import RotaryEmbedding
 
 #: Keys and values of one layer, each ``[num_pages, page_size, num_kv_heads, head_dim]``.
 LayerCache = tuple[torch.Tensor, torch.Tensor]
@@ -78,9 +78,7 @@ class DecoderLayer(nn.Module):
         qk, v = heads[:, :qk_heads], heads[:, qk_heads:]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        qk = apply_rope(qk, *angles)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        attention.write_kv(k, v, *cache, slots)
+        q, k = attention.write_rotated(qk, v, *angles, *cache, slots)
         gathered = attention.attend(
             q, k, v, *cache, prepared, scale=self.scale, sliding_window=self.sliding_window
         )

@@ -7,6 +7,8 @@ part straight from the checkpoint, so that no second copy of the weights ever ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -61,8 +63,11 @@ class RMSNorm(nn.Module):
         self._eps = eps
         # A tensor, since a Python number costs the conversion at every call.
         self._eps_tensor = torch.tensor(eps, dtype=torch.float32, device=device)
+        self._fused = _fused_norm() if device.type == "cuda" else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._fused is not None:
+            return self._fused(x, self.weight, self._eps)
         if x.dtype != torch.float32:
             return F.rms_norm(x, (x.shape[-1],), eps=self._eps) * self.weight
         # torch has a fused kernel for GPUs only: on a CPU its rms_norm is six passes over x, this
@@ -70,3 +75,12 @@ class RMSNorm(nn.Module):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = torch.addcmul(self._eps_tensor, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
         return (x * inverse).mul_(self.weight)
+
+
+def _fused_norm() -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] | None:
+    """One kernel for the norm and its weights, where torch has two; None without Triton."""
+    try:
+        from coppice.kernels.triton_norm import rms_norm
+    except ImportError:
+        return None
+    return rms_norm

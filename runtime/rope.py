@@ -1,7 +1,7 @@
-"""Rotary position embedding: the frequencies that a model's config asks for, and the rotation.
+"""Rotary position embedding: the frequencies that a model's config asks for, and their angles.
 
 Frequencies and the attention factor of scaled variants come from transformers' own functions, so
-that they are the ones its models were evaluated with. Su et al. 2021 (RoFormer) for the rotation.
+that they are the ones its models were evaluated with. ``kernels.interface.rotate`` is the rotation.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RotaryEmbedding:
         self._dtype = dtype
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine for ``apply_rope``, each ``[T, 1, head_dim]``, from int64 ``[T]``.
+        """Cosine and signed sine for ``rotate``, each ``[T, 1, head_dim]``, from int64 ``[T]``.
 
         Computed in float32 as transformers does, then cast to the model's type.
         """
@@ -87,13 +87,3 @@ class RotaryEmbedding:
             torch.cat((cos, cos), dim=-1).to(self._dtype),
             torch.cat((-sin, sin), dim=-1).to(self._dtype),
         )
-
-
-def apply_rope(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate ``[T, H, D]`` by the angles of its rows; returns a new contiguous tensor.
-
-    Element i of a head's first half is paired with element i of its second, as in Hugging Face
-    checkpoints: ``(a, b) -> (a cos - b sin, b cos + a sin)``. Rolling a head by half its width puts
-    each element beside its partner, and the sign sits in the sine.
-    """
-    return (heads * cos).addcmul_(heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)

@@ -6,6 +6,7 @@ The variables are set before torch, numba or transformers can be imported: those
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
@@ -16,6 +17,22 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 # processes must not ask for more cores than the machine has.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+
+def _has_cuda() -> bool:
+    # torch takes seconds to import, and a machine without the driver has no GPU that it could use.
+    if not any(
+        Path(path).exists() for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
+    ):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# Without a GPU Triton's kernels run under its interpreter, which is chosen when they are defined.
+if not _has_cuda():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # A busy machine is slow; that says nothing about the code.
 settings.register_profile("coppice", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.kernels.interface import AttentionBackend, AttentionPlan, SharedStretch
+from coppice.kernels.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    SharedStretch,
+    select_backend,
+)
 
 
 @dataclass
@@ -28,6 +33,7 @@ class Batch:
     head_dim: int = 16
     shuffled: bool = True
     seed: int = 0
+    dtype: torch.dtype = torch.float32
     plan: AttentionPlan = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,24 +83,24 @@ class Batch:
         heads = self.group * self.kv_heads
         packed = torch.randn(sum(rows), heads + 2 * self.kv_heads, self.head_dim)
         self.q, self.k, self.v = packed.split([heads, self.kv_heads, self.kv_heads], dim=1)
+        for name in ("k_cache", "v_cache", "q", "k", "v"):
+            setattr(self, name, getattr(self, name).to(self.dtype))
         self.scale = self.head_dim**-0.5
 
     def run(
-        self, backend: AttentionBackend, window: int | None = None
+        self, backend: AttentionBackend, window: int | None = None, softcap: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        caches = self.k_cache.clone(), self.v_cache.clone()
-        backend.write_kv(self.k, self.v, *caches, self.slots)
+        """Write this step's keys and values, and attend, on the backend's device."""
+        device = getattr(backend, "device", torch.device("cpu"))
+        q, k, v, slots = (each.to(device) for each in (self.q, self.k, self.v, self.slots))
+        caches = [cache.to(device, copy=True) for cache in (self.k_cache, self.v_cache)]
+        backend.write_kv(k, v, *caches, slots)
         prepared = backend.prepare(self.plan, num_pages=self.num_pages)
-        return backend.attend(
-            self.q,
-            self.k,
-            self.v,
-            *caches,
-            prepared,
-            scale=self.scale,
-            sliding_window=window,
-            return_lse=True,
-        )
+        out, lse = backend.attend(
+            q, k, v, *caches, prepared,
+            scale=self.scale, sliding_window=window, logit_softcap=softcap, return_lse=True,
+        )  # fmt: skip
+        return out.cpu(), lse.cpu()
 
     def dense(self, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The same by brute force in float64, row by row and head by head, without a backend."""
@@ -119,6 +125,21 @@ class Batch:
                     lses.append(scores.logsumexp(0))
                 row += 1
         return torch.stack(outs).view(self.q.shape), torch.stack(lses).view(self.q.shape[:2])
+
+
+#: Where Triton's kernels run in these tests: compiled on a GPU, or interpreted.
+TRITON_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def triton_backend() -> AttentionBackend:
+    return select_backend("triton", TRITON_DEVICE)
+
+
+@pytest.fixture(scope="session")
+def size() -> int:
+    """What lengths are multiplied by: real sizes where kernels are compiled, else small ones."""
+    return 37 if TRITON_DEVICE.type == "cuda" else 1
 
 
 @pytest.fixture

@@ -38,6 +38,11 @@ def fallen_back() -> AttentionBackend:
 
 
 @pytest.fixture(params=["compiled", "fallen_back"])
+def cpu_backend(request) -> AttentionBackend:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["compiled", "fallen_back", "triton_backend"])
 def backend(request) -> AttentionBackend:
     return request.getfixturevalue(request.param)
 
@@ -78,6 +83,26 @@ def test_reference_equals_brute_force(make_batch, stretches, window):
     agree(batch.run(REFERENCE, window), batch.dense(window))
 
 
+@pytest.mark.parametrize(
+    ("shape", "window", "stretches"),
+    [
+        ({"group": 1, "head_dim": 64, "page_size": 16}, None, LEVELS),
+        ({"group": 3, "head_dim": 80, "page_size": 1}, None, ()),
+        ({"group": 4, "head_dim": 96, "page_size": 64, "shuffled": False}, 5, LEVELS),
+        ({"group": 7, "head_dim": 128, "page_size": 32, "kv_heads": 1}, None, LEVELS),
+        ({"group": 8, "head_dim": 256, "page_size": 16, "kv_heads": 1}, 40, ()),
+        ({"group": 2, "head_dim": 64, "page_size": 256, "kv_heads": 3}, None, [(range(7), 1)]),
+        ({"group": 5, "head_dim": 24, "page_size": 4}, 1, LEVELS),
+    ],
+    ids=str,
+)
+def test_shapes(make_batch, backend, size, shape, window, stretches):
+    """Each head dimension, page size, group and kind of window that a model may come with."""
+    grown = [(rows, cached * size) for rows, cached in MIXED]
+    batch = make_batch(grown, stretches, **shape)
+    agree(batch.run(backend, window), batch.run(REFERENCE, window))
+
+
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
 def test_heads(make_batch, agree_in_every_way, group, head_dim):
@@ -101,27 +126,27 @@ def test_lengths_at_borders(make_batch, agree_in_every_way, rows, cached):
 
 
 @pytest.mark.parametrize("window", [None, 50, 333])
-def test_long_chunk_over_long_prefix(make_batch, backend, window):
+def test_long_chunk_over_long_prefix(make_batch, cpu_backend, window):
     """Several blocks of copied keys, bands and masks, and the flash kernel's own blocks of 512."""
     batch = make_batch([(300, 1300), (1, 1500)], [([0, 1], 80)], page_size=8, group=1, kv_heads=1)
-    agree(batch.run(backend, window), batch.run(REFERENCE, window))
+    agree(batch.run(cpu_backend, window), batch.run(REFERENCE, window))
 
 
 @pytest.mark.parametrize("shuffled", [False, True], ids=["views", "copies"])
 def test_long_stretch_with_few_rows(make_batch, backend, shuffled):
-    batch = make_batch([(1, 5), (1, 0), (2, 9)], [(range(3), 80)], page_size=16, shuffled=shuffled)
+    batch = make_batch([(1, 5), (1, 0), (2, 9)], [(range(3), 40)], page_size=16, shuffled=shuffled)
     agree(batch.run(backend), batch.run(REFERENCE))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("tails", [[(1, 900)], [(1, 40)] * 9, [(1, 3), (1, 700), (1, 90), (1, 1)]])
-def test_any_number_of_threads(make_batch, backend, threads, tails):
+def test_any_number_of_threads(make_batch, cpu_backend, threads, tails):
     """One long sequence is cut among threads and merged; many short ones are dealt out."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         batch = make_batch(tails)
-        agree(batch.run(backend), batch.run(REFERENCE))
+        agree(batch.run(cpu_backend), batch.run(REFERENCE))
     finally:
         torch.set_num_threads(before)
 
@@ -180,7 +205,8 @@ def test_same_plan_serves_layers_with_different_windows(make_batch, compiled):
         torch.testing.assert_close(out, batch.run(REFERENCE, window)[0], rtol=2e-5, atol=2e-5)
 
 
-def test_decode_reads_nothing_before_the_window(make_batch, compiled):
+@pytest.mark.parametrize("backend", ["compiled", "triton_backend"], indirect=True)
+def test_decode_reads_nothing_before_the_window(make_batch, backend):
     """Keys that no row may see are poisoned; a read of them, even at weight 0, would show."""
     batch = make_batch([(1, 90), (2, 60), (150, 70)], [(range(3), 4)], page_size=4)
     window = 20
@@ -190,7 +216,7 @@ def test_decode_reads_nothing_before_the_window(make_batch, compiled):
         for page in batch.tables[i][: first_seen // 4]:
             batch.k_cache[page] = float("nan")
             batch.v_cache[page] = float("nan")
-    agree(batch.run(compiled, window), expected)
+    agree(batch.run(backend, window), expected)
 
 
 def test_missing_numba_is_said_once(caplog, monkeypatch):

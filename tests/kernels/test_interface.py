@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ import torch
 from coppice.kernels.interface import SharedStretch, select_backend
 
 
-@pytest.fixture(params=["cpu", "reference"])
+@pytest.fixture(params=["cpu", "reference", "triton"])
 def backend(request):
+    if request.param == "triton":
+        return request.getfixturevalue("triton_backend")
     return select_backend(request.param, torch.device("cpu"))
 
 
@@ -109,17 +113,19 @@ def test_cpu_backend_refuses_other_types_by_name(dtype):
 
 
 def test_write_kv_touches_its_slots_only(backend):
-    k_cache, v_cache = torch.randn(2, 5, 4, 2, 8)
+    device = getattr(backend, "device", torch.device("cpu"))
+    k_cache, v_cache = torch.randn(2, 5, 4, 2, 8, device=device)
     before = k_cache.clone(), v_cache.clone()
-    k, v = torch.randn(2, 3, 2, 8)
-    backend.write_kv(k, v, k_cache, v_cache, torch.tensor([19, 0, 6]))
+    k, v = torch.randn(2, 3, 2, 8, device=device)
+    backend.write_kv(k, v, k_cache, v_cache, torch.tensor([19, 0, 6], device=device))
     for cache, new, old in zip((k_cache, v_cache), (k, v), before, strict=True):
         old.view(20, 2, 8)[[19, 0, 6]] = new
         assert torch.equal(cache, old)
 
 
 def test_copy_pages_in_all_layers(backend):
-    caches = [tuple(torch.randn(2, 5, 4, 2, 8)) for _ in range(3)]
+    device = getattr(backend, "device", torch.device("cpu"))
+    caches = [tuple(torch.randn(2, 5, 4, 2, 8, device=device)) for _ in range(3)]
     before = [[cache.clone() for cache in layer] for layer in caches]
     backend.copy_pages(caches, [4, 1], [0, 3])
     backend.copy_pages(caches, [], [])
@@ -153,3 +159,60 @@ def test_backends_are_chosen_by_name():
         select_backend("flashinfer", device)
     with pytest.raises(ValueError, match="device is cuda"):
         select_backend("cpu", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "reference"])
+def test_a_backend_that_hangs_on_its_batch_says_so(name):
+    with pytest.raises(ValueError, match=r"deterministic is True.*'triton'"):
+        select_backend(name, torch.device("cpu"), deterministic=True)
+
+
+def test_triton_runs_where_its_kernels_do():
+    if torch.cuda.is_available():
+        assert select_backend("auto", torch.device("cuda")).name == "triton"
+        with pytest.raises(ValueError, match=r"device is cpu.*'cuda' only"):
+            select_backend("triton", torch.device("cpu"))
+    else:
+        assert select_backend("triton", torch.device("cpu")).name == "triton"
+        with pytest.raises(ValueError, match=r"device is cuda.*TRITON_INTERPRET"):
+            select_backend("triton", torch.device("cuda"))
+
+
+def test_triton_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "coppice.kernels.triton_backend", None)
+    with pytest.raises(ValueError, match=r"attention_backend is 'triton'.*not installed"):
+        select_backend("triton", torch.device("cpu"))
+
+
+def test_cpu_backend_refuses_what_it_cannot_do(make_batch):
+    batch = make_batch(TAILS)
+    backend = select_backend("cpu", torch.device("cpu"))
+    caches = batch.k_cache, batch.v_cache
+    given = batch.q, batch.k, batch.v, *caches, backend.prepare(batch.plan)
+    scales = torch.ones(2), torch.ones(2)
+    with pytest.raises(
+        ValueError, match=r"logit_softcap is 30\.0; the cpu backend takes only None"
+    ):
+        backend.attend(*given, scale=1.0, logit_softcap=30.0)
+    with pytest.raises(ValueError, match="scales is given; it must be None"):
+        backend.attend(*given, scale=1.0, scales=scales)
+    small = [cache.to(torch.float8_e4m3fn) for cache in caches]
+    with pytest.raises(ValueError, match=r"k_cache is torch.float8_e4m3fn; the cpu backend"):
+        backend.write_kv(batch.k, batch.v, *small, batch.slots, scales)
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_scales_must_go_with_the_cache(make_batch, triton_backend, name):
+    if name == "triton":
+        backend = triton_backend
+    else:
+        backend = select_backend(name, torch.device("cpu"))
+    batch = make_batch(TAILS)
+    small = [cache.to(torch.float8_e4m3fn) for cache in (batch.k_cache, batch.v_cache)]
+    write = partial(backend.write_kv, batch.k, batch.v, *small, batch.slots)
+    with pytest.raises(ValueError, match="scales is None; it must be two float32"):
+        write()
+    with pytest.raises(ValueError, match=r"scales of v is torch.float32 \(3,\).*\(2,\)"):
+        write((torch.ones(2), torch.ones(3)))
+    with pytest.raises(ValueError, match="logit_softcap is 0; it must be None or above 0"):
+        batch.run(backend, softcap=0)

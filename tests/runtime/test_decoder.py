@@ -68,6 +68,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 IDS = [f"{family}-{'-'.join(changes) or 'plain'}" for family, changes in VARIANTS]
 
+TRITON = pytest.param(
+    "triton",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only without a GPU"),
+)
+
 
 class Run:
     """A few sequences that a decoder extends step by step, in pages dealt out in random order."""
@@ -173,7 +178,7 @@ def test_agrees_with_transformers(
     assert_near(torch.cat([stepwise.step([(0, token)]) for token in tokens.split(1)]), theirs)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", TRITON])
 def test_a_mixed_batch_keeps_sequences_apart(
     models: Callable[..., tuple[Decoder, Any]], family: str, backend: str
 ) -> None:

@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from coppice.runtime.rope import RotaryEmbedding, apply_rope, read_rope_config
+from coppice.kernels.interface import rotate
+from coppice.runtime.rope import RotaryEmbedding, read_rope_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5e5},
@@ -70,7 +71,7 @@ def test_rotates_as_transformers_does(variant: str, dtype: torch.dtype) -> None:
     cos, sin = LlamaRotaryEmbedding(hf)(heads, positions[None])
     expected, _ = apply_rotary_pos_emb(heads[None], heads[None], cos, sin, unsqueeze_dim=2)
     rope = RotaryEmbedding(read_rope_config(hf), dtype=dtype, device=torch.device("cpu"))
-    rotated = apply_rope(heads, *rope.angles(positions))
+    rotated = rotate(heads, *rope.angles(positions))
 
     assert rotated.dtype == dtype
     assert rotated.is_contiguous()
@@ -88,9 +89,9 @@ def test_rotation_leaves_its_input_alone_and_takes_views() -> None:
         device=torch.device("cpu"),
     )
     angles = rope.angles(torch.tensor([0, 5, 2]))
-    part = apply_rope(heads[:, 1:4], *angles)
+    part = rotate(heads[:, 1:4], *angles)
     assert torch.equal(heads, kept)
-    assert torch.equal(part, apply_rope(heads, *angles)[:, 1:4])
+    assert torch.equal(part, rotate(heads, *angles)[:, 1:4])
     assert torch.equal(part[0], heads[0, 1:4])  # position 0 turns nothing
 
 

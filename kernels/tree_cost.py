@@ -1,0 +1,236 @@
+"""What a step's attention costs on a GPU, and what to share and split for it to cost least.
+
+A stretch of pages that sequences share can be read once for all rows below it, or by each of them.
+Reading once saves bytes; it costs each row a partial result that is written and merged, and perhaps
+another launch. All is counted in bytes that move between the multiprocessors and memory, by which
+decoding is bound; a launch and the start of a program count as the bytes that move meanwhile. No
+number of sequences is special: two pay where their stretch is long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from coppice.kernels.interface import AttentionPlan
+from coppice.kernels.tiles import Tile, Tiles
+
+# The estimates below are reckoned from data sheets and were not measured on a GPU yet.
+
+# One more kernel in the queue costs about 3 microseconds of idle chip, at 3.3 TB/s.
+LAUNCH_BYTES = 10_000_000
+
+H100_MULTIPROCESSORS = 132
+
+# A program's start (its item, rows, queries, first page ids) takes as long as walking these keys.
+START_KEYS = 64
+
+# The splits that are tried. Below 256 keys a program is mostly start and partial result.
+SPLITS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+
+# From so many waves of programs on, the last one's being half empty does not matter.
+_MANY_WAVES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """The shape of heads, the tiles and the chip that a schedule is made for.
+
+    ``key_bytes``: one token's K and V for one KV head. ``group``: query heads of a KV head.
+    """
+
+    tiles: Tiles
+    group: int
+    kv_heads: int
+    head_dim: int
+    key_bytes: int
+    multiprocessors: int = H100_MULTIPROCESSORS
+    launch_bytes: int = LAUNCH_BYTES
+
+    def __post_init__(self) -> None:
+        if self.group > self.tiles.few.queries:
+            raise ValueError(
+                f"q has {self.group} heads for each KV head; it must have at most "
+                f"{self.tiles.few.queries} with heads of {self.head_dim} of this type"
+            )
+
+    @property
+    def few_rows(self) -> int:
+        return self.tiles.few.queries // self.group
+
+    @property
+    def many_rows(self) -> int:
+        return self.tiles.many.queries // self.group
+
+    @property
+    def row_bytes(self) -> int:
+        """A partial result of one row, all heads in float32, written once and read once."""
+        return 2 * 4 * self.group * self.kv_heads * (self.head_dim + 1)
+
+    def blocks(self, rows: int) -> int:
+        """Tiles that so many rows fill: how often they read the keys that they share."""
+        return 1 if rows <= self.few_rows else -(-rows // self.many_rows)
+
+    def merge_cost(self, partials: int) -> float:
+        return self.launch_bytes + partials * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedRange:
+    """Keys ``begin .. end``, which all rows of ``members`` (sequences, ascending) see."""
+
+    begin: int
+    end: int
+    members: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tasks:
+    """Rows and the keys they walk, before either is cut: int64 arrays of one length but ``rows``.
+
+    Task t's rows are the next ``counts[t]`` of ``rows`` (int32), its page table begins at
+    ``table[t]``, its keys are ``begin[t] .. end[t]``, less what causality hides.
+    """
+
+    rows: np.ndarray
+    counts: np.ndarray
+    table: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, shared: tuple[SharedRange, ...]) -> Tasks:
+        """The shared ranges, parents first, and then what they leave of every sequence."""
+        size = np.diff(plan.query_start).astype(np.int64)
+        cursor = np.zeros(plan.num_sequences, np.int64)
+        rows: list[np.ndarray] = []
+        heads: list[tuple[np.ndarray, ...]] = []
+
+        def add(sequences: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
+            rows.append(rows_of(plan, sequences))
+            heads.append((size[sequences], plan.page_indptr[sequences], begin, end))
+
+        for each in shared:
+            members = each.members
+            if len(behind := members[cursor[members] < each.begin]):
+                add(behind, cursor[behind], np.full(len(behind), each.begin))
+            rows.append(rows_of(plan, members))
+            table = plan.page_indptr[members[:1]]
+            count = np.array([len(rows[-1])])
+            heads.append((count, table, np.array([each.begin]), np.array([each.end])))
+            cursor[members] = each.end
+        everyone = np.arange(plan.num_sequences)
+        add(everyone, cursor, plan.context_len)
+        counts, table, begin, end = (
+            np.concatenate(column).astype(np.int64) for column in zip(*heads, strict=True)
+        )
+        return cls(np.concatenate(rows), counts, table, begin, end)
+
+
+def rows_of(plan: AttentionPlan, sequences: np.ndarray) -> np.ndarray:
+    """The rows of these sequences, int32, in their order."""
+    counts = np.diff(plan.query_start)[sequences]
+    ends = np.cumsum(counts)
+    shift = plan.query_start[sequences] - (ends - counts)
+    return (np.arange(int(ends[-1])) + np.repeat(shift, counts)).astype(np.int32)
+
+
+def choose_shared(
+    plan: AttentionPlan, window: int | None, model: CostModel
+) -> tuple[SharedRange, ...]:
+    """The stretches to read once for all rows below them, parents before children.
+
+    From the root down, a stretch is shared where that saves more bytes than its partial results
+    cost. What it saves is reckoned against its keys being read by the groups below it. A stretch
+    that is not shared goes on with its children: they share it, each for its own members. With a
+    window, only sequences all of whose rows see all of the stretch can share it. O(stretches).
+    """
+    stretches = sorted(plan.stretches, key=lambda s: s.first_page)
+    size = plan.page_size
+    counts = np.diff(plan.query_start)
+    seen_from = np.zeros(plan.num_sequences, np.int64)
+    if window is not None:
+        seen_from = np.maximum(plan.context_len.astype(np.int64) - window, 0)
+    few = counts <= model.few_rows
+    alone = np.where(few, 1, -(-counts // model.many_rows)).astype(np.int64)
+
+    able, rows, reads, parent = [], [], [], []
+    owner = np.full(plan.num_sequences, -1)
+    for index, stretch in enumerate(stretches):
+        members = stretch.members[seen_from[stretch.members] <= stretch.first_page * size]
+        able.append(members)
+        rows.append(int(counts[members].sum()))
+        reads.append(int(alone[members].sum()))
+        parent.append(int(owner[stretch.members[0]]))
+        owner[stretch.members] = index
+
+    # From the leaves up: how often a stretch's keys are read if it is not shared, but those below
+    # it may be. Where its parent's keys were added to it, would it be shared?
+    for index in range(len(stretches) - 1, -1, -1):
+        above = parent[index]
+        if above < 0 or not len(able[index]):
+            continue
+        tokens = (stretches[index].num_pages + stretches[above].num_pages) * size
+        if _saved(rows[index], reads[index], tokens, 1, model) > 0:
+            reads[above] += model.blocks(rows[index]) - int(alone[able[index]].sum())
+        else:
+            reads[above] += reads[index] - int(alone[able[index]].sum())
+
+    cursor = np.zeros(plan.num_sequences, np.int64)
+    chosen = []
+    for index, stretch in enumerate(stretches):
+        members = able[index]
+        if len(members) < 2:
+            continue
+        begin, end = stretch.first_page * size, (stretch.first_page + stretch.num_pages) * size
+        reached = int(cursor[members[0]])
+        parts = 1
+        if (cursor[members] == reached).all() and (seen_from[members] <= reached).all():
+            begin = reached
+        elif (cursor[members] < begin).any():
+            parts = 2
+        if _saved(rows[index], reads[index], end - begin, parts, model) > 0:
+            chosen.append(SharedRange(begin, end, members))
+            cursor[members] = end
+    return tuple(chosen)
+
+
+def _saved(rows: int, reads: int, tokens: int, parts: int, model: CostModel) -> int:
+    """Bytes saved by reading ``tokens`` once for ``rows`` instead of ``reads`` times.
+
+    ``parts``: partial results that it costs each row.
+    """
+    fewer = reads - model.blocks(rows)
+    return fewer * tokens * model.key_bytes * model.kv_heads - rows * parts * model.row_bytes
+
+
+def best_split(
+    length: np.ndarray, rows: np.ndarray, tile: Tile, model: CostModel
+) -> tuple[int, float]:
+    """The most keys that a program should walk, and what the walks then cost in bytes.
+
+    ``length`` and ``rows`` are those of each block. Programs run in waves of as many as the chip
+    holds. Too few of them leave it idle, and so does the last wave: splitting evens that out, and
+    costs starts, partial results and a merge.
+    """
+    held = model.multiprocessors * tile.resident
+    best: tuple[int, float] | None = None
+    for split in (int(length.max()), *SPLITS):
+        if split > length.max():
+            break
+        pieces = -(-length // split)
+        programs = int(pieces.sum()) * model.kv_heads
+        waves = programs / held
+        waves = waves + 0.5 if waves > _MANY_WAVES else -(-programs // held)
+        mean = float(length.sum()) / int(pieces.sum())
+        longest = float((length / pieces).max())
+        walk = max(waves * (mean + START_KEYS), longest + START_KEYS)
+        cost = walk * held * model.key_bytes
+        partials = int((rows * pieces)[pieces > 1].sum())
+        total = cost + (model.merge_cost(partials) if partials else 0.0)
+        if best is None or total < best[1]:
+            best = split, total
+            walked = cost
+    assert best is not None
+    return best[0], walked

@@ -1,0 +1,257 @@
+"""The Triton kernels of attention: one walks the keys of work items, one merges partial results.
+
+Flash attention over pages (Dao et al. 2022, Kwon et al. 2023): an online softmax in float32, in
+powers of two, over tiles of keys that are found through the page table. A program takes one work
+item of ``tree_schedule`` for one KV head. Its queries are rows of the batch times the query heads
+of that KV head, packed as one matrix, so that decoding too runs on tensor cores.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: Columns of ``tree_schedule.Launch.items``.
+ITEM_FIELDS = tl.constexpr(8)
+
+
+@triton.jit
+def _walk(
+    accumulator: tl.tensor,
+    peak: tl.tensor,
+    total: tl.tensor,
+    q: tl.tensor,
+    position: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    table: tl.tensor,
+    kv_head: tl.tensor,
+    first: tl.tensor,
+    tiles: tl.tensor,
+    gap_at: tl.tensor,
+    gap: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> tl.tensor:
+    """So many tiles of keys from ``first`` on, of which those in ``begin .. end`` are real.
+
+    Before tile number ``gap_at``, ``gap`` keys are left out.
+    """
+    d = tl.arange(0, BLOCK_D)
+    for tile in range(tiles):
+        start = first + tile * KEYS
+        if MASKED:
+            start += tl.where(tile >= gap_at, gap, 0)
+        key = start + tl.arange(0, KEYS)
+        real = (key >= begin) & (key < end)
+        page = tl.load(table + key // PAGE_SIZE, mask=real, other=0).to(tl.int64)
+        at = (page * PAGE_SIZE + key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        # What is not real is never read: a page that nobody owns may hold anything.
+        if HEAD_DIM == BLOCK_D:
+            there = real[:, None]
+        else:
+            there = real[:, None] & (d < HEAD_DIM)[None, :]
+        k = tl.load(k_cache + at[:, None] + d[None, :], mask=there, other=0.0)
+        if UPCAST:
+            k = k.to(tl.float32)
+        else:
+            k = k.to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAPPED:
+            # cap * tanh(x / cap), with tanh from powers of two.
+            x = scores / softcap
+            small = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x))
+            bent = (1.0 - small) / (1.0 + small)
+            scores = tl.where(x < 0, -bent, bent) * softcap
+        scores = scores * 1.4426950408889634
+        if MASKED:
+            seen = real[None, :] & (key[None, :] <= position[:, None])
+            if WINDOWED:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # A row that has seen nothing yet has a peak of -inf, and -inf - -inf is no number.
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(v_cache + at[:, None] + d[None, :], mask=there, other=0.0)
+        if UPCAST:
+            v = v.to(tl.float32)
+        else:
+            v = v.to(q.dtype)
+        accumulator = tl.dot(
+            weights.to(v.dtype), v, accumulator * shrink[:, None], input_precision="ieee"
+        )
+        peak = new_peak
+    return accumulator, peak, total
+
+
+@triton.jit
+def attend_items(
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    items: tl.tensor,
+    item_rows: tl.tensor,
+    item_slots: tl.tensor,
+    positions: tl.tensor,
+    page_table: tl.tensor,
+    q_stride: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    PHASED: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    """One item for one KV head: grid ``(items * KV_HEADS,)``, whose heads lie side by side.
+
+    ``out [T, Hq, D]`` and ``lse [T, Hq]`` take the rows whose slot is -1; the others go to their
+    slot of ``partial_out`` float32 and ``partial_lse``, whose logarithms are to base 2. PARTIAL
+    says whether there are any. PHASED walks the tiles that need no mask by a loop of their own.
+    """
+    kv_head = tl.program_id(0) % KV_HEADS
+    item = items + tl.program_id(0) // KV_HEADS * ITEM_FIELDS
+    first_row, rows = tl.load(item), tl.load(item + 1)
+    table = page_table + tl.load(item + 2)
+    begin, end = tl.load(item + 3), tl.load(item + 4)
+    clear_begin, clear_end = tl.load(item + 5), tl.load(item + 6)
+
+    m = tl.arange(0, QUERIES)
+    local = m // GROUP
+    valid = local < rows
+    row = tl.load(item_rows + first_row + local, mask=valid, other=0)
+    position = tl.load(positions + row)
+    head = kv_head * GROUP + m % GROUP
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_DIM
+    stored = valid[:, None] & in_head[None, :]
+    q_at = row.to(tl.int64) * q_stride + head * HEAD_DIM
+    queries = tl.load(q + q_at[:, None] + d[None, :], mask=stored, other=0.0)
+    if UPCAST:
+        queries = queries.to(tl.float32)
+    if SCALED:
+        scale = scale * tl.load(k_scales + kv_head)
+
+    accumulator = tl.full([QUERIES, BLOCK_D], 0.0, tl.float32)
+    peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.full([QUERIES], 0.0, tl.float32)
+    # Tiles lie at multiples of KEYS in the sequence, wherever the item begins: what a row adds up
+    # in which order does not hang on what it shares an item with.
+    first = begin // KEYS * KEYS
+    tiles = (end - first + KEYS - 1) // KEYS
+    gap_at, gap = tiles, 0
+    if PHASED:
+        clear = (clear_end - clear_begin) // KEYS
+        accumulator, peak, total = _walk(
+            accumulator, peak, total, queries, position, k_cache, v_cache, table, kv_head,
+            clear_begin, clear, 0, 0, begin, end, scale, softcap, window, KV_HEADS, HEAD_DIM,
+            BLOCK_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, False, UPCAST,
+        )  # fmt: skip
+        tiles -= clear
+        gap_at, gap = (clear_begin - first) // KEYS, clear_end - clear_begin
+    accumulator, peak, total = _walk(
+        accumulator, peak, total, queries, position, k_cache, v_cache, table, kv_head,
+        first, tiles, gap_at, gap, begin, end, scale, softcap, window, KV_HEADS, HEAD_DIM,
+        BLOCK_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, True, UPCAST,
+    )  # fmt: skip
+
+    # A row that sees nothing of this item weighs nothing in the merge: exp2(-inf).
+    result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SCALED:
+        result = result * tl.load(v_scales + kv_head)
+    log = peak + tl.log2(tl.where(total == 0.0, 1.0, total))
+    heads = KV_HEADS * GROUP
+    if PARTIAL:
+        slot = tl.load(item_slots + tl.load(item + 7) + local, mask=valid, other=-1)
+        partial = valid & (slot >= 0)
+        to = slot.to(tl.int64) * heads + head
+        tl.store(partial_lse + to, log, mask=partial)
+        tl.store(
+            partial_out + to[:, None] * HEAD_DIM + d[None, :],
+            result,
+            mask=partial[:, None] & in_head[None, :],
+        )
+        valid = valid & (slot < 0)
+        stored = valid[:, None] & in_head[None, :]
+    to = row.to(tl.int64) * heads + head
+    tl.store(lse + to, log * 0.6931471805599453, mask=valid)
+    tl.store(
+        out + to[:, None] * HEAD_DIM + d[None, :], result.to(out.dtype.element_ty), mask=stored
+    )
+
+
+@triton.jit
+def merge_partials(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    merges: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """The partial results of one row and head, in the order of their slots: grid ``(rows, Hq)``.
+
+    ``merges`` int32 ``[rows, 3]``: row, first slot, slots. Weighing by log-sum-exp as in Milakov
+    and Gimelshein 2018; the order is the same in every run, so the result is, bit for bit.
+    """
+    head = tl.program_id(1)
+    merge = merges + tl.program_id(0) * 3
+    row, first, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_DIM
+    accumulator = tl.full([BLOCK_D], 0.0, tl.float32)
+    peak = -float("inf")
+    total = 0.0
+    for start in range(0, count, PARTS):
+        part = start + tl.arange(0, PARTS)
+        real = part < count
+        at = (first + part).to(tl.int64) * HEADS + head
+        log = tl.load(partial_lse + at, mask=real, other=float("-inf"))
+        parts = tl.load(
+            partial_out + at[:, None] * HEAD_DIM + d[None, :],
+            mask=real[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        new_peak = tl.maximum(peak, tl.max(log, 0))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(log - base)
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(weights, 0)
+        accumulator = accumulator * shrink + tl.sum(parts * weights[:, None], 0)
+        peak = new_peak
+    to = row.to(tl.int64) * HEADS + head
+    tl.store(lse + to, (peak + tl.log2(total)) * 0.6931471805599453)
+    tl.store(out + to * HEAD_DIM + d, (accumulator / total).to(out.dtype.element_ty), mask=in_head)

@@ -1,0 +1,287 @@
+"""The attention backend for an NVIDIA GPU, in Triton: it launches what ``tree_schedule`` plans.
+
+On a CPU it runs only where Triton interprets its kernels (``TRITON_INTERPRET=1`` before the first
+import of triton), which is for tests: a tile takes milliseconds.
+
+**What is guaranteed.** Always: the same batch over the same cache gives the same bits, run after
+run, since no result hangs on the order in which programs finish. With ``deterministic``: a row's
+result hangs on its query and on the keys and values that it sees, and on nothing else: not on the
+rest of the batch, not on where chunks of prefill were cut, on pages or page ids, on what other
+sequences share, or on whether its prefix was computed in this step or found in the cache. To that
+end every row walks the same tiles of keys at the same positions in the same order, in one kernel
+with one tile shape, split at multiples of ``DETERMINISTIC_SPLIT`` keys; nothing is shared. It holds
+for one device, head shape, type and page size, and for attention alone: that the queries, keys and
+values have the same bits is up to whoever makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from coppice.kernels.checks import check_attend, check_cache, check_copy
+from coppice.kernels.interface import AttentionBackend, AttentionPlan, KvScales
+from coppice.kernels.tiles import choose_tiles
+from coppice.kernels.tree_cost import H100_MULTIPROCESSORS, CostModel
+from coppice.kernels.tree_schedule import Launch, TreeSchedule, build_tree_schedule
+from coppice.kernels.triton_attention import attend_items, merge_partials
+from coppice.kernels.triton_cache import copy_page_words, rotate_rows, write_rows
+
+#: Whether Triton runs these kernels in Python. It works on the raw bits of 16-bit floats, so that
+#: kernels must turn them into float32 first.
+INTERPRETED = not isinstance(attend_items, triton.JITFunction)
+
+MAX_HEAD_DIM = 256
+# Partial results merged at a time; more are taken in further rounds.
+_PARTS = 16
+# 32-bit words of a page that a program copies.
+_COPY_WORDS = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceSchedule:
+    """A schedule with its arrays on the device."""
+
+    schedule: TreeSchedule
+    items: tuple[tuple[Launch, torch.Tensor], ...]
+    rows: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    merges: torch.Tensor
+    page_indices: torch.Tensor
+
+
+class PreparedPlan:
+    """A checked plan with its schedules, made when the first layer of that kind asks."""
+
+    __slots__ = ("_deterministic", "_device", "_schedules", "plan")
+
+    def __init__(self, plan: AttentionPlan, device: torch.device, deterministic: bool) -> None:
+        self.plan = plan
+        self._device = device
+        self._deterministic = deterministic
+        self._schedules: dict[tuple[int | None, CostModel], DeviceSchedule] = {}
+
+    def schedule(self, window: int | None, model: CostModel) -> DeviceSchedule:
+        key = (window, model)
+        if key not in self._schedules:
+            made = build_tree_schedule(self.plan, window, model, deterministic=self._deterministic)
+            self._schedules[key] = self._send(made)
+        return self._schedules[key]
+
+    def _send(self, made: TreeSchedule) -> DeviceSchedule:
+        arrays = [made.rows, made.slots, made.positions, made.merges, self.plan.page_indices]
+        arrays += [launch.items for launch in made.launches]
+        # One transfer, each array at a multiple of 16 bytes: kernels are compiled for addresses of
+        # that kind, and a step must not call for another kernel than the one before.
+        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
+        packed = np.zeros(max(int(starts[-1]), 1), np.int32)
+        for start, array in zip(starts, arrays, strict=False):
+            packed[start : start + array.size] = array.reshape(-1)
+        sent = torch.from_numpy(packed)
+        if self._device.type == "cuda":
+            sent = sent.pin_memory().to(self._device, non_blocking=True)
+        parts = [
+            sent[start : start + array.size] for start, array in zip(starts, arrays, strict=False)
+        ]
+        items = tuple(zip(made.launches, parts[5:], strict=True))
+        return DeviceSchedule(made, items, *parts[:5])
+
+
+class TritonBackend(AttentionBackend):
+    """Attention, cache writes and page copies as Triton kernels, compiled at their first use.
+
+    ``deterministic`` is explained above; it costs what sharing and splitting finely would save.
+    Raises ``ValueError`` for a device that the kernels do not run on.
+    """
+
+    name = "triton"
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    scaled_dtypes = (torch.float8_e4m3fn,)
+    softcaps = True
+
+    def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
+        if INTERPRETED and device.type != "cpu":
+            raise ValueError(
+                f"device is {device}; with TRITON_INTERPRET set attention_backend 'triton' runs on "
+                "'cpu' only"
+            )
+        if not INTERPRETED and device.type != "cuda":
+            raise ValueError(
+                f"device is {device}; attention_backend 'triton' runs on 'cuda' only (on 'cpu' "
+                "where TRITON_INTERPRET=1 is set before triton is imported, for tests)"
+            )
+        self.device = device
+        self.deterministic = deterministic
+        self._multiprocessors = H100_MULTIPROCESSORS
+        if device.type == "cuda":
+            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+        scales: KvScales | None = None,
+    ) -> None:
+        check_cache(self, k, v, k_cache, v_cache, scales)
+        _check_rows(k=k, v=v)
+        if not len(k):
+            return
+        width = k.shape[1] * k.shape[2]
+        block = triton.next_power_of_2(width)
+        with _on(self.device):
+            write_rows[(len(k),)](
+                k, v, k_cache, v_cache, *(scales or (k, v)), slots, k.stride(0), v.stride(0),
+                WIDTH=width, BLOCK=block, HEAD_DIM=k.shape[2], SCALED=scales is not None,
+                INTERPRETED=INTERPRETED, num_warps=min(8, max(1, block // 256)),
+            )  # fmt: skip
+
+    def write_rotated(
+        self,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+        scales: KvScales | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kv_heads, head_dim = k_cache.shape[2:]
+        heads = qk.shape[1] - kv_heads
+        check_cache(self, qk[:, heads:], v, k_cache, v_cache, scales)
+        _check_rows(qk=qk, v=v)
+        if head_dim % 2:
+            raise ValueError(f"qk has heads of {head_dim}; rotation needs an even number")
+        rotated = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
+        if len(qk):
+            with _on(self.device):
+                rotate_rows[(len(qk), qk.shape[1])](
+                    qk, v, cos.contiguous(), signed_sin.contiguous(), rotated, k_cache, v_cache,
+                    *(scales or (v, v)), slots, qk.stride(0), v.stride(0),
+                    HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
+                    BLOCK_D=triton.next_power_of_2(head_dim), SCALED=scales is not None,
+                    INTERPRETED=INTERPRETED, num_warps=1,
+                )  # fmt: skip
+        return rotated[:, :heads], rotated[:, heads:]
+
+    def copy_pages(
+        self,
+        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        src: Sequence[int],
+        dst: Sequence[int],
+    ) -> None:
+        tensors = [cache for layer in caches for cache in layer]
+        for cache in tensors:
+            check_copy(len(cache), src, dst)
+            if not cache.is_contiguous() or cache[:1].nbytes != tensors[0][:1].nbytes:
+                raise ValueError("caches: all must be contiguous, with pages of the same size")
+        if not src or not tensors:
+            return
+        page_bytes = tensors[0][:1].nbytes
+        if page_bytes % 4:
+            raise ValueError(f"caches have pages of {page_bytes} bytes; it must be a multiple of 4")
+        words = page_bytes // 4
+        pages = torch.tensor([*src, *dst], dtype=torch.int64, device=self.device)
+        addresses = torch.tensor(
+            [cache.data_ptr() for cache in tensors], dtype=torch.int64, device=self.device
+        )
+        block = min(_COPY_WORDS, triton.next_power_of_2(words))
+        with _on(self.device):
+            copy_page_words[(len(src), len(tensors), triton.cdiv(words, block))](
+                addresses, pages, len(src), WORDS=words, BLOCK=block, num_warps=4
+            )
+
+    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
+        plan.check(num_pages)
+        return PreparedPlan(plan, self.device, self.deterministic)
+
+    def attend(  # type: ignore[override]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        prepared: PreparedPlan,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+        scales: KvScales | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        check_attend(
+            self, prepared.plan, q, k, v, k_cache, v_cache, sliding_window, logit_softcap, scales
+        )
+        rows, heads, head_dim = q.shape
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"q has heads of {head_dim}; it must be at most {MAX_HEAD_DIM}")
+        model = self.cost_model(heads, k_cache.shape[2], head_dim, q.dtype, k_cache.dtype)
+        sent = prepared.schedule(sliding_window, model)
+        upcast = INTERPRETED and q.dtype != torch.float32
+        place: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+        out = torch.empty(q.shape, dtype=torch.float32 if upcast else q.dtype, device=q.device)
+        lse = torch.empty((rows, heads), **place)
+        partials = sent.schedule.num_partials
+        partial_out = torch.empty((max(partials, 1), heads, head_dim), **place)
+        partial_lse = torch.empty((max(partials, 1), heads), **place)
+        block_d = max(16, triton.next_power_of_2(head_dim))
+        with _on(self.device):
+            for launch, items in sent.items:
+                attend_items[(len(launch.items) * model.kv_heads,)](
+                    q, k_cache, v_cache, *(scales or (lse, lse)), out, lse, partial_out,
+                    partial_lse, items, sent.rows, sent.slots, sent.positions, sent.page_indices,
+                    q.stride(0), float(scale), float(logit_softcap or 0), sliding_window or 0,
+                    GROUP=model.group, KV_HEADS=model.kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
+                    QUERIES=launch.tile.queries, KEYS=launch.tile.keys,
+                    PAGE_SIZE=prepared.plan.page_size, WINDOWED=sliding_window is not None,
+                    SOFTCAPPED=logit_softcap is not None, SCALED=scales is not None,
+                    PARTIAL=len(sent.schedule.slots) > 0,
+                    PHASED=launch.tile is model.tiles.many and not self.deterministic,
+                    UPCAST=upcast, num_warps=launch.tile.warps, num_stages=launch.tile.stages,
+                )  # fmt: skip
+            if partials:
+                merge_partials[(len(sent.schedule.merges), heads)](
+                    partial_out, partial_lse, sent.merges, out, lse,
+                    HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=block_d, PARTS=_PARTS, num_warps=4,
+                )  # fmt: skip
+        out = out.to(q.dtype)
+        return (out, lse) if return_lse else out
+
+    def cost_model(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+    ) -> CostModel:
+        """What schedules for heads of that shape and those types are reckoned by."""
+        tiles = choose_tiles(head_dim, dtype.itemsize, deterministic=self.deterministic)
+        key_bytes = 2 * head_dim * cache_dtype.itemsize
+        return CostModel(
+            tiles, heads // kv_heads, kv_heads, head_dim, key_bytes, self._multiprocessors
+        )
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Launches go to the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _check_rows(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}; heads and head_dim must be contiguous"
+            )

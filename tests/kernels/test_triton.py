@@ -1,0 +1,238 @@
+"""What the Triton backend has beyond the others: types, soft-cap, 8-bit caches, determinism, norms.
+
+Without a GPU the kernels are interpreted, at small sizes; with one they are compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from coppice.kernels import tree_cost, tree_schedule
+from coppice.kernels.interface import AttentionPlan, SharedStretch, select_backend
+from coppice.kernels.reference import ReferenceBackend
+from coppice.kernels.tree_cost import CostModel
+from coppice.kernels.triton_backend import TritonBackend
+from coppice.kernels.triton_norm import rms_norm
+
+REFERENCE = ReferenceBackend()
+TAILS = [(1, 0), (5, 3), (1, 17), (13, 8), (1, 33)]
+LEVELS = [(range(5), 3), ([0, 2, 4], 2)]
+
+
+@pytest.fixture
+def fine_splits(monkeypatch):
+    """Everything shared and split as finely as it goes, so that small batches are merged too."""
+    monkeypatch.setattr(tree_cost, "SPLITS", (4, 8, 16, 32))
+    monkeypatch.setattr(tree_cost, "START_KEYS", 0)
+    monkeypatch.setattr(CostModel, "row_bytes", 0)
+    usual = TritonBackend.cost_model
+
+    def small_chip(*arguments):
+        return replace(usual(*arguments), multiprocessors=1, launch_bytes=0)
+
+    monkeypatch.setattr(TritonBackend, "cost_model", small_chip)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_merged_pieces_equal_the_reference(make_batch, triton_backend, size, fine_splits, window):
+    batch = make_batch([(rows, cached * size) for rows, cached in TAILS], LEVELS, page_size=16)
+    model = triton_backend.cost_model(4, 2, 16, torch.float32, torch.float32)
+    schedule = triton_backend.prepare(batch.plan).schedule(window, model).schedule
+    assert schedule.num_partials > 0
+    assert window is not None or len(schedule.shared) == 2
+    for got, expected in zip(
+        batch.run(triton_backend, window), batch.run(REFERENCE, window), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_types(make_batch, triton_backend, size, dtype):
+    tails = [(rows, cached * size) for rows, cached in TAILS]
+    batch = make_batch(tails, LEVELS, dtype=dtype, head_dim=64)
+    out, lse = batch.run(triton_backend)
+    expected, expected_lse = batch.run(REFERENCE)
+    assert out.dtype == dtype
+    tolerance = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_soft_cap(make_batch, triton_backend, softcap):
+    batch = make_batch(TAILS, LEVELS)
+    batch.scale = 3.0
+    for got, expected in zip(
+        batch.run(triton_backend, 20, softcap), batch.run(REFERENCE, 20, softcap), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_8_bit_cache(make_batch, triton_backend):
+    """Written as torch rounds, to the bit; read as the reference reads it; too much is clamped."""
+    batch = make_batch(TAILS, LEVELS)
+    device = triton_backend.device
+    scales = torch.tensor([0.01, 0.3]), torch.tensor([0.02, 0.1])
+    shape = batch.k_cache.shape
+    slots = torch.arange(shape[0] * shape[1])
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, len(slots), *shape[2:], generator=generator)
+    k[7] = 1e4
+    caches = {}
+    for backend, place in ((REFERENCE, torch.device("cpu")), (triton_backend, device)):
+        made = [torch.zeros(shape, dtype=torch.float8_e4m3fn, device=place) for _ in range(2)]
+        there = [each.to(place) for each in scales]
+        backend.write_kv(k.to(place), v.to(place), *made, slots.to(place), tuple(there))
+        out, lse = backend.attend(
+            batch.q.to(place), batch.k.to(place), batch.v.to(place), *made,
+            backend.prepare(batch.plan), scale=0.25, scales=tuple(there), return_lse=True,
+        )  # fmt: skip
+        caches[backend.name] = *(cache.float().cpu() for cache in made), out.cpu(), lse.cpu()
+    normal = 2.0**-6  # below it the interpreter's conversion does not round
+    for ours, theirs in zip(caches["triton"][:2], caches["reference"][:2], strict=True):
+        assert torch.equal(ours[theirs.abs() > normal], theirs[theirs.abs() > normal])
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2.0**-9)
+    assert caches["triton"][0].flatten(0, 1)[7].max() == 448
+    for ours, theirs in zip(caches["triton"][2:], caches["reference"][2:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rotation_with_the_write(triton_backend, head_dim, scaled):
+    """Against rotating first and writing then, on every backend's default way."""
+    device = triton_backend.device
+    qk, v = torch.randn(5, 6, head_dim, device=device), torch.randn(5, 4, head_dim, device=device)
+    cos, sin = torch.randn(2, 5, 1, head_dim, device=device)
+    slots = torch.tensor([3, 1, 9, 0, 11], device=device)
+    dtype = torch.float8_e4m3fn if scaled else torch.float32
+    scales = (torch.ones(2, device=device),) * 2 if scaled else None
+    found = []
+    for backend in (triton_backend, REFERENCE):
+        caches = [torch.zeros(3, 4, 2, head_dim, dtype=dtype, device=device) for _ in range(2)]
+        made = backend.write_rotated(qk, v[:, 2:], cos, sin, *caches, slots, scales)
+        found.append([*made, *(cache.float() for cache in caches)])
+    for ours, theirs in zip(*found, strict=True):
+        tolerance = 2.0**-3 if scaled else 1e-5
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-2 if scaled else 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (3, 6, 16)])
+def test_norm(triton_backend, shape):
+    device = triton_backend.device
+    x = torch.randn(2, *shape, device=device)[0]
+    weight = torch.randn(*shape[1:], device=device)
+    expected = torch.nn.functional.rms_norm(x, shape[-1:], eps=1e-3) * weight
+    torch.testing.assert_close(rms_norm(x, weight, 1e-3), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"weight is \(5,\)"):
+        rms_norm(x, torch.ones(5, device=device), 1e-3)
+    with pytest.raises(ValueError, match="contiguous within a row"):
+        rms_norm(x.transpose(0, -1), weight, 1e-3)
+
+
+def test_copies_of_odd_pages_are_refused(triton_backend):
+    caches = [(torch.zeros(2, 1, 1, 3, dtype=torch.int8),) * 2]
+    with pytest.raises(ValueError, match="3 bytes; it must be a multiple of 4"):
+        triton_backend.copy_pages(caches, [0], [1])
+
+
+def test_too_wide_heads_are_refused(make_batch, triton_backend):
+    with pytest.raises(ValueError, match="q has heads of 272; it must be at most 256"):
+        make_batch([(1, 1)], head_dim=272).run(triton_backend)
+
+
+def test_the_same_batch_gives_the_same_bits(make_batch, triton_backend, size, fine_splits):
+    batch = make_batch([(rows, cached * size) for rows, cached in TAILS], LEVELS)
+    first = batch.run(triton_backend)
+    for again, was in zip(batch.run(triton_backend), first, strict=True):
+        assert torch.equal(again, was)
+
+
+class Sequence:
+    """Queries, keys and values of one sequence, to be attended in whatever steps one likes."""
+
+    kv_heads, group, head_dim = 2, 2, 16
+
+    def __init__(self, length: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        packed = torch.randn(
+            length, 2 * self.kv_heads + self.kv_heads * self.group, self.head_dim,
+            generator=generator,
+        )  # fmt: skip
+        heads = self.kv_heads * self.group
+        self.q, self.k, self.v = packed.split([heads, self.kv_heads, self.kv_heads], dim=1)
+
+
+def attend_parts(backend, parts, page_size, window, shared_pages=0, seed=0):
+    """One step of ``(sequence, begin, end)``: rows ``begin .. end``, what lies before is cached.
+
+    Returns outputs and log-sum-exps of each part. Pages are dealt out at random.
+    """
+    device = backend.device
+    used, tables = shared_pages, []
+    for _, _, end in parts:
+        more = -(-end // page_size) - shared_pages
+        tables.append([*range(shared_pages), *range(used, used + more)])
+        used += more
+    order = np.random.default_rng(seed).permutation(used + 1)
+    shape = (used + 1, page_size, Sequence.kv_heads, Sequence.head_dim)
+    caches = [torch.full(shape, torch.nan) for _ in range(2)]
+    for (sequence, _, end), table in zip(parts, tables, strict=True):
+        at = np.arange(end)
+        slots = order[np.array(table)[at // page_size]] * page_size + at % page_size
+        for cache, new in zip(caches, (sequence.k, sequence.v), strict=True):
+            cache.flatten(0, 1)[slots] = new[:end]
+    stretches = ()
+    if shared_pages:
+        stretches = (SharedStretch(0, shared_pages, np.arange(len(parts), dtype=np.int32)),)
+    counts = [end - begin for _, begin, end in parts]
+    plan = AttentionPlan(
+        page_size=page_size,
+        query_start=np.cumsum([0, *counts]).astype(np.int32),
+        context_len=np.array([end for _, _, end in parts], np.int32),
+        page_indptr=np.cumsum([0, *map(len, tables)]).astype(np.int32),
+        page_indices=np.concatenate([order[table] for table in tables]).astype(np.int32),
+        stretches=stretches,
+    )
+    q, k, v = (
+        torch.cat([getattr(each, name)[a:b] for each, a, b in parts]).to(device) for name in "qkv"
+    )
+    out, lse = backend.attend(
+        q, k, v, *(cache.to(device) for cache in caches), backend.prepare(plan),
+        scale=0.25, sliding_window=window, return_lse=True,
+    )  # fmt: skip
+    return [(a, b) for a, b in zip(out.cpu().split(counts), lse.cpu().split(counts), strict=True)]
+
+
+@pytest.mark.parametrize("window", [None, 21])
+def test_deterministic_is_bit_for_bit(triton_backend, size, monkeypatch, window):
+    """A row's bits do not change with chunks, hits, company, sharing, pages or page ids."""
+    monkeypatch.setattr(tree_schedule, "DETERMINISTIC_SPLIT", 64 if size > 1 else 32)
+    backend = select_backend("triton", triton_backend.device, deterministic=True)
+    length = 72 * size
+    line, other = Sequence(length, 1), Sequence(length, 2)
+    other.k[: length // 2], other.v[: length // 2] = line.k[: length // 2], line.v[: length // 2]
+    ((cold, cold_lse),) = attend_parts(backend, [(line, 0, length)], 16, window)
+
+    for begin, end in ((0, length // 3), (length // 3, length // 2 + 7)):  # chunks
+        ((out, lse),) = attend_parts(backend, [(line, begin, end)], 16, window, seed=1)
+        assert torch.equal(out, cold[begin:end]) and torch.equal(lse, cold_lse[begin:end])
+    for begin in (length - 1, length - 5):  # hits, and decoding in company that shares a prefix
+        parts = [(other, length - 9, length), (line, begin, length), (other, length - 1, length)]
+        shared = length // 2 // 16
+        _, (out, lse), _ = attend_parts(backend, parts, 16, window, shared, seed=2)
+        assert torch.equal(out, cold[begin:]) and torch.equal(lse, cold_lse[begin:])
+
+
+def test_deterministic_shares_nothing(make_batch, triton_backend):
+    backend = select_backend("triton", triton_backend.device, deterministic=True)
+    batch = make_batch(TAILS, LEVELS)
+    model = replace(backend.cost_model(4, 2, 16, torch.float32, torch.float32), launch_bytes=0)
+    assert model.tiles.few == model.tiles.many
+    assert not backend.prepare(batch.plan).schedule(None, model).schedule.shared
+    for got, expected in zip(batch.run(backend), batch.run(REFERENCE), strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
