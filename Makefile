@@ -25,8 +25,9 @@ demo: $(READY)
 
 # The command `pytest`, not `python -m pytest`: the latter puts this folder on the import path, where
 # the room `kernels` would hide Hugging Face's package of that name.
+# Two processes, each with whole files, so that a file's servers and checkpoints are made once.
 test: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
