@@ -1,7 +1,7 @@
 """Measure the Triton attention kernels on a GPU, against what the chip itself can do.
 
-    python benchmarks/kernels_gpu.py --json benchmarks/results/kernels_gpu.json
-    python benchmarks/kernels_gpu.py --dry-run
+    python benchmarks/kernels_gpu.py --json benchmarks/results/kernels-gpu.jsonl
+    python benchmarks/kernels_gpu.py --dry-run --json benchmarks/results/kernels-gpu-model.jsonl
 
 The first is the one command for a machine with an H100 or H200; it takes under 8 minutes. The
 second needs no GPU: it prints each case with the bytes and FLOP that the plan of the step moves and
