@@ -3,9 +3,10 @@
     python benchmarks/kernels_gpu.py --json benchmarks/results/kernels-gpu.jsonl
     python benchmarks/kernels_gpu.py --dry-run --json benchmarks/results/kernels-gpu-model.jsonl
 
-The first is the one command for a machine with an H100 or H200; it takes under 8 minutes. The
-second needs no GPU: it prints each case with the bytes and FLOP that the plan of the step moves and
-computes, and none of the times.
+The first is the one command for a machine with an H100 or H200. Each case stops after so many
+seconds that all are through in under 8 minutes, by reckoning: it has not run on a GPU yet. The
+second needs none: it prints each case with the bytes and FLOP that the plan of the step moves and
+computes, and no times.
 
 One JSON object a line: first the roofs, a device-to-device copy and a large matrix product, then
 the cases, each measured in rounds that run all its ways in turn. ``of_copy`` and ``of_matmul`` are
