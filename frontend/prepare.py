@@ -66,9 +66,9 @@ def prepare(
         if isinstance(prompt, str):
             check_characters("prompt", prompt)
             tokenizer.check_length("prompt", prompt, longest)
-    for message in asked.messages:
+    for index, message in enumerate(asked.messages):
         for text in _texts(message.get("content")):
-            check_characters("messages", text)
+            check_characters(f"messages[{index}].content", text)
             tokenizer.check_length("messages", text, longest)
     if asked.form is not None:
         asked.form.check()

@@ -47,7 +47,7 @@ def drop(tree: RadixTree, node: Node) -> None:
 def share_copies(tree: RadixTree, node: Node | None) -> None:
     """Lets nodes that end inside a page use their only child's copy of it, from `node` upwards.
 
-    Nodes in whose end a sequence goes on keep theirs. O(nodes that end in that page).
+    Nodes in whose end a sequence goes on keep theirs. O(nodes in that page).
     """
     size = tree.page_size
     while node is not None and node.parent is not None and node.end % size:
@@ -55,18 +55,38 @@ def share_copies(tree: RadixTree, node: Node | None) -> None:
         if child is None or len(node.children) > 1 or child.locks != node.locks:
             return
         page, before = child.pages[0], node.pages[-1]
+        border = node.end - node.end % size
         if page != before:
-            border = node.end - node.end % size
-            owned = node.start < border or not node.parent.shares(before, border)
+            if _goes_on(child, before, border + size):
+                return
+            begins_here = node.start >= border
+            owned = not (begins_here and node.parent.shares(before, border))
+            above = begins_here and node.parent.shares(page, border)
             node.pages[-1] = page
             tree.pool.share((page,))
             tree.pool.release((before,))
-            child.own_pages -= 1
             if owned:
                 tree.cached_pages -= 1
                 tree.locked_pages -= bool(node.locks)
-            else:
-                node.own_pages += 1
-        if node.start % size == 0 or node.start < node.end - node.end % size:
+            # `page` is node's own now, unless it was not the child's either.
+            child.own_pages -= not above
+            node.own_pages += (not above) - owned
+        if node.start % size == 0 or node.start < border:
             return
         node = node.parent
+
+
+def _goes_on(child: Node, page: int, end: int) -> bool:
+    """Whether a node below `child`, with its own copy, goes on in `page`, whose positions `end`.
+
+    Its writer had the tail of what is above `child` (see `Node.shares`). O(nodes in the page).
+    """
+    stack = [child]
+    while stack:
+        node = stack.pop()
+        if node.end < end:  # else its children begin behind the page
+            for below in node.children.values():
+                if below.pages[0] == page:
+                    return True
+                stack.append(below)
+    return False
