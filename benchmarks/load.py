@@ -119,8 +119,8 @@ class Watched:
         return (int(parts[11]) + int(parts[12])) / TICK
 
     def children(self) -> list[int]:
-        path = Path(f"/proc/{self.pid}/task/{self.pid}/children")
-        return [int(pid) for pid in path.read_text().split()]
+        lists = Path(f"/proc/{self.pid}/task").glob("*/children")  # of each thread
+        return [int(pid) for path in lists for pid in path.read_text().split()]
 
 
 def bare(args: Any, seconds: float) -> float:
