@@ -1,13 +1,14 @@
-"""Many streaming clients on one server, for minutes, beside the bare engine.
+"""Many streaming clients on one server, for minutes; then beside the bare engine.
 
     python benchmarks/load.py [--quick] [--json FILE] [--model MODEL] [--clients N] [--seconds S]
 
-Each client asks over and over: one of a few shared documents, a part of its own, a fixed number of
-tokens out, streamed; one request in a hundred is left in the middle. The row tells of errors,
-memory, lost pages and latencies. The bare engine, without server, processes and text, runs the same
-mix with as many requests at once, before and after the server, so that the machine's mood is seen.
-The clients run on the same cores as the server: the processor time of each process is in the row,
-since the throughput pays for all three.
+Each client asks over and over: one of a few shared documents, a part of its own, tokens out between
+half and one and a half times `--out`, streamed; one request in a hundred is left in the middle. The
+row tells of errors, memory, lost pages and latencies. After that the server and the bare engine,
+without server, processes and text, take turns at the same mix with as many requests at once, a
+window each, since the machine's mood changes more between two minutes than the two differ. The
+clients run on the same cores as the server: the processor time of each process is in the row, since
+the throughput pays for all three.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,24 +50,34 @@ class Tally:
 class Mix:
     """The prompts: shared documents, each continued by tokens of the request's own."""
 
-    def __init__(self, vocabulary: int, shared: int, own: int) -> None:
+    def __init__(self, vocabulary: int, shared: int, own: int, out: int) -> None:
         rng = random.Random(0)
         self._tokens = range(vocabulary // 8, vocabulary)  # no special tokens
         self._documents = [rng.choices(self._tokens, k=shared) for _ in range(DOCUMENTS)]
         self._own = own
+        self._out = out
+
+    def length(self, rng: random.Random) -> int:
+        """Tokens to generate. They vary, else requests that began together end together for ever,
+        and are prefilled in one step, which no server would see."""
+        return rng.randint(max(1, self._out // 2), self._out + self._out // 2)
 
     def prompt(self, rng: random.Random) -> list[int]:
         return rng.choice(self._documents) + rng.choices(self._tokens, k=self._own)
 
 
 async def client(
-    address: tuple[str, int], model: str, mix: Mix, out: int, end: float, seed: int, tally: Tally
+    address: tuple[str, int], model: str, mix: Mix, end: float, rng: random.Random, tally: Tally
 ) -> None:
     """Asks until `end`. A bare socket, since the cores are to serve and not to be a client."""
-    rng = random.Random(seed)
     while time.monotonic() < end:
-        body = {"model": model, "prompt": mix.prompt(rng), "max_tokens": out, "stream": True}
-        body |= {"temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+        body = {"model": model, "prompt": mix.prompt(rng), "max_tokens": mix.length(rng)}
+        body |= {
+            "stream": True,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
         raw = json.dumps(body).encode()
         leaves = rng.random() < LEFT_EARLY
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n"
@@ -123,41 +135,63 @@ class Watched:
         return [int(pid) for path in lists for pid in path.read_text().split()]
 
 
-def bare(args: Any, seconds: float) -> float:
-    """Tokens a second of the engine alone, in a process of its own; it warms up first."""
-    command = [sys.executable, __file__, "--bare", str(seconds)]
-    for name in ("model", "clients", "shared", "own", "out", "pool"):
-        command += [f"--{name}", str(getattr(args, name))]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(done.stdout.split()[-1])
+class Bare:
+    """The engine alone, in a process of its own that lives from window to window."""
+
+    def __init__(self, args: Any) -> None:
+        command = [sys.executable, __file__, "--bare"]
+        for name in ("model", "clients", "shared", "own", "out", "pool"):
+            command += [f"--{name}", str(getattr(args, name))]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def rate(self, warm: float, seconds: float) -> float:
+        """Tokens a second, counted for so long after warming up."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(warm, seconds, file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
-def measure_bare(args: Any, seconds: float) -> float:
-    from coppice import EngineConfig, SamplingParams
+def run_bare(args: Any) -> None:
+    """Answers each line of warm-up and seconds with the tokens a second of a window."""
+    from coppice import EngineConfig
     from coppice.frontend.text_engine import TextEngine
 
-    text_engine = TextEngine.load(
-        EngineConfig(
-            model=args.model,
-            kv_cache_tokens=args.pool,
-            max_num_seqs=args.clients,
-            overtaking=0.15,
-            max_step_stretch=2.5,
-        )
+    config = EngineConfig(
+        model=args.model,
+        kv_cache_tokens=args.pool,
+        max_num_seqs=args.clients,
+        overtaking=0.15,
+        max_step_stretch=2.5,
     )
-    engine = text_engine.engine
-    mix = Mix(engine.model_config.vocab_size, args.shared, args.own)
-    params = SamplingParams(temperature=0, max_tokens=args.out, ignore_eos=True)
-    rng = random.Random(1)
+    engine = TextEngine.load(config).engine
+    mix = Mix(engine.model_config.vocab_size, args.shared, args.own, args.out)
+    rng = random.Random(-1)
+    for line in sys.stdin:
+        warm, seconds = map(float, line.split())
+        print(bare_window(engine, mix, rng, args.clients, warm, seconds), flush=True)
+
+
+def bare_window(
+    engine: Any, mix: Mix, rng: random.Random, clients: int, warm: float, seconds: float
+) -> float:
+    from coppice import SamplingParams
+
     added = generated = 0
-    begun, warm = time.monotonic(), min(10.0, seconds / 2)
+    begun = time.monotonic()
     counted_from = None
     running: set[str] = set()
     while (now := time.monotonic()) < begun + warm + seconds:
         if counted_from is None and now >= begun + warm:
             counted_from, generated = now, 0
-        while len(running) < args.clients:
+        while len(running) < clients:
             running.add(str(added))
+            params = SamplingParams(temperature=0, max_tokens=mix.length(rng), ignore_eos=True)
             engine.add_request(str(added), mix.prompt(rng), params)
             added += 1
         for output in engine.step():
@@ -165,7 +199,10 @@ def measure_bare(args: Any, seconds: float) -> float:
             if output.finish_reason is not None:
                 running.discard(output.request_id)
     assert counted_from is not None
-    return generated / (time.monotonic() - counted_from)
+    rate = generated / (time.monotonic() - counted_from)
+    for name in running:
+        engine.abort(name)
+    return rate
 
 
 def start_server(args: Any) -> tuple[subprocess.Popen[str], tuple[str, int]]:
@@ -181,6 +218,33 @@ def start_server(args: Any) -> tuple[subprocess.Popen[str], tuple[str, int]]:
     raise RuntimeError(f"the server did not start; see {args.log}")
 
 
+async def crowd(
+    args: Any,
+    address: tuple[str, int],
+    mix: Mix,
+    tally: Tally,
+    warm: float,
+    seconds: float,
+    turn: int = 0,
+) -> AsyncIterator[float]:
+    """Runs the clients; yields each second of what counts, and at last the tokens a second.
+
+    Each turn asks something new: what was asked before would be cached.
+    """
+    end = time.monotonic() + warm + seconds
+    tasks = [
+        asyncio.create_task(client(address, args.model, mix, end, random.Random(seed), tally))
+        for seed in range(turn * args.clients, (turn + 1) * args.clients)
+    ]
+    await asyncio.sleep(warm)
+    tokens, since = tally.tokens, time.monotonic()
+    while time.monotonic() < end:
+        yield 0.0
+        await asyncio.sleep(min(1.0, seconds / 20))
+    yield (tally.tokens - tokens) / (time.monotonic() - since)
+    await asyncio.gather(*tasks)
+
+
 async def serve(args: Any, mix: Mix) -> dict[str, Any]:
     """The server under load; what the clients saw, memory, processor time, pages at the end."""
     server, address = await asyncio.to_thread(start_server, args)
@@ -193,37 +257,55 @@ async def serve(args: Any, mix: Mix) -> dict[str, Any]:
         ]
         engine, own = Watched(engine_pid), Watched(os.getpid())
         processes = {"server": api, "engine": engine, "clients": own}
-        tally = Tally()
-        end = time.monotonic() + args.seconds
-        tasks = [
-            asyncio.create_task(client(address, args.model, mix, args.out, end, seed, tally))
-            for seed in range(args.clients)
-        ]
-        warm = args.seconds / 5
-        await asyncio.sleep(warm)
-        before = {name: process.seconds() for name, process in processes.items()}
-        tokens, since = tally.tokens, time.monotonic()
+        tally, rate, before, since = Tally(), 0.0, {}, 0.0
         memory: dict[str, list[int]] = {"server": [], "engine": []}
-        while time.monotonic() < end:
+        async for latest in crowd(
+            args, address, mix, tally, args.seconds / 5, args.seconds * 4 / 5
+        ):
+            rate = latest
+            if not before:
+                since = time.monotonic()
+                before = {name: process.seconds() for name, process in processes.items()}
             for name, values in memory.items():
                 values.append(processes[name].resident())
-            await asyncio.sleep(min(1.0, args.seconds / 20))
-        seconds = time.monotonic() - since
-        rate = (tally.tokens - tokens) / seconds
-        used = {name: process.seconds() - before[name] for name, process in processes.items()}
-        await asyncio.gather(*tasks)
+            cores = {
+                name: (process.seconds() - before[name]) / (time.monotonic() - since)
+                for name, process in processes.items()
+            }
         report = await asyncio.to_thread(report_when_idle, address)
+        turns = await take_turns(args, address, mix)
     finally:
         server.send_signal(signal.SIGTERM)
         status = await asyncio.to_thread(server.wait, 60)
     return {
         "tally": tally,
         "rate": rate,
-        "used": {name: value / seconds for name, value in used.items()},
+        "used": cores,
         "memory": memory,
         "report": report,
         "status": status,
+        "turns": turns,
     }
+
+
+async def take_turns(
+    args: Any, address: tuple[str, int], mix: Mix
+) -> list[tuple[float, float, int]]:
+    """Of each round: tokens a second of the server and of the bare engine, errors of the server."""
+    bare = await asyncio.to_thread(Bare, args)
+    try:
+        turns = []
+        for turn in range(1, args.rounds + 1):
+            alone = await asyncio.to_thread(bare.rate, args.window / 3, args.window)
+            tally, rate = Tally(), 0.0
+            async for latest in crowd(
+                args, address, mix, tally, args.window / 3, args.window, turn
+            ):
+                rate = latest
+            turns.append((rate, alone, len(tally.errors)))
+    finally:
+        await asyncio.to_thread(bare.close)
+    return turns
 
 
 def report_when_idle(address: tuple[str, int]) -> dict[str, Any]:
@@ -252,28 +334,27 @@ def main() -> None:
     options.add_argument("--seconds", type=float, help="of load on the server")
     options.add_argument("--shared", type=int, default=512, help="tokens of a shared document")
     options.add_argument("--own", type=int, default=32, help="tokens of its own of each prompt")
-    options.add_argument("--out", type=int, default=32, help="tokens generated for each")
+    options.add_argument("--out", type=int, default=32, help="tokens out, on average")
     options.add_argument("--pool", type=int, default=65_536, help="tokens in the KV cache")
     options.add_argument("--log", default=os.devnull, help="where the server's log goes")
-    options.add_argument("--bare", type=float, help="(measures the bare engine for so long)")
+    options.add_argument("--rounds", type=int, default=6, help="of server and bare engine in turn")
+    options.add_argument("--window", type=float, help="seconds counted of each turn")
+    options.add_argument("--bare", action="store_true", help="(is the bare engine)")
     args = options.parse_args()
     args.clients = args.clients or (16 if args.quick else 256)
     args.seconds = args.seconds or (20 if args.quick else 300)
-    if args.bare is not None:
-        print(measure_bare(args, args.bare))
+    args.window = args.window or (5 if args.quick else 20)
+    if args.bare:
+        run_bare(args)
         return
     from transformers import AutoConfig
 
     from coppice.frontend.tokenizer import model_source
 
-    mix = Mix(
-        AutoConfig.from_pretrained(model_source(args.model)).vocab_size, args.shared, args.own
-    )
+    vocabulary = AutoConfig.from_pretrained(model_source(args.model)).vocab_size
+    mix = Mix(vocabulary, args.shared, args.own, args.out)
     rows = Rows(args.json)
-    part = max(10.0, args.seconds / 6)
-    first = bare(args, part)
     result = asyncio.run(serve(args, mix))
-    second = bare(args, part)
     tally: Tally = result["tally"]
     for error in tally.errors[:5]:
         print(error, file=sys.stderr)
@@ -284,7 +365,7 @@ def main() -> None:
         **{name: getattr(args, name) for name in ("clients", "seconds", "shared", "own", "out")},
         answers=tally.answers,
         left_early=tally.left,
-        errors=len(tally.errors),
+        errors=len(tally.errors) + sum(errors for _, _, errors in result["turns"]),
         exit_status=result["status"],
         pages_held_at_the_end=pages["held"],
         pages_lost=2 * pages["total"] - sum(pages.values()),
@@ -292,15 +373,15 @@ def main() -> None:
             name: round(mean(values[-len(values) // 4 :]) / mean(values[: len(values) // 4]), 3)
             for name, values in result["memory"].items()
         },
-        throughput_of_bare_engine=spread([result["rate"] / bare for bare in (first, second)]),
-        bare_second_over_first=round(second / first, 3),
+        throughput_over_bare_engine=spread([mine / bare for mine, bare, _ in result["turns"]]),
         cores_used={name: round(value, 2) for name, value in result["used"].items()},
         itl_p99_over_p50=round(quantiles(tally.gaps)["p99"] / quantiles(tally.gaps)["p50"], 2),
         times={
             "ttft_s": quantiles(tally.ttft),
             "itl_s": quantiles(tally.gaps),
             "tokens_per_s": round(result["rate"]),
-            "bare_tokens_per_s": [round(first), round(second)],
+            "turns_tokens_per_s": [round(mine) for mine, _, _ in result["turns"]],
+            "turns_bare_tokens_per_s": [round(bare) for _, bare, _ in result["turns"]],
         },
         machine=machine(),
     )

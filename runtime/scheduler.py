@@ -92,7 +92,7 @@ class Scheduler:
         for each in self.running:
             (prefilling if len(each.tokens) - each.computed > 1 else decoding).append(each)
         budget, served = self._continue(decoding, schedule, budget)
-        budget = self._prefill_budget(schedule, budget)
+        budget = self._prefill_budget(schedule, prefilling, budget)
         if prefilling:
             budget, all_served = self._continue(prefilling, schedule, budget)
             served = served and all_served
@@ -126,19 +126,23 @@ class Scheduler:
                     served = False
         return budget, served
 
-    def _prefill_budget(self, schedule: Schedule, budget: int) -> int:
+    def _prefill_budget(self, schedule: Schedule, prefilling: list[Sequence], budget: int) -> int:
         """What is left for prompts beside the decodes that are scheduled."""
-        allowed = self._times.prefill_tokens() if self._times is not None else None
-        if not schedule.chunks or allowed is None:
+        if self._times is None or not schedule.chunks:
             return budget
-        return min(budget, allowed)
+        context = prefilling[0].computed if prefilling else 0
+        allowed = self._times.prefill_tokens(len(schedule.chunks), context)
+        return budget if allowed is None else min(budget, allowed)
 
     def observe(self, schedule: Schedule, seconds: float) -> None:
-        """Tells what a step took, so that `max_step_stretch` can be kept."""
+        """Tells what a step took, before `computed`, so that `max_step_stretch` can be kept."""
         if self._times is not None:
-            decodes = sum(chunk.decode for chunk in schedule.chunks)
-            rows = sum(chunk.count for chunk in schedule.chunks)
-            self._times.observe(decodes, rows - decodes, seconds)
+            prefills = [
+                (chunk.count, chunk.sequence.computed)
+                for chunk in schedule.chunks
+                if not chunk.decode
+            ]
+            self._times.observe(len(schedule.chunks) - len(prefills), prefills, seconds)
 
     # -- running sequences -------------------------------------------------------------------
 

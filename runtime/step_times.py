@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-_RECENT = 0.2  # weight of the newest measurement in the moving averages
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+_KEPT = 0.95  # of the weight of each older step when a new one of its kind is seen
 LEAST_PREFILL = 16  # tokens a step may always prefill, so that prompts go on whatever they cost
+# What steps are made of, in units of which two steps usually differ by about one, and how
+# strongly each coefficient is pulled to 0, which decides what noise and steps that are alike leave
+# open: what comes with a prompt is laid on its tokens rather than on the constant, to be careful.
+_UNITS = np.array([1.0, 16.0, 1.0, 64.0, 64.0 * 4096])
+_RIDGE = np.diag([1e-3, 1e-2, 0.1, 1e-2, 1e-2])
 
 
 class StepTimes:
     """How many prompt tokens fit beside decodes if a step may take `stretch` times a decoding one.
 
-    Keeps moving averages of the time of steps that only decode, and of what each token of a prefill
-    adds to one. Until a prefill ran beside decodes, a token of one that ran alone stands for that;
-    until either was seen there is no limit.
+    Fits, by regularised least squares in which older steps count less and less,
+
+        seconds = a + b * decoding sequences + c * (whether prompts go with them)
+                  + d * prompt tokens + e * pairs of a prompt token and one that it attends to
+
+    with no coefficient below 0. The constant `c` matters: laid on the tokens, it would allow ever
+    fewer of them, which cost ever more each, until no prompt gets on. So does `e` at the end of a
+    long prompt.
     """
 
     def __init__(self, stretch: float) -> None:
@@ -19,27 +34,49 @@ class StepTimes:
         if not stretch > 1:
             raise ValueError(f"stretch must be more than 1, got {stretch}")
         self._stretch = stretch
-        self._decode_seconds: float | None = None
-        self._prefill_seconds: float | None = None  # a token, beside decodes
-        self._alone_seconds: float | None = None  # a token, without
+        # Of steps without prompts and with them: while one kind stays away, it is not forgotten.
+        self._products = np.zeros((2, 5, 5))
+        self._answers = np.zeros((2, 5))
+        self._coefficients: np.ndarray | None = None
 
-    def observe(self, decodes: int, prefill_tokens: int, seconds: float) -> None:
-        """A step with so many decoding sequences and prompt tokens took so long."""
-        if not prefill_tokens:
-            self._decode_seconds = _moved(self._decode_seconds, seconds)
-        elif decodes and self._decode_seconds is not None:
-            added = max(0.0, seconds - self._decode_seconds) / prefill_tokens
-            self._prefill_seconds = _moved(self._prefill_seconds, added)
-        elif not decodes:
-            self._alone_seconds = _moved(self._alone_seconds, seconds / prefill_tokens)
+    def observe(self, decodes: int, prefills: Iterable[tuple[int, int]], seconds: float) -> None:
+        """A step took so long, with so many decoding sequences, and prefills of (tokens, context).
 
-    def prefill_tokens(self) -> int | None:
-        """Most prompt tokens of a step with decodes; None: as many as there are."""
-        each = self._alone_seconds if self._prefill_seconds is None else self._prefill_seconds
-        if self._decode_seconds is None or not each:
+        The context is the tokens that were computed before.
+        """
+        tokens = pairs = 0.0
+        for count, context in prefills:
+            tokens += count
+            pairs += count * (context + count / 2)
+        row = np.array([1.0, decodes, float(decodes > 0 < tokens), tokens, pairs]) / _UNITS
+        kind = int(tokens > 0)
+        self._products[kind] = _KEPT * self._products[kind] + np.outer(row, row)
+        self._answers[kind] = _KEPT * self._answers[kind] + row * seconds
+        self._coefficients = None
+
+    def prefill_tokens(self, decodes: int, context: int = 0) -> int | None:
+        """Most prompt tokens, behind so many, of a step with so many decodes; None: any number.
+
+        At least half of the time that is allowed is theirs, whatever the constant is: fewer would
+        put off the prompts and hardly shorten the step.
+        """
+        base, per_decode, mixed, per_token, per_pair = self._fit()
+        alone = base + per_decode * decodes
+        each = per_token + per_pair * context
+        if not each or not self._products[0].any():
             return None
-        return max(LEAST_PREFILL, int((self._stretch - 1) * self._decode_seconds / each))
+        spare = (self._stretch - 1) * alone
+        return max(LEAST_PREFILL, math.floor(max(spare - mixed, spare / 2) / each))
 
-
-def _moved(average: float | None, value: float) -> float:
-    return value if average is None else average + _RECENT * (value - average)
+    def _fit(self) -> list[float]:
+        """The coefficients; one after another that would be negative is left out."""
+        if self._coefficients is None:
+            products, answers = self._products.sum(0), self._answers.sum(0)
+            found = np.linalg.solve(products + _RIDGE, answers)
+            kept = np.ones(len(found), dtype=bool)
+            while (found < 0).any():
+                kept[np.argmin(found)] = False
+                some = np.where(np.outer(kept, kept), products, 0.0)
+                found = np.linalg.solve(some + _RIDGE, np.where(kept, answers, 0.0))
+            self._coefficients = found / _UNITS
+        return [float(each) for each in self._coefficients]

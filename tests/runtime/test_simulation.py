@@ -117,22 +117,60 @@ def test_a_long_prompt_does_not_stall_those_who_decode():
     assert longest_gap(2.5) < 3
 
 
-def test_step_times_limit_prefills_once_both_kinds_were_seen():
+def test_step_times_know_no_limit_before_both_kinds_were_seen():
     times = StepTimes(2.0)
-    assert times.prefill_tokens() is None
-    times.observe(4, 0, 0.010)
-    assert times.prefill_tokens() is None
-    times.observe(0, 2000, 0.400)  # a prefill alone, at 0.2 ms a token, is all that is known yet
-    assert times.prefill_tokens() == 50
-    times.observe(4, 100, 0.020)
-    assert times.prefill_tokens() == 100  # 10 ms more at 0.1 ms a token
-    times.observe(0, 2000, 9.0)  # now a step without decodes tells nothing about the sum
-    assert times.prefill_tokens() == 100
-    for _ in range(100):
-        times.observe(4, 100, 5.0)
-    assert times.prefill_tokens() == LEAST_PREFILL
+    assert times.prefill_tokens(4) is None
+    times.observe(4, [], 0.010)
+    assert times.prefill_tokens(4) is None
+    times.observe(
+        0, [(2000, 0)], 0.400
+    )  # alone is all that is known yet
+    assert times.prefill_tokens(4) == pytest.approx(50, rel=0.1)
     with pytest.raises(ValueError, match="stretch must be more than 1"):
         StepTimes(1.0)
+
+
+def observe(times, seconds, steps=100, seed=0):
+    """Shows steps of a machine; prompts come as the limit lets them, in one step of two."""
+    rng = random.Random(seed)
+    for _ in range(steps):
+        decodes, limit = rng.randrange(1, 64), times.prefill_tokens(32)
+        tokens = rng.choice((0, min(rng.randrange(1, 400), limit or 400)))
+        times.observe(decodes, [(tokens, 0)] if tokens else [], seconds(decodes, tokens))
+
+
+def test_step_times_find_what_each_part_costs():
+    times = StepTimes(2.5)
+    observe(times, lambda decodes, tokens: 0.01 + 0.0002 * decodes + 0.0001 * tokens)
+    assert times.prefill_tokens(32) == pytest.approx(1.5 * 0.0164 / 0.0001, rel=0.02)
+    assert times.prefill_tokens(4) == pytest.approx(1.5 * 0.0108 / 0.0001, rel=0.02)
+    observe(times, lambda decodes, tokens: 0.01 + 0.0002 * decodes + 0.0004 * tokens, 200)
+    assert times.prefill_tokens(32) == pytest.approx(1.5 * 0.0164 / 0.0004, rel=0.02)
+    observe(times, lambda decodes, tokens: 0.01 + 0.1 * tokens, 200)
+    assert times.prefill_tokens(32) == LEAST_PREFILL
+
+
+def test_what_any_prompt_costs_a_step_is_not_laid_on_its_tokens():
+    """Else few tokens look dear, so that fewer come, which look dearer still."""
+
+    def seconds(decodes, tokens):
+        return 0.01 + (0.02 if tokens and decodes else 0.0) + 0.0001 * tokens
+
+    times = StepTimes(2.5)
+    for _ in range(100):
+        times.observe(64, [(LEAST_PREFILL, 0)], seconds(64, LEAST_PREFILL))
+    observe(times, seconds)
+    half = 1.5 * 0.01 / 2 / 0.0001  # of what is allowed: the constant alone is more than all of it
+    assert 0.6 * half < times.prefill_tokens(64) < 1.1 * half
+
+
+def test_step_times_know_that_a_long_context_costs():
+    times = StepTimes(2.5)
+    for context in range(0, 32_000, 100):
+        times.observe(16, [(100, context)], 0.01 + 100 * (1e-4 + 1e-8 * context))
+        times.observe(16, [], 0.01)
+    assert times.prefill_tokens(16, 0) == pytest.approx(150, rel=0.1)
+    assert times.prefill_tokens(16, 30_000) == pytest.approx(0.015 / 4e-4, rel=0.1)
 
 
 def test_steps_that_are_repeated_are_those_that_would_have_come_one_by_one(monkeypatch):
