@@ -125,6 +125,12 @@ class Decoder(nn.Module):
         """Whether the head reads the embedding's own tensor."""
         return self.config.tie_word_embeddings and type(self.head) is Linear
 
+    def pack(self) -> None:
+        """Lays out the projections for their products; see ``Linear.pack``."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+
     def forward(
         self,
         token_ids: torch.Tensor,

@@ -57,6 +57,7 @@ class ModelRunner:
             quantization=config.quantization,
             seed=config.seed,
         )
+        self.decoder.pack()
         self.page_size = config.page_size
         self.num_pages, self.memory = plan_cache(config, self.model_config, dtype)
         tokens = self.num_pages * self.page_size

@@ -67,6 +67,9 @@ class Int8Linear(Linear):
             product.add_(self.bias)
         return product.to(self._dtype)
 
+    def pack(self) -> None:
+        """Nothing to do: the int8 product takes the weight as it is."""
+
     def fill_weight(self, first_row: int, part: torch.Tensor) -> None:
         """Quantize ``part [rows, in_features]`` into the rows from ``first_row`` on."""
         for block in part.split(_BLOCK_ROWS):
