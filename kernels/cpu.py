@@ -19,6 +19,7 @@ import torch
 
 from coppice.kernels import threads
 from coppice.kernels.checks import check_attend, check_cache, check_copy
+from coppice.kernels.cpu_rows import row_kernels
 from coppice.kernels.cpu_schedule import Band, KeyRange, Read, Schedule, build_schedule
 from coppice.kernels.interface import AttentionBackend, AttentionPlan, KvScales
 
@@ -67,6 +68,7 @@ class CpuBackend(AttentionBackend):
     def __init__(self) -> None:
         threads.calm_waiting_threads()
         self._kernels = _load_kernels()
+        self._rows = row_kernels()
         self._scratch = _Scratch()
 
     def write_kv(
@@ -81,6 +83,22 @@ class CpuBackend(AttentionBackend):
         check_cache(self, k, v, k_cache, v_cache, scales)
         k_cache.flatten(0, 1).index_copy_(0, slots, k)
         v_cache.flatten(0, 1).index_copy_(0, slots, v)
+
+    def write_rotated(
+        self,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+        scales: KvScales | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = qk.shape[1] - v.shape[1]
+        check_cache(self, qk[:, heads:], v, k_cache, v_cache, scales)
+        rotated = self._rows.rotate_write(qk, v, cos, signed_sin, k_cache, v_cache, slots)
+        return rotated[:, :heads], rotated[:, heads:]
 
     def copy_pages(
         self,

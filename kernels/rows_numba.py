@@ -30,9 +30,9 @@ _C1, _C2, _C3, _C4, _C5, _C6 = (
 )
 
 
-def _shares(rows: int, width: int, num_threads: int) -> int:
-    """Among how many threads rows of so many numbers are shared."""
-    return min(rows, num_threads) if rows * width >= _SHARED_FROM else 1
+def _shares(rows: np.ndarray, num_threads: int) -> int:
+    """Among how many threads these rows are shared."""
+    return min(len(rows), num_threads) if rows.size >= _SHARED_FROM else 1
 
 
 # -- norms and residuals -------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def add_norm(
 
     An ``added`` of no rows adds nothing.
     """
-    shares = _shares(*x.shape, num_threads)
+    shares = _shares(x, num_threads)
     if shares <= 1:
         _norm_share(0, len(x), x, added, weight, eps, out)
     else:
@@ -137,7 +137,7 @@ def _silu_shares(shares: int, gate_up: np.ndarray, out: np.ndarray) -> None:
 
 def silu_mul(gate_up: np.ndarray, out: np.ndarray, num_threads: int) -> None:
     """``out [T, W]`` = silu of the first half of ``gate_up [T, 2 W]`` times the second; float32."""
-    shares = _shares(*gate_up.shape, num_threads)
+    shares = _shares(gate_up, num_threads)
     if shares <= 1:
         _silu_share(0, len(out), gate_up, out)
     else:
@@ -206,7 +206,7 @@ def _rotate_shares(
             share * rows // shares, (share + 1) * rows // shares, qk, qk_stride, v, v_stride,
             cos, signed_sin, k_cache, v_cache, slots, out,
         )  # fmt: skip
-    return good.all()
+    return bool(good.all())
 
 
 def rotate_write(
@@ -230,7 +230,7 @@ def rotate_write(
     cache does not have; rows before it may have been written.
     """
     args = (qk, qk_stride, v, v_stride, cos, signed_sin, k_cache, v_cache, slots, out)
-    shares = _shares(*out.shape, num_threads)
+    shares = _shares(out, num_threads)
     good = _rotate_share(0, len(out), *args) if shares <= 1 else _rotate_shares(shares, *args)
     if not good:
         raise IndexError(f"slots must be from 0 to {len(k_cache) - 1}, got {slots.tolist()}")
@@ -266,14 +266,12 @@ def _quantize_share(
 def _quantize_shares(shares: int, x: np.ndarray, levels: np.ndarray, peaks: np.ndarray) -> None:
     rows = len(x)
     for share in prange(shares):
-        _quantize_share(
-            share * rows // shares, (share + 1) * rows // shares, x, levels, peaks
-        )
+        _quantize_share(share * rows // shares, (share + 1) * rows // shares, x, levels, peaks)
 
 
 def quantize(x: np.ndarray, levels: np.ndarray, peaks: np.ndarray, num_threads: int) -> None:
     """``levels`` int8 = ``x`` float32 ``[T, W]`` over ``peaks [T]``, each row's largest, by 127."""
-    shares = _shares(*x.shape, num_threads)
+    shares = _shares(x, num_threads)
     if shares <= 1:
         _quantize_share(0, len(x), x, levels, peaks)
     else:
@@ -330,7 +328,7 @@ def rescale(
 
     Plus ``bias [W]``; an empty one adds nothing.
     """
-    shares = _shares(*out.shape, num_threads)
+    shares = _shares(out, num_threads)
     if shares <= 1:
         _rescale_share(0, len(out), product, peaks, scale, bias, out)
     else:

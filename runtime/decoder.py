@@ -7,6 +7,8 @@ they belong to: only rotary positions, cache slots and the attention plan tell t
 
     layer:   x += out(attend(rope(split(qkv(norm(x))))))        keys and values go to the cache
              x += down(silu(gate) * up),  gate | up = gate_up(norm(x))
+
+Each addition is made by the norm that comes next.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from coppice.kernels.interface import AttentionBackend
-from coppice.runtime.layers import Linear, RMSNorm, frozen
+from coppice.runtime.layers import Linear, RMSNorm, SiluMul, frozen
 from coppice.runtime.model_config import ModelConfig
 from coppice.runtime.rope import RotaryEmbedding
 
@@ -28,7 +30,7 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward of one layer; ``Decoder.forward`` adds both to the residual."""
+    """Attention and feed-forward of one layer; ``Decoder`` norms what comes in and adds both."""
 
     qk_norm: RMSNorm | None
 
@@ -61,11 +63,12 @@ class DecoderLayer(nn.Module):
         self.output = linear(query_width, hidden, bias=config.output_bias, **place)
         self.mlp_norm = RMSNorm(hidden, eps=eps, **place)
         self.gate_up = linear(hidden, 2 * inner, bias=config.mlp_bias, **place)
+        self.activation = SiluMul(**place)
         self.down = linear(inner, hidden, bias=config.mlp_bias, **place)
 
     def attend(
         self,
-        x: torch.Tensor,
+        normed: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
         cache: LayerCache,
@@ -73,7 +76,7 @@ class DecoderLayer(nn.Module):
         prepared: Any,
     ) -> torch.Tensor:
         """What the heads gathered, ``[T, num_heads * head_dim]``; writes keys and values."""
-        heads = self.qkv(self.attention_norm(x)).view(x.shape[0], -1, self.head_dim)
+        heads = self.qkv(normed).view(normed.shape[0], -1, self.head_dim)
         qk_heads = self.num_heads + self.num_kv_heads
         qk, v = heads[:, :qk_heads], heads[:, qk_heads:]
         if self.qk_norm is not None:
@@ -82,12 +85,11 @@ class DecoderLayer(nn.Module):
         gathered = attention.attend(
             q, k, v, *cache, prepared, scale=self.scale, sliding_window=self.sliding_window
         )
-        return gathered.view(x.shape[0], -1)
+        return gathered.view(normed.shape[0], -1)
 
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``down(silu(gate) * up)`` of the normalised ``x [T, hidden]``."""
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        down: torch.Tensor = self.down(F.silu(gate).mul_(up))
+    def feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
+        """``down(silu(gate) * up)`` of ``normed [T, hidden]``."""
+        down: torch.Tensor = self.down(self.activation(self.gate_up(normed)))
         return down
 
 
@@ -177,12 +179,14 @@ class Decoder(nn.Module):
         angles = self.rope.angles(positions)
         x = F.embedding(token_ids, self.embedding)
         layers = cast("Sequence[DecoderLayer]", self.layers)
+        normed: torch.Tensor = layers[0].attention_norm(x)
         for index, (layer, cache) in enumerate(zip(layers, kv, strict=True)):
-            gathered = layer.attend(x, angles, slots, cache, attention, prepared)
-            if index == len(layers) - 1:
+            gathered = layer.attend(normed, angles, slots, cache, attention, prepared)
+            last = index == len(layers) - 1
+            if last:
                 # Nothing reads the other rows any more: the last layer has written their KV.
                 x, gathered = x[logit_rows], gathered[logit_rows]
-            x.add_(layer.output(gathered))
-            x.add_(layer.feed_forward(x))
-        normed: torch.Tensor = self.norm(x)
+            normed = layer.mlp_norm(x, layer.output(gathered))
+            following = self.norm if last else layers[index + 1].attention_norm
+            normed = following(x, layer.feed_forward(normed))
         return normed

@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from coppice.kernels.cpu_rows import row_kernels
 from coppice.runtime.layers import Linear, frozen
 
 _LEVELS = 127
@@ -51,21 +52,12 @@ class Int8Linear(Linear):
         self.bias = frozen(torch.empty(out_features)) if bias else None
         self._transposed = self.weight.t()
         self._dtype = dtype
-        # Tensors, since a Python number costs the conversion at every call.
-        self._levels = torch.tensor(float(_LEVELS))
-        self._smallest = torch.tensor(1e-30)
+        self._rows = row_kernels()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.float()
-        peak = x.abs().amax(dim=-1, keepdim=True)
-        # A token that is all zeros has no scale; any will do.
-        torch.maximum(peak, self._smallest, out=peak)
-        levels = (x * (self._levels / peak)).round_().to(torch.int8)
-        product = torch._int_mm(levels, self._transposed).float()
-        product.mul_(self.weight_scale).mul_(peak)
-        if self.bias is not None:
-            product.add_(self.bias)
-        return product.to(self._dtype)
+        levels, peaks = self._rows.quantize(x.float())
+        product = torch._int_mm(levels, self._transposed)
+        return self._rows.rescale(product, peaks, self.weight_scale, self.bias).to(self._dtype)
 
     def pack(self) -> None:
         """Nothing to do: the int8 product takes the weight as it is."""

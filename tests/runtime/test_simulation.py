@@ -122,9 +122,7 @@ def test_step_times_know_no_limit_before_both_kinds_were_seen():
     assert times.prefill_tokens(4) is None
     times.observe(4, [], 0.010)
     assert times.prefill_tokens(4) is None
-    times.observe(
-        0, [(2000, 0)], 0.400
-    )  # alone is all that is known yet
+    times.observe(0, [(2000, 0)], 0.400)  # alone is all that is known yet
     assert times.prefill_tokens(4) == pytest.approx(50, rel=0.1)
     with pytest.raises(ValueError, match="stretch must be more than 1"):
         StepTimes(1.0)
