@@ -50,7 +50,7 @@ from typing import Any
 import numpy as np
 from harness import Rows, parser, processor, spread
 
-from coppice.radix import Accounting, Hold, PagePool, RadixTree, RequestAccount
+from coppice.radix import Accounting, Hold, PagePool, RadixTree, RequestAccount, eviction
 
 TRACE_BLOCK = 512
 TOKEN_BYTES = 4
@@ -237,17 +237,17 @@ def resident() -> int:
 
 
 class TimedEvictions:
-    """Counts and times the evict calls of a tree."""
+    """Counts and times the evict calls of all trees from now on."""
 
-    def __init__(self, tree: RadixTree) -> None:
+    def __init__(self) -> None:
         self.calls = 0
         self.seconds = 0.0
-        self._reclaim = tree.reclaim
-        tree.reclaim = self  # type: ignore[method-assign, assignment]
+        self._reclaim = eviction.reclaim
+        eviction.reclaim = self  # type: ignore[assignment]
 
-    def __call__(self, count: int) -> array[int]:
+    def __call__(self, tree: RadixTree, count: int) -> array[int]:
         start = time.perf_counter()
-        pages = self._reclaim(count)
+        pages = self._reclaim(tree, count)
         self.seconds += time.perf_counter() - start
         self.calls += 1
         return pages
@@ -271,7 +271,7 @@ def measure(
     before = resident()
     tree = RadixTree(PagePool(-(-pool_tokens // page_size), page_size), policy=policy)
     accounts = Accounts(pool_tokens) if with_accounts else None
-    evictions = TimedEvictions(tree)
+    evictions = TimedEvictions()
     times = array("d")
     prompt_tokens = hit_tokens = 0
     references = [reference_loop()]

@@ -1,6 +1,15 @@
 """The token radix tree that owns the KV cache, and its pool of reference-counted pages.
 
 Page ids and tokens only: no tensors, so that the tree can be used, simulated and fuzzed alone.
+Where to look:
+
+    the tree               tree, node, tokens, namespace; edges, eviction and drafts do its work;
+                           check recounts it
+    pages                  pool, pins, page_hashes, events
+    who is evicted first   policies, order; hit_density with history for "density"
+    why tokens missed      accounting, accounts, windows, causes, curve, near_misses; settling does
+                           the work, in batches, with hashes, anchors, memory, fingerprints, stamps
+    what saved the most    prefixes, timeline
 """
 
 from coppice.radix.accounting import Accounting

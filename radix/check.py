@@ -33,10 +33,10 @@ def check(tree: RadixTree, sequences: Iterable[tuple[Hold, array[int]]] = ()) ->
             covered = hold.length // size
             assert table[:covered] == tree.page_table(hold)[:covered], "a table has left the tree"
 
-    live = {id(leaf) for leaf in tree._order}
+    live = {id(leaf) for leaf in tree.order}
     nodes = cached = locked = tokens = 0
     unique: set[int] = set()
-    for namespace, root in tree._roots.items():
+    for namespace, root in tree.roots.items():
         assert root.namespace == namespace and root.parent is None
         assert root.children or root.locks, "an empty namespace was kept"
         assert root.locks == locks[id(root)], "root: lock count"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from coppice.radix.eviction import cut, offer
 from coppice.radix.node import Node
 
 if TYPE_CHECKING:
@@ -29,18 +30,20 @@ def keep(node: Node) -> None:
 
 
 def drop(tree: RadixTree, node: Node) -> None:
-    """Takes `node` and those above it out of the tree, as far as they are unlocked drafts.
+    """Takes `node` and those above it out of the tree, as far as they are drafts that nobody needs.
 
-    O(their pages).
+    They have no locks, no marks and nothing below. O(their pages).
     """
     evicted, last = tree.evicted_tokens, tree.last_evicted
     walk = node
-    while walk.draft and not walk.children and not walk.locks:
+    while walk.draft and not (walk.children or walk.locks or walk.marks):
         assert walk.parent is not None, "a root is no draft"
         parent = walk.parent
-        tree.pool.release(tree.cut(walk, walk.own_pages))
+        tree.pool.release(cut(tree, walk, walk.own_pages))
         walk = parent
     tree.evicted_tokens, tree.last_evicted = evicted, last  # nothing was short of pages
+    if walk.marks and not (walk.children or walk.locks):
+        offer(tree, walk)
     share_copies(tree, walk if walk.children else walk.parent)
 
 

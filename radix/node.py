@@ -22,7 +22,7 @@ class Node:
     """
 
     __slots__ = ("parent", "children", "edge", "start", "length", "pages", "own_pages", "locks",
-                 "stamp", "hits", "mark", "hashes", "draft", "borders")  # fmt: skip
+                 "stamp", "hits", "mark", "hashes", "draft", "marks", "borders")  # fmt: skip
 
     def __init__(self, parent: Node | None, edge: bytes, start: int, pages: array[int]) -> None:
         self.parent = parent
@@ -41,6 +41,7 @@ class Node:
         # Entered by sequences that may come to nothing, and used by no other so far: it goes with
         # the last of them. Whatever is below a draft is one too.
         self.draft = False
+        self.marks = 0  # of its end, as one that may be wanted: it is not dropped, nor grows
         # Of the full pages whose last token is on this edge; None while nobody listens to events.
         self.hashes: array[int] | None = None
         # Of the prefixes that end at the borders of the accounts' blocks, from the root on; None

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterator
 from typing import Protocol
 
-from coppice.radix import drafts
+from coppice.radix import drafts, edges, eviction
 from coppice.radix.events import PageEvents
 from coppice.radix.node import Hold, Inserted, Match, Node, Root
 from coppice.radix.policies import make_order
@@ -50,7 +50,8 @@ class RadixTree:
 
     A sequence that may come to nothing, such as a beam, inserts *drafts*. When the last of those
     that share them gives its lock back with `drop`, they leave the tree, and their pages are free
-    at once. What anybody else hits, pins or inserts is a draft no more.
+    at once, unless one that may be wanted was marked. What anybody else hits, pins or inserts is a
+    draft no more.
 
     Costs: match O(tokens / memcmp speed + nodes on the path), lock and unlock O(nodes on the
     path), insert O(new tokens, and the edge of a leaf that grows), evict O(log nodes) for each leaf
@@ -63,22 +64,18 @@ class RadixTree:
         self.cached_pages = 0  # pages that nodes cover, each counted once
         self.locked_pages = 0  # those of them that lie under a lock
         self.cached_tokens = 0
+        self.num_nodes = 0  # below the roots
         self.evicted_tokens = 0  # since the start
         self.last_evicted = 0  # logical time of the last use of what was evicted last
+        # Changes whenever a match made before may be stale or no longer the longest.
+        self.epoch = 0
         self.events: PageEvents | None = None  # attaches itself
         self.watcher: TreeWatcher | None = None  # attaches itself
-        self._roots: dict[Hashable, Root] = {}
-        self._nodes = 0
+        self.roots: dict[Hashable, Root] = {}
         self._clock = 0
-        self._epoch = 0  # counts changes that could make a match stale
-        self._order = make_order(policy, pool.num_pages * pool.page_size)
+        self.order = make_order(policy, pool.num_pages * pool.page_size)
 
     # -- matching ----------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """Changes whenever a match made before may be stale or no longer the longest."""
-        return self._epoch
 
     @property
     def clock(self) -> int:
@@ -93,11 +90,11 @@ class RadixTree:
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
         """The longest cached prefix of `tokens`; changes nothing, nor the order of eviction."""
         query = token_bytes(tokens)
-        root = self._roots.get(namespace)
+        root = self.roots.get(namespace)
         if root is None:
-            return Match(namespace, None, 0, self._epoch)
+            return Match(namespace, None, 0, self.epoch)
         node, length = self._descend(root, 0, query)
-        return Match(namespace, node, length, self._epoch)
+        return Match(namespace, node, length, self.epoch)
 
     def _descend(self, node: Node, length: int, query: bytes) -> tuple[Node, int]:
         """Follows `query` down from the end of `node`, where `length` tokens are matched."""
@@ -124,21 +121,21 @@ class RadixTree:
         as a use (a pin's). What is a draft stays one only with `draft`. Raises ValueError if the
         tree has changed since the match was made.
         """
-        if match.epoch != self._epoch:
+        if match.epoch != self.epoch:
             raise ValueError("match: the tree has changed since this match was made; match again")
         node = match.node
         if node is None:
-            node = self._roots.get(match.namespace)
+            node = self.roots.get(match.namespace)
             if node is None:
-                node = self._roots[match.namespace] = Root(match.namespace)
+                node = self.roots[match.namespace] = Root(match.namespace)
         node = self._ending(node, match.length)
         if match.length < node.end:
-            node = self._split(node, match.length - node.start)
+            node = edges.split(self, node, match.length - node.start)
         if not draft:
             drafts.keep(node)
         if use:
             self._clock = clock = self._clock + 1
-            self._order.used(node, clock)
+            self.order.used(node, clock)
         walk: Node | None = node
         while walk is not None:
             if not walk.locks:
@@ -197,7 +194,7 @@ class RadixTree:
             walk = walk.parent
         if not (drop and node.draft):
             if not node.children and not node.locks:
-                self._leaf(node)
+                eviction.offer(self, node)
         else:
             drafts.drop(self, node)
 
@@ -227,7 +224,7 @@ class RadixTree:
 
     def available_pages(self, match: Match) -> int:
         """Pages that `allocate` could give while this match is locked. O(nodes on the path)."""
-        if match.epoch != self._epoch:
+        if match.epoch != self.epoch:
             raise ValueError("match: the tree has changed since this match was made; match again")
         available = self.pool.free_pages + self.evictable_pages
         node = match.node and self._ending(match.node, match.length)
@@ -276,7 +273,7 @@ class RadixTree:
             raise OutOfPages(count, self.pool.free_pages + self.evictable_pages)
         # Evicted pages are handed on as they are: in a full pool they would be given back in
         # pieces only to be taken again.
-        reclaimed = self.reclaim(missing)
+        reclaimed = eviction.reclaim(self, missing)
         try:
             return self.pool.allocate(count - len(reclaimed), after) + reclaimed
         except OutOfPages:
@@ -314,152 +311,37 @@ class RadixTree:
             return Inserted(0, 0)
         node, matched = self._descend(bottom, held, query)
         if matched < node.end:
-            node = self._split(node, matched - node.start)
-        self._adopt(hold, node, table, matched)
+            node = edges.split(self, node, matched - node.start)
+        edges.adopt(self, hold, node, table, matched)
         if matched < total:
-            node = self._extend(node, bottom, query, matched, table, draft)
-            self._epoch += 1
+            node = edges.extend(self, node, bottom, query, matched, table, draft)
+            self.epoch += 1
         if not draft:
             drafts.keep(node)
-        self._move(hold, bottom, node)
-        hold.length = total
+        edges.descend(self, bottom, node)
+        hold.node, hold.length = node, total
         if draft:
             drafts.share_copies(self, bottom)
         return Inserted(total - matched, matched - held)
 
-    def _adopt(self, hold: Hold, node: Node, table: array[int], matched: int) -> None:
-        """Replaces the full pages of positions held .. matched by the tree's; frees the copies."""
-        first, last = hold.length // self.page_size, matched // self.page_size
-        if last <= first:
-            return
-        ours = table[first:last]
-        while first < last:
-            # A node's first page is the path's page of that index even if its parent has one too.
-            begin = node.start // self.page_size
-            above = max(first, begin)
-            table[above:last] = node.pages[above - begin : last - begin]
-            last = above
-            assert node.parent is not None
-            node = node.parent
-        self.pool.release(ours)
-
-    def _extend(
-        self,
-        node: Node,
-        bottom: Node,
-        query: bytes,
-        matched: int,
-        table: array[int],
-        draft: bool,
-    ) -> Node:
-        """Enters the tokens from `matched` on below `node`; returns the node they end in.
-
-        The references that the sequence has on full pages pass to the node; the partly filled last
-        page gets one more, since the sequence goes on writing there.
-        """
-        size = self.page_size
-        total = len(query) // TOKEN_BYTES
-        pages = table[matched // size : -(-total // size)]
-        inside = matched % size != 0  # the first of them holds tokens of `node` as well
-        same_page = inside and node.shares(pages[0], matched - matched % size)
-        edge = query[matched * TOKEN_BYTES :]
-        if (
-            node is bottom
-            and node.locks == 1
-            and not node.hits
-            and node.draft == draft
-            and not node.children
-            and node.parent is not None
-            and (not inside or node.pages[-1] == pages[0])
-        ):
-            # A leaf that this sequence alone has used grows, so that chunks make no chain. One that
-            # was hit keeps its end, since that is what was hit.
-            if same_page:
-                if total // size > matched // size:
-                    # The claim on the page passes to the node, which has one reference already.
-                    self.pool.release(pages[:1])
-                del pages[0]
-            node.edge = node.edge[: node.length * TOKEN_BYTES] + edge
-            node.length = len(node.edge) // TOKEN_BYTES
-            node.pages += pages
-            grown = node
-        else:
-            grown = Node(node, edge, matched, pages)
-            grown.stamp = node.stamp
-            grown.draft = True  # `insert` says at the end if it is none, for all of the path
-            node.children[edge[:TOKEN_BYTES]] = grown
-            grown.own_pages = 0
-            self._nodes += 1
-            if same_page and total // size == matched // size:
-                self.pool.share(pages)  # child and sequence both, in an ancestor's tail page
-            if same_page:
-                pages = pages[1:]
-        if pages and total % size:
-            self.pool.share(pages[-1:])
-        grown.own_pages += len(pages)
-        self.cached_pages += len(pages)
-        self.cached_tokens += total - matched
-        if grown.locks:
-            self.locked_pages += len(pages)
-        self._order.inserted(grown, total - matched)
-        if self.events is not None:
-            self.events.stored(grown)
-        if self.watcher is not None:
-            self.watcher.stored(grown)
-        return grown
-
-    def _move(self, hold: Hold, bottom: Node, node: Node) -> None:
-        """Moves the lock from `bottom` down to `node`."""
-        walk = node
-        while walk is not bottom:
-            if not walk.locks:
-                self.locked_pages += walk.own_pages
-            walk.locks += 1
-            assert walk.parent is not None
-            walk = walk.parent
-        hold.node = node
-
-    def _split(self, node: Node, tokens: int) -> Node:
-        """Cuts the edge of `node` after `tokens` tokens; returns the new upper part.
-
-        `node` stays the lower part, so that holds, matches (see `_ending`) and the order of
-        eviction need no change. Both are locked if it was. A page that lies on both sides of the
-        cut is referenced by both.
-        """
-        size = self.page_size
-        parent = node.parent
-        assert parent is not None and 0 < tokens < node.length
-        cut = node.start + tokens
-        first = node.start // size
-        upper = Node(parent, node.edge[: tokens * TOKEN_BYTES], node.start,
-                     node.pages[: -(-cut // size) - first])  # fmt: skip
-        upper.locks, upper.stamp, upper.hits = node.locks, node.stamp, node.hits
-        upper.mark, upper.draft = node.mark, node.draft
-        node.edge = node.edge[tokens * TOKEN_BYTES : node.length * TOKEN_BYTES]
-        node.length -= tokens
-        node.start = cut
-        node.pages = node.pages[cut // size - first :]
-        node.parent = upper
-        parent.children[upper.edge[:TOKEN_BYTES]] = upper
-        upper.children[node.edge[:TOKEN_BYTES]] = node
-        own = len(node.pages)
-        if cut % size:
-            self.pool.share(node.pages[:1])
-            own -= 1
-        upper.own_pages = node.own_pages - own
-        node.own_pages = own
-        self._nodes += 1
-        self._order.split(upper, node)
-        if self.events is not None:
-            self.events.split(upper, node)
-        return upper
-
     # -- drafts ------------------------------------------------------------------------------
 
-    def keep(self, match: Match) -> None:
-        """Nothing of what matched is a draft any more. O(drafts on the path)."""
+    def mark(self, match: Match) -> None:
+        """A draft that ends with a match may be wanted when nobody holds it any more.
+
+        It is not dropped before `unmark`; like all that nobody holds it may be evicted, and loses
+        the mark with its last pages. Marks add up. O(nodes on the path).
+        """
+        hold = self.lock(match, use=False, draft=True)
+        self._held(hold).marks += 1
+        self.unlock(hold, use=False)
+
+    def unmark(self, match: Match) -> None:
+        """Takes one mark back, if there is one; `drop` or `lock` the match then. O(1)."""
         if match.node is not None:
-            drafts.keep(self._ending(match.node, match.length))
+            node = self._ending(match.node, match.length)
+            if node.end == match.length and node.marks:
+                node.marks -= 1
 
     def drop(self, match: Match) -> None:
         """Lets drafts that end with a match go if nobody needs them. O(their pages).
@@ -473,77 +355,16 @@ class RadixTree:
 
     # -- evicting ----------------------------------------------------------------------------
 
-    def _leaf(self, node: Node) -> None:
-        """Enters an unlocked leaf into the order of eviction (an empty root goes at once)."""
-        if isinstance(node, Root):
-            del self._roots[node.namespace]
-            self._epoch += 1
-            return
-        self._order.add(node)
-
     def evict(self, count: int) -> int:
         """Frees up to `count` pages: what the policy gives up first, each leaf from its tail.
 
         Returns how many pages were freed: less than `count` only if all else is locked.
         """
-        return self.pool.release(self.reclaim(count))
-
-    def reclaim(self, count: int) -> array[int]:
-        """Evicts like `evict`, and returns the pages, with one reference each for the caller."""
-        if count < 0:
-            raise ValueError(f"count must be at least 0, got {count}")
-        pages = array("i")
-        while len(pages) < count and (leaf := self._order.pop()) is not None:
-            # The page in which the tail begins goes as well, so that no crumb of it stays.
-            begin = (leaf.end - self._order.tail(leaf)) // self.page_size
-            tail = len(leaf.pages) - (begin - leaf.start // self.page_size)
-            gone = self.pool.take_over(self.cut(leaf, min(tail, count - len(pages))))
-            pages = pages + gone if pages else gone
-        return pages
-
-    def cut(self, leaf: Node, count: int) -> array[int]:
-        """Takes up to `count` pages of its own off a leaf's tail, and if it has no more, the leaf.
-
-        Returns the pages that it no longer references.
-        """
-        size, own = self.page_size, leaf.own_pages
-        self._epoch += 1
-        self.last_evicted = leaf.stamp
-        if count < own:
-            keep = len(leaf.pages) - count
-            length = (leaf.start // size + keep) * size - leaf.start
-            gone, own = leaf.pages[keep:], count
-        else:
-            length, gone = 0, leaf.pages
-        evicted = leaf.length - length
-        self._order.evicted(leaf, evicted)
-        if self.events is not None:
-            self.events.removed(leaf, length)
-        if self.watcher is not None:
-            self.watcher.evicted(leaf, length)
-        self.evicted_tokens += evicted
-        self.cached_tokens -= evicted
-        self.cached_pages -= own
-        if length:
-            del leaf.pages[keep:]
-            leaf.length = length
-            leaf.own_pages -= own
-            if length * TOKEN_BYTES * 2 < len(leaf.edge):
-                leaf.edge = leaf.edge[: length * TOKEN_BYTES]  # copied once each halving
-            self._order.add(leaf)
-            return gone
-        parent = leaf.parent
-        assert parent is not None
-        del parent.children[leaf.edge[:TOKEN_BYTES]]
-        leaf.parent = None
-        self._nodes -= 1
-        if not parent.children and not parent.locks:
-            self._leaf(parent)
-        return gone
+        return self.pool.release(eviction.reclaim(self, count))
 
     def reset(self) -> None:
         """Empties the tree. Raises RuntimeError while any lock is held."""
-        held = sum(1 for root in self._roots.values() if root.locks)
+        held = sum(1 for root in self.roots.values() if root.locks)
         if held:
             raise RuntimeError("reset: refused, since running sequences hold locks in the tree")
         evicted, events = self.evicted_tokens, self.events
@@ -551,24 +372,19 @@ class RadixTree:
         while self.cached_tokens:
             self.evict(self.pool.num_pages + 1)
         self.evicted_tokens = evicted  # nothing was short of pages
-        self._order.cleared()
+        self.order.cleared()
         self.events = events
         if events is not None:
             events.cleared()
 
     # -- looking -----------------------------------------------------------------------------
 
-    @property
-    def num_nodes(self) -> int:
-        """Nodes below the roots."""
-        return self._nodes
-
     def hit_nodes(self) -> Iterator[Node]:
         """All nodes that were hit, parents first. O(those, and their children).
 
         A hit counts for the whole path, so that none of them lies below one that was not.
         """
-        waiting: list[Node] = list(self._roots.values())
+        waiting: list[Node] = list(self.roots.values())
         while waiting:
             node = waiting.pop()
             if node.parent is not None:
@@ -577,7 +393,7 @@ class RadixTree:
 
     def nodes(self) -> Iterator[Node]:
         """All nodes below the roots, parents first."""
-        for root in self._roots.values():
+        for root in self.roots.values():
             for node in root.subtree():
                 if node.parent is not None:
                     yield node

@@ -48,7 +48,7 @@ DAMAGE: dict[str, Callable[[RadixTree, Hold, array[int]], object]] = {
     "cached_pages": lambda tree, hold, table: setattr(tree, "cached_pages", tree.cached_pages + 1),
     "locked_pages": lambda tree, hold, table: setattr(tree, "locked_pages", tree.locked_pages - 1),
     "cached_tokens": lambda tree, hold, table: setattr(tree, "cached_tokens", 0),
-    "num_nodes": lambda tree, hold, table: setattr(tree, "_nodes", tree.num_nodes + 1),
+    "num_nodes": lambda tree, hold, table: setattr(tree, "num_nodes", tree.num_nodes + 1),
     "a lock lost": lambda tree, hold, table: setattr(_front(tree), "locks", 0),
     "a lock left behind": lambda tree, hold, table: setattr(_leaf(tree, 60), "locks", 1),
     "own_pages": lambda tree, hold, table: setattr(_leaf(tree, 60), "own_pages", 1),
@@ -58,7 +58,7 @@ DAMAGE: dict[str, Callable[[RadixTree, Hold, array[int]], object]] = {
     "a child misplaced": lambda tree, hold, table: _front(tree).children.update(
         {b"....": _front(tree).children.popitem()[1]}
     ),
-    "a leaf that is never evicted": lambda tree, hold, table: tree._order._leaves._entries.clear(),
+    "a leaf that is never evicted": lambda tree, hold, table: tree.order._leaves._entries.clear(),
     "a child newer than its parent": lambda tree, hold, table: setattr(
         _leaf(tree, 60), "stamp", 10**6
     ),

@@ -62,7 +62,7 @@ def expected(tree: RadixTree, namespaces: list[Namespace | None], seed: int = 0)
     """Hashes of all full pages in the tree, from the tokens of its paths."""
     found: set[int] = set()
     for namespace in namespaces:
-        root = tree._roots.get(namespace)
+        root = tree.roots.get(namespace)
         if root is not None:
             for node in root.subtree():
                 found.update(page_hashes(node.prefix(), tree.page_size, namespace, seed=seed))

@@ -11,6 +11,7 @@ import gc
 import os
 import random
 from array import array
+from collections.abc import Hashable
 
 import pytest
 
@@ -47,6 +48,7 @@ class Fuzz:
         self.stored: set[int] = set()
         # Lock, page table, tokens, whether it inserts drafts.
         self.lines: list[tuple[Hold, array[int], array[int], bool]] = []
+        self.marked: list[tuple[array[int], Hashable]] = []
         # Prompts are made of few segments, so that they share, nest and diverge.
         self.segments = [
             [self.rng.randrange(50) for _ in range(self.rng.choice((1, 3, 16, 40)))]
@@ -104,6 +106,23 @@ class Fuzz:
             self.tree.insert(hold, tokens, table, draft=draft)
         self.tree.release(hold, table, drop=draft and self.rng.random() < 0.8)
 
+    def mark(self) -> None:
+        """Marks what a sequence has entered, or settles what was marked before."""
+        tree = self.tree
+        if len(self.marked) < 8 and self.rng.random() < 0.6:
+            hold, _, tokens, _ = self.rng.choice(self.lines)
+            self.marked.append((tokens[: hold.length], hold.namespace))
+            tree.mark(tree.match(*self.marked[-1]))
+        elif self.marked:
+            tokens, namespace = self.marked.pop(self.rng.randrange(len(self.marked)))
+            match = tree.match(tokens, namespace)
+            if match.length == len(tokens):
+                tree.unmark(match)
+            if self.rng.random() < 0.3:
+                tree.unlock(tree.lock(match))
+            else:
+                tree.drop(match)
+
     def pin(self) -> None:
         self.now += self.rng.random()
         name = str(self.rng.randrange(6))
@@ -127,7 +146,9 @@ class Fuzz:
             self.fork()
         elif chance < 0.9:
             self.finish()
-        elif chance < 0.95:
+        elif chance < 0.93:
+            self.mark()
+        elif chance < 0.96:
             self.tree.evict(self.rng.randint(0, 20))
         else:
             self.pin()

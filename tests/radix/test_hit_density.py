@@ -45,8 +45,8 @@ def hit_rate(policy: str, capacity: int, requests: list[Request]) -> float:
 
 
 def order_of(tree: RadixTree) -> HitDensity:
-    assert isinstance(tree._order, HitDensity)
-    return tree._order
+    assert isinstance(tree.order, HitDensity)
+    return tree.order
 
 
 def history_of(tree: RadixTree) -> History:

@@ -152,10 +152,10 @@ def test_a_namespace_without_tokens_is_forgotten() -> None:
     tree = make_tree()
     for number in range(100):
         use(tree, [1]) if number % 2 else tree.unlock(tree.lock(tree.match([1], namespace=number)))
-    assert not tree._roots
+    assert not tree.roots
     cache(tree, range(8), "a")
     tree.evict(2)
-    assert not tree._roots
+    assert not tree.roots
     checked(tree)
 
 
@@ -594,7 +594,7 @@ def test_drafts_go_with_the_last_that_shares_them(page_size: int) -> None:
     assert tree.evicted_tokens == evicted, "nothing was short of pages"
 
 
-@pytest.mark.parametrize("how", ["hit", "pin", "insert", "keep"])
+@pytest.mark.parametrize("how", ["hit", "pin", "insert"])
 def test_what_others_use_is_a_draft_no_more(how: str) -> None:
     tree = make_tree()
     run = Run(tree, range(10))
@@ -606,12 +606,9 @@ def test_what_others_use_is_a_draft_no_more(how: str) -> None:
         use(tree, wanted)
     elif how == "pin":
         Pins(tree, 1.0).pin("a", wanted)
-    elif how == "insert":
+    else:
         other = Run(tree, run.tokens[:10])
         other.grow(run.tokens[10:16]).finish()
-    else:
-        tree.keep(tree.match(run.tokens))
-        wanted = run.tokens
     tree.release(run.hold, run.table, drop=True)
     assert matched(tree, run.tokens) == len(wanted)
     assert [node.draft for node in tree.nodes()] == [False] * tree.num_nodes
@@ -634,6 +631,98 @@ def test_a_draft_may_wait_and_be_dropped_later() -> None:
     tree.drop(tree.match(run.tokens))
     assert matched(tree, run.tokens) == 10
     checked(tree)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_marked_draft_stays_until_the_mark_is_taken_back(page_size: int) -> None:
+    """Though nobody holds it, and though the sequence that entered it has gone on and is gone."""
+    tree = make_tree(64, page_size)
+    run = Run(tree, range(10))
+    run.insert()
+    run.grow(range(50, 57))
+    tree.insert(run.hold, run.tokens, run.table, draft=True)
+    wanted = list(run.tokens)
+    tree.mark(tree.match(wanted))
+    tree.mark(tree.match(wanted[:13]))  # inside the edge
+    run.grow(range(60, 75))
+    tree.insert(run.hold, run.tokens, run.table, draft=True)
+    tree.release(run.hold, run.table, drop=True)
+    checked(tree)
+    assert matched(tree, run.tokens) == tree.cached_tokens == 17
+    assert tree.evictable_pages == tree.cached_pages == -(-17 // page_size)
+    for length, left in ((17, 13), (13, 10)):
+        tree.unmark(tree.match(wanted[:length]))
+        tree.unmark(tree.match(wanted[: length - 1]))  # there is none
+        tree.drop(tree.match(wanted[:length]))
+        checked(tree)
+        assert tree.cached_tokens == matched(tree, run.tokens) == left
+        assert tree.cached_pages == -(-left // page_size)
+    assert tree.evicted_tokens == 0
+
+
+def test_a_mark_goes_with_what_is_evicted() -> None:
+    tree = make_tree()
+    run = Run(tree, range(10))
+    run.insert()
+    run.grow(range(50, 60))
+    tree.insert(run.hold, run.tokens, run.table, draft=True)
+    tree.mark(tree.match(run.tokens))
+    tree.release(run.hold, run.table, drop=True)
+    assert matched(tree, run.tokens) == 20, "marked"
+    tree.evict(1)
+    assert matched(tree, run.tokens) == 16
+    tree.drop(tree.match(run.tokens))
+    checked(tree)
+    assert matched(tree, run.tokens) == 10
+
+
+def two_in_one_page() -> tuple[RadixTree, Run, Run, Run]:
+    """Drafts of forks that take the same token, and then go on in pages of their own.
+
+        page          tokens
+        p             0 .. 7, and 50 51 | 60 70    the parent's
+        copy of p     50 51 60                     the fork's, and the first to enter 60
+
+    `waits` holds what both have behind the prompt.
+    """
+    tree = make_tree(page_size=8)
+    parent = Run(tree, range(8))
+    parent.insert()
+    parent.grow([50, 51])
+    waits = fork(parent, [])
+    child = fork(parent, [60])
+    tree.insert(child.hold, child.tokens, child.table, draft=True)
+    parent.grow([60, 70])
+    return tree, parent, child, waits
+
+
+def test_a_copy_is_not_shared_where_somebody_below_goes_on_in_the_page() -> None:
+    tree, parent, child, waits = two_in_one_page()
+    waits.tree.release(waits.hold, waits.table, drop=True)  # both go through the fork's node now
+    tree.insert(parent.hold, parent.tokens, parent.table, draft=True)
+    checked(tree, parent, child)
+    free = tree.pool.free_pages
+    tree.release(child.hold, child.table, drop=True)
+    checked(tree, parent)
+    assert tree.pool.free_pages == free + 1, "the fork's copy"
+    assert tree.page_table(parent.hold) == parent.table, "the parent has kept its own page"
+    tree.release(parent.hold, parent.table, drop=True)
+    checked(tree)
+    assert (tree.cached_tokens, tree.cached_pages) == (8, 1)
+
+
+def test_a_page_from_above_is_nobodys_own_when_a_copy_goes() -> None:
+    tree, parent, child, waits = two_in_one_page()
+    tree.insert(parent.hold, parent.tokens, parent.table, draft=True)  # `waits` keeps all as it is
+    checked(tree, parent, child, waits)
+    locked = tree.locked_pages
+    tree.release(child.hold, child.table, drop=True)
+    checked(tree, parent, waits)
+    assert tree.locked_pages == locked - 1, "the parent's page does for the fork's tokens too"
+    tree.release(waits.hold, waits.table, drop=True)
+    tree.release(parent.hold, parent.table, drop=True)
+    checked(tree)
+    assert (tree.cached_tokens, tree.cached_pages) == (8, 1)
 
 
 # -- evicting ------------------------------------------------------------------------------------
@@ -830,7 +919,7 @@ def test_using_one_leaf_again_and_again_does_not_grow_the_order_of_eviction() ->
     cache(tree, range(50, 58))
     for _ in range(1000):
         use(tree, range(8))
-    assert len(tree._order._leaves) <= 64 + 4 * tree.num_nodes
+    assert len(tree.order._leaves) <= 64 + 4 * tree.num_nodes
     assert tree.evict(2) == 2
     assert [matched(tree, range(8)), matched(tree, range(50, 58))] == [8, 0]
     checked(tree)

@@ -143,6 +143,36 @@ def test_the_next_is_the_one_that_a_plain_search_finds(policy, least, monkeypatc
         assert not world.queue._trees and not world.queue._order, "something was left behind"
 
 
+def test_what_is_set_aside_is_not_offered_from_a_leaders_path():
+    """A branch can look unchanged from below, and yet have nobody to offer to those above.
+
+        0 .. 3        `late` goes its own way here, with nothing to share
+        4 .. 7        `free` goes its own way here: 8 tokens are not worth waiting for
+        8 .. 16       `bound` shares these 17 tokens with the leader: it waits for them
+
+    To the branch 4 .. 7, behind whose beginning the leader computes 13 tokens only, `bound` is the
+    one to offer, with or without `free`; from the root it is 17, too many to be offered.
+    """
+    queue = WaitingQueue(RadixTree(PagePool(64, 4)), "lpm", slack=10**9, overtaking=None)
+    shared = list(range(17))
+    leader = sequence(0, [*shared, 90])
+    bound = sequence(1, [*shared, 91])
+    free = sequence(2, [*shared[:8], 92])
+    late = sequence(3, [*shared[:4], 93])
+    queue.lead(leader, 0)
+    for each in (bound, free, late):
+        queue.add(each, 0)
+    assert queue.next() == (free, False)
+    queue.set_aside(free)
+    assert queue.next() == (late, False)
+    queue.set_aside(late)
+    assert queue.next() is None
+    queue.restore(lambda each: 0)
+    assert queue.next() == (free, False)
+    queue.stop_leading(leader)
+    assert queue.next() == (bound, False)
+
+
 def test_dfs_descends_where_most_wait():
     tree = RadixTree(PagePool(64, 4))
     enter(tree, [1] * 8)
