@@ -18,6 +18,7 @@ from coppice.frontend.token_texts import TokenTexts
 from coppice.frontend.tokenizer import Tokenizer
 from coppice.frontend.tool_formats import ToolFormat
 from coppice.frontend.tools import Tools
+from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.sampling_params import SamplingParams
 
 
@@ -43,11 +44,13 @@ class Prepared:
     Attributes:
         prompts: text (if there was one) and token ids of each.
         params: the request's, with the form that its tools ask for.
+        beam: its beam search, if it asks for one, with the same.
         echoes: of each prompt, if they are wanted.
     """
 
     prompts: Sequence[tuple[str | None, list[int]]]
     params: SamplingParams
+    beam: BeamSearchParams | None = None
     echoes: Sequence[Echo] = ()
 
 
@@ -72,13 +75,15 @@ def prepare(
             tokenizer.check_length("messages", text, longest)
     if asked.form is not None:
         asked.form.check()
-    params = asked.params
+    params, beam = asked.params, asked.beam
     if asked.tools is not None:
-        params = _with_tools(asked, asked.tools, tokenizer, format)
+        changes = _with_tools(asked, asked.tools, tokenizer, format)
+        params = replace(params, **changes)
+        beam = None if beam is None else replace(beam, **changes)
     if asked.messages:
         tools = None if asked.tools is None else asked.tools.for_template
         ids = tokenizer.encode_chat(asked.messages, tools=tools, **asked.template)
-        return Prepared([(None, ids)], params)
+        return Prepared([(None, ids)], params, beam)
     prompts = [
         (prompt, tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
         for prompt in asked.prompts
@@ -86,7 +91,7 @@ def prepare(
     echoes = []
     if asked.echo:
         echoes = [_echo(text, ids, tokenizer, texts) for text, ids in prompts]
-    return Prepared(prompts, params, echoes)
+    return Prepared(prompts, params, beam, echoes)
 
 
 def _texts(content: Any) -> list[str]:
@@ -98,14 +103,15 @@ def _texts(content: Any) -> list[str]:
 
 def _with_tools(
     asked: CompletionRequest, tools: Tools, tokenizer: Tokenizer, format: ToolFormat | None
-) -> SamplingParams:
+) -> dict[str, Any]:
+    """The parameters that the tools ask for, of sampling and beam search alike."""
     if format is None:
         raise BadRequest(
             "tools: how this model writes calls is not known; choose a tool_call_parser",
             param="tools",
         )
     tools.check()
-    params = asked.params
+    changes: dict[str, Any] = {}
     form = format.constraint(tools)
     if form is not None:
         if asked.form is not None:
@@ -114,15 +120,10 @@ def _with_tools(
                 f"strict",
                 param=asked.form.field,
             )
-        if asked.beam is not None:
-            raise BadRequest(
-                "use_beam_search can't be combined with tools that must be called or are strict",
-                param="use_beam_search",
-            )
-        params = replace(params, structured_outputs=form)
+        changes["structured_outputs"] = form
     if set(format.marks) & set(tokenizer.wrapped.all_special_tokens):
-        params = replace(params, skip_special_tokens=False)
-    return params
+        changes["skip_special_tokens"] = False
+    return changes
 
 
 def _echo(text: str | None, ids: list[int], tokenizer: Tokenizer, texts: TokenTexts) -> Echo:

@@ -226,7 +226,7 @@ class Server:
                 deltas = await self._engine.submit(
                     prepared.prompts,
                     prepared.params,
-                    beam=asked.beam,
+                    beam=prepared.beam,
                     cache_salt=asked.cache_salt,
                     tenant=self._tenant(note),
                     priority=asked.priority,

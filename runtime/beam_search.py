@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from coppice.runtime.sampling_params import MAX_N, LogitsProcessor, SamplingParams
+from coppice.runtime.structured_outputs import StructuredOutputsParams
 
 EarlyStopping = bool | Literal["never"]
 
@@ -40,6 +41,9 @@ class BeamSearchParams:
             its text has, as in `SamplingParams`.
         presence_penalty, frequency_penalty, repetition_penalty, logit_bias, allowed_token_ids,
         bad_words, bad_words_token_ids, logits_processors: as in `SamplingParams`.
+        structured_outputs: the form that every result must have, but for one that `max_tokens` or
+            a stop of the user's cuts short. Each beam is at its own place in the grammar, and ends
+            where the grammar does.
         logprobs: of each token of a result, its own and so many of the most probable ones; -1: all.
             Of the model's logits, before temperature and all else.
         best_so_far: whether each step tells the best line as it is then, for streaming.
@@ -68,6 +72,7 @@ class BeamSearchParams:
     bad_words: Sequence[str] | None = None
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     logprobs: int | None = None
     best_so_far: bool = False
     sampling: SamplingParams = field(init=False, repr=False, compare=False)
@@ -172,6 +177,7 @@ class BeamSearch:
         self.done = False
         # What the last step ended and is a result so far, each with the beam that it ended on.
         self.ended: list[tuple[int, Hypothesis]] = []
+        self.beaten: list[Hypothesis] = []  # results until then that the last step made none
         self._stop_ids = stop_ids
         # One beam is a greedy search: what it reaches first is the result.
         self._stops_early = params.early_stopping is True or params.beam_width == 1
@@ -218,6 +224,7 @@ class BeamSearch:
             elif may_end:
                 score = self._score(logprob, length)
                 new.append((-negative, Hypothesis(tokens, score, logprob, reason, stop)))
+        before = self.finished[:]
         self.finished += [hypothesis for _, hypothesis in new]
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[width:]
@@ -225,6 +232,7 @@ class BeamSearch:
         self.done = not going_on or not self._can_improve(length)
         held = {id(each) for each in (self.results() if self.done else self.finished)}
         self.ended = [each for each in new if id(each[1]) in held]
+        self.beaten = [each for each in before if id(each) not in held]
         return [] if self.done else going_on
 
     def results(self) -> list[Hypothesis]:

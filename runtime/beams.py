@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -182,8 +183,19 @@ class BeamSearches:
         return params.beam_width if params.n is None else params.n
 
     def forget(self, request_id: str) -> None:
-        """The request has ended; nothing if it was none of these."""
-        self._groups.pop(request_id, None)
+        """The request is about to end before its search does; nothing if it is none of these.
+
+        The results that there are stay in the tree.
+        """
+        group = self._groups.pop(request_id, None)
+        if group is not None:
+            self._settle(group.lines[0].request, group.search.finished, keep=True)
+
+    def _settle(self, request: Request, results: list[Hypothesis], *, keep: bool) -> None:
+        paging = self._sequences.scheduler.paging
+        for result in results:  # the token that ended it has no KV
+            line = request.prompt_token_ids + array("i", result.tokens[:-1])
+            paging.settle(line, request.namespace, keep=keep)
 
     def score(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
         """Hands each beam's best continuations to its search.
@@ -248,16 +260,21 @@ class BeamSearches:
         if group.error is not None:
             return self._fail(request_id, group, group.error)
         moves = group.advance()
-        for sequence in moves.ended:
-            self._sequences.scheduler.paging.enter(sequence)  # results stay in the tree
         if search.done and not search.finished:
-            why = "allowed_token_ids, bad_words, min_tokens and logits_processors rule them all out"
+            why = (
+                "allowed_token_ids, bad_words, min_tokens, structured_outputs and "
+                "logits_processors rule them all out"
+            )
             return self._fail(request_id, group, f"no token is left to choose: {why}")
+        for sequence in moves.ended:
+            self._sequences.scheduler.paging.enter(sequence)
         reason = (search.done and search.results()[0].finish_reason) or "stop"
         for sequence in moves.dropped:
             self._sequences.end(sequence, reason, keep=False)
+        self._settle(first.request, search.beaten, keep=False)
         if search.done:
-            self.forget(request_id)
+            self._settle(first.request, search.results(), keep=True)
+            del self._groups[request_id]
             return self._results(first, group)
         forked = [self._sequences.fork(parent, token) for parent, token in moves.forks]
         for sequence, token in moves.tokens:
@@ -273,9 +290,9 @@ class BeamSearches:
     def _fail(self, request_id: str, group: BeamGroup, message: str) -> list[StepOutput]:
         """Ends a search with an error for each of its results."""
         first = group.lines[0]
+        self.forget(request_id)
         for sequence in self._sequences.of(request_id):
             self._sequences.end(sequence, "error", keep=False)
-        self.forget(request_id)
         count = group.search.params.num_results
         error = StepOutput.of(first, (), "error", error=message)
         return [replace(error, index=index) for index in range(count)]

@@ -13,6 +13,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -146,6 +147,12 @@ class GrammarState:
         self.matcher = grammar.matcher.deep_copy()
         self.vocabulary = grammar.vocabulary
         self._consumed = 0
+
+    def forked(self) -> GrammarState:
+        """That of a sequence that goes on from the same tokens."""
+        other = copy(self)
+        other.matcher = self.matcher.deep_copy()
+        return other
 
     def update(self, sequence: Sequence) -> None:
         """Takes what the sequence has generated since the last call."""

@@ -107,10 +107,11 @@ class LogitRules:
 
     def forked(self) -> LogitRules:
         """The rules of a sequence that goes on from the same tokens."""
-        if self.counts is None:
+        if self.counts is None and self.grammar is None:
             return self  # what never changes is shared
         other = copy(self)
-        other.counts = self.counts.copy()
+        other.counts = None if self.counts is None else self.counts.copy()
+        other.grammar = None if self.grammar is None else self.grammar.forked()
         return other
 
 

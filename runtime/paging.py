@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from coppice.radix import Match, OutOfPages, RadixTree
@@ -159,11 +159,25 @@ class Paging:
             self._insert(sequence)
 
     def enter(self, sequence: Sequence) -> None:
-        """Enters all that a beam has computed in the tree, to stay: it is a result."""
-        if sequence.hold is None:  # it waits, and has left what it computed as a draft
-            self.tree.keep(self.tree.match(sequence.tokens, sequence.request.namespace))
+        """Enters all that a beam has computed as a draft that is marked: a result ends there.
+
+        Others may beat it: `settle` it when that is known.
+        """
+        if sequence.hold is not None:  # else it waits, and has left that as a draft already
+            self._insert(sequence)
+        match = self.tree.match(sequence.tokens, sequence.request.namespace)
+        if match.length == len(sequence.tokens):
+            self.tree.mark(match)
+
+    def settle(self, line: array[int], namespace: Hashable, *, keep: bool) -> None:
+        """A result that was entered with these tokens stays for good, or is beaten and goes."""
+        match = self.tree.match(line, namespace)
+        if match.length == len(line):  # else it was evicted, with its mark
+            self.tree.unmark(match)
+        if keep:
+            self.tree.unlock(self.tree.lock(match, use=False), use=False)
         else:
-            self._insert(sequence, draft=False)
+            self.tree.drop(match)
 
     def leave(self, sequence: Sequence, *, keep: bool = True, copied: bool = True) -> None:
         """Gives back its pages and its lock; what it computed stays in the tree.
@@ -193,13 +207,12 @@ class Paging:
         """A beam that waits comes to nothing: what it has left as a draft goes."""
         self.tree.drop(self.tree.match(sequence.tokens, sequence.request.namespace))
 
-    def _insert(self, sequence: Sequence, *, draft: bool | None = None) -> None:
+    def _insert(self, sequence: Sequence) -> None:
         if not self.caching or sequence.private:
             return
         hold, tokens, table = sequence.hold, sequence.tokens[: sequence.computed], sequence.table
         assert hold is not None
-        if draft is None:
-            draft = _drafts(sequence)
+        draft = _drafts(sequence)
         prompt = len(sequence.request.prompt_token_ids)
         if draft and hold.length < prompt:
             self.tree.insert(hold, tokens[:prompt].tobytes(), table)

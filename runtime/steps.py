@@ -82,9 +82,12 @@ class Steps:
         return self._commit(schedule, sequences, sampled)
 
     def end(self, sequence: Sequence, reason: str, *, keep: bool = True) -> None:
-        """A sequence has ended; so has its request, if it was the last one."""
-        if self._sequences.end(sequence, reason, keep=keep):
-            self._searches.forget(sequence.request.request_id)
+        """A sequence has ended; so has its request, if it was the last one.
+
+        Of a beam search none ends by this but with all others.
+        """
+        self._searches.forget(sequence.request.request_id)
+        self._sequences.end(sequence, reason, keep=keep)
 
     @torch.inference_mode()
     def _run(self, schedule: Schedule) -> tuple[list[Sequence], Sampled]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice import LLM, BeamSearchParams, SamplingParams
+from coppice import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from coppice.frontend.line_watch import WatchStopStrings
 from coppice.frontend.tokenizer import Tokenizer
 
@@ -139,6 +139,20 @@ def test_words_are_forbidden_and_logprobs_named(llm: LLM) -> None:
         assert sum(own) == pytest.approx(sequence.cum_logprob, abs=1e-4)
     with pytest.raises(ValueError, match="best_so_far must be False"):
         llm.beam_search(prompt, BeamSearchParams(2, best_so_far=True))
+
+
+def test_every_result_has_the_form_that_was_asked_for(llm: LLM) -> None:
+    words = ["no", "nothing", "Straße", "yes"]
+    form = StructuredOutputsParams(choice=words)
+    params = BeamSearchParams(12, max_tokens=12, structured_outputs=form, early_stopping="never")
+    outputs = llm.beam_search(["one", "two"], params)
+    for output in outputs:
+        assert {sequence.text for sequence in output.sequences} <= set(words)
+        assert len({sequence.text for sequence in output.sequences}) > 1
+        assert {sequence.finish_reason for sequence in output.sequences} == {"stop"}
+    bad = BeamSearchParams(2, structured_outputs=StructuredOutputsParams(regex="("))
+    with pytest.raises(ValueError, match=r"^regex must be"):
+        llm.beam_search("one", bad)
 
 
 def test_the_watch_of_stop_strings_can_be_sent_to_another_process(checkpoint: Path) -> None:

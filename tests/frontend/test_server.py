@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -500,6 +501,40 @@ async def test_the_best_line_of_a_beam_search_is_streamed_as_it_changes(
     for lines in told.values():
         assert all(line["tokens"] > 0 and line["score"] < 0 for line in lines)
         assert all("e" not in line["text"] and "4" not in line["text"] for line in lines)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"guided_regex": "[ab]{1,3}!"},
+        {"structured_outputs": {"choice": ["a!", "bb!", "aba!"]}},
+        {"guided_grammar": 'start: /[ab]{1,3}/ "!"'},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"enum": ["a!", "bb!", "aba!"]}},
+            }
+        },
+    ],
+)
+async def test_the_results_of_a_beam_search_have_their_form(
+    client: Client, path: str, form: dict[str, Any]
+) -> None:
+    body: dict[str, Any] = {"model": "tiny", "use_beam_search": True, "beam_width": 4, "n": 3}
+    body |= {"prompt": PROMPT} if path == COMPLETIONS else {"messages": HELLO}
+    answer = await client.ok(path, body | {"max_tokens": 12} | form)
+    texts = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+    assert len(texts) == 3
+    assert all(re.fullmatch(r'"?[ab]{1,3}!"?', text) for text in texts), texts
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+    pieces = ["", "", ""]
+    stream = {"max_tokens": 12, "stream": True}
+    for event in await client.events(path, body | stream | form):
+        for choice in event["choices"]:
+            delta = choice.get("text", choice.get("delta", {}).get("content", ""))
+            pieces[choice["index"]] += delta or ""
+    assert pieces == texts
 
 
 async def test_a_beam_search_with_all_that_sampling_has_too(client: Client) -> None:

@@ -129,6 +129,26 @@ def test_text_without_calls(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+def test_forced_calls_of_a_beam_search_fit_the_schema(http: httpx.Client, streamed: bool) -> None:
+    more: dict[str, Any] = {"tool_choice": "required", "tools": [WEATHER], "max_tokens": 100}
+    more |= {"use_beam_search": True, "beam_width": 3, "n": 2, "parallel_tool_calls": False}
+    if streamed:
+        made = stream(http, **more).values()
+        calls = [(call["name"], call["arguments"]) for each in made for call in each["tool_calls"]]
+    else:
+        made = chat(http, **more)["choices"]
+        functions = [call["function"] for each in made for call in each["message"]["tool_calls"]]
+        calls = [(function["name"], function["arguments"]) for function in functions]
+    assert [each["finish_reason"] for each in made] == ["tool_calls"] * 2
+    assert len(set(calls)) == len(calls) == 2
+    for name, text in calls:
+        arguments = json.loads(text)
+        assert (name, sorted(arguments)) == ("weather", ["days", "place"])
+        assert 1 <= arguments["days"] <= 14
+        assert arguments["place"] in ("東京", "Paris", "the old town")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
@@ -186,7 +206,6 @@ def test_the_model_is_told_of_tools_and_results(http: httpx.Client) -> None:
             {"tool_choice": "required", "response_format": {"type": "json_object"}},
             "response_format",
         ),
-        ({"tool_choice": "required", "use_beam_search": True, "beam_width": 2}, "use_beam_search"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}],
              "tool_choice": "required"},

@@ -360,6 +360,75 @@ def test_beams_that_die_give_their_pages_back_in_that_step(tiny_checkpoint, page
     assert most <= len(prompt) // page_size + 4 * (-(-24 // page_size) + 1)
 
 
+def results_of(search):
+    """Those that may still be returned."""
+    return search.results() if search.done else search.finished
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("n", [1, 4])
+def test_results_that_are_beaten_give_their_pages_back_in_that_step(tiny_checkpoint, page_size, n):
+    engine = make(tiny_checkpoint("llama"), page_size=page_size)
+    params = BeamSearchParams(
+        4, 30, n=n, early_stopping="never", length_penalty=1.2, ignore_eos=True,
+        stop_token_ids=tuple(range(0, 320, 12)),
+    )  # fmt: skip
+    prompt = PROMPTS[0]
+    engine.add_beam_search("a", prompt, params)
+    search = engine._searches._groups["a"].search
+    beaten, alone = 0, 0
+    while engine.has_unfinished():
+        engine.step()
+        engine.check()
+        beaten += len(search.beaten)
+        standing = [[*prompt, *result.tokens[:-1]] for result in results_of(search)]
+        lines = [sequence.tokens.tolist() for sequence in engine._sequences]
+        for node in engine.tree.nodes():
+            tokens = array("i", node.prefix()).tolist()
+            assert any(line[: node.end] == tokens for line in standing + lines)
+        alone += engine.tree.evictable_pages
+        used = engine.num_pages - engine.tree.pool.free_pages
+        # A line may have a copy of the page in which it left the one that it was forked from.
+        assert used <= union(page_size, standing + lines) + len(standing) + len(lines)
+    assert beaten > 2, "results were beaten on the way"
+    assert alone > 0, "results stood that no beam went on from"
+    assert used <= union(page_size, standing) + n
+    for line in standing:
+        assert engine.tree.match(line, engine.intake.namespace(None)).length == len(line)
+    assert not any(node.draft or node.marks for node in engine.tree.nodes())
+
+
+def test_a_search_drops_no_result_of_another_one_that_asks_for_more(tiny_checkpoint):
+    """Two of one prompt go the same ways, and end with one and with all of the same results."""
+    engine = make(tiny_checkpoint("llama"), page_size=4)
+    params = BeamSearchParams(4, 20, ignore_eos=True, stop_token_ids=tuple(range(0, 320, 12)))
+    engine.add_beam_search("one", PROMPTS[0], replace(params, n=1))
+    engine.add_beam_search("all", PROMPTS[0], params)
+    results = run(engine)
+    assert len(results["one"]) == 1 and len(results["all"]) == 4
+    for output in results["all"]:
+        line = [*PROMPTS[0], *output.new_token_ids][:-1]
+        assert engine.tree.match(line, engine.intake.namespace(None)).length == len(line)
+    assert not any(node.draft or node.marks for node in engine.tree.nodes())
+
+
+def test_results_so_far_outlive_an_aborted_search_and_nothing_behind_them(tiny_checkpoint):
+    engine = make(tiny_checkpoint("llama"), page_size=4)
+    params = BeamSearchParams(4, 30, ignore_eos=True, stop_token_ids=tuple(range(0, 320, 12)))
+    engine.add_beam_search("a", PROMPTS[0], params)
+    search = engine._searches._groups["a"].search
+    while len(search.finished) < 3:
+        engine.step()
+    assert engine.abort("a")
+    engine.check()
+    kept = [[*PROMPTS[0], *result.tokens[:-1]] for result in search.finished]
+    prefixes = {
+        tuple(line[:end]) for line in [*kept, PROMPTS[0]] for end in range(1, 1 + len(line))
+    }
+    assert engine.tree.cached_tokens == len(prefixes)
+    assert not any(node.draft or node.marks for node in engine.tree.nodes())
+
+
 def test_what_preempted_and_aborted_beams_left_goes_too(tiny_checkpoint):
     """From a pool so small that beams wait: nothing but prompts and results stays."""
     engine = make(tiny_checkpoint("llama"), page_size=4, kv_cache_tokens=4 * 36)

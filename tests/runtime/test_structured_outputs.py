@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import shutil
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from coppice.runtime import grammars
+from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
 from coppice.runtime.grammars import CompiledGrammar, Grammars, GrammarState, forbid_other_tokens
-from coppice.runtime.request import StepOutput
+from coppice.runtime.request import Request, Sequence, StepOutput
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.structured_outputs import MAX_CHOICES, StructuredOutputsParams
 
@@ -120,6 +122,17 @@ def run(made: Engine) -> dict[tuple[str, int], tuple[list[int], StepOutput]]:
         made.check()
     assert made.cache_report().pages_held == 0
     return {key: (tokens[key], last[key]) for key in tokens}
+
+
+def searched(made: Engine) -> list[StepOutput]:
+    """The results of beam search "a"; pages are recounted at each step."""
+    results = []
+    while made.has_unfinished():
+        results += [output for output in made.step() if output.request_id == "a"]
+        made.check()
+    assert made.cache_report().pages_held == 0
+    assert not any(node.draft or node.marks for node in made.tree.nodes())
+    return results
 
 
 def params(form: StructuredOutputsParams, **more: Any) -> SamplingParams:
@@ -276,6 +289,166 @@ def test_a_step_that_fails_is_an_error_of_every_result(checkpoint: Path) -> None
         ("a", 1),
         ("a", 2),
     }
+
+
+# -- beam searches -------------------------------------------------------------------------------
+
+# None of them has more than one letter that must follow: of such a stretch llguidance allows the
+# tokenizer's own spelling only.
+WORDS = ("name", "names", "age", "ages", "no", "na", "as")
+
+
+class Language:
+    """The lines of tokens that spell one of WORDS and then end, found by trying them all."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+        pieces = {token: str(tokenizer.id_to_token(token)) for token in range(3, 290)}
+        self.following: dict[tuple[int, ...], list[int]] = {}
+        self.lines: list[tuple[int, ...]] = []
+        waiting = [((), "")]
+        while waiting:
+            line, text = waiting.pop()
+            more = [
+                (token, text + piece)
+                for token, piece in pieces.items()
+                if any(word.startswith(text + piece) for word in WORDS)
+            ]
+            self.following[line] = [token for token, _ in more]
+            if text in WORDS:
+                self.following[line].append(EOS)
+                self.lines.append((*line, EOS))
+            waiting += [((*line, token), longer) for token, longer in more]
+
+
+@torch.inference_mode()
+def logprob(model: Any, prompt: list[int], line: tuple[int, ...]) -> float:
+    logits = model(torch.tensor([[*prompt, *line]])).logits[0, len(prompt) - 1 : -1]
+    return float(logits.log_softmax(-1).gather(1, torch.tensor(line).unsqueeze(1)).sum())
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.5])
+def test_a_wide_beam_finds_the_best_of_all_that_a_grammar_allows(
+    checkpoint: Path, page_size: int, length_penalty: float
+) -> None:
+    """Against the score of each line that there is: spellings differ in tokens, not in text."""
+    language, prompt = Language(checkpoint), [5, 9, 33, 7, 12]
+    assert 20 < len(language.lines) < 60
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    scores = {
+        line: logprob(model, prompt, line) / len(line) ** length_penalty for line in language.lines
+    }
+    expected = sorted(scores, key=lambda line: -scores[line])
+    made = engine(checkpoint, max_num_seqs=64, kv_cache_tokens=8192, page_size=page_size)
+    form = StructuredOutputsParams(choice=list(WORDS))
+    search = BeamSearchParams(
+        60, 12, length_penalty=length_penalty, structured_outputs=form, early_stopping="never"
+    )
+    made.add_beam_search("a", prompt, search)
+    made.add_request("b", prompt, params(FORMS["regex"][0], seed=3))
+    outputs = searched(made)
+    assert [output.new_token_ids for output in outputs] == expected
+    assert [output.score for output in outputs] == [
+        pytest.approx(scores[line], abs=1e-4) for line in expected
+    ]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_narrow_beams_go_where_those_of_transformers_go(checkpoint: Path, width: int) -> None:
+    language, prompt = Language(checkpoint), [3, 50, 41]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, 3, dtype=torch.long),
+        num_beams=width,
+        num_return_sequences=width,
+        max_new_tokens=12,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        do_sample=False,
+        prefix_allowed_tokens_fn=lambda _, ids: language.following.get(
+            tuple(ids[3:].tolist()), [0]
+        ),
+    )
+    expected = [tuple(row[3 : row.index(EOS) + 1]) for row in out.tolist()]
+    made = engine(checkpoint, page_size=4)
+    form = StructuredOutputsParams(choice=list(WORDS))
+    made.add_beam_search("a", prompt, BeamSearchParams(width, 12, structured_outputs=form))
+    outputs = searched(made)
+    assert [output.new_token_ids for output in outputs] == expected
+    assert set(expected) <= set(language.lines)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_every_result_of_a_search_has_its_form(
+    kind: str, checkpoint: Path, decode: Callable[[list[int]], str]
+) -> None:
+    """In few pages, where beams are preempted, and in many: the same."""
+    form, good = FORMS[kind]
+    search = BeamSearchParams(3, 60, structured_outputs=form, length_penalty=0.6)
+    found = []
+    few_pages = {"page_size": 4, "kv_cache_tokens": 4 * 60}
+    for options in (few_pages, {"enable_prefix_caching": False}):
+        made = engine(checkpoint, **options)
+        for number in range(4):
+            made.add_beam_search(str(number), [3 + number, 7, *range(20)], search)
+        found.append(run(made))
+        if kind == "json" and options is few_pages:
+            assert made.cache_report().preemptions > 0
+    few, many = ({key: tokens for key, (tokens, _) in each.items()} for each in found)
+    assert few == many
+    ended = [(key, output) for key, (_, output) in found[0].items() if output.score is not None]
+    assert len(ended) >= 3
+    for key, output in ended:
+        tokens = list(output.new_token_ids)
+        assert output.finish_reason == ("stop" if tokens[-1] == EOS else "length"), key
+        if output.finish_reason == "stop":
+            assert EOS not in tokens[:-1]
+            assert good(decode(tokens[:-1])), decode(tokens)
+    assert any(output.finish_reason == "stop" for _, output in ended)
+
+
+def test_a_search_whose_grammar_fails_ends_with_an_error_for_each_result(checkpoint: Path) -> None:
+    made = engine(checkpoint)
+    bad = StructuredOutputsParams(regex="(")
+    made.add_beam_search("bad", [5], BeamSearchParams(3, 8, structured_outputs=bad))
+    form = FORMS["choice"][0]
+    none = BeamSearchParams(2, 8, structured_outputs=form, allowed_token_ids=[50, EOS])
+    made.add_beam_search("none", [5], none)
+    found = run(made)
+    assert sorted(found) == [("bad", 0), ("bad", 1), ("bad", 2), ("none", 0), ("none", 1)]
+    for (name, _), (_, output) in found.items():
+        assert output.finish_reason == "error"
+        assert ("regex: " if name == "bad" else "structured_outputs") in str(output.error)
+
+
+@pytest.mark.parametrize("more", [{"ignore_eos": True}, {"min_tokens": 2}])
+def test_a_search_refuses_what_does_not_go_with_a_form(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(more))} must be"):
+        BeamSearchParams(2, structured_outputs=FORMS["choice"][0], **more)
+
+
+# -- the grammars themselves ---------------------------------------------------------------------
+
+
+def test_forked_states_go_their_own_ways(checkpoint: Path) -> None:
+    made = Grammars(checkpoint, 320, [EOS])
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    a, b = (tokenizer.encode(letter).ids[0] for letter in "ab")
+    first = GrammarState(made.compiled(StructuredOutputsParams(regex="[ab]{2}")).result())
+    line = Sequence(Request("a", array("i", [5]), SamplingParams(), None, 0, 0, 9))
+    line.tokens.append(a)
+    first.update(line)
+    second = first.forked()
+    line.tokens.append(b)
+    first.update(line)
+    logits = torch.zeros(2, 320)
+    forbid_other_tokens(logits, [(0, first), (1, second)])
+    assert logits[0].isfinite().nonzero().flatten().tolist() == [EOS]
+    assert logits[1].isfinite().nonzero().flatten().tolist() == [a, b]
+    made.close()
 
 
 def test_masks_are_those_of_the_matcher(checkpoint: Path) -> None:
