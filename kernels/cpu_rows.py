@@ -141,17 +141,37 @@ def _flat(heads: torch.Tensor) -> np.ndarray:
 
 
 def _try_out(kernels: RowKernels) -> None:
-    """Runs each kernel on one row, and on enough for several threads, beside torch's operators."""
-    plain = RowKernels(None)
+    """Runs each kernel on one row, and on enough for several threads, beside torch's operators.
+
+    So they are all compiled or loaded here, where a failure can be answered, and not in a step.
+    """
     with torch.inference_mode():
         for rows in (1, 520):
-            x = torch.linspace(-3, 3, rows * 64).view(rows, 64)
-            weight = torch.linspace(0.5, 1, 64)
-            pairs = [
-                (each.add_norm(x.clone(), x, weight, 1e-5), each.silu_mul(x), *each.quantize(x))
-                for each in (kernels, plain)
-            ]
-            for got, expected in zip(*pairs, strict=True):
+            for got, expected in zip(
+                _results(kernels, rows), _results(RowKernels(None), rows), strict=True
+            ):
                 slack = 1.01 if got.dtype == torch.int8 else 1e-4  # a tie may go either way
                 if not torch.allclose(got.float(), expected.float(), atol=slack):
                     raise ArithmeticError("the compiled kernels give wrong results on a line")
+
+
+def _results(kernels: RowKernels, rows: int) -> list[torch.Tensor]:
+    """What each kernel makes of rows of 64 numbers on a line."""
+    x = torch.linspace(-3, 3, rows * 64).view(rows, 64)
+    weight = torch.linspace(0.5, 1, 64)
+    levels, peaks = kernels.quantize(x)
+    heads, angles = x.view(rows, 4, 16), x[:, :16].contiguous().view(rows, 1, 16)
+    k_cache, v_cache = torch.zeros(rows, 1, 1, 16), torch.zeros(rows, 1, 1, 16)
+    rotated = kernels.rotate_write(
+        heads[:, :3], heads[:, 3:], angles, angles, k_cache, v_cache, torch.arange(rows)
+    )
+    return [
+        kernels.add_norm(x.clone(), x, weight, 1e-5),
+        kernels.silu_mul(x),
+        levels,
+        peaks,
+        kernels.rescale(levels.int(), peaks, weight, weight) / 127,
+        rotated,
+        k_cache,
+        v_cache,
+    ]
