@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from coppice.frontend.openai_logprobs import (
@@ -186,15 +186,48 @@ class ChatCompletion(Completion):
         return super().whole(outputs) | self._prompt(outputs[0])
 
 
+class UsageSoFar:
+    """Token counts of a stream while it runs, over all choices; in the end they are `usage`'s.
+
+    Args:
+        prompts: token ids of each prompt.
+    """
+
+    def __init__(self, prompts: Iterable[Sequence[int]]) -> None:
+        self._prompt = sum(map(len, prompts))
+        self._completion: dict[int, int] = {}  # tokens behind each prompt
+        self._cached: dict[int, int] = {}
+
+    def add(self, place: int, delta: TextDelta) -> None:
+        """Counts what was made of the prompt at that place."""
+        self._cached[place] = delta.cached_tokens
+        before = self._completion.get(place, 0)
+        self._completion[place] = (
+            before + len(delta.new_token_ids) if delta.output is None else _generated(delta.output)
+        )
+
+    def now(self) -> dict[str, Any]:
+        """The counts; hits are known from the first piece of text on."""
+        return _usage(self._prompt, sum(self._completion.values()), sum(self._cached.values()))
+
+
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Token counts over all choices of a request; a prompt counts once, whatever its `n`.
 
     What `best_of` left out was generated too, and counts.
     """
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
-    completion += sum(output.left_out_tokens for output in outputs)
-    cached = sum(output.cached_tokens for output in outputs)
+    return _usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(map(_generated, outputs)),
+        sum(output.cached_tokens for output in outputs),
+    )
+
+
+def _generated(output: RequestOutput) -> int:
+    return sum(len(each.token_ids) for each in output.outputs) + output.left_out_tokens
+
+
+def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -115,6 +115,10 @@ def read(model: type[Model], body: Any) -> Model:
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
+    if len(given) > len(model.model_fields):  # one is enough, where there may be 100,000
+        known = {field.alias or name for name, field in model.model_fields.items()}
+        unknown = next(name for name in given if name not in known)
+        given = {unknown: given[unknown]}
     try:
         return model.model_validate(given)
     except ValidationError as error:

@@ -15,9 +15,10 @@ from aiohttp import web
 
 from coppice.frontend.bodies import BadRequest
 from coppice.frontend.cache_json import pin_json
+from coppice.frontend.json_bodies import JsonBodies
 from coppice.frontend.protocol import bad_value
 from coppice.frontend.reporter import Asks, Reporter
-from coppice.frontend.routes import Route, json_answer, json_body
+from coppice.frontend.routes import Route, json_answer
 from coppice.frontend.tokenizer import Tokenizer
 from coppice.runtime.report import PinRefused
 from coppice.runtime.request import Unfinished
@@ -85,6 +86,7 @@ class CacheRoutes:
         engine: Asks,
         tokenizer: Tokenizer,
         reporter: Reporter,
+        bodies: JsonBodies,
         tokenizing: Executor,
         *,
         tenant: Callable[[web.Request], str | None],
@@ -98,6 +100,7 @@ class CacheRoutes:
         self._engine = engine
         self._tokenizer = tokenizer
         self._reporter = reporter
+        self._bodies = bodies
         self._tokenizing = tokenizing
         self._tenant = tenant
         self._tenants = tenants
@@ -178,7 +181,7 @@ class CacheRoutes:
         return web.json_response({"object": "list", "data": data})
 
     async def _put_pin(self, request: web.Request) -> web.Response:
-        body = _checked(await json_body(request))
+        _, body = await self._bodies.read(request, _checked)
         tenant = body.get("tenant", self._tenant(request))
         if "tenant" in body and tenant not in self._tenants:
             known = ", ".join(sorted(self._tenants)) or "none, without --isolate-keys"

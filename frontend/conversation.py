@@ -20,7 +20,8 @@ class TextPart(Body):
 
 
 Content: TypeAlias = Annotated[
-    str | list[TextPart], says("a string or a list of parts of type 'text'")
+    str | Annotated[list[TextPart], Field(fail_fast=True)],
+    says("a string or a list of parts of type 'text'"),
 ]
 
 
@@ -62,8 +63,9 @@ class AssistantMessage(Body):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     parsed: Any = None  # what OpenAI's client read off the content
+    provider_specific_fields: Any = None  # what LiteLLM found in the answer besides
     name: Annotated[Any, Only()] = None
     refusal: Annotated[Any, Only()] = None
     audio: Annotated[Any, Only()] = None

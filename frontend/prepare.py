@@ -69,6 +69,12 @@ def prepare(
         if isinstance(prompt, str):
             check_characters("prompt", prompt)
             tokenizer.check_length("prompt", prompt, longest)
+        elif len(prompt) >= longest:
+            raise BadRequest(
+                f"prompt must be shorter than {longest} tokens (max_model_len), so that there is "
+                f"room for at least one more, got {len(prompt)}",
+                param="prompt",
+            )
     for index, message in enumerate(asked.messages):
         for text in _texts(message.get("content")):
             check_characters(f"messages[{index}].content", text)

@@ -29,13 +29,17 @@ MAX_LOGPROBS = 20
 _MOST = 2**31 - 1
 
 _TokenIds: TypeAlias = Annotated[
-    list[Annotated[int, between(0, _MOST)]], says("a list of token ids (0 or above)")
+    list[Annotated[int, between(0, _MOST)]],
+    Field(fail_fast=True),
+    says("a list of token ids (0 or above)"),
 ]
 _TokenId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 _Prompt: TypeAlias = Annotated[
     str
-    | Annotated[list[int], Field(min_length=1)]
-    | Annotated[list[str | list[int]], Field(min_length=1)],
+    | Annotated[list[int], Field(min_length=1, fail_fast=True)]
+    | Annotated[
+        list[str | Annotated[list[int], Field(fail_fast=True)]], Field(min_length=1, fail_fast=True)
+    ],
     says("a string, a list of token ids, or a list of either, and not be empty"),
 ]
 _Bias: TypeAlias = Annotated[
@@ -61,6 +65,7 @@ class StreamOptions(Body):
     """What a stream carries beside the text."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: the counts so far with every chunk
     include_obfuscation: Annotated[Any, Only(False)] = None
 
 
@@ -86,7 +91,7 @@ class TextRequest(Formed):
     min_p: Annotated[float, between(0, 1)] | None = None
     repetition_penalty: Annotated[float, between(0, 1e6)] | None = None
     allowed_token_ids: Annotated[_TokenIds, Field(min_length=1)] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     prompt_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     prompt_logprobs_start: Annotated[int, between(0, _MOST)] | None = None
     min_tokens: Annotated[int, between(0, _MOST)] | None = None
@@ -137,11 +142,11 @@ class TemplateFields(Body):
 class ChatBody(TextRequest, TemplateFields):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, between(1, _MOST)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -176,6 +181,7 @@ class CompletionRequest:
     priority: int
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False  # the counts so far with every chunk of a stream
     form: Form | None = None
     echo: bool = False
     prompt_logprobs: bool = False  # whether the answer has them, beside what is echoed
@@ -278,6 +284,12 @@ def _request(
         raise BadRequest("prompt_logprobs needs stream to be false", param="prompt_logprobs")
     if asked.stream_options is not None and not asked.stream:
         raise BadRequest("stream_options needs stream to be true", param="stream_options")
+    options = asked.stream_options or StreamOptions()
+    if options.continuous_usage_stats and not options.include_usage:
+        raise BadRequest(
+            "stream_options.continuous_usage_stats needs include_usage to be true",
+            param="stream_options.continuous_usage_stats",
+        )
     form = form_of(asked)
     if form is not None:
         values["structured_outputs"] = form.params
@@ -288,7 +300,6 @@ def _request(
         raise
     except ValueError as error:
         raise bad_value(error, body) from error
-    options = asked.stream_options
     return CompletionRequest(
         model=asked.model,
         params=params,
@@ -297,7 +308,8 @@ def _request(
         priority=asked.priority,
         stream=asked.stream,
         prompt_logprobs=asked.prompt_logprobs is not None,
-        include_usage=options is not None and options.include_usage,
+        include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage_stats,
         form=form,
         **({"prompts": (), "messages": ()} | more),
     )

@@ -6,15 +6,12 @@ they say about themselves becomes /openapi.json (see openapi.py).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from aiohttp import web
-
-from coppice.frontend.bodies import BadRequest
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Schema: TypeAlias = Mapping[str, Any]
@@ -61,15 +58,6 @@ class Route:
 def json_answer(schema: Schema, status: int = 200) -> dict[int, dict[str, Schema]]:
     """`answers` of a route that answers with JSON of this schema."""
     return {status: {"application/json": schema}}
-
-
-async def json_body(request: web.Request) -> Any:
-    """The body as JSON. Raises BadRequest if it is none."""
-    raw = await request.read()
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:  # bad UTF-8 and huge integers included
-        raise BadRequest(f"the body is not valid JSON: {error}") from error
 
 
 def add_routes(app: web.Application, routes: Iterable[Route]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from aiohttp import web
+from pydantic_core import to_json
 
 from coppice import __version__
 from coppice.frontend.access import Access
@@ -23,12 +23,13 @@ from coppice.frontend.answer_schemas import (
     Version,
     either,
 )
-from coppice.frontend.answers import ChatCompletion, Completion, usage
+from coppice.frontend.answers import ChatCompletion, Completion, UsageSoFar, usage
 from coppice.frontend.bodies import BadRequest, error_body, schema_of
 from coppice.frontend.cache_routes import CacheRoutes
 from coppice.frontend.dashboard_files import Dashboard
 from coppice.frontend.deltas import Deltas, EngineStopped, RequestFailed
 from coppice.frontend.engine_client import EngineClient
+from coppice.frontend.json_bodies import JsonBodies
 from coppice.frontend.metrics import Metrics
 from coppice.frontend.middleware import NOTE, Note, cors_headers, middlewares
 from coppice.frontend.openapi import with_description
@@ -43,7 +44,7 @@ from coppice.frontend.protocol import (
     parse_completion,
 )
 from coppice.frontend.reporter import Reporter
-from coppice.frontend.routes import Route, add_routes, json_answer, json_body
+from coppice.frontend.routes import Route, add_routes, json_answer
 from coppice.frontend.server_options import ServerOptions
 from coppice.frontend.tokenize_routes import TokenizeRoutes
 from coppice.frontend.tool_formats import format_of
@@ -80,6 +81,7 @@ class Server:
         self._tool_format = format_of(engine.tokenizer, self._options.tool_call_parser)
         self._draining = False
         self._created = int(time.time())
+        self._bodies = JsonBodies(self._longest)
         # Megabytes of text take seconds: nobody else waits for them.
         self._tokenizing = ThreadPoolExecutor(1, "coppice-tokenizer")
         self._tokenizing_much = ThreadPoolExecutor(1, "coppice-tokenizer-of-much")
@@ -90,6 +92,7 @@ class Server:
             engine,
             tokenizer,
             reporter,
+            self._bodies,
             self._tokenizing_much,
             tenant=lambda request: self._tenant(request[NOTE]),
             tenants=[key.name for key in keys] if self._options.isolate_keys else [],
@@ -103,7 +106,9 @@ class Server:
             client_max_size=self._options.max_body_bytes,
         )
         app.on_response_prepare.append(self._stream_headers)
-        tokenize = TokenizeRoutes(self._engine, self._check_model, self._tokenizing_much)
+        tokenize = TokenizeRoutes(
+            self._engine, self._check_model, self._bodies, self._tokenizing_much
+        )
         own = [*self._routes(), *tokenize.routes()]
         observed = [*self._metrics.routes(), *Dashboard().routes(), *self._cache.routes()]
         add_routes(app, with_description([*own, *observed]))
@@ -156,7 +161,13 @@ class Server:
         response.headers["X-Request-Id"] = request[NOTE].request_id
         response.headers.update(cors_headers(request, self._options.cors_origin))
 
+    def _longest(self) -> int:
+        """The most tokens that the model takes."""
+        assert self._engine.ready is not None, "the server was started before the engine"
+        return self._engine.ready.max_model_len
+
     async def _close(self, app: web.Application) -> None:
+        self._bodies.close()
         for threads in (self._tokenizing, self._tokenizing_much):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -211,8 +222,7 @@ class Server:
     ) -> web.StreamResponse:
         if self._draining:
             raise EngineStopped("the server is stopping")
-        body = await json_body(request)
-        asked = parse(body)
+        body, asked = await self._bodies.read(request, parse)
         self._check_model(asked.model)
         note = request[NOTE]
         note.fields["stream"] = asked.stream
@@ -241,8 +251,8 @@ class Server:
         shape = answers(self._model, asked, prepared, texts, self._tool_format)
         async with deltas:
             if asked.stream:
-                count = len(prepared.prompts)
-                return await self._stream(request, shape, deltas, count, asked, deadline)
+                prompts = [ids for _, ids in prepared.prompts]
+                return await self._stream(request, shape, deltas, prompts, asked, deadline)
             try:
                 async with asyncio.timeout_at(deadline):
                     outputs = await deltas.outputs()
@@ -269,7 +279,6 @@ class Server:
         much = size is None or size > MUCH_BYTES or asked.form is not None
         much = much or (asked.tools is not None and asked.tools.held)
         engine = self._engine
-        assert engine.ready is not None, "the server was started before the engine"
         return await asyncio.get_running_loop().run_in_executor(
             self._tokenizing_much if much else self._tokenizing,
             prepare,
@@ -277,7 +286,7 @@ class Server:
             engine.tokenizer,
             engine.texts.token_texts,
             self._tool_format,
-            engine.ready.max_model_len,
+            self._longest(),
         )
 
     async def _stream(
@@ -285,7 +294,7 @@ class Server:
         request: web.Request,
         shape: Completion,
         deltas: Deltas,
-        count: int,
+        prompts: Sequence[Sequence[int]],
         asked: CompletionRequest,
         deadline: float | None,
     ) -> web.StreamResponse:
@@ -294,19 +303,28 @@ class Server:
         )
         await response.prepare(request)
         outputs: list[RequestOutput] = []
-        blank = {"usage": None} if asked.include_usage else {}
+        so_far = UsageSoFar(prompts)
+
+        def counted(chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+            if not asked.include_usage:
+                return list(chunks)
+            counts = so_far.now() if asked.continuous_usage else None
+            return [chunk | {"usage": counts} for chunk in chunks]
+
         try:
             async with asyncio.timeout_at(deadline):
-                opening = (shape.opening(index) for index in range(count * asked.params.n))
-                await _send(response, [chunk | blank for chunks in opening for chunk in chunks])
-                async for index, delta in deltas:
-                    chunks = shape.chunks(index * asked.params.n + delta.index, delta)
-                    await _send(response, [chunk | blank for chunk in chunks])
+                choices = range(len(prompts) * asked.params.n)
+                opening = (chunk for index in choices for chunk in shape.opening(index))
+                await _send(request, response, counted(opening))
+                async for place, delta in deltas:
+                    so_far.add(place, delta)
+                    chunks = shape.chunks(place * asked.params.n + delta.index, delta)
+                    await _send(request, response, counted(chunks))
                     if delta.output is not None:
                         outputs.append(delta.output)
             request[NOTE].fields |= _counts(usage(outputs))
             if asked.include_usage:
-                await _send(response, [shape.usage_chunk(outputs)])
+                await _send(request, response, [shape.usage_chunk(outputs)])
         except ConnectionError:
             raise
         except Exception as error:  # the status line is out; the stream itself must tell
@@ -317,7 +335,7 @@ class Server:
                     log.exception("%s failed", request.path)
                 body = error_body(str(error), kind="server_error")
             request[NOTE].fields["error"] = body["error"]["message"]
-            await _send(response, [body])
+            await _send(request, response, [body])
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -332,11 +350,19 @@ def _counts(usage: dict[str, Any]) -> dict[str, int]:
     }
 
 
-async def _send(response: web.StreamResponse, chunks: Sequence[dict[str, Any]]) -> None:
+async def _send(
+    request: web.Request, response: web.StreamResponse, chunks: Sequence[dict[str, Any]]
+) -> None:
     """Sends them in one write. Raises ConnectionError if the client has stopped reading."""
     if not chunks:
         return
-    data = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+    data = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
+    transport = request.transport
+    if transport is not None:
+        low, _ = transport.get_write_buffer_limits()
+        if transport.get_write_buffer_size() + len(data) <= low:  # there is nothing to wait for
+            await response.write(data)
+            return
     try:
         async with asyncio.timeout(STALLED_SECONDS):
             await response.write(data)

@@ -37,6 +37,7 @@ class TextDelta:
             asked for.
         best_so_far: of a beam search: its best line as it is after the step, as a whole, which the
             next one may take back.
+        cached_tokens: prompt tokens of the request whose KV was reused.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class TextDelta:
     index: int = 0
     completion: CompletionOutput | None = None
     best_so_far: CompletionOutput | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -153,7 +155,11 @@ class Texts:
     def _advance(self, running: _Running, step: StepOutput) -> tuple[TextDelta, bool]:
         if step.best_so_far is not None:
             best = self._best_so_far(running, step.best_so_far)
-            return TextDelta(running.request_id, "", (), None, best_so_far=best), False
+            cached = step.cached_tokens
+            delta = TextDelta(
+                running.request_id, "", (), None, best_so_far=best, cached_tokens=cached
+            )
+            return delta, False
         if step.num_results is not None:
             del running.lines[step.num_results :]  # the search has found no more
         params, line = running.params, running.lines[step.index]
@@ -213,6 +219,7 @@ class Texts:
             tuple(offsets),
             line.index,
             line.completion,
+            cached_tokens=step.cached_tokens,
         )
         return delta, stopped
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import Annotated, Any
 
 from aiohttp import web
@@ -15,8 +16,9 @@ from coppice.frontend.bodies import BadRequest, Body, read, schema_of
 from coppice.frontend.conversation import MessageBody
 from coppice.frontend.deltas import EngineStopped
 from coppice.frontend.engine_client import EngineClient
+from coppice.frontend.json_bodies import JsonBodies
 from coppice.frontend.protocol import TemplateFields, bad_value
-from coppice.frontend.routes import Route, json_answer, json_body
+from coppice.frontend.routes import Route, json_answer
 from coppice.frontend.tools import Tool
 
 
@@ -26,7 +28,7 @@ class TokenizeBody(TemplateFields):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    messages: Annotated[list[MessageBody], Field(min_length=1)] | None = None
+    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)] | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool = False
 
@@ -35,7 +37,7 @@ class DetokenizeBody(Body):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 class TokenizeRoutes:
@@ -44,14 +46,20 @@ class TokenizeRoutes:
     Args:
         engine: whose tokenizer it is.
         check_model: raises BadRequest if a request names another model.
+        bodies: reads the requests.
         threads: in which the work is done, since it may be much.
     """
 
     def __init__(
-        self, engine: EngineClient, check_model: Callable[[str], None], threads: Executor
+        self,
+        engine: EngineClient,
+        check_model: Callable[[str], None],
+        bodies: JsonBodies,
+        threads: Executor,
     ) -> None:
         self._engine = engine
         self._check_model = check_model
+        self._bodies = bodies
         self._threads = threads
 
     def routes(self) -> list[Route]:
@@ -77,8 +85,7 @@ class TokenizeRoutes:
         ]
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        body = await json_body(request)
-        asked = read(TokenizeBody, body)
+        body, asked = await self._bodies.read(request, partial(read, TokenizeBody))
         self._check(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise BadRequest("prompt or messages is required, not both", param="prompt")
@@ -115,7 +122,7 @@ class TokenizeRoutes:
         return (tokenizer.encode_more if plain else tokenizer.encode)(asked.prompt)
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        asked = read(DetokenizeBody, await json_body(request))
+        _, asked = await self._bodies.read(request, partial(read, DetokenizeBody))
         self._check(asked.model)
         tokenizer = self._engine.tokenizer
 

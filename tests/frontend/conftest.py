@@ -186,13 +186,35 @@ TOOL_TEMPLATE = (
 )
 
 
+# As Llama 3.1 is told of tools, and as it writes calls.
+LLAMA_TEMPLATE = (
+    "{% if tools %}<|system|>Respond with JSON for a function call: "
+    '{"name": function name, "parameters": dictionary of argument name and its value}.\n'
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}'
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
 @pytest.fixture(scope="session")
 def tool_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint with a template that knows tools, and room for longer prompts."""
-    path = tmp_path_factory.mktemp("tiny-tools") / "model"
+    return _with_template(checkpoint, tmp_path_factory.mktemp("tiny-tools"), TOOL_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def llama_tool_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with tools as Llama knows them."""
+    return _with_template(checkpoint, tmp_path_factory.mktemp("tiny-llama-tools"), LLAMA_TEMPLATE)
+
+
+def _with_template(checkpoint: Path, folder: Path, template: str) -> Path:
+    path = folder / "model"
     shutil.copytree(checkpoint, path)
     fast = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-    fast.chat_template = TOOL_TEMPLATE
+    fast.chat_template = template
     fast.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     config["max_position_embeddings"] = 4096

@@ -6,6 +6,7 @@ The model is random; where its words matter they are dictated to it, or held to 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -219,6 +220,29 @@ async def test_litellm(tool_server: LiveServer) -> None:
         messages=HELLO, max_tokens=7, temperature=0, stream=True, **common
     )
     assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == text
+    # In an answer, in a stream, and back again as the client holds it, with the result behind it.
+    dictated: dict[str, Any] = {"tools": LOOSE, "extra_body": {"guided_choice": [CALL]}}
+    wanted = {"place": "Paris", "days": 3}
+    made = litellm.completion(messages=HELLO, max_tokens=300, **dictated, **common)
+    (choice,) = made.choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("Weather", wanted)
+    stream = await litellm.acompletion(
+        messages=HELLO, max_tokens=300, stream=True, **dictated, **common
+    )
+    chunks = [chunk async for chunk in stream]
+    built = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    assert [json.loads(each.function.arguments) for each in built] == [wanted]
+    talk = [*HELLO, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}]
+    after = litellm.completion(messages=talk, tools=LOOSE, max_tokens=2, **common)
+    assert after.usage.completion_tokens <= 2
+    forced = litellm.completion(
+        messages=HELLO, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
+        max_tokens=300, seed=2, **common,
+    )  # fmt: skip
+    arguments = forced.choices[0].message.tool_calls[0].function.arguments
+    Weather.model_validate_json(arguments)
     with pytest.raises(litellm.BadRequestError):
         litellm.completion(messages=HELLO, temperature=-1, **common)
     with pytest.raises(litellm.NotFoundError):

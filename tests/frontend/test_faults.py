@@ -123,7 +123,7 @@ async def test_a_reader_that_is_slow(client: Client) -> None:
         while piece := await loop.sock_recv(slow, 65536):
             received += piece
     assert b"data: [DONE]" in received
-    assert b'"finish_reason": "length"' in received
+    assert b'"finish_reason":"length"' in received
 
 
 async def test_a_reader_that_stopped(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,6 +428,7 @@ def test_wrong_types_and_values_name_the_parameter(name: str, value: Any) -> Non
     [
         (5, "stream_options"),
         ({"include_usage": 1}, "stream_options.include_usage"),
+        ({"continuous_usage_stats": True}, "stream_options.continuous_usage_stats"),
         ({"include_all": True}, "stream_options.include_all"),
     ],
 )

@@ -178,6 +178,40 @@ async def test_a_chat_stream_spells_the_same_text(client: Client) -> None:
     }
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2, "seed": 1},
+        {"stop": "e"},
+        {"use_beam_search": True, "beam_width": 3, "n": 2},
+    ],
+)
+async def test_counts_with_every_chunk(client: Client, path: str, more: dict[str, Any]) -> None:
+    """They only grow, and end at those of the whole."""
+    body = {"model": "tiny", "max_tokens": 12, "ignore_eos": True, "temperature": 0.7} | more
+    if "use_beam_search" in more:
+        del body["temperature"]
+    body |= {"prompt": [PROMPT, "The key"]} if path == COMPLETIONS else {"messages": HELLO}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    await client.ok(path, body)  # so that the second time has hits
+    chunks = await client.events(path, body | {"stream_options": options})
+    counts = [chunk["usage"] for chunk in chunks]
+    assert len(counts) > 3
+    totals = [count["total_tokens"] for count in counts]
+    assert totals == sorted(totals)
+    assert {count["prompt_tokens"] for count in counts} == {counts[-1]["prompt_tokens"]}
+    for count in counts:
+        assert count["total_tokens"] == count["prompt_tokens"] + count["completion_tokens"]
+    assert chunks[-1]["choices"] == []
+    assert counts[-2] == counts[-1], "nothing comes behind the last text"
+    assert counts[-1]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert counts[0]["completion_tokens"] <= 2
+    plain = await client.events(path, body | {"stream_options": {"include_usage": True}})
+    assert plain[-1]["usage"] == counts[-1] or "seed" not in more
+    assert all(chunk["usage"] is None for chunk in plain[:-1])
+
+
 async def test_several_prompts_in_one_request(client: Client) -> None:
     prompts = [PROMPT, "The key", PROMPT + " again", "東京"]
     body = GREEDY | {"max_tokens": 9}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from coppice.frontend.prepare import prepare
 from coppice.frontend.protocol import parse_chat
 from coppice.frontend.tool_formats import FORMATS, format_of
 from coppice.frontend.tools import Tools
+from coppice.runtime.config import EngineConfig
 from coppice.runtime.grammars import check
 
 if TYPE_CHECKING:
@@ -284,11 +285,73 @@ def test_the_format_follows_from_the_template(tool_server: LiveServer, tokenizer
     assert format_of(tokenizer, "llama") is FORMATS["llama"]
 
 
-def test_calls_in_the_format_of_llama(tool_server: LiveServer) -> None:
-    """The parts together, since one server speaks one format."""
-    text_engine, format = tool_server.text_engine, FORMATS["llama"]
-    body = {"model": "m", "messages": ASK, "tools": [WEATHER], "tool_choice": "required"}
-    asked = parse_chat(body)
-    prepared = prepare(asked, text_engine.tokenizer, text_engine.texts.token_texts, format, 512)
-    assert prepared.params.structured_outputs is not None
-    assert '"parameters"' in str(prepared.params.structured_outputs.grammar).replace("\\", "")
+# -- the format of Llama -----------------------------------------------------------------------
+
+LLAMA_CALLS = (
+    '{"name": "weather", "parameters": {"place": "東京", "days": 3}}; '
+    '{"name": "clock", "parameters": {}}'
+)
+
+
+@pytest.fixture(scope="module")
+def llama(
+    llama_tool_checkpoint: Path, live_server: type[LiveServer]
+) -> Iterator[tuple[httpx.Client, LiveServer]]:
+    """A server that knows from the template how the model writes calls."""
+    from coppice.frontend.text_engine import TextEngine
+
+    config = EngineConfig(model=str(llama_tool_checkpoint), kv_cache_tokens=16384, max_num_seqs=8)
+    server = live_server(TextEngine.load(config))
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client, server
+    server.until_idle()
+    server.close()
+
+
+def test_calls_in_the_format_of_llama(llama: tuple[httpx.Client, LiveServer]) -> None:
+    http, server = llama
+    assert format_of(server.text_engine.tokenizer) is FORMATS["llama"]
+    (choice,) = chat(http, guided_choice=[LLAMA_CALLS])["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    assert called(choice) == BOTH
+    (choice,) = chat(http, guided_choice=[LLAMA_CALLS], parallel_tool_calls=False)["choices"]
+    assert called(choice) == BOTH[:1]
+    for found in stream(http, guided_choice=[LLAMA_CALLS], n=2).values():
+        assert (found["content"], found["finish_reason"]) == ("", "tool_calls")
+        calls = [(call["name"], json.loads(call["arguments"])) for call in found["tool_calls"]]
+        assert calls == BOTH
+
+
+@pytest.mark.parametrize("text", ["It is noon.", '{"place": "Paris"}', "See {x}; {y}."])
+def test_text_in_the_format_of_llama(llama: tuple[httpx.Client, LiveServer], text: str) -> None:
+    http, _ = llama
+    (choice,) = chat(http, guided_choice=[text])["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    assert "tool_calls" not in choice["message"]
+    found = stream(http, guided_choice=[text])[0]
+    assert found == {"content": text, "tool_calls": [], "finish_reason": "stop"}
+
+
+def test_forced_calls_in_the_format_of_llama(llama: tuple[httpx.Client, LiveServer]) -> None:
+    """They fit the schema; and the exchange goes back through the template."""
+    http, _ = llama
+    more = {"tool_choice": "required", "tools": [WEATHER], "parallel_tool_calls": False}
+    for seed in range(2):
+        (choice,) = chat(http, seed=seed, **more)["choices"]
+        found = stream(http, seed=seed, **more)[0]
+        calls = [(call["name"], json.loads(call["arguments"])) for call in found["tool_calls"]]
+        assert calls == called(choice), "of one seed"
+        ((name, arguments),) = calls
+        assert name == "weather"
+        assert arguments["place"] in ("東京", "Paris", "the old town")
+        assert 1 <= arguments["days"] <= 14
+    call = choice["message"]["tool_calls"][0]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sun"}
+    talk = [*ASK, choice["message"], result]
+    answer = chat(http, messages=talk, tools=None, max_tokens=1)
+    text = (
+        '<|user|>How is it there?<|end|><|assistant|>{"name": "weather", "parameters": '
+        f"{json.dumps(arguments, ensure_ascii=False)}}}<|end|><|tool|>sun<|end|><|assistant|>"
+    )
+    counted = http.post("/v1/completions", json={"model": "tiny", "prompt": text, "max_tokens": 1})
+    assert answer["usage"]["prompt_tokens"] == counted.json()["usage"]["prompt_tokens"]
