@@ -159,8 +159,11 @@ class ChatBody(TextRequest, TemplateFields):
     function_call: Annotated[Any, Only("none")] = None
     functions: Annotated[Any, Only([])] = None
     modalities: Annotated[Any, Only(["text"])] = None
+    moderation: Annotated[Any, Only()] = None
     prediction: Annotated[Any, Only()] = None
-    prompt_cache_retention: Annotated[Any, Only()] = None
+    # Whatever begins alike is found, and nothing outlives the process.
+    prompt_cache_options: Annotated[Any, Only({"mode": "implicit"})] = None
+    prompt_cache_retention: Annotated[Any, Only("in_memory")] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
     service_tier: Annotated[Any, Only("auto", "default")] = None
     store: Annotated[Any, Only(False)] = None

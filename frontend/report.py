@@ -207,16 +207,8 @@ def _near_misses(near_misses: Sequence[NearMiss], decode: Decode) -> RenderableT
         Text("Near misses: text that was known, but behind another beginning", style="bold")
     ]
     for group in near_misses[:NEAR_MISSES]:
-        requests = f"{group.requests:,} request{'s' if group.requests > 1 else ''}"
-        parts.append(
-            Text(
-                f"{requests} computed {group.tokens_cost:,} tokens again, "
-                f"since they differ after {group.position:,}"
-            )
-        )
-        table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
-        table.add_column(style="dim", min_width=6)
-        table.add_column(overflow="ellipsis", no_wrap=True, max_width=70)
+        said, table = near_miss(group.requests, group.tokens_cost, group.position)
+        parts.append(said)
         if group.before:
             table.add_row("before", Text("… " + _end(one_line(decode(group.before)))))
         for example in group.differences[:EXAMPLES]:
@@ -229,6 +221,18 @@ def _near_misses(near_misses: Sequence[NearMiss], decode: Decode) -> RenderableT
         cost = sum(group.tokens_cost for group in near_misses[NEAR_MISSES:])
         parts.append(Text(f"and others that cost {cost:,} tokens", style="dim"))
     return Group(*parts)
+
+
+def near_miss(requests: int, tokens_cost: int, position: int) -> tuple[Text, Table]:
+    """What a group of near misses cost, and an empty table for the texts that differ."""
+    said = Text(
+        f"{requests:,} request{'s' if requests > 1 else ''} computed {tokens_cost:,} tokens again, "
+        f"since they differ after {position:,}"
+    )
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
+    table.add_column(style="dim", min_width=8)
+    table.add_column(overflow="ellipsis", no_wrap=True, max_width=66)
+    return said, table
 
 
 def _end(text: str, width: int = 64) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coppice.frontend.cache_words import duration, short_count
-from coppice.frontend.report import CAUSE_STYLES, bar, one_line
+from coppice.frontend.report import CAUSE_STYLES, bar, near_miss, one_line
 
 Report = Mapping[str, Any]
 
@@ -232,16 +232,8 @@ def _near_misses(groups: Sequence[Report]) -> Group | None:
         return None
     parts: list[RenderableType] = [Text("Near misses: known text behind another beginning", "bold")]
     for group in groups[:2]:
-        requests = f"{group['requests']:,} request{'s' if group['requests'] > 1 else ''}"
-        parts.append(
-            Text(
-                f"{requests} computed {group['tokens_cost']:,} tokens again, since they differ "
-                f"after {group['position']:,}"
-            )
-        )
-        table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
-        table.add_column(style="dim", min_width=8)
-        table.add_column(overflow="ellipsis", no_wrap=True, max_width=66)
+        said, table = near_miss(group["requests"], group["tokens_cost"], group["position"])
+        parts.append(said)
         if group["before"]["tokens"]:
             table.add_row("shared", Text(_piece(group["before"], 60, end=True)))
         for each in group["differences"][:1]:

@@ -291,3 +291,21 @@ def tool_server(tool_checkpoint: Path) -> Iterator[LiveServer]:
     yield server
     server.until_idle()
     server.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, driven by Playwright; without either the test is skipped."""
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="needs Playwright to drive a browser"
+    )
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("needs the browser chromium (Debian's package of that name)")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=chromium,
+            args=["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"],
+        )
+        yield launched
+        launched.close()

@@ -6,6 +6,7 @@ The model is random; where its words matter they are dictated to it, or held to 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import time
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel, Field
+
+from coppice.frontend.protocol import ChatBody, CompletionBody
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it asks the network for prices otherwise
 
@@ -49,6 +52,16 @@ def client(tool_server: LiveServer) -> Iterator[openai.OpenAI]:
 def connect(server: LiveServer, **more: Any) -> openai.AsyncOpenAI:
     options = {"base_url": server.url + "/v1", "api_key": "none", "max_retries": 0} | more
     return openai.AsyncOpenAI(**options)
+
+
+def test_every_parameter_of_the_client_is_known(client: openai.OpenAI) -> None:
+    """Each is honoured or refused by name, so none may be unheard of."""
+    calls = ((client.completions, CompletionBody), (client.chat.completions, ChatBody))
+    for endpoint, body in calls:
+        parameters = set(inspect.signature(endpoint.create).parameters)
+        assert {"stream", "seed"} < parameters
+        asked = parameters - {"extra_headers", "extra_query", "extra_body", "timeout"}
+        assert asked <= set(body.model_fields)
 
 
 def test_completions(client: openai.OpenAI) -> None:

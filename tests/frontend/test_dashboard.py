@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +17,6 @@ from coppice.frontend.dashboard_files import Dashboard
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright to drive a browser")
 axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe")
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-needs_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs the browser chromium (Debian's package of that name)"
-)
 
 # On a busy machine a request and the page's next look take their time.
 sync_api.expect.set_options(timeout=30_000)
@@ -90,17 +85,6 @@ def test_every_route_of_the_page_is_described() -> None:
 
 
 # -- in the browser ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=CHROMIUM,
-            args=["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"],
-        )
-        yield launched
-        launched.close()
 
 
 class Window:
@@ -178,7 +162,6 @@ def load(url: str, checkpoint: Path) -> Iterator[None]:
             thread.join()
 
 
-@needs_browser
 def test_the_numbers_on_the_page_are_the_jsons_under_load(
     opened: Callable[..., Window], url: str, checkpoint: Path
 ) -> None:
@@ -223,7 +206,6 @@ def test_the_numbers_on_the_page_are_the_jsons_under_load(
     assert window.texts("#pin-table tbody th") == ["<i>houses</i>"]
 
 
-@needs_browser
 def test_the_charts_show_the_jsons_figures(opened: Callable[..., Window]) -> None:
     window = opened()
     report = window.freeze()
@@ -249,7 +231,6 @@ def test_the_charts_show_the_jsons_figures(opened: Callable[..., Window]) -> Non
     assert window.page.get_attribute("[data-span=hour]", "aria-pressed") == "true"
 
 
-@needs_browser
 def test_it_follows_what_happens(opened: Callable[..., Window], url: str, checkpoint: Path) -> None:
     window = opened()
     before = window.text("#requests")
@@ -259,7 +240,6 @@ def test_it_follows_what_happens(opened: Callable[..., Window], url: str, checkp
     assert int(window.text("#requests")) == int(before) + 1
 
 
-@needs_browser
 def test_the_icicle_is_used_by_keyboard_and_mouse(opened: Callable[..., Window]) -> None:
     window = opened()
     report = window.freeze()
@@ -282,7 +262,6 @@ def test_the_icicle_is_used_by_keyboard_and_mouse(opened: Callable[..., Window])
         assert box["x"] + box["width"] <= DESK
 
 
-@needs_browser
 def test_text_of_prompts_is_shown_and_does_nothing(opened: Callable[..., Window]) -> None:
     window = opened()
     report = window.freeze()
@@ -294,7 +273,6 @@ def test_text_of_prompts_is_shown_and_does_nothing(opened: Callable[..., Window]
     assert window.page.locator("main img, main i i, .near b, #pin-table i").count() == 0
 
 
-@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [DESK, PHONE])
 def test_it_is_accessible_and_fits(
@@ -315,7 +293,6 @@ def test_it_is_accessible_and_fits(
     assert light == (scheme == "light")
 
 
-@needs_browser
 def test_the_theme_can_be_chosen(opened: Callable[..., Window]) -> None:
     window = opened(scheme="light")
     light = channel(window.page, "body", "background-color")
@@ -335,7 +312,6 @@ def channel(page: Any, selector: str, name: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", value)[:3]]
 
 
-@needs_browser
 def test_without_text_lengths_and_hashes_are_shown(
     browser: Any, served: Callable[..., str], checkpoint: Path
 ) -> None:
@@ -354,7 +330,6 @@ def test_without_text_lengths_and_hashes_are_shown(
     window.context.close()
 
 
-@needs_browser
 def test_it_says_when_the_server_does_not_answer(opened: Callable[..., Window]) -> None:
     window = opened()
     window.page.route("**/cache/report", lambda route: route.abort())
@@ -370,7 +345,6 @@ def test_it_says_when_the_server_does_not_answer(opened: Callable[..., Window]) 
     window.complaints[:] = [each for each in window.complaints if not each.startswith(told)]
 
 
-@needs_browser
 def test_it_asks_for_a_key_where_one_is_needed(browser: Any, url: str) -> None:
     context = browser.new_context()
     page = context.new_page()

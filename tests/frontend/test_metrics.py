@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,6 @@ from coppice.runtime.report import CAUSES
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "docs" / "grafana-dashboard.json"
 PROMPT = "The quick brown fox jumps over the lazy dog while the band plays on. "
-# What PromQL has of its own; any other word of a query names a metric, a label or a variable.
-PROMQL = {"sum", "rate", "by", "le", "histogram_quantile", "min", "label_values", "instance"}
 
 
 def samples(url: str) -> list[Sample]:
@@ -153,34 +152,139 @@ def test_every_metric_is_in_the_documentation(url: str) -> None:
 
 def queries() -> list[str]:
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    found = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    found += [
-        variable["definition"]
-        for variable in dashboard["templating"]["list"]
-        if variable["type"] == "query"
-    ]
-    return found
+    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+
+
+@dataclass
+class Selector:
+    """What a query takes from a metric, and the labels by which it is grouped."""
+
+    metric: str
+    matchers: dict[str, str] = field(default_factory=dict)
+    is_range: bool = False
+    grouped_by: set[str] = field(default_factory=set)
+
+
+class Query:
+    """Reads the part of PromQL that the dashboard uses; anything else is an AssertionError."""
+
+    def __init__(self, text: str) -> None:
+        pattern = r'[a-zA-Z_]\w*|[\d.]+|"[^"]*"|\$\w+|=~|[-+*/(){}\[\],=]'
+        self.tokens = re.findall(pattern, text)
+        assert "".join(self.tokens) == text.replace(" ", ""), f"characters of no token in {text}"
+        self.selectors = self.expression()
+        assert not self.tokens, f"{self.tokens} are left over in {text}"
+
+    def take(self, *wanted: str) -> str:
+        assert self.tokens and (not wanted or self.tokens[0] in wanted), (wanted, self.tokens)
+        return self.tokens.pop(0)
+
+    def take_if(self, wanted: str) -> bool:
+        return bool(self.tokens) and self.tokens[0] == wanted and bool(self.tokens.pop(0))
+
+    def expression(self) -> list[Selector]:
+        found = self.term()
+        while self.tokens and self.tokens[0] in "+-*/":
+            self.take()
+            found += self.term()
+        return found
+
+    def term(self) -> list[Selector]:
+        word = self.take()
+        if word in ("sum", "min", "max"):
+            by = self.names() if self.take_if("by") else set()
+            found = self.arguments(1)
+            for selector in found:
+                assert not selector.is_range
+                selector.grouped_by |= by
+            return found
+        if word == "rate":
+            (selector,) = self.arguments(1)
+            assert selector.is_range, "rate takes a range"
+            selector.is_range = False
+            return [selector]
+        if word == "histogram_quantile":
+            assert 0 < float(self.tokens[1]) < 1
+            found = self.arguments(2)
+            assert all("le" in selector.grouped_by for selector in found)
+            return found
+        if re.fullmatch(r"[\d.]+", word):
+            return []
+        return [self.selector(word)]
+
+    def arguments(self, count: int) -> list[Selector]:
+        self.take("(")
+        found = self.expression()
+        for _ in range(count - 1):
+            self.take(",")
+            found += self.expression()
+        self.take(")")
+        return found
+
+    def names(self) -> set[str]:
+        self.take("(")
+        found = {self.take()}
+        while self.take_if(","):
+            found.add(self.take())
+        self.take(")")
+        return found
+
+    def selector(self, metric: str) -> Selector:
+        selector = Selector(metric)
+        if self.take_if("{"):
+            while not self.take_if("}"):
+                name, _, value = self.take(), self.take("=", "=~"), self.take()
+                selector.matchers[name] = value.strip('"')
+                self.take_if(",")
+        if self.take_if("["):
+            self.take("$__rate_interval")
+            self.take("]")
+            selector.is_range = True
+        return selector
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["sum(a", "sum(a))", "rate(a)", "sum(a[$__rate_interval])", "a{b=c", "a b", "avg(a)", "a % 2",
+     "histogram_quantile(0.5, rate(a[$__rate_interval]))", "sum by (rate(a[5m]))"],
+)  # fmt: skip
+def test_queries_that_are_none(wrong: str) -> None:
+    with pytest.raises(AssertionError):
+        Query(wrong)
 
 
 def test_the_dashboard_asks_only_for_metrics_that_there_are(url: str) -> None:
     found = samples(url)
-    names = {sample.name for sample in found}
-    labels: dict[str, set[str]] = {}
+    values: dict[str, dict[str, set[str]]] = {}
     for sample in found:
-        labels.setdefault(sample.name, set()).update(sample.labels)
+        labels = values.setdefault(sample.name, {})
+        for label, value in sample.labels.items():
+            labels.setdefault(label, set()).add(value)
     assert len(queries()) > 30
     used = set()
     for query in queries():
-        plain = re.sub(r'"[^"]*"|\$\w+', "", query)
-        metrics = {word for word in re.findall(r"[a-z_]{3,}", plain) if word in names}
-        words = set(re.findall(r"[a-z_][a-z_0-9]*", plain)) - PROMQL - metrics
-        assert metrics, query
-        assert words <= set.union(*(labels[name] for name in metrics)), query
-        used |= metrics
+        selectors = Query(query).selectors
+        assert selectors, query
+        for selector in selectors:
+            labels = values[selector.metric]
+            assert selector.matchers.pop("instance") == "$instance", "Prometheus' own"
+            assert selector.grouped_by <= set(labels), query
+            for label, value in selector.matchers.items():
+                assert value in labels[label], query
+            used.add(selector.metric)
     told = {re.sub(r"_(bucket|sum|count|created)$", "", s.name) for s in found}
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in used}
     missing = {name for name in told if name.startswith("coppice_")} - shown
     assert missing == {"coppice_engine_info", "coppice_page_size_tokens"}
+
+
+def test_the_dashboard_lets_an_instance_be_chosen(url: str) -> None:
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    variables = {each["name"]: each for each in dashboard["templating"]["list"]}
+    asked = variables["instance"]["definition"]
+    metric = re.fullmatch(r"label_values\((\w+), instance\)", asked)
+    assert metric is not None
+    assert metric[1] in {sample.name for sample in samples(url)}
 
 
 def test_no_two_panels_overlap() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,13 +13,6 @@ from typing import Any
 import pytest
 
 from coppice.frontend.cli import main
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright to drive a browser")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-needs_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs the browser chromium (Debian's package of that name)"
-)
 
 # Text that would do something if it were not escaped, at every place where text is shown.
 HOSTILE = "</script><img src=x onerror='window.broken=1'><b>bold</b> &amp; {{title}} "
@@ -100,17 +92,6 @@ def test_no_place_of_the_template_stays_open(made: tuple[Path, dict[str, Any]]) 
 # -- in the browser ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=CHROMIUM,
-            args=["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"],
-        )
-        yield launched
-        launched.close()
-
-
 class Opened:
     """The page in a window of its own, offline, and all that it complained of or asked for."""
 
@@ -165,7 +146,6 @@ def opened(
         assert elsewhere == [made[0].as_uri()]
 
 
-@needs_browser
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_chart_is_drawn_and_fits(opened: Any, width: int, scheme: str) -> None:
@@ -178,7 +158,6 @@ def test_every_chart_is_drawn_and_fits(opened: Any, width: int, scheme: str) -> 
     assert window.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-@needs_browser
 def test_the_tiles_say_what_the_json_says(opened: Any, made: tuple[Path, dict[str, Any]]) -> None:
     window, said = opened(), made[1]
     counts = said["accounts"]["overall"]["since_start"]
@@ -198,7 +177,6 @@ def test_the_tiles_say_what_the_json_says(opened: Any, made: tuple[Path, dict[st
         assert (f"{tokens:,} tokens" in window.text(".causes")) or not tokens, cause
 
 
-@needs_browser
 def test_the_charts_show_the_jsons_figures(opened: Any, made: tuple[Path, dict[str, Any]]) -> None:
     window, said = opened(), made[1]
 
@@ -221,7 +199,6 @@ def test_the_charts_show_the_jsons_figures(opened: Any, made: tuple[Path, dict[s
     )
 
 
-@needs_browser
 def test_text_of_the_trace_is_shown_and_does_nothing(
     opened: Any, made: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -242,7 +219,6 @@ def test_text_of_the_trace_is_shown_and_does_nothing(
     assert html.escape(made[1]["trace"]["file"]) in window.page.inner_html("h1")
 
 
-@needs_browser
 def test_a_click_looks_inside_a_prefix(opened: Any) -> None:
     window = opened()
     window.page.click("#chart-prefix .slice >> nth=1")
@@ -252,7 +228,6 @@ def test_a_click_looks_inside_a_prefix(opened: Any) -> None:
     window.requests.pop(0)  # the first loading, of which this one was a repetition
 
 
-@needs_browser
 def test_the_colours_follow_the_scheme(opened: Any) -> None:
     window = opened(scheme="light")
     line = "#chart-rate .scatterlayer .trace:last-child path.js-line"
@@ -271,7 +246,6 @@ def test_the_colours_follow_the_scheme(opened: Any) -> None:
     assert luminance(light[0]) > 0.8 > 0.1 > luminance(dark[0])
 
 
-@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_from_what_is_behind_it(opened: Any, scheme: str) -> None:
     """At least 4.5 to 1, as the Web Content Accessibility Guidelines ask (2.1, criterion 1.4.3)."""
@@ -288,7 +262,6 @@ def test_text_stands_out_from_what_is_behind_it(opened: Any, scheme: str) -> Non
             assert contrast(luminance(window.style(selector, "color")), own) >= 4.5, selector
 
 
-@needs_browser
 def test_every_chart_has_a_name_for_those_who_cannot_see_it(opened: Any) -> None:
     window = opened()
     for name in CHARTS:
