@@ -10,6 +10,9 @@ A request is what an engine does to the tree for it: match, lock, claim or copy 
 that. Requests come one after another. A row gives milliseconds a request (mean, median, 99th
 percentile), microseconds an evict call, the hit rate (hit tokens over prompt tokens) and resident
 bytes a cached token, of a process of its own; `accounts_share` is the accounts' part of the mean.
+Libraries have loaded before what they load when first used. `bytes_without_free_heap` are the same
+once the C library (glibc only) has given back the free parts of its heap: whatever comes and goes
+leaves them between what stays, the prompts that are made here as much as the tree's edges.
 
 The accounts log a request while it waits, and process many together when nobody does: an engine
 while a device computes, here between two requests. `settling` is what that takes a request on
@@ -34,6 +37,7 @@ The workloads:
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -236,6 +240,21 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def warm_up() -> None:
+    """A few requests through a small tree: what libraries load for them is no part of a tree."""
+    tree, accounts = RadixTree(PagePool(4096, 16)), Accounts(65536)
+    for number in range(40):
+        shared = tokens(number % 7, 3000)[: TOKEN_BYTES * (2000 + 10 * number)]
+        serve(tree, Work(shared + tokens(100 + number, 100), tokens(500 + number, 20)), accounts)
+    accounts.between(everything=True)
+
+
+def trim_heap() -> bool:
+    """Gives free parts of the heap back to the system, if the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and trim(0) >= 0
+
+
 class TimedEvictions:
     """Counts and times the evict calls of all trees from now on."""
 
@@ -267,7 +286,9 @@ def measure(
             (len(work.prompt) + len(work.output)) // TOKEN_BYTES + 2 * page_size
             for work in requests_of(workload, *options)
         )
+    warm_up()
     gc.collect()
+    trim_heap()
     before = resident()
     tree = RadixTree(PagePool(-(-pool_tokens // page_size), page_size), policy=policy)
     accounts = Accounts(pool_tokens) if with_accounts else None
@@ -288,6 +309,7 @@ def measure(
     references.append(reference_loop())
     gc.collect()
     grown = resident() - before
+    trimmed = resident() - before if trim_heap() else None
     reference = statistics.mean(references)
     milliseconds = np.array(times) * 1e3
     figures = {
@@ -311,6 +333,7 @@ def measure(
         "evict_calls": evictions.calls,
         "evict_x_reference": evict_us and round(evict_us / 1e3 / reference, 3),
         "bytes_a_cached_token": round(grown / tree.cached_tokens, 2),
+        "bytes_without_free_heap": trimmed and round(trimmed / tree.cached_tokens, 2),
         "cached_tokens": tree.cached_tokens,
         "nodes": tree.num_nodes,
         "times": {
