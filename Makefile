@@ -4,6 +4,8 @@
 #   make demo    answer questions over one shared document, with the cache on and off
 #   make test    run the tests
 #   make lint    ruff: rules and format        make types   mypy
+#   make gpu     on a machine with an NVIDIA GPU: its tests, then the kernel suite, into
+#                benchmarks/results/kernels-gpu.jsonl
 #   make lock    renew requirements.lock from pyproject.toml, in a fresh environment
 #
 # PYTHON names the interpreter that makes the environment (3.11 or later): make test PYTHON=python3.11
@@ -17,7 +19,7 @@ READY  := $(VENV)/.ready
 # accident.
 TORCH  := 2.13.0
 
-.PHONY: demo test lint types lock clean
+.PHONY: demo test gpu lint types lock clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -28,6 +30,12 @@ demo: $(READY)
 # Two processes, each with whole files, so that a file's servers and checkpoints are made once.
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile
+
+gpu: $(READY)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+		|| { echo "make gpu needs an NVIDIA GPU, and a build of torch with CUDA" >&2; exit 1; }
+	$(BIN)/pytest tests/kernels tests/runtime/test_cuda_engine.py
+	$(BIN)/python benchmarks/kernels_gpu.py --json benchmarks/results/kernels-gpu.jsonl
 
 lint: $(READY)
 	$(BIN)/ruff check .

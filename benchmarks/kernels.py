@@ -129,7 +129,12 @@ class _Batch:
         import numpy as np
         import torch
 
-        from coppice.kernels.interface import AttentionPlan, SharedStretch, select_backend
+        from coppice.kernels.interface import (
+            AttentionPlan,
+            LayerCache,
+            SharedStretch,
+            select_backend,
+        )
 
         size = 16
         stem, tail = shared // size, -(-own // size)
@@ -146,6 +151,7 @@ class _Batch:
             torch.randn(pages, size, kv_heads, dim),
             torch.randn(pages, size, kv_heads, dim),
         )
+        self.layer = LayerCache(*self.caches)
         self.q = torch.randn(batch * rows, heads, dim)
         self.k, self.v = torch.randn(2, batch * rows, kv_heads, dim)
         self.scale = dim**-0.5
@@ -169,7 +175,9 @@ class _Batch:
             self.tree = plan((SharedStretch(0, stem, members),))
 
     def attend(self, prepared: Any) -> Any:
-        return self.backend.attend(self.q, self.k, self.v, *self.caches, prepared, scale=self.scale)
+        own = self.q, self.k, self.v
+        out, _ = self.backend.attend(*own, self.layer, prepared, scale=self.scale)
+        return out
 
     def gather_and_sdpa(self) -> Any:
         """What an engine without paged kernels does: copy all pages, then one padded product."""

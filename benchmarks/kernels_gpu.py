@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from harness import Rows, machine, parser
 
-from coppice.kernels.interface import AttentionPlan, SharedStretch
+from coppice.kernels.interface import AttentionPlan, LayerCache, SharedStretch
 from coppice.kernels.tiles import choose_tiles
 from coppice.kernels.tree_cost import CostModel
 from coppice.kernels.tree_schedule import TreeSchedule, build_tree_schedule, row_positions
@@ -233,7 +233,8 @@ def _measured(case: Case, roofs: dict[str, float], rounds: int) -> list[dict[str
 
     def attend(each: AttentionPlan) -> Callable[[], Any]:
         prepared = backend.prepare(each, num_pages=pages)
-        return lambda: backend.attend(q, k, v, *caches, prepared, scale=HEAD_DIM**-0.5)
+        layer = LayerCache(*caches)
+        return lambda: backend.attend(q, k, v, layer, prepared, scale=HEAD_DIM**-0.5)[0]
 
     ways = {"plain": attend(replace(plan, stretches=()))}
     moved = {"plain": told["bytes"]["all"]}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from coppice.kernels.interface import AttentionBackend, AttentionPlan, KvScales, brief
+from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCache, brief
 
 
 def check_attend(
@@ -15,20 +15,17 @@ def check_attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: LayerCache,
     sliding_window: int | None,
     logit_softcap: float | None = None,
-    scales: KvScales | None = None,
 ) -> None:
     """Refuse tensors that do not fit the plan or one another: ``ValueError``, by name."""
-    check_cache(backend, k, v, k_cache, v_cache, scales)
-    if k_cache.shape[1] != plan.page_size:
+    check_cache(backend, k, v, cache)
+    page_size, kv_heads, head_dim = cache.k.shape[1:]
+    if page_size != plan.page_size:
         raise ValueError(
-            f"k_cache has pages of {k_cache.shape[1]} tokens; the plan's page_size is "
-            f"{plan.page_size}"
+            f"cache has pages of {page_size} tokens; the plan's page_size is {plan.page_size}"
         )
-    kv_heads, head_dim = k_cache.shape[2:]
     if q.dim() != 3 or q.shape[0] != plan.num_rows or q.shape[2] != head_dim:
         raise ValueError(f"q is {tuple(q.shape)}; it must be ({plan.num_rows}, Hq, {head_dim})")
     if q.shape[1] == 0 or q.shape[1] % kv_heads:
@@ -54,41 +51,37 @@ def check_attend(
 
 
 def check_cache(
-    backend: AttentionBackend,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scales: KvScales | None = None,
+    backend: AttentionBackend, k: torch.Tensor, v: torch.Tensor, cache: LayerCache
 ) -> None:
     """Refuse keys and values that do not fit the cache of a layer: ``ValueError``, by name."""
+    k_cache, v_cache, scales = cache.k, cache.v, cache.scales
     if k_cache.dim() != 4 or not k_cache.is_contiguous():
         raise ValueError(
-            f"k_cache is {tuple(k_cache.shape)}, strides {k_cache.stride()}; it must be contiguous "
-            "[num_pages, page_size, num_kv_heads, head_dim]"
+            f"cache.k is {tuple(k_cache.shape)}, strides {k_cache.stride()}; it must be "
+            "contiguous [num_pages, page_size, num_kv_heads, head_dim]"
         )
     scaled = k_cache.dtype in backend.scaled_dtypes
     if not scaled and k_cache.dtype not in backend.dtypes:
         allowed = ", ".join(str(dtype) for dtype in (*backend.dtypes, *backend.scaled_dtypes))
         raise ValueError(
-            f"k_cache is {k_cache.dtype}; the {backend.name} backend computes in {allowed}"
+            f"cache.k is {k_cache.dtype}; the {backend.name} backend computes in {allowed}"
         )
     if scaled != (scales is not None):
         needed = "two float32 tensors, one scale for each KV head," if scaled else "None"
         raise ValueError(
-            f"scales is {'None' if scales is None else 'given'}; it must be {needed} for a cache "
-            f"of {k_cache.dtype}"
+            f"cache.scales is {'None' if scales is None else 'given'}; it must be {needed} for a "
+            f"cache of {k_cache.dtype}"
         )
     for name, scale in zip(("k", "v"), scales or (), strict=False):
         if scale.shape != k_cache.shape[2:3] or scale.dtype != torch.float32:
             raise ValueError(
-                f"scales of {name} is {scale.dtype} {tuple(scale.shape)}; it must be torch.float32 "
-                f"({k_cache.shape[2]},)"
+                f"cache.scales of {name} is {scale.dtype} {tuple(scale.shape)}; it must be "
+                f"torch.float32 ({k_cache.shape[2]},)"
             )
     if v_cache.shape != k_cache.shape or not v_cache.is_contiguous():
         raise ValueError(
-            f"v_cache is {tuple(v_cache.shape)}, strides {v_cache.stride()}; it must be contiguous "
-            f"{tuple(k_cache.shape)} as k_cache is"
+            f"cache.v is {tuple(v_cache.shape)}, strides {v_cache.stride()}; it must be "
+            f"contiguous {tuple(k_cache.shape)} as cache.k is"
         )
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dim() != 3 or tensor.shape[1:] != k_cache.shape[2:]:
@@ -99,7 +92,7 @@ def check_cache(
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"v has {v.shape[0]} rows; it must have {k.shape[0]} as k has")
     if v_cache.dtype != k_cache.dtype:
-        raise ValueError(f"v_cache is {v_cache.dtype}; it must be {k_cache.dtype} as k_cache is")
+        raise ValueError(f"cache.v is {v_cache.dtype}; it must be {k_cache.dtype} as cache.k is")
     if scaled:
         if k.dtype not in backend.dtypes or v.dtype != k.dtype:
             allowed = ", ".join(str(dtype) for dtype in backend.dtypes)
@@ -107,7 +100,7 @@ def check_cache(
         return
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != k_cache.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}; it must be {k_cache.dtype} as k_cache is")
+            raise ValueError(f"{name} is {tensor.dtype}; it must be {k_cache.dtype} as cache.k is")
 
 
 def check_copy(num_pages: int, src: Sequence[int], dst: Sequence[int]) -> None:

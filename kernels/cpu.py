@@ -21,7 +21,7 @@ from coppice.kernels import threads
 from coppice.kernels.checks import check_attend, check_cache, check_copy
 from coppice.kernels.cpu_rows import row_kernels
 from coppice.kernels.cpu_schedule import Band, KeyRange, Read, Schedule, build_schedule
-from coppice.kernels.interface import AttentionBackend, AttentionPlan, KvScales
+from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCache
 
 _log = logging.getLogger(__name__)
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -77,17 +77,11 @@ class CpuBackend(AttentionBackend):
         self._scratch = _Scratch()
 
     def write_kv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slots: torch.Tensor,
-        scales: KvScales | None = None,
+        self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
     ) -> None:
-        check_cache(self, k, v, k_cache, v_cache, scales)
-        k_cache.flatten(0, 1).index_copy_(0, slots, k)
-        v_cache.flatten(0, 1).index_copy_(0, slots, v)
+        check_cache(self, k, v, cache)
+        cache.k.flatten(0, 1).index_copy_(0, slots, k)
+        cache.v.flatten(0, 1).index_copy_(0, slots, v)
 
     def write_rotated(
         self,
@@ -95,51 +89,41 @@ class CpuBackend(AttentionBackend):
         v: torch.Tensor,
         cos: torch.Tensor,
         signed_sin: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         slots: torch.Tensor,
-        scales: KvScales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         heads = qk.shape[1] - v.shape[1]
-        check_cache(self, qk[:, heads:], v, k_cache, v_cache, scales)
-        rotated = self._rows.rotate_write(qk, v, cos, signed_sin, k_cache, v_cache, slots)
+        check_cache(self, qk[:, heads:], v, cache)
+        rotated = self._rows.rotate_write(qk, v, cos, signed_sin, cache.k, cache.v, slots)
         return rotated[:, :heads], rotated[:, heads:]
 
     def copy_pages(
-        self,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        src: Sequence[int],
-        dst: Sequence[int],
+        self, caches: Sequence[LayerCache], src: Sequence[int], dst: Sequence[int]
     ) -> None:
         for layer in caches:
-            check_copy(layer[0].shape[0], src, dst)
-            for cache in layer:
+            check_copy(len(layer.k), src, dst)
+            for pages in (layer.k, layer.v):
                 for source, destination in zip(src, dst, strict=True):
-                    cache[destination].copy_(cache[source])
+                    pages[destination].copy_(pages[source])
 
     def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
         plan.check(num_pages)
         return PreparedPlan(plan)
 
-    def attend(  # type: ignore[override]
+    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         prepared: PreparedPlan,
         *,
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
-        scales: KvScales | None = None,
-        return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        check_attend(
-            self, prepared.plan, q, k, v, k_cache, v_cache, sliding_window, logit_softcap, scales
-        )
-        layer = _Layer(self._kernels, self._scratch, prepared, q, k, v, k_cache, v_cache, scale)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_attend(self, prepared.plan, q, k, v, cache, sliding_window, logit_softcap)
+        layer = _Layer(self._kernels, self._scratch, prepared, q, k, v, cache, scale)
         schedule = prepared.schedule(sliding_window)
         # Pieces, chunks and bands write their rows, each row exactly once; reads merge into them.
         if len(schedule.pieces):
@@ -150,7 +134,7 @@ class CpuBackend(AttentionBackend):
             layer.attend_band(band)
         for read in schedule.reads:
             layer.attend_read(read)
-        return (layer.out, layer.lse) if return_lse else layer.out
+        return layer.out, layer.lse
 
 
 class _Layer:
@@ -164,8 +148,7 @@ class _Layer:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         scale: float,
     ) -> None:
         self.kernels = kernels
@@ -173,8 +156,8 @@ class _Layer:
         self.plan = prepared.plan
         self.num_threads = prepared.num_threads
         self.q, self.k, self.v = q.detach(), k.detach(), v.detach()
-        self.caches = k_cache.detach(), v_cache.detach()
-        self.kv_heads, self.head_dim = k_cache.shape[2:]
+        self.caches = cache.k.detach(), cache.v.detach()
+        self.kv_heads, self.head_dim = cache.k.shape[2:]
         self.group = q.shape[1] // self.kv_heads
         self.scale = scale
         self.out = torch.empty(q.shape, dtype=torch.float32)

@@ -100,7 +100,7 @@ def build_schedule(plan: AttentionPlan, window: int | None, threads: int) -> Sch
 
     # Sequences of few rows are followed row by row; `cursor` is the first key not yet covered.
     row_seq = np.repeat(np.arange(plan.num_sequences), np.where(few, counts, 0))
-    row = _rows_of(plan, np.flatnonzero(few))
+    row = plan.rows_of(np.flatnonzero(few))
     position = plan.context_len[row_seq] - plan.query_start[row_seq + 1] + row
     cursor = np.zeros_like(position)
     if window is not None:
@@ -129,7 +129,7 @@ def build_schedule(plan: AttentionPlan, window: int | None, threads: int) -> Sch
         rows_alone = int(counts[members][is_few].sum())
         if not stretch_pays(rows_alone, int((~is_few).sum()), stop - start, call):
             continue
-        rows = _rows_of(plan, members)
+        rows = plan.rows_of(members)
         reads.append(Read(rows, _keys(plan, int(members[0]), start, stop)))
         is_member = np.zeros(plan.num_sequences, dtype=bool)
         is_member[members] = True
@@ -163,15 +163,6 @@ def stretch_pays(rows: int, chunks: int, tokens: int, call: int) -> bool:
     keys that one row reads, as is ``call``; the products themselves cost the same either way.
     """
     return tokens + call < rows * tokens + chunks * (tokens + call)
-
-
-def _rows_of(plan: AttentionPlan, sequences: np.ndarray) -> np.ndarray:
-    """The rows of these sequences, int64, in their order."""
-    counts = np.diff(plan.query_start)[sequences]
-    ends = np.cumsum(counts)
-    shift = plan.query_start[sequences] - (ends - counts)
-    total = int(ends[-1]) if len(ends) else 0
-    return (np.arange(total, dtype=np.int64) + np.repeat(shift, counts)).astype(np.int64)
 
 
 def _keys(plan: AttentionPlan, i: int, start: int, stop: int) -> KeyRange:

@@ -1,6 +1,6 @@
 """What every attention backend does, and the plan of a step that it is given.
 
-The cache of one layer is two contiguous tensors, keys and values, each
+The cache of one layer is two tensors, keys and values, each contiguous
 ``[num_pages, page_size, num_kv_heads, head_dim]``. The token at position ``t`` of a sequence lives
 in page ``page_table[t // page_size]`` at slot ``t % page_size``; its flat slot number is
 ``page * page_size + slot``. Neighbouring pages are therefore one view
@@ -21,13 +21,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 #: What stored keys and values are multiplied by, each float32 ``[num_kv_heads]``.
 KvScales = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCache:
+    """Keys and values of one layer, each ``[num_pages, page_size, num_kv_heads, head_dim]``.
+
+    A cache of one of a backend's ``scaled_dtypes`` has ``scales``, any other none.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    scales: KvScales | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +85,13 @@ class AttentionPlan:
     @property
     def num_rows(self) -> int:
         return int(self.query_start[-1])
+
+    def rows_of(self, sequences: np.ndarray) -> np.ndarray:
+        """The rows of these sequences, int64, in the order of the sequences."""
+        counts = np.diff(self.query_start)[sequences].astype(np.int64)
+        ends = np.cumsum(counts)
+        shift = self.query_start[sequences] - (ends - counts)
+        return np.arange(int(counts.sum())) + np.repeat(shift, counts)
 
     def check(self, num_pages: int | None = None) -> np.ndarray:
         """Refuse a plan that breaks the rules above, with a ``ValueError`` that names the field.
@@ -180,26 +199,20 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     #: Types of the cache and of q, k, v that this backend computes in; the others are refused.
-    dtypes: ClassVar[tuple[torch.dtype, ...]]
+    dtypes: tuple[torch.dtype, ...]
     #: Types that the cache may have instead, with scales.
-    scaled_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
+    scaled_dtypes: tuple[torch.dtype, ...] = ()
     #: Whether ``attend`` takes a ``logit_softcap``.
     softcaps: ClassVar[bool] = False
 
     @abstractmethod
     def write_kv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slots: torch.Tensor,
-        scales: KvScales | None = None,
+        self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
     ) -> None:
         """Write keys and values ``[T, Hkv, D]`` to flat slots, int64 ``[T]`` without repeats.
 
-        A cache of one of ``scaled_dtypes`` needs ``scales``; what is stored times the scale of its
-        head is the value, and what the type cannot hold is written as the greatest that it can.
+        With scales, what is stored times the scale of its head is the value, and what the type
+        cannot hold is written as the greatest that it can.
         """
 
     def write_rotated(
@@ -208,10 +221,8 @@ class AttentionBackend(ABC):
         v: torch.Tensor,
         cos: torch.Tensor,
         signed_sin: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         slots: torch.Tensor,
-        scales: KvScales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys ``[T, Hq + Hkv, D]`` and write the keys, and ``v``, to the cache.
 
@@ -221,15 +232,12 @@ class AttentionBackend(ABC):
         qk = rotate(qk, cos, signed_sin)
         heads = qk.shape[1] - v.shape[1]
         q, k = qk[:, :heads], qk[:, heads:]
-        self.write_kv(k, v, k_cache, v_cache, slots, scales)
+        self.write_kv(k, v, cache, slots)
         return q, k
 
     @abstractmethod
     def copy_pages(
-        self,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        src: Sequence[int],
-        dst: Sequence[int],
+        self, caches: Sequence[LayerCache], src: Sequence[int], dst: Sequence[int]
     ) -> None:
         """Copy page ``src[i]`` over page ``dst[i]`` in the keys and values of every layer.
 
@@ -244,65 +252,30 @@ class AttentionBackend(ABC):
         not exist is otherwise read from whatever memory lies there.
         """
 
-    @overload
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        prepared: Any,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logit_softcap: float | None = None,
-        scales: KvScales | None = None,
-        return_lse: Literal[False] = False,
-    ) -> torch.Tensor: ...
-    @overload
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        prepared: Any,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logit_softcap: float | None = None,
-        scales: KvScales | None = None,
-        return_lse: Literal[True],
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @abstractmethod
     def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         prepared: Any,
         *,
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
-        scales: KvScales | None = None,
-        return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend every row of the batch to the keys that it sees.
 
         ``q`` is ``[T, Hq, D]``; query head h reads KV head ``h // (Hq // Hkv)``. ``k`` and ``v``
         ``[T, Hkv, D]`` are this step's own keys and values, rotated, which ``write_kv`` has put in
         the cache already: a backend reads them from either place. Heads and ``D`` must be
         contiguous within a row. ``scale`` multiplies the products of queries and keys; a
-        ``logit_softcap`` c then makes c * tanh(x / c) of them. ``scales`` are as in ``write_kv``.
+        ``logit_softcap`` c then makes c * tanh(x / c) of them.
 
-        Returns ``[T, Hq, D]`` in the type of ``q``, contiguous, and with ``return_lse`` also the
-        natural logarithm of each row's sum of exponentials, float32 ``[T, Hq]``, by which results
-        over disjoint keys are merged. Row j of sequence i, which has ``n`` rows, sits at position
+        Returns ``[T, Hq, D]`` in the type of ``q``, contiguous, and the natural logarithm of each
+        row's sum of exponentials, float32 ``[T, Hq]``, by which results over disjoint keys are
+        merged. Row j of sequence i, which has ``n`` rows, sits at position
         ``context_len[i] - n + j``.
         """
 

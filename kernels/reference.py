@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from coppice.kernels.checks import check_attend, check_cache, check_copy
-from coppice.kernels.interface import AttentionBackend, AttentionPlan, KvScales
+from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCache
 
 
 class ReferenceBackend(AttentionBackend):
@@ -23,62 +23,50 @@ class ReferenceBackend(AttentionBackend):
     softcaps = True
 
     def write_kv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slots: torch.Tensor,
-        scales: KvScales | None = None,
+        self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
     ) -> None:
-        check_cache(self, k, v, k_cache, v_cache, scales)
-        page_size = k_cache.shape[1]
-        if scales is not None:
-            limit = torch.finfo(k_cache.dtype).max
+        check_cache(self, k, v, cache)
+        page_size = cache.k.shape[1]
+        if cache.scales is not None:
+            limit = torch.finfo(cache.k.dtype).max
             k, v = (
-                (new.float() / scale[:, None]).clamp(-limit, limit).to(k_cache.dtype)
-                for new, scale in zip((k, v), scales, strict=True)
+                (new.float() / scale[:, None]).clamp(-limit, limit).to(cache.k.dtype)
+                for new, scale in zip((k, v), cache.scales, strict=True)
             )
         for row, slot in enumerate(slots.tolist()):
-            k_cache[slot // page_size, slot % page_size] = k[row]
-            v_cache[slot // page_size, slot % page_size] = v[row]
+            cache.k[slot // page_size, slot % page_size] = k[row]
+            cache.v[slot // page_size, slot % page_size] = v[row]
 
     def copy_pages(
-        self,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        src: Sequence[int],
-        dst: Sequence[int],
+        self, caches: Sequence[LayerCache], src: Sequence[int], dst: Sequence[int]
     ) -> None:
         for layer in caches:
-            for cache in layer:
-                check_copy(cache.shape[0], src, dst)
+            for pages in (layer.k, layer.v):
+                check_copy(len(pages), src, dst)
                 for source, destination in zip(src, dst, strict=True):
-                    cache[destination] = cache[source]
+                    pages[destination] = pages[source]
 
     def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> AttentionPlan:
         plan.check(num_pages)
         return plan
 
-    def attend(  # type: ignore[override]
+    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         prepared: AttentionPlan,
         *,
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
-        scales: KvScales | None = None,
-        return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         plan = prepared
-        check_attend(self, plan, q, k, v, k_cache, v_cache, sliding_window, logit_softcap, scales)
+        check_attend(self, plan, q, k, v, cache, sliding_window, logit_softcap)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        group = q.shape[1] // k_cache.shape[2]
+        group = q.shape[1] // cache.k.shape[2]
         for i in range(plan.num_sequences):
             rows = slice(int(plan.query_start[i]), int(plan.query_start[i + 1]))
             context = int(plan.context_len[i])
@@ -86,9 +74,10 @@ class ReferenceBackend(AttentionBackend):
             at = range(context)
             pages = [int(table[t // plan.page_size]) for t in at]
             slots = [t % plan.page_size for t in at]
-            keys, values = (cache[pages, slots].double() for cache in (k_cache, v_cache))
-            if scales is not None:
-                keys, values = keys * scales[0][:, None], values * scales[1][:, None]
+            keys, values = (each[pages, slots].double() for each in (cache.k, cache.v))
+            if cache.scales is not None:
+                k_scale, v_scale = cache.scales
+                keys, values = keys * k_scale[:, None], values * v_scale[:, None]
             keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
             key_at = torch.arange(context, device=q.device)
             row_at = key_at[context - (rows.stop - rows.start) :, None]
@@ -101,4 +90,4 @@ class ReferenceBackend(AttentionBackend):
             scores = scores.masked_fill(~seen[:, None], float("-inf"))
             out[rows] = torch.einsum("rht,thd->rhd", scores.softmax(-1), values).to(q.dtype)
             lse[rows] = scores.logsumexp(-1).float()
-        return (out, lse) if return_lse else out
+        return out, lse

@@ -108,14 +108,14 @@ class Tasks:
         heads: list[tuple[np.ndarray, ...]] = []
 
         def add(sequences: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
-            rows.append(rows_of(plan, sequences))
+            rows.append(plan.rows_of(sequences))
             heads.append((size[sequences], plan.page_indptr[sequences], begin, end))
 
         for each in shared:
             members = each.members
             if len(behind := members[cursor[members] < each.begin]):
                 add(behind, cursor[behind], np.full(len(behind), each.begin))
-            rows.append(rows_of(plan, members))
+            rows.append(plan.rows_of(members))
             table = plan.page_indptr[members[:1]]
             count = np.array([len(rows[-1])])
             heads.append((count, table, np.array([each.begin]), np.array([each.end])))
@@ -125,15 +125,7 @@ class Tasks:
         counts, table, begin, end = (
             np.concatenate(column).astype(np.int64) for column in zip(*heads, strict=True)
         )
-        return cls(np.concatenate(rows), counts, table, begin, end)
-
-
-def rows_of(plan: AttentionPlan, sequences: np.ndarray) -> np.ndarray:
-    """The rows of these sequences, int32, in their order."""
-    counts = np.diff(plan.query_start)[sequences]
-    ends = np.cumsum(counts)
-    shift = plan.query_start[sequences] - (ends - counts)
-    return (np.arange(int(ends[-1])) + np.repeat(shift, counts)).astype(np.int32)
+        return cls(np.concatenate(rows).astype(np.int32), counts, table, begin, end)
 
 
 def choose_shared(

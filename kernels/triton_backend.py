@@ -26,8 +26,9 @@ import torch
 import triton
 
 from coppice.kernels.checks import check_attend, check_cache, check_copy
-from coppice.kernels.interface import AttentionBackend, AttentionPlan, KvScales
+from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCache
 from coppice.kernels.tiles import choose_tiles
+from coppice.kernels.transfer import send
 from coppice.kernels.tree_cost import H100_MULTIPROCESSORS, CostModel
 from coppice.kernels.tree_schedule import Launch, TreeSchedule, build_tree_schedule
 from coppice.kernels.triton_attention import attend_items, merge_partials
@@ -77,19 +78,7 @@ class PreparedPlan:
 
     def _send(self, made: TreeSchedule) -> DeviceSchedule:
         arrays = [made.rows, made.slots, made.positions, made.merges, self.plan.page_indices]
-        arrays += [launch.items for launch in made.launches]
-        # One transfer, each array at a multiple of 16 bytes: kernels are compiled for addresses of
-        # that kind, and a step must not call for another kernel than the one before.
-        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
-        packed = np.zeros(max(int(starts[-1]), 1), np.int32)
-        for start, array in zip(starts, arrays, strict=False):
-            packed[start : start + array.size] = array.reshape(-1)
-        sent = torch.from_numpy(packed)
-        if self._device.type == "cuda":
-            sent = sent.pin_memory().to(self._device, non_blocking=True)
-        parts = [
-            sent[start : start + array.size] for start, array in zip(starts, arrays, strict=False)
-        ]
+        parts = send([*arrays, *(launch.items for launch in made.launches)], self._device)
         items = tuple(zip(made.launches, parts[5:], strict=True))
         return DeviceSchedule(made, items, *parts[:5])
 
@@ -102,8 +91,8 @@ class TritonBackend(AttentionBackend):
     """
 
     name = "triton"
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    scaled_dtypes = (torch.float8_e4m3fn,)
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    scaled_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
     softcaps = True
 
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
@@ -121,18 +110,18 @@ class TritonBackend(AttentionBackend):
         self.deterministic = deterministic
         self._multiprocessors = H100_MULTIPROCESSORS
         if device.type == "cuda":
-            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            chip = torch.cuda.get_device_properties(device)
+            self._multiprocessors = chip.multi_processor_count
+            # What older chips lack instructions for: bfloat16 before 8.0, 8-bit floats before 8.9.
+            if (chip.major, chip.minor) < (8, 0):
+                self.dtypes = (torch.float16, torch.float32)
+            if (chip.major, chip.minor) < (8, 9):
+                self.scaled_dtypes = ()
 
     def write_kv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slots: torch.Tensor,
-        scales: KvScales | None = None,
+        self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
     ) -> None:
-        check_cache(self, k, v, k_cache, v_cache, scales)
+        check_cache(self, k, v, cache)
         _check_rows(k=k, v=v)
         if not len(k):
             return
@@ -140,8 +129,8 @@ class TritonBackend(AttentionBackend):
         block = triton.next_power_of_2(width)
         with _on(self.device):
             write_rows[(len(k),)](
-                k, v, k_cache, v_cache, *(scales or (k, v)), slots, k.stride(0), v.stride(0),
-                WIDTH=width, BLOCK=block, HEAD_DIM=k.shape[2], SCALED=scales is not None,
+                k, v, cache.k, cache.v, *(cache.scales or (k, v)), slots, k.stride(0), v.stride(0),
+                WIDTH=width, BLOCK=block, HEAD_DIM=k.shape[2], SCALED=cache.scales is not None,
                 INTERPRETED=INTERPRETED, num_warps=min(8, max(1, block // 256)),
             )  # fmt: skip
 
@@ -151,14 +140,12 @@ class TritonBackend(AttentionBackend):
         v: torch.Tensor,
         cos: torch.Tensor,
         signed_sin: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         slots: torch.Tensor,
-        scales: KvScales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        kv_heads, head_dim = k_cache.shape[2:]
+        kv_heads, head_dim = cache.k.shape[2:]
         heads = qk.shape[1] - kv_heads
-        check_cache(self, qk[:, heads:], v, k_cache, v_cache, scales)
+        check_cache(self, qk[:, heads:], v, cache)
         _check_rows(qk=qk, v=v)
         if head_dim % 2:
             raise ValueError(f"qk has heads of {head_dim}; rotation needs an even number")
@@ -166,24 +153,22 @@ class TritonBackend(AttentionBackend):
         if len(qk):
             with _on(self.device):
                 rotate_rows[(len(qk), qk.shape[1])](
-                    qk, v, cos.contiguous(), signed_sin.contiguous(), rotated, k_cache, v_cache,
-                    *(scales or (v, v)), slots, qk.stride(0), v.stride(0),
+                    qk, v, cos.contiguous(), signed_sin.contiguous(), rotated, cache.k, cache.v,
+                    *(cache.scales or (v, v)), slots, qk.stride(0), v.stride(0),
                     HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
-                    BLOCK_D=triton.next_power_of_2(head_dim), SCALED=scales is not None,
+                    BLOCK_D=triton.next_power_of_2(head_dim), SCALED=cache.scales is not None,
                     INTERPRETED=INTERPRETED, num_warps=1,
                 )  # fmt: skip
         return rotated[:, :heads], rotated[:, heads:]
 
     def copy_pages(
-        self,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        src: Sequence[int],
-        dst: Sequence[int],
+        self, caches: Sequence[LayerCache], src: Sequence[int], dst: Sequence[int]
     ) -> None:
-        tensors = [cache for layer in caches for cache in layer]
-        for cache in tensors:
-            check_copy(len(cache), src, dst)
-            if not cache.is_contiguous() or cache[:1].nbytes != tensors[0][:1].nbytes:
+        tensors = [pages for layer in caches for pages in (layer.k, layer.v)]
+        for count in {len(each) for each in tensors}:
+            check_copy(count, src, dst)
+        for each in tensors:
+            if not each.is_contiguous() or each[:1].nbytes != tensors[0][:1].nbytes:
                 raise ValueError("caches: all must be contiguous, with pages of the same size")
         if not src or not tensors:
             return
@@ -191,10 +176,8 @@ class TritonBackend(AttentionBackend):
         if page_bytes % 4:
             raise ValueError(f"caches have pages of {page_bytes} bytes; it must be a multiple of 4")
         words = page_bytes // 4
-        pages = torch.tensor([*src, *dst], dtype=torch.int64, device=self.device)
-        addresses = torch.tensor(
-            [cache.data_ptr() for cache in tensors], dtype=torch.int64, device=self.device
-        )
+        numbers = [*src, *dst], [pages.data_ptr() for pages in tensors]
+        pages, addresses = send([np.array(each, np.int64) for each in numbers], self.device)
         block = min(_COPY_WORDS, triton.next_power_of_2(words))
         with _on(self.device):
             copy_page_words[(len(src), len(tensors), triton.cdiv(words, block))](
@@ -205,28 +188,23 @@ class TritonBackend(AttentionBackend):
         plan.check(num_pages)
         return PreparedPlan(plan, self.device, self.deterministic)
 
-    def attend(  # type: ignore[override]
+    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         prepared: PreparedPlan,
         *,
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
-        scales: KvScales | None = None,
-        return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        check_attend(
-            self, prepared.plan, q, k, v, k_cache, v_cache, sliding_window, logit_softcap, scales
-        )
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_attend(self, prepared.plan, q, k, v, cache, sliding_window, logit_softcap)
         rows, heads, head_dim = q.shape
         if head_dim > MAX_HEAD_DIM:
             raise ValueError(f"q has heads of {head_dim}; it must be at most {MAX_HEAD_DIM}")
-        model = self.cost_model(heads, k_cache.shape[2], head_dim, q.dtype, k_cache.dtype)
+        model = self.cost_model(heads, cache.k.shape[2], head_dim, q.dtype, cache.k.dtype)
         sent = prepared.schedule(sliding_window, model)
         upcast = INTERPRETED and q.dtype != torch.float32
         place: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
@@ -239,13 +217,13 @@ class TritonBackend(AttentionBackend):
         with _on(self.device):
             for launch, items in sent.items:
                 attend_items[(len(launch.items) * model.kv_heads,)](
-                    q, k_cache, v_cache, *(scales or (lse, lse)), out, lse, partial_out,
+                    q, cache.k, cache.v, *(cache.scales or (lse, lse)), out, lse, partial_out,
                     partial_lse, items, sent.rows, sent.slots, sent.positions, sent.page_indices,
                     q.stride(0), float(scale), float(logit_softcap or 0), sliding_window or 0,
                     GROUP=model.group, KV_HEADS=model.kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
                     QUERIES=launch.tile.queries, KEYS=launch.tile.keys,
                     PAGE_SIZE=prepared.plan.page_size, WINDOWED=sliding_window is not None,
-                    SOFTCAPPED=logit_softcap is not None, SCALED=scales is not None,
+                    SOFTCAPPED=logit_softcap is not None, SCALED=cache.scales is not None,
                     PARTIAL=len(sent.schedule.slots) > 0,
                     PHASED=launch.tile is model.tiles.many and not self.deterministic,
                     UPCAST=upcast, num_warps=launch.tile.warps, num_stages=launch.tile.stages,
@@ -255,8 +233,7 @@ class TritonBackend(AttentionBackend):
                     partial_out, partial_lse, sent.merges, out, lse,
                     HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=block_d, PARTS=_PARTS, num_warps=4,
                 )  # fmt: skip
-        out = out.to(q.dtype)
-        return (out, lse) if return_lse else out
+        return out.to(q.dtype), lse
 
     def cost_model(
         self,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from coppice.kernels.interface import AttentionPlan, SharedStretch
+from coppice.kernels.transfer import send
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.prompt_logprobs import PromptRows
 from coppice.runtime.request import Sequence
@@ -23,14 +24,14 @@ class Batch:
     positions: torch.Tensor  # int64 [T]
     slots: torch.Tensor  # int64 [T]: page * page_size + slot of each token's KV
     logit_rows: torch.Tensor  # int64 [R]: the last row of each sequence that reaches its end
-    sampled: list[Sequence]  # those R sequences; the engine adds siblings
     prompt_rows: torch.Tensor  # int64 [S]: further rows, for the logprobs of prompts
+    sampled: list[Sequence]  # the R sequences; the engine adds siblings
     scored: list[PromptRows]  # what those S rows are for, in order
     plan: AttentionPlan
 
 
 def build_batch(schedule: Schedule, page_size: int, device: torch.device) -> Batch:
-    """Lays out the chunks of a schedule one after the other."""
+    """Lays out the chunks of a schedule one after the other; one transfer takes them over."""
     sequences = [chunk.sequence for chunk in schedule.chunks]
     counts = np.array([chunk.count for chunk in schedule.chunks], np.int32)
     starts = np.array([sequence.computed for sequence in sequences], np.int32)
@@ -43,7 +44,7 @@ def build_batch(schedule: Schedule, page_size: int, device: torch.device) -> Bat
     owner = np.repeat(np.arange(len(sequences)), counts)
     positions = (np.arange(total) - query_start[owner] + starts[owner]).astype(np.int64)
     pages = page_indices[page_indptr[owner] + positions // page_size].astype(np.int64)
-    token_ids = b"".join(
+    tokens = b"".join(
         chunk.sequence.tokens[
             chunk.sequence.computed : chunk.sequence.computed + chunk.count
         ].tobytes()
@@ -59,13 +60,17 @@ def build_batch(schedule: Schedule, page_size: int, device: torch.device) -> Bat
         page_indices=page_indices,
         stretches=shared_stretches(tables, [int(start) // page_size for start in starts]),
     )
+    inputs = {
+        "token_ids": np.frombuffer(tokens, np.int32).astype(np.int64),
+        "positions": positions,
+        "slots": pages * page_size + positions % page_size,
+        "logit_rows": (query_start[1:] - 1)[ends].astype(np.int64),
+        "prompt_rows": prompt_rows,
+    }
+    sent = dict(zip(inputs, send(list(inputs.values()), device), strict=True))
     return Batch(
-        token_ids=torch.from_numpy(np.frombuffer(token_ids, np.int32).astype(np.int64)).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(pages * page_size + positions % page_size).to(device),
-        logit_rows=torch.from_numpy((query_start[1:] - 1)[ends].astype(np.int64)).to(device),
+        **sent,
         sampled=[sequence for sequence, end in zip(sequences, ends, strict=True) if end],
-        prompt_rows=torch.from_numpy(prompt_rows).to(device),
         scored=scored,
         plan=plan,
     )

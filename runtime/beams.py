@@ -8,8 +8,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from coppice.kernels.transfer import send
 from coppice.runtime.beam_search import BeamSearch, BeamSearchParams, Hypothesis, WatchLines
 from coppice.runtime.logits import change_logits
 from coppice.runtime.logprobs import Logprobs, log_probabilities, of_tokens
@@ -231,7 +233,8 @@ class BeamSearches:
         """
         temperatures = [group.search.params.temperature or 1.0 for group in groups]
         if any(each != 1 for each in temperatures):
-            logits = logits / torch.tensor(temperatures, device=logits.device).unsqueeze(1)
+            (column,) = send([np.array(temperatures, np.float32)], logits.device)
+            logits = logits / column.unsqueeze(1)
         alone = [row for row, each in enumerate(groups) if each.search.params.beam_width == 1]
         if len(alone) == len(groups):
             errors, _ = change_logits(logits, sequences, self._eos)

@@ -9,6 +9,8 @@ from coppice.radix import POLICIES
 from coppice.runtime.waiting import SCHEDULING_POLICIES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = (None, "int8")
 
@@ -26,14 +28,28 @@ class EngineConfig:
     """
 
     model: str
-    dtype: str = _option("auto", f"type of weights and KV: {', '.join(DTYPES)}")
-    device: str = _option("auto", "device that runs the model: auto or cpu")
+    dtype: str = _option(
+        "auto",
+        f"type of weights and KV: {', '.join(DTYPES)}; auto is float32 on a CPU, on a GPU the "
+        "checkpoint's own",
+    )
+    device: str = _option(
+        "auto",
+        f"device that runs the model: {', '.join(DEVICES)}; auto is cuda where torch finds a GPU",
+    )
     load_format: str = _option("auto", "auto: the checkpoint's weights; dummy: random ones")
     quantization: str | None = _option(None, "int8: dynamic 8-bit weights on the CPU")
     page_size: int = _option(16, "tokens a page of the KV cache holds")
     kv_cache_tokens: int | None = _option(None, "size of the KV cache in tokens")
-    kv_cache_memory_fraction: float = _option(
-        0.4, "size of the KV cache as a fraction of the memory that the weights leave available"
+    kv_cache_memory_fraction: float | None = _option(
+        None,
+        "size of the KV cache as a fraction of the memory that the weights, on a GPU a step too, "
+        "leave available; without it 0.4 of main memory, 0.9 of a GPU's",
+    )
+    kv_cache_dtype: str = _option(
+        "auto",
+        f"type of the KV cache: {', '.join(KV_CACHE_DTYPES)}; auto is that of the weights, fp8 "
+        "(e4m3) takes a byte a number, with the triton backend",
     )
     max_model_len: int | None = _option(None, "longest prompt and output together, in tokens")
     max_num_seqs: int = _option(64, "most sequences in one step")
@@ -60,24 +76,35 @@ class EngineConfig:
         "lru", f"what goes first when pages run out: {', '.join(POLICIES)}"
     )
     pin_budget: float = _option(0.25, "most of the KV cache that pins may keep, as a fraction")
-    attention_backend: str = _option("auto", "attention kernels: auto, cpu, triton or reference")
+    attention_backend: str = _option(
+        "auto",
+        "attention kernels: auto, cpu, triton or reference; auto is triton on a GPU, else cpu",
+    )
+    deterministic: bool = _option(
+        False,
+        "attention whose results hang neither on the rest of the batch nor on hits, with the "
+        "triton backend; it shares no reads",
+    )
     seed: int = _option(0, "seed of dummy weights and of requests that bring none")
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model must be a directory or a hub id, got {self.model!r}")
         _one_of("dtype", self.dtype, DTYPES)
-        _one_of("device", self.device, ("auto", "cpu"))
+        _one_of("device", self.device, DEVICES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         _at_least("page_size", self.page_size, 1)
         if self.kv_cache_tokens is not None:
             _at_least("kv_cache_tokens", self.kv_cache_tokens, 1)
         fraction = self.kv_cache_memory_fraction
-        if not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+        if fraction is not None and (
+            not isinstance(fraction, (int, float)) or not 0 < fraction <= 1
+        ):
             raise ValueError(
                 f"kv_cache_memory_fraction must be above 0 and at most 1, got {fraction!r}"
             )
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -99,10 +126,9 @@ class EngineConfig:
         _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
         if not isinstance(self.pin_budget, (int, float)) or not 0 <= self.pin_budget <= 1:
             raise ValueError(f"pin_budget must be from 0 to 1, got {self.pin_budget!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(
-                f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
-            )
+        for name in ("enable_prefix_caching", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

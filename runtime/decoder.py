@@ -20,13 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from coppice.kernels.interface import AttentionBackend
+from coppice.kernels.interface import AttentionBackend, LayerCache
 from coppice.runtime.layers import Linear, RMSNorm, SiluMul, frozen
 from coppice.runtime.model_config import ModelConfig
 from coppice.runtime.rope import RotaryEmbedding
-
-#: Keys and values of one layer, each ``[num_pages, page_size, num_kv_heads, head_dim]``.
-LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 
 class DecoderLayer(nn.Module):
@@ -81,9 +78,9 @@ class DecoderLayer(nn.Module):
         qk, v = heads[:, :qk_heads], heads[:, qk_heads:]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q, k = attention.write_rotated(qk, v, *angles, *cache, slots)
-        gathered = attention.attend(
-            q, k, v, *cache, prepared, scale=self.scale, sliding_window=self.sliding_window
+        q, k = attention.write_rotated(qk, v, *angles, cache, slots)
+        gathered, _ = attention.attend(
+            q, k, v, cache, prepared, scale=self.scale, sliding_window=self.sliding_window
         )
         return gathered.view(normed.shape[0], -1)
 

@@ -26,6 +26,7 @@ from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from coppice.kernels.transfer import send
 from coppice.runtime.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -172,10 +173,10 @@ def forbid_other_tokens(logits: torch.Tensor, states: Seq[tuple[int, GrammarStat
     masks = allocate_token_bitmask(len(states), states[0][1].vocabulary)
     matchers = [(state.matcher, place) for place, (_, state) in enumerate(states)]
     fill_next_token_bitmask_par(_executor(), matchers, masks)
-    packed = torch.from_numpy(masks.view(np.uint8)).to(logits.device)
+    index = np.array([row for row, _ in states], np.int64)
+    packed, rows = send([masks.view(np.uint8), index], logits.device)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     allowed = ((packed.unsqueeze(-1) >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
-    rows = [row for row, _ in states]
     logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)
 
 

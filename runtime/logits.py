@@ -15,6 +15,7 @@ from copy import copy
 import numpy as np
 import torch
 
+from coppice.kernels.transfer import send, take
 from coppice.runtime.grammars import CompiledGrammar, GrammarState, forbid_other_tokens
 from coppice.runtime.request import Sequence
 from coppice.runtime.sampling_params import LogitsProcessor, SamplingParams
@@ -234,9 +235,11 @@ def _process(logits: torch.Tensor, sequence: Sequence, rules: LogitRules) -> str
 def _add_biases(logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]]) -> None:
     entries = [(row, rules) for row, rules in ruled if len(rules.biased)]
     if entries:
-        place = _places(logits, [(row, rules.biased) for row, rules in entries])
-        bias = np.concatenate([rules.bias for _, rules in entries])
-        logits[place] += torch.from_numpy(bias).to(logits.device)
+        biases = np.concatenate([rules.bias for _, rules in entries])
+        rows, tokens, bias = _places(
+            logits, [(row, rules.biased) for row, rules in entries], biases
+        )
+        logits[rows, tokens] += bias
 
 
 def _penalise(
@@ -256,23 +259,23 @@ def _penalise(
                 )
     if not tokens:
         return
-    place = _places(logits, tokens)
-    lengths = torch.tensor([len(each) for each in times])
-    spread = torch.tensor(penalties, dtype=torch.float32).repeat_interleave(lengths, dim=0)
-    repetition, frequency, presence = spread.to(logits.device).unbind(1)
-    count = torch.from_numpy(np.concatenate(times)).to(logits.device)
-    values = logits[place]
+    lengths = [len(each) for each in times]
+    spread = np.repeat(np.array(penalties, np.float32), lengths, axis=0)
+    rows, places, each, count = _places(logits, tokens, spread, np.concatenate(times))
+    repetition, frequency, presence = each.unbind(1)
+    values = logits[rows, places]
     values = torch.where(values < 0, values * repetition, values / repetition)
-    logits[place] = values - count * frequency - (count > 0) * presence
+    logits[rows, places] = values - count * frequency - (count > 0) * presence
 
 
 def _keep_allowed(logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]]) -> None:
     entries = [(row, rules.allowed) for row, rules in ruled if rules.allowed is not None]
     if entries:
-        place = _places(logits, entries)
-        kept = logits[place]
-        logits[[row for row, _ in entries]] = -torch.inf
-        logits[place] = kept
+        whole = np.array([row for row, _ in entries], np.int64)
+        rows, tokens, whole_rows = _places(logits, entries, whole)
+        kept = logits[rows, tokens]
+        logits.index_fill_(0, whole_rows, -torch.inf)
+        logits[rows, tokens] = kept
 
 
 def _keep_to_grammars(
@@ -294,24 +297,22 @@ def _keep_to_grammars(
 
 def _ban(logits: torch.Tensor, banned: Seq[tuple[int, Seq[int]]]) -> None:
     if banned:
-        logits[_places(logits, banned)] = -torch.inf
+        rows, tokens = _places(logits, banned)
+        logits[rows, tokens] = -torch.inf
 
 
 def _without_choice(logits: torch.Tensor, rows: list[int]) -> list[int]:
     """Those of `rows` whose greatest logit is no number."""
     if not rows:
         return []
-    good = logits[rows].amax(dim=-1).isfinite().tolist()
+    good = take(logits, rows).amax(dim=-1).isfinite().tolist()
     return [row for row, fine in zip(rows, good, strict=True) if not fine]
 
 
 def _places(
-    logits: torch.Tensor, entries: Seq[tuple[int, Seq[int] | np.ndarray]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and token id of every entry, as two flat indices int64."""
+    logits: torch.Tensor, entries: Seq[tuple[int, Seq[int] | np.ndarray]], *more: np.ndarray
+) -> list[torch.Tensor]:
+    """Row and token id of every entry, as two flat indices int64; and `more`, sent with them."""
     tokens = [np.array(each, np.int64) for _, each in entries]
     rows = np.repeat([row for row, _ in entries], [len(each) for each in tokens])
-    return (
-        torch.from_numpy(rows.astype(np.int64)).to(logits.device),
-        torch.from_numpy(np.concatenate(tokens)).to(logits.device),
-    )
+    return send([rows.astype(np.int64), np.concatenate(tokens), *more], logits.device)

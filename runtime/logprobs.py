@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from coppice.kernels.transfer import send
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logprobs:
@@ -72,13 +74,15 @@ def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
-def of_tokens(logprobs: torch.Tensor, tokens: Seq[int], top: int) -> Logprobs:
+def of_tokens(logprobs: torch.Tensor, tokens: Seq[int] | torch.Tensor, top: int) -> Logprobs:
     """What `logprobs` [n, vocabulary] say of one token a row and of the `top` best; -1: of all.
 
-    O(n * vocabulary), and sorting of `top`.
+    Tokens that are a tensor are int64 [n] on the same device. O(n * vocabulary), and sorting of
+    `top`. Waits for the device.
     """
-    chosen = torch.tensor(tokens, dtype=torch.int64, device=logprobs.device).unsqueeze(1)
-    own = logprobs.gather(1, chosen)
+    if not isinstance(tokens, torch.Tensor):
+        (tokens,) = send([np.array(tokens, np.int64)], logprobs.device)
+    own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs > own).sum(dim=-1) + 1
     best, ids = logprobs.topk(logprobs.shape[1] if top < 0 else top, dim=-1)
     return Logprobs(

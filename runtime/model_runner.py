@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from coppice.kernels.interface import select_backend
+from coppice.kernels.interface import KvScales, LayerCache, select_backend
 from coppice.runtime.batch import Batch, build_batch
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.kv_scales import measure_scales
 from coppice.runtime.memory import plan_cache, zeroed
 from coppice.runtime.model_config import load_model_config
 from coppice.runtime.paging import copy_batches
 from coppice.runtime.prompt_logprobs import score_prompts
 from coppice.runtime.scheduler import Schedule
-from coppice.runtime.weights import load_decoder, resolve_dtype, resolve_model
+from coppice.runtime.weights import (
+    load_decoder,
+    resolve_device,
+    resolve_dtype,
+    resolve_model,
+)
 
 
 class ModelRunner:
@@ -22,7 +30,8 @@ class ModelRunner:
         model_config: the checkpoint's own shape.
         decoder: the model.
         attention: the kernels.
-        kv_cache: keys and values of each layer, [pages, page_size, kv heads, head_dim].
+        kv_cache: keys and values of each layer, [pages, page_size, kv heads, head_dim]; in 8-bit
+            floats with their scales.
         num_pages: pages of the cache.
         memory: how their number follows from the memory, as text.
         max_model_len: most tokens of a request, by the model, the config and the cache.
@@ -31,7 +40,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self.device = torch.device("cpu" if config.device == "auto" else config.device)
+        self.device = resolve_device(config.device)
         path = resolve_model(config.model)
         self.model_config = load_model_config(path)
         model_length = self.model_config.max_position
@@ -41,12 +50,20 @@ class ModelRunner:
                 f"got {config.max_model_len}"
             )
         dtype = resolve_dtype(config.dtype, self.model_config, self.device)
-        self.attention = select_backend(config.attention_backend, self.device)
+        self.attention = select_backend(
+            config.attention_backend, self.device, deterministic=config.deterministic
+        )
         if dtype not in self.attention.dtypes:
-            allowed = ", ".join(str(each).removeprefix("torch.") for each in self.attention.dtypes)
+            allowed = ", ".join(map(_name, self.attention.dtypes))
             raise ValueError(
-                f"dtype: the {self.attention.name} attention backend computes in {allowed}, got "
-                f"{str(dtype).removeprefix('torch.')}"
+                f"dtype: the {self.attention.name} attention backend computes in {allowed} on this "
+                f"device, got {_name(dtype)}"
+            )
+        cache_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+        if cache_dtype != dtype and cache_dtype not in self.attention.scaled_dtypes:
+            raise ValueError(
+                f"kv_cache_dtype is {config.kv_cache_dtype!r}; with the {self.attention.name} "
+                "attention backend on this device it must be 'auto'"
             )
         self.decoder = load_decoder(
             path,
@@ -59,7 +76,19 @@ class ModelRunner:
         )
         self.decoder.pack()
         self.page_size = config.page_size
-        self.num_pages, self.memory = plan_cache(config, self.model_config, dtype)
+        scales: Sequence[KvScales | None] = [None] * self.model_config.num_layers
+        if cache_dtype != dtype:
+            scales = measure_scales(
+                self.decoder,
+                self.attention,
+                cache_dtype=cache_dtype,
+                dtype=dtype,
+                device=self.device,
+                page_size=self.page_size,
+            )
+        self.num_pages, self.memory = plan_cache(
+            config, self.model_config, dtype, self.device, cache_dtype
+        )
         tokens = self.num_pages * self.page_size
         self.max_model_len = min(config.max_model_len or model_length, tokens)
         shape = (
@@ -68,10 +97,8 @@ class ModelRunner:
             self.model_config.num_kv_heads,
             self.model_config.head_dim,
         )
-        self.kv_cache = [
-            (zeroed(shape, dtype, self.device), zeroed(shape, dtype, self.device))
-            for _ in range(self.model_config.num_layers)
-        ]
+        place = shape, cache_dtype, self.device
+        self.kv_cache = [LayerCache(zeroed(*place), zeroed(*place), each) for each in scales]
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> tuple[Batch, torch.Tensor]:
@@ -102,3 +129,7 @@ class ModelRunner:
         logits = self.decoder.logits(hidden[: len(batch.sampled)])
         score_prompts(hidden[len(batch.sampled) :], batch.scored, self.decoder.logits)
         return batch, logits
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -6,9 +6,11 @@ import struct
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 
+from coppice.kernels.transfer import send, take
 from coppice.runtime.logits import apply_rules
 from coppice.runtime.logprobs import Logprobs, log_probabilities, of_tokens
 from coppice.runtime.request import Sequence
@@ -46,33 +48,38 @@ class Sampler:
             top = sequence.request.params.logprobs
             if top is not None:
                 asked.setdefault(top, []).append(row)
-        raw = {
-            top: log_probabilities(logits if len(rows) == len(sequences) else logits[rows])
-            for top, rows in asked.items()
-        }
+        raw = {top: log_probabilities(_rows(logits, rows)) for top, rows in asked.items()}
         errors = apply_rules(logits, sequences, self._eos)
-        tokens = self._choose(logits, sequences)
+        tokens = choose_tokens(logits, sequences)
         logprobs: list[Logprobs | None] = [None] * len(sequences)
         for top, rows in asked.items():
-            found = of_tokens(raw[top], [tokens[row] for row in rows], top)
+            found = of_tokens(raw[top], _rows(tokens, rows), top)
             for place, row in enumerate(rows):
                 logprobs[row] = found[place : place + 1]
-        return Sampled(tokens, logprobs, errors)
+        return Sampled(tokens.tolist(), logprobs, errors)
 
-    @staticmethod
-    def _choose(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
-        tokens: list[int] = logits.argmax(dim=-1).tolist()
-        # Each kind by itself: a row's token must not depend on what the others ask for.
-        for kind, choose in ((_is_plain, _sample_plain), (_is_filtered, _sample_filtered)):
-            rows = [row for row, sequence in enumerate(sequences) if kind(sequence.request.params)]
-            if rows:
-                chosen = choose(
-                    logits if len(rows) == len(sequences) else logits[rows],
-                    [sequences[row] for row in rows],
-                )
-                for row, token in zip(rows, chosen.tolist(), strict=True):
-                    tokens[row] = token
-        return tokens
+
+def choose_tokens(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+    """A token of each row by its temperature, top-k, top-p and min-p, int64 [R].
+
+    Stays on the device of the logits and does not wait for it.
+    """
+    tokens = logits.argmax(dim=-1)
+    # Each kind by itself: a row's token must not depend on what the others ask for.
+    for kind, choose in ((_is_plain, _sample_plain), (_is_filtered, _sample_filtered)):
+        rows = [row for row, sequence in enumerate(sequences) if kind(sequence.request.params)]
+        if rows and len(rows) == len(sequences):
+            return choose(logits, sequences)
+        if rows:
+            (index,) = send([np.array(rows, np.int64)], logits.device)
+            chosen = choose(logits.index_select(0, index), [sequences[row] for row in rows])
+            tokens.index_copy_(0, index, chosen)
+    return tokens
+
+
+def _rows(tensor: torch.Tensor, rows: Seq[int]) -> torch.Tensor:
+    """Some rows, ascending; the tensor itself where these are all."""
+    return tensor if len(rows) == len(tensor) else take(tensor, rows)
 
 
 def _is_plain(params: SamplingParams) -> bool:
@@ -84,32 +91,42 @@ def _is_filtered(params: SamplingParams) -> bool:
 
 
 def _sample_plain(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
-    temperature = _column([s.request.params.temperature for s in sequences], logits)
-    uniform = _column([uniform_number(s) for s in sequences], logits)
+    temperature, uniform = _columns(
+        logits.device,
+        [s.request.params.temperature for s in sequences],
+        [uniform_number(s) for s in sequences],
+    )
     return _invert((logits / temperature).softmax(dim=-1), uniform)
 
 
 def _sample_filtered(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
     params = [sequence.request.params for sequence in sequences]
-    uniform = _column([uniform_number(sequence) for sequence in sequences], logits)
     vocabulary = logits.shape[1]
-    top_k = [p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params]
+    top_ks = [p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params]
+    temperature, top_k, top_p, min_p, uniform = _columns(
+        logits.device,
+        [p.temperature for p in params],
+        top_ks,
+        [p.top_p if p.top_p < 1 else torch.inf for p in params],
+        [p.min_p for p in params],
+        [uniform_number(sequence) for sequence in sequences],
+    )
     # Sorted once, most probable first; with a small top-k everywhere only so many are sorted.
-    logits = logits / _column([p.temperature for p in params], logits)
-    logits, order = logits.topk(max(top_k), dim=-1)
+    logits, order = (logits / temperature).topk(max(top_ks), dim=-1)
     rank = torch.arange(logits.shape[1], device=logits.device)
-    logits = logits.masked_fill(rank >= _column(top_k, logits), -torch.inf)
+    logits = logits.masked_fill(rank >= top_k, -torch.inf)
     probabilities = logits.softmax(dim=-1)
     # A token stays while those before it have not reached top_p yet: so the first always does.
     before = probabilities.cumsum(dim=-1) - probabilities
-    keep = before < _column([p.top_p if p.top_p < 1 else torch.inf for p in params], logits)
-    keep &= probabilities >= _column([p.min_p for p in params], logits) * probabilities[:, :1]
+    keep = before < top_p
+    keep &= probabilities >= min_p * probabilities[:, :1]
     chosen = _invert(probabilities * keep, uniform)
     return order.gather(1, chosen.unsqueeze(1)).squeeze(1)
 
 
-def _column(values: Seq[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(1)
+def _columns(device: torch.device, *columns: Seq[float]) -> list[torch.Tensor]:
+    """Numbers of each row as columns, float32 [R, 1], in one transfer."""
+    return send([np.array(each, np.float32)[:, None] for each in columns], device)
 
 
 def uniform_number(sequence: Sequence) -> float:

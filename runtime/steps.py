@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from coppice.kernels.transfer import take
 from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.beams import BeamSearches
 from coppice.runtime.model_runner import ModelRunner
@@ -97,12 +98,12 @@ class Steps:
         sequences = batch.sampled
         rows = self._sequences.with_siblings(sequences)
         if len(rows) > len(logits):
-            logits = logits[rows]
+            logits = take(logits, rows)
         beams = [row for row, each in enumerate(sequences) if each.request.beam_search]
         if beams:
-            self._searches.score(logits[beams], [sequences[row] for row in beams])
+            self._searches.score(take(logits, beams), [sequences[row] for row in beams])
             others = [row for row, each in enumerate(sequences) if not each.request.beam_search]
-            logits, sequences = logits[others], [sequences[row] for row in others]
+            logits, sequences = take(logits, others), [sequences[row] for row in others]
         return sequences, self._sampler.sample(logits, sequences)
 
     def _commit(

@@ -60,6 +60,18 @@ def resolve_model(model: str) -> Path:
     return Path(folder)
 
 
+def resolve_device(device: str) -> torch.device:
+    """The device to compute on: ``auto`` is a GPU where torch finds one, else the CPU.
+
+    Raises ``ValueError`` for ``cuda`` where torch finds none.
+    """
+    found = device != "cpu" and torch.cuda.is_available()
+    if device == "cuda" and not found:
+        lacks = "finds no NVIDIA GPU" if torch.backends.cuda.is_built() else "is built without CUDA"
+        raise ValueError(f"device is 'cuda', but torch {lacks} here; it must be 'auto' or 'cpu'")
+    return torch.device("cuda" if found else "cpu")
+
+
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The type to compute and cache in.
 

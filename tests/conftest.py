@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -30,9 +31,30 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+HAS_CUDA = _has_cuda()
+
 # Without a GPU Triton's kernels run under its interpreter, which is chosen when they are defined.
-if not _has_cuda():
+if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On a machine with a GPU, shows it to the tests that are about it and to no other.
+
+    The others are about engines on the CPU, which ``device="auto"`` would not give them there.
+    """
+    if not HAS_CUDA:
+        return
+    import torch
+
+    _HIDDEN.undo()
+    if item.path.parent.name != "kernels" and not item.path.name.startswith("test_cuda"):
+        _HIDDEN.setattr(torch.cuda, "is_available", lambda: False)
+        _HIDDEN.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes that a test starts
+
+
+_HIDDEN = pytest.MonkeyPatch()
 
 # A busy machine is slow; that says nothing about the code.
 settings.register_profile("coppice", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -12,6 +12,7 @@ import torch
 from coppice.kernels.interface import (
     AttentionBackend,
     AttentionPlan,
+    LayerCache,
     SharedStretch,
     select_backend,
 )
@@ -93,12 +94,12 @@ class Batch:
         """Write this step's keys and values, and attend, on the backend's device."""
         device = getattr(backend, "device", torch.device("cpu"))
         q, k, v, slots = (each.to(device) for each in (self.q, self.k, self.v, self.slots))
-        caches = [cache.to(device, copy=True) for cache in (self.k_cache, self.v_cache)]
-        backend.write_kv(k, v, *caches, slots)
+        cache = LayerCache(*(e.to(device, copy=True) for e in (self.k_cache, self.v_cache)))
+        backend.write_kv(k, v, cache, slots)
         prepared = backend.prepare(self.plan, num_pages=self.num_pages)
         out, lse = backend.attend(
-            q, k, v, *caches, prepared,
-            scale=self.scale, sliding_window=window, logit_softcap=softcap, return_lse=True,
+            q, k, v, cache, prepared,
+            scale=self.scale, sliding_window=window, logit_softcap=softcap,
         )  # fmt: skip
         return out.cpu(), lse.cpu()
 

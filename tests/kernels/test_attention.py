@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coppice.kernels import cpu, cpu_schedule
-from coppice.kernels.interface import AttentionBackend, select_backend
+from coppice.kernels.interface import AttentionBackend, LayerCache, select_backend
 from coppice.kernels.reference import ReferenceBackend
 
 REFERENCE = ReferenceBackend()
@@ -195,12 +195,12 @@ def test_random_batches(make_batch, compiled, shape, page_size, group, window, s
 
 def test_same_plan_serves_layers_with_different_windows(make_batch, compiled):
     batch = make_batch(MIXED, LEVELS)
-    caches = batch.k_cache.clone(), batch.v_cache.clone()
-    compiled.write_kv(batch.k, batch.v, *caches, batch.slots)
+    cache = LayerCache(batch.k_cache.clone(), batch.v_cache.clone())
+    compiled.write_kv(batch.k, batch.v, cache, batch.slots)
     prepared = compiled.prepare(batch.plan)
     for window in (None, 5, None, 9, 5):
-        out = compiled.attend(
-            batch.q, batch.k, batch.v, *caches, prepared, scale=batch.scale, sliding_window=window
+        out, _ = compiled.attend(
+            batch.q, batch.k, batch.v, cache, prepared, scale=batch.scale, sliding_window=window
         )
         torch.testing.assert_close(out, batch.run(REFERENCE, window)[0], rtol=2e-5, atol=2e-5)
 

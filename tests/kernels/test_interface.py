@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from coppice.kernels.interface import SharedStretch, select_backend
+from coppice.kernels.interface import LayerCache, SharedStretch, select_backend
 
 
 @pytest.fixture(params=["cpu", "reference", "triton"])
@@ -73,8 +72,8 @@ def test_bad_plan_is_refused(make_batch, backend, change, names):
         ({"k": torch.zeros(5, 1, 16)}, "k is"),
         ({"v": torch.zeros(4, 2, 16)}, "v has 4 rows"),
         ({"k": torch.zeros(5, 2, 16, dtype=torch.float16)}, "k is torch.float16"),
-        ({"k_cache": torch.zeros(20, 2, 2, 16)}, "v_cache is"),
-        ({"v_cache": torch.zeros(20, 4, 2, 16).transpose(1, 2)}, "v_cache is"),
+        ({"cache": LayerCache(torch.zeros(20, 2, 2, 16), torch.zeros(20, 4, 2, 16))}, "cache.v is"),
+        ({"cache": LayerCache(*torch.zeros(2, 20, 2, 4, 16).transpose(2, 3))}, "cache.k is"),
         ({"sliding_window": 0}, "sliding_window"),
     ],
 )
@@ -84,8 +83,7 @@ def test_bad_tensors_are_refused(make_batch, backend, change, names):
         "q": batch.q,
         "k": batch.k,
         "v": batch.v,
-        "k_cache": batch.k_cache,
-        "v_cache": batch.v_cache,
+        "cache": LayerCache(batch.k_cache, batch.v_cache),
         "sliding_window": None,
         "prepared": backend.prepare(batch.plan),
         "scale": 1.0,
@@ -99,8 +97,8 @@ def test_page_size_of_plan_and_cache_must_agree(make_batch, backend):
     other = make_batch(TAILS, page_size=8)
     with pytest.raises(ValueError, match="page_size is 4"):
         backend.attend(
-            batch.q, batch.k, batch.v, other.k_cache, other.v_cache, backend.prepare(batch.plan),
-            scale=1.0,
+            batch.q, batch.k, batch.v, LayerCache(other.k_cache, other.v_cache),
+            backend.prepare(batch.plan), scale=1.0,
         )  # fmt: skip
 
 
@@ -108,8 +106,8 @@ def test_page_size_of_plan_and_cache_must_agree(make_batch, backend):
 def test_cpu_backend_refuses_other_types_by_name(dtype):
     backend = select_backend("cpu", torch.device("cpu"))
     cache = torch.zeros(2, 4, 1, 8, dtype=dtype)
-    with pytest.raises(ValueError, match=rf"k_cache is {dtype}.*torch.float32"):
-        backend.write_kv(cache[0], cache[0], cache, cache, torch.arange(4))
+    with pytest.raises(ValueError, match=rf"cache.k is {dtype}.*torch.float32"):
+        backend.write_kv(cache[0], cache[0], LayerCache(cache, cache), torch.arange(4))
 
 
 def test_write_kv_touches_its_slots_only(backend):
@@ -117,7 +115,8 @@ def test_write_kv_touches_its_slots_only(backend):
     k_cache, v_cache = torch.randn(2, 5, 4, 2, 8, device=device)
     before = k_cache.clone(), v_cache.clone()
     k, v = torch.randn(2, 3, 2, 8, device=device)
-    backend.write_kv(k, v, k_cache, v_cache, torch.tensor([19, 0, 6], device=device))
+    slots = torch.tensor([19, 0, 6], device=device)
+    backend.write_kv(k, v, LayerCache(k_cache, v_cache), slots)
     for cache, new, old in zip((k_cache, v_cache), (k, v), before, strict=True):
         old.view(20, 2, 8)[[19, 0, 6]] = new
         assert torch.equal(cache, old)
@@ -125,13 +124,13 @@ def test_write_kv_touches_its_slots_only(backend):
 
 def test_copy_pages_in_all_layers(backend):
     device = getattr(backend, "device", torch.device("cpu"))
-    caches = [tuple(torch.randn(2, 5, 4, 2, 8, device=device)) for _ in range(3)]
-    before = [[cache.clone() for cache in layer] for layer in caches]
+    caches = [LayerCache(*torch.randn(2, 5, 4, 2, 8, device=device)) for _ in range(3)]
+    before = [(layer.k.clone(), layer.v.clone()) for layer in caches]
     backend.copy_pages(caches, [4, 1], [0, 3])
     backend.copy_pages(caches, [], [])
     for layer, old in zip(caches, before, strict=True):
-        for cache, was in zip(layer, old, strict=True):
-            assert torch.equal(cache, was[[4, 1, 2, 1, 4]])
+        for pages, was in zip((layer.k, layer.v), old, strict=True):
+            assert torch.equal(pages, was[[4, 1, 2, 1, 4]])
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ def test_copy_pages_in_all_layers(backend):
     ],
 )
 def test_bad_copies_are_refused(backend, src, dst, names):
-    caches = [(torch.zeros(5, 4, 2, 8), torch.zeros(5, 4, 2, 8))]
+    caches = [LayerCache(torch.zeros(5, 4, 2, 8), torch.zeros(5, 4, 2, 8))]
     with pytest.raises(ValueError, match=names):
         backend.copy_pages(caches, src, dst)
 
@@ -187,18 +186,19 @@ def test_triton_that_is_not_installed_is_named(monkeypatch):
 def test_cpu_backend_refuses_what_it_cannot_do(make_batch):
     batch = make_batch(TAILS)
     backend = select_backend("cpu", torch.device("cpu"))
-    caches = batch.k_cache, batch.v_cache
-    given = batch.q, batch.k, batch.v, *caches, backend.prepare(batch.plan)
+    tensors = batch.k_cache, batch.v_cache
+    given = batch.q, batch.k, batch.v
+    prepared = backend.prepare(batch.plan)
     scales = torch.ones(2), torch.ones(2)
     with pytest.raises(
         ValueError, match=r"logit_softcap is 30\.0; the cpu backend takes only None"
     ):
-        backend.attend(*given, scale=1.0, logit_softcap=30.0)
+        backend.attend(*given, LayerCache(*tensors), prepared, scale=1.0, logit_softcap=30.0)
     with pytest.raises(ValueError, match="scales is given; it must be None"):
-        backend.attend(*given, scale=1.0, scales=scales)
-    small = [cache.to(torch.float8_e4m3fn) for cache in caches]
-    with pytest.raises(ValueError, match=r"k_cache is torch.float8_e4m3fn; the cpu backend"):
-        backend.write_kv(batch.k, batch.v, *small, batch.slots, scales)
+        backend.attend(*given, LayerCache(*tensors, scales), prepared, scale=1.0)
+    small = LayerCache(*(each.to(torch.float8_e4m3fn) for each in tensors), scales)
+    with pytest.raises(ValueError, match=r"cache.k is torch.float8_e4m3fn; the cpu backend"):
+        backend.write_kv(batch.k, batch.v, small, batch.slots)
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
@@ -209,10 +209,10 @@ def test_scales_must_go_with_the_cache(make_batch, triton_backend, name):
         backend = select_backend(name, torch.device("cpu"))
     batch = make_batch(TAILS)
     small = [cache.to(torch.float8_e4m3fn) for cache in (batch.k_cache, batch.v_cache)]
-    write = partial(backend.write_kv, batch.k, batch.v, *small, batch.slots)
+    given = batch.k, batch.v
     with pytest.raises(ValueError, match="scales is None; it must be two float32"):
-        write()
+        backend.write_kv(*given, LayerCache(*small), batch.slots)
     with pytest.raises(ValueError, match=r"scales of v is torch.float32 \(3,\).*\(2,\)"):
-        write((torch.ones(2), torch.ones(3)))
+        backend.write_kv(*given, LayerCache(*small, (torch.ones(2), torch.ones(3))), batch.slots)
     with pytest.raises(ValueError, match="logit_softcap is 0; it must be None or above 0"):
         batch.run(backend, softcap=0)

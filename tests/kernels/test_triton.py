@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coppice.kernels import tree_cost, tree_schedule
-from coppice.kernels.interface import AttentionPlan, SharedStretch, select_backend
+from coppice.kernels.interface import AttentionPlan, LayerCache, SharedStretch, select_backend
 from coppice.kernels.reference import ReferenceBackend
 from coppice.kernels.tree_cost import CostModel
 from coppice.kernels.triton_backend import TritonBackend
@@ -85,11 +85,11 @@ def test_8_bit_cache(make_batch, triton_backend):
     caches = {}
     for backend, place in ((REFERENCE, torch.device("cpu")), (triton_backend, device)):
         made = [torch.zeros(shape, dtype=torch.float8_e4m3fn, device=place) for _ in range(2)]
-        there = [each.to(place) for each in scales]
-        backend.write_kv(k.to(place), v.to(place), *made, slots.to(place), tuple(there))
+        cache = LayerCache(*made, tuple(each.to(place) for each in scales))
+        backend.write_kv(k.to(place), v.to(place), cache, slots.to(place))
         out, lse = backend.attend(
-            batch.q.to(place), batch.k.to(place), batch.v.to(place), *made,
-            backend.prepare(batch.plan), scale=0.25, scales=tuple(there), return_lse=True,
+            batch.q.to(place), batch.k.to(place), batch.v.to(place), cache,
+            backend.prepare(batch.plan), scale=0.25,
         )  # fmt: skip
         caches[backend.name] = *(cache.float().cpu() for cache in made), out.cpu(), lse.cpu()
     normal = 2.0**-6  # below it the interpreter's conversion does not round
@@ -115,7 +115,8 @@ def test_rotation_with_the_write(triton_backend, head_dim, scaled):
     found = []
     for backend in (triton_backend, REFERENCE):
         caches = [torch.zeros(3, 4, 2, head_dim, dtype=dtype, device=device) for _ in range(2)]
-        made = backend.write_rotated(qk, v[:, 2:], cos, sin, *caches, slots, scales)
+        cache = LayerCache(*caches, scales)
+        made = backend.write_rotated(qk, v[:, 2:], cos, sin, cache, slots)
         found.append([*made, *(cache.float() for cache in caches)])
     for ours, theirs in zip(*found, strict=True):
         tolerance = 2.0**-3 if scaled else 1e-5
@@ -136,7 +137,8 @@ def test_norm(triton_backend, shape):
 
 
 def test_copies_of_odd_pages_are_refused(triton_backend):
-    caches = [(torch.zeros(2, 1, 1, 3, dtype=torch.int8),) * 2]
+    odd = torch.zeros(2, 1, 1, 3, dtype=torch.int8)
+    caches = [LayerCache(odd, odd)]
     with pytest.raises(ValueError, match="3 bytes; it must be a multiple of 4"):
         triton_backend.copy_pages(caches, [0], [1])
 
@@ -203,8 +205,8 @@ def attend_parts(backend, parts, page_size, window, shared_pages=0, seed=0):
         torch.cat([getattr(each, name)[a:b] for each, a, b in parts]).to(device) for name in "qkv"
     )
     out, lse = backend.attend(
-        q, k, v, *(cache.to(device) for cache in caches), backend.prepare(plan),
-        scale=0.25, sliding_window=window, return_lse=True,
+        q, k, v, LayerCache(*(cache.to(device) for cache in caches)), backend.prepare(plan),
+        scale=0.25, sliding_window=window,
     )  # fmt: skip
     return [(a, b) for a, b in zip(out.cpu().split(counts), lse.cpu().split(counts), strict=True)]
 

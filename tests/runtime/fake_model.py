@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import xxhash
 
-from coppice.kernels.interface import AttentionPlan
+from coppice.kernels.interface import AttentionPlan, LayerCache
 from coppice.kernels.reference import ReferenceBackend
 from coppice.radix import Namespace
 from coppice.radix.node import Root
@@ -111,12 +111,16 @@ class FakeModel:
 
     def __init__(self, engine: Engine) -> None:
         shape = (engine.num_pages, engine.config.page_size, 1, 1)
-        self.cache = [(torch.full(shape, _POISON), torch.full(shape, _POISON)) for _ in range(2)]
+        self.cache = [
+            LayerCache(torch.full(shape, _POISON), torch.full(shape, _POISON)) for _ in range(2)
+        ]
         self.failure: tuple[str, BaseException] | None = None  # where the next step fails, and how
         self.steps = 0
         self._engine = engine
         self._running: list[Sequence] = []  # those of the step, in the order of its batch
-        self._flat = [tuple(each.numpy().reshape(-1) for each in layer) for layer in self.cache]
+        self._flat = [
+            tuple(each.numpy().reshape(-1) for each in (layer.k, layer.v)) for layer in self.cache
+        ]
         schedule = engine.scheduler.schedule
 
         def remember() -> Any:
@@ -231,8 +235,8 @@ class FakeModel:
         for copy in self._engine.scheduler._forks.values():
             free[copy.source] = False  # the next step reads it before anything is written
         for layer in self.cache:
-            for cache in layer:
-                cache[torch.from_numpy(free)] = _POISON
+            for pages in (layer.k, layer.v):
+                pages[torch.from_numpy(free)] = _POISON
 
 
 def fake_engine(checkpoint: Path, **options: Any) -> tuple[Engine, FakeModel]:

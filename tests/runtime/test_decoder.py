@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.kernels.interface import AttentionPlan, select_backend
+from coppice.kernels.interface import AttentionPlan, LayerCache, select_backend
 from coppice.runtime.decoder import Decoder
 from coppice.runtime.model_config import load_model_config
 from coppice.runtime.weights import load_decoder
@@ -90,7 +90,7 @@ class Run:
         shape = (self.num_pages, page_size, config.num_kv_heads, config.head_dim)
         # Whatever is read though it was never written spoils the result.
         self.kv = [
-            (torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+            LayerCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
             for _ in range(config.num_layers)
         ]
 
@@ -233,7 +233,7 @@ def test_bfloat16_stays_near_float32(
     folder = tiny_checkpoint(family)
     decoder = load_decoder(folder, load_model_config(folder), dtype=torch.bfloat16, device=CPU)
     run = Run(decoder, "reference", 1, 16)
-    run.kv = [(k.bfloat16(), v.bfloat16()) for k, v in run.kv]
+    run.kv = [LayerCache(cache.k.bfloat16(), cache.v.bfloat16()) for cache in run.kv]
     tokens = prompt(20)
     logits = run.step([(0, tokens)])
     theirs = expected_logits(reference.bfloat16(), tokens)

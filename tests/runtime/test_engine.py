@@ -394,7 +394,7 @@ def test_the_memory_arithmetic_is_told(tiny_checkpoint):
     each = 2 * config.num_layers * 16 * config.num_kv_heads * config.head_dim * 4
     assert f"2 (K, V) x {config.num_layers} layers x 16 tokens" in made.memory
     assert "10 pages = 160 tokens" in made.memory
-    assert each == sum(t[0].numel() * 4 for pair in made.runner.kv_cache for t in pair)
+    assert each == sum(t[0].numel() * 4 for kv in made.runner.kv_cache for t in (kv.k, kv.v))
     with pytest.raises(ValueError, match=r"max_model_len=512 tokens do not fit.*at most 160"):
         engine(tiny_checkpoint("llama"), kv_cache_tokens=160, max_model_len=512)
     with pytest.raises(ValueError, match="room for at least 2 tokens"):
@@ -409,6 +409,8 @@ def test_the_memory_arithmetic_is_told(tiny_checkpoint):
         ("model", ""),
         ("dtype", "int4"),
         ("device", "tpu"),
+        ("kv_cache_dtype", "fp4"),
+        ("deterministic", 1),
         ("load_format", "pickle"),
         ("quantization", "int3"),
         ("page_size", 0),

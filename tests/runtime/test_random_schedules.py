@@ -69,7 +69,7 @@ def test_the_fake_model_tells_when_it_reads_other_kv(checkpoint):
     engine.step()
     model.check_cache()
     (node,) = engine.tree.nodes()
-    model.cache[1][1][node.pages[1], 0] = 0
+    model.cache[1].v[node.pages[1], 0] = 0
     with pytest.raises(WrongKV, match="the tree names other KV"):
         model.check_cache()
 

@@ -1,0 +1,104 @@
+"""The engine on a GPU beside the engine on the CPU; without a GPU these tests are skipped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from mixed_requests import answers, greedy, make_engine, make_prompts, prompt_logprobs
+
+from coppice.runtime.sampler import choose_tokens
+from coppice.runtime.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+STEM, TOKENS = 150, 16
+ROOM = {"kv_cache_tokens": 8192, "max_num_batched_tokens": 64}
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_float32_gives_the_cpus_tokens(tiny_checkpoint, family, page_size):
+    """Prefills in chunks, hits, forks and beams, with pages that are shared and copied."""
+    found = {
+        device: answers(
+            make_engine(
+                tiny_checkpoint(family), device=device, dtype="float32", page_size=page_size, **ROOM
+            ),
+            stem=STEM, tokens=TOKENS,
+        )
+        for device in ("cpu", "cuda")
+    }  # fmt: skip
+    scores = found["cpu"].pop("scores")
+    assert found["cuda"].pop("scores") == pytest.approx(scores, abs=1e-3)
+    assert found["cuda"] == found["cpu"]
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_bfloat16_is_as_near_to_float32_as_on_the_cpu(tiny_checkpoint, family, cache):
+    if cache == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with 8-bit floats")
+    prompt = make_prompts(STEM)[1]
+    off = {}
+    options = {"dtype": "bfloat16", "kv_cache_dtype": cache, **ROOM}
+    exact = prompt_logprobs(
+        make_engine(tiny_checkpoint(family), device="cpu", dtype="float32", **ROOM), prompt
+    )
+    for device, backend in (("cpu", "reference"), ("cuda", "triton")):
+        engine = make_engine(
+            tiny_checkpoint(family), device=device, attention_backend=backend, **options
+        )
+        off[device] = np.linalg.norm(prompt_logprobs(engine, prompt) - exact)
+    assert off["cuda"] < 1.5 * off["cpu"]
+
+
+def test_auto_is_the_gpu_the_checkpoints_type_and_triton(tiny_checkpoint):
+    engine = make_engine(
+        tiny_checkpoint("llama"), device="auto", kv_cache_tokens=None,
+        kv_cache_memory_fraction=0.01, max_num_batched_tokens=64,
+    )  # fmt: skip
+    runner = engine.runner
+    assert (runner.device.type, runner.attention.name) == ("cuda", "triton")
+    assert runner.kv_cache[0].k.dtype == runner.model_config.torch_dtype
+    assert runner.kv_cache[0].k.device.type == "cuda"
+    assert "on the GPU, less" in engine.memory
+    with pytest.raises(ValueError, match=r"kv_cache_tokens=10000000000 does not fit.*remain"):
+        make_engine(tiny_checkpoint("llama"), device="cuda", kv_cache_tokens=10**10)
+
+
+def test_deterministic_answers_do_not_hang_on_hits(tiny_checkpoint):
+    prompts = make_prompts(STEM)
+    engine = make_engine(
+        tiny_checkpoint("llama"), device="cuda", dtype="float32", deterministic=True, **ROOM
+    )
+    cold = greedy(engine, prompts, TOKENS)
+    assert greedy(engine, prompts, TOKENS) == cold
+    assert [greedy(engine, [prompt], TOKENS)[0] for prompt in prompts] == cold
+
+
+def test_a_step_waits_for_the_gpu_only_when_its_tokens_are_read(tiny_checkpoint, monkeypatch):
+    """Torch itself reports every other wait: forward pass and choice of tokens have none."""
+    engine = make_engine(tiny_checkpoint("llama"), device="cuda", **ROOM)
+    params = SamplingParams(n=2, temperature=0.9, top_k=7, max_tokens=60, ignore_eos=True, seed=1)
+    bent = SamplingParams(max_tokens=60, ignore_eos=True, repetition_penalty=1.2, temperature=0)
+    for number, prompt in enumerate(make_prompts(STEM)):
+        engine.add_request(str(number), prompt, bent if number % 2 else params)
+    for _ in range(20):  # until all decode, and every kernel is compiled
+        engine.step()
+    calls = []
+
+    def watched(function):
+        def call(*arguments):
+            calls.append(function)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return call
+
+    monkeypatch.setattr(engine.runner, "run", watched(engine.runner.run))
+    monkeypatch.setattr("coppice.runtime.sampler.choose_tokens", watched(choose_tokens))
+    while engine.has_unfinished():
+        assert all(output.error is None for output in engine.step())
+    assert len(calls) > 2
