@@ -83,18 +83,19 @@ class Vllm(Peer):
             self._next += 1
             engine.add_request(names[-1], {"prompt_token_ids": job.prompt}, params)
         first: dict[str, float] = {}
-        found: dict[str, list[list[int]]] = {}
+        found: dict[str, dict[int, list[int]]] = {name: {} for name in names}
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if any(each.token_ids for each in output.outputs):
                     first.setdefault(output.request_id, time.perf_counter() - start)
-                if output.finished:
-                    found[output.request_id] = [list(each.token_ids) for each in output.outputs]
+                # Of several samples each is told of as it ends, and not all at the end.
+                lines = {each.index: list(each.token_ids) for each in output.outputs}
+                found[output.request_id] |= lines
         seconds = time.perf_counter() - start
         return {
             "seconds": seconds,
             "first": [first[name] for name in names],
-            "tokens": [found[name] for name in names],
+            "tokens": [[found[name][index] for index in sorted(found[name])] for name in names],
         }
 
     def _search(self, jobs: list[Job]) -> dict[str, Any]:
