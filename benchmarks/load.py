@@ -104,7 +104,7 @@ async def client(
             if leaves:
                 tally.left += 1
                 continue
-            used = re.search(rb'"completion_tokens": (\d+)', tail)
+            used = re.search(rb'"completion_tokens":\s*(\d+)', tail)
             if b"data: [DONE]" not in tail or used is None:
                 tally.errors.append(tail.decode(errors="replace")[-300:])
                 continue

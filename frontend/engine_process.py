@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 from coppice.frontend import logs
@@ -28,6 +30,7 @@ class EngineProcess:
         self._process = _context.Process(
             target=_main, args=args, name="coppice-engine", daemon=True
         )
+        self._reaping = threading.Lock()
         self._process.start()
         theirs.close()  # so that this side sees the end of the channel when the process ends
 
@@ -37,10 +40,12 @@ class EngineProcess:
 
     def wait(self, timeout: float | None = None) -> str | None:
         """Waits for its end; why it ended, in words, or None if it goes on."""
-        self._process.join(timeout)
-        code = self._process.exitcode
-        if code is None:
+        if not wait_for([self._process.sentinel], timeout):
             return None
+        with self._reaping:  # of two threads that do so at once, one would learn nothing
+            self._process.join()
+        code = self._process.exitcode
+        assert code is not None
         if code >= 0:
             return f"it ended with status {code}"
         name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -130,6 +131,17 @@ async def test_a_model_that_cannot_be_loaded(checkpoint: Path, tokenizer: Tokeni
     with pytest.raises(ValueError, match="max_model_len must be at most 512"):
         await engine.start()
     await engine.stop()
+
+
+def test_all_who_wait_for_the_process_learn_how_it_ended(checkpoint: Path) -> None:
+    """Only one of several threads at once gets its status from the system."""
+    impossible = EngineConfig(model=str(checkpoint), max_model_len=4096)
+    process = EngineProcess(impossible)
+    assert process.wait(0.0) is None
+    with ThreadPoolExecutor(8) as threads:
+        ends = set(threads.map(process.wait, [60.0] * 8))
+    assert ends == {"it ended with status 0"}
+    process.connection.close()
 
 
 async def test_a_step_that_breaks_is_a_death(
