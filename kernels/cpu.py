@@ -26,15 +26,12 @@ from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCach
 _log = logging.getLogger(__name__)
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-# Reading a run of pages as a view spares a copy, but its rows lie num_kv_heads * head_dim apart,
-# which is often a power of two, so that they fall on the same few cache lines. From this many
-# folded query rows on, the product with a copy laid out by head is faster, copy included: for 8 KV
-# heads of 128, x0.7 at 16 rows, x1.1 at 64, x1.3 at 256; for 3 of 64 about even throughout.
-_COPY_FROM_ROWS = 64
-# Up to so many folded query rows two matrix products are faster than torch's flash kernel, which
-# cuts the rows into blocks of 32 and lays out the keys again for each: with 1,024 shared keys, 3 KV
-# heads of 64 and 16 or 32 rows, all of ``attend`` takes 0.75 to 0.85 of the time; with 192 folded
-# rows there was nothing in it. They read views as they are.
+# Up to so many folded query rows a shared stretch is read where it lies, by two matrix products.
+# torch's flash kernel cuts the rows into blocks of 32 and lays out the keys again for each: with
+# 1,024 shared keys, 3 KV heads of 64 and 16 or 32 rows, all of ``attend`` took 0.75 to 0.85 of the
+# time with products. With 192 folded rows there was nothing in it; from there on the flash kernel
+# reads a copy laid out by head, for the rows of a view lie num_kv_heads * head_dim apart, often a
+# power of two, and so fall on the same few cache lines.
 _PRODUCT_ROWS = 128
 # Each run read as a view costs a call and a merge; runs shorter than this on average are gathered.
 _VIEW_TOKENS = 256
@@ -239,8 +236,7 @@ class _Layer:
 
         Every part is ``[1, kv_heads, tokens, dim]`` and is good until the next is asked for.
         """
-        copies = _PRODUCT_ROWS < folded_rows >= _COPY_FROM_ROWS
-        if copies or keys.count < _VIEW_TOKENS * len(keys.runs):
+        if folded_rows > _PRODUCT_ROWS or keys.count < _VIEW_TOKENS * len(keys.runs):
             for begin in range(0, keys.count, _BLOCK_TOKENS):
                 yield self._gather(keys, begin, min(_BLOCK_TOKENS, keys.count - begin))
             return
