@@ -220,7 +220,7 @@ def test_serve_says_where_it_is_and_stops_in_order(checkpoint: Path, signum: int
             rest = response.read()
         assert first.startswith(b"data: ")
         assert rest.endswith(b"data: [DONE]\n\n")
-        assert b'"finish_reason": "length"' in rest
+        assert b'"finish_reason":"length"' in rest
         out, err = server.communicate(timeout=30)
         assert server.returncode == 0, err
         assert "stopping" in out
