@@ -16,33 +16,24 @@ values have the same bits is up to whoever makes them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 
-from coppice.kernels.checks import check_attend, check_cache, check_copy
-from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCache
+from coppice.kernels.checks import check_attend
+from coppice.kernels.gpu_backend import INTERPRETED, GpuBackend, on
+from coppice.kernels.interface import AttentionPlan, LayerCache
 from coppice.kernels.tiles import choose_tiles
 from coppice.kernels.transfer import send
 from coppice.kernels.tree_cost import H100_MULTIPROCESSORS, CostModel
 from coppice.kernels.tree_schedule import Launch, TreeSchedule, build_tree_schedule
 from coppice.kernels.triton_attention import attend_items, merge_partials
-from coppice.kernels.triton_cache import copy_page_words, rotate_rows, write_rows
-
-#: Whether Triton runs these kernels in Python. It works on the raw bits of 16-bit floats, so that
-#: kernels must turn them into float32 first.
-INTERPRETED = not isinstance(attend_items, triton.JITFunction)
 
 MAX_HEAD_DIM = 256
 # Partial results merged at a time; more are taken in further rounds.
 _PARTS = 16
-# 32-bit words of a page that a program copies.
-_COPY_WORDS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +74,8 @@ class PreparedPlan:
         return DeviceSchedule(made, items, *parts[:5])
 
 
-class TritonBackend(AttentionBackend):
-    """Attention, cache writes and page copies as Triton kernels, compiled at their first use.
+class TritonBackend(GpuBackend):
+    """Attention as Triton kernels, beside the cache writes, compiled at their first use.
 
     ``deterministic`` is explained above; it costs what sharing and splitting finely would save.
     Raises ``ValueError`` for a device that the kernels do not run on.
@@ -96,17 +87,7 @@ class TritonBackend(AttentionBackend):
     softcaps = True
 
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
-        if INTERPRETED and device.type != "cpu":
-            raise ValueError(
-                f"device is {device}; with TRITON_INTERPRET set attention_backend 'triton' runs on "
-                "'cpu' only"
-            )
-        if not INTERPRETED and device.type != "cuda":
-            raise ValueError(
-                f"device is {device}; attention_backend 'triton' runs on 'cuda' only (on 'cpu' "
-                "where TRITON_INTERPRET=1 is set before triton is imported, for tests)"
-            )
-        self.device = device
+        super().__init__(device)
         self.deterministic = deterministic
         self._multiprocessors = H100_MULTIPROCESSORS
         if device.type == "cuda":
@@ -117,72 +98,6 @@ class TritonBackend(AttentionBackend):
                 self.dtypes = (torch.float16, torch.float32)
             if (chip.major, chip.minor) < (8, 9):
                 self.scaled_dtypes = ()
-
-    def write_kv(
-        self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
-    ) -> None:
-        check_cache(self, k, v, cache)
-        _check_rows(k=k, v=v)
-        if not len(k):
-            return
-        width = k.shape[1] * k.shape[2]
-        block = triton.next_power_of_2(width)
-        with _on(self.device):
-            write_rows[(len(k),)](
-                k, v, cache.k, cache.v, *(cache.scales or (k, v)), slots, k.stride(0), v.stride(0),
-                WIDTH=width, BLOCK=block, HEAD_DIM=k.shape[2], SCALED=cache.scales is not None,
-                INTERPRETED=INTERPRETED, num_warps=min(8, max(1, block // 256)),
-            )  # fmt: skip
-
-    def write_rotated(
-        self,
-        qk: torch.Tensor,
-        v: torch.Tensor,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
-        cache: LayerCache,
-        slots: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        kv_heads, head_dim = cache.k.shape[2:]
-        heads = qk.shape[1] - kv_heads
-        check_cache(self, qk[:, heads:], v, cache)
-        _check_rows(qk=qk, v=v)
-        if head_dim % 2:
-            raise ValueError(f"qk has heads of {head_dim}; rotation needs an even number")
-        rotated = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
-        if len(qk):
-            with _on(self.device):
-                rotate_rows[(len(qk), qk.shape[1])](
-                    qk, v, cos.contiguous(), signed_sin.contiguous(), rotated, cache.k, cache.v,
-                    *(cache.scales or (v, v)), slots, qk.stride(0), v.stride(0),
-                    HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
-                    BLOCK_D=triton.next_power_of_2(head_dim), SCALED=cache.scales is not None,
-                    INTERPRETED=INTERPRETED, num_warps=1,
-                )  # fmt: skip
-        return rotated[:, :heads], rotated[:, heads:]
-
-    def copy_pages(
-        self, caches: Sequence[LayerCache], src: Sequence[int], dst: Sequence[int]
-    ) -> None:
-        tensors = [pages for layer in caches for pages in (layer.k, layer.v)]
-        for count in {len(each) for each in tensors}:
-            check_copy(count, src, dst)
-        for each in tensors:
-            if not each.is_contiguous() or each[:1].nbytes != tensors[0][:1].nbytes:
-                raise ValueError("caches: all must be contiguous, with pages of the same size")
-        if not src or not tensors:
-            return
-        page_bytes = tensors[0][:1].nbytes
-        if page_bytes % 4:
-            raise ValueError(f"caches have pages of {page_bytes} bytes; it must be a multiple of 4")
-        words = page_bytes // 4
-        numbers = [*src, *dst], [pages.data_ptr() for pages in tensors]
-        pages, addresses = send([np.array(each, np.int64) for each in numbers], self.device)
-        block = min(_COPY_WORDS, triton.next_power_of_2(words))
-        with _on(self.device):
-            copy_page_words[(len(src), len(tensors), triton.cdiv(words, block))](
-                addresses, pages, len(src), WORDS=words, BLOCK=block, num_warps=4
-            )
 
     def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
         plan.check(num_pages)
@@ -214,7 +129,7 @@ class TritonBackend(AttentionBackend):
         partial_out = torch.empty((max(partials, 1), heads, head_dim), **place)
         partial_lse = torch.empty((max(partials, 1), heads), **place)
         block_d = max(16, triton.next_power_of_2(head_dim))
-        with _on(self.device):
+        with on(self.device):
             for launch, items in sent.items:
                 attend_items[(len(launch.items) * model.kv_heads,)](
                     q, cache.k, cache.v, *(cache.scales or (lse, lse)), out, lse, partial_out,
@@ -249,16 +164,3 @@ class TritonBackend(AttentionBackend):
         return CostModel(
             tiles, heads // kv_heads, kv_heads, head_dim, key_bytes, self._multiprocessors
         )
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Launches go to the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _check_rows(**tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}; heads and head_dim must be contiguous"
-            )

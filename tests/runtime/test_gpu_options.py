@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coppice.kernels import triton_backend
+from coppice.kernels import gpu_backend
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.memory import page_bytes, plan_cache, step_bytes
 from coppice.runtime.model_config import load_model_config
@@ -30,7 +30,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (made.free, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
-    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
+    monkeypatch.setattr(gpu_backend, "INTERPRETED", False)
     return made
 
 

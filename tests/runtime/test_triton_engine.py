@@ -7,7 +7,7 @@ import pytest
 import torch
 from mixed_requests import answers, greedy, make_engine, make_prompts, prompt_logprobs
 
-from coppice.kernels.triton_backend import INTERPRETED
+from coppice.kernels.gpu_backend import INTERPRETED
 from coppice.runtime import kv_scales
 
 pytestmark = pytest.mark.skipif(
