@@ -14,8 +14,8 @@ E4M3_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
-def _to_e4m3(values: tl.tensor, scale: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
-    values = tl.clamp(values.to(tl.float32) / scale, -E4M3_MAX, E4M3_MAX)
+def round_to_e4m3(values: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
+    """Float32 as e4m3, to even."""
     if INTERPRETED:
         # Triton's interpreter loses the carry when rounding makes the next power of two: here the
         # bits are rounded to even beforehand, so that its conversion has nothing left to round.
@@ -23,6 +23,12 @@ def _to_e4m3(values: tl.tensor, scale: tl.tensor, INTERPRETED: tl.constexpr) -> 
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
         values = bits.to(tl.float32, bitcast=True)
     return values.to(tl.float8e4nv)
+
+
+@triton.jit
+def _to_e4m3(values: tl.tensor, scale: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
+    values = tl.clamp(values.to(tl.float32) / scale, -E4M3_MAX, E4M3_MAX)
+    return round_to_e4m3(values, INTERPRETED)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = (None, "int8", "fp8")
 
 
 def _option(default: Any, help: str) -> Any:
@@ -38,7 +38,9 @@ class EngineConfig:
         f"device that runs the model: {', '.join(DEVICES)}; auto is cuda where torch finds a GPU",
     )
     load_format: str = _option("auto", "auto: the checkpoint's weights; dummy: random ones")
-    quantization: str | None = _option(None, "int8: dynamic 8-bit weights on the CPU")
+    quantization: str | None = _option(
+        None, "8-bit weights and activations: int8 on a CPU, fp8 (e4m3) on a GPU"
+    )
     page_size: int = _option(16, "tokens a page of the KV cache holds")
     kv_cache_tokens: int | None = _option(None, "size of the KV cache in tokens")
     kv_cache_memory_fraction: float | None = _option(

@@ -93,8 +93,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The model. Its weights are empty until ``weights.load_decoder`` has filled them.
 
-    ``linear`` is the class of all projections, the language-model head included. Tied embeddings
-    are one tensor, unless the projections are of another type than the embedding.
+    ``linear`` is the class of all projections, the language-model head included if it serves that.
+    Tied embeddings are one tensor, unless the head is of another type than the embedding.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class Decoder(nn.Module):
             for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **place)
-        self.head = linear(config.hidden_size, config.vocab_size, bias=False, **place)
+        head = linear if linear.serves_head else Linear
+        self.head = head(config.hidden_size, config.vocab_size, bias=False, **place)
         if self.head_is_embedding:
             self.head.weight = self.embedding
         self.rope = RotaryEmbedding(config.rope, **place)

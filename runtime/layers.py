@@ -8,6 +8,7 @@ part straight from the checkpoint, so that no second copy of the weights ever ex
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ class Linear(nn.Module):
     """``x [T, in_features] -> [T, out_features]``, in the type of its weights."""
 
     bias: nn.Parameter | None
+    #: Whether a decoder with these projections has such a language-model head, too.
+    serves_head: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -62,7 +62,8 @@ def step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
 
     For each token the activations of the layer that has most of them at once: inputs, norm and
     residual; queries, keys and values, as they come and rotated; the attention's result, with
-    partial ones in float32; gate, up and their product. For each sequence its logits.
+    partial ones in float32; gate, up and their product; in 8 bits what is multiplied. For each
+    sequence its logits.
     """
     queries = model.num_heads * model.head_dim
     qkv = queries + 2 * model.num_kv_heads * model.head_dim
@@ -72,6 +73,8 @@ def step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     attention = (2 * qkv + queries) * dtype.itemsize + partials * queries * 4
     feed_forward = 3 * model.intermediate_size * dtype.itemsize
     token = 3 * model.hidden_size * dtype.itemsize + max(attention, feed_forward)
+    if config.quantization is not None:
+        token += max(model.hidden_size, queries, model.intermediate_size)
     logits = (config.max_num_seqs + SLICE_ROWS) * model.vocab_size * _BYTES_A_LOGIT
     return config.max_num_batched_tokens * token + logits
 

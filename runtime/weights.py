@@ -104,7 +104,8 @@ def load_decoder(
     """
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format is {load_format!r}; it must be 'auto' or 'dummy'")
-    decoder = Decoder(config, linear=linear_class(quantization, device), dtype=dtype, device=device)
+    linear = linear_class(quantization, device, dtype)
+    decoder = Decoder(config, linear=linear, dtype=dtype, device=device)
     places = _places(decoder)
     if load_format == "dummy":
         _fill_randomly(places, device, seed)

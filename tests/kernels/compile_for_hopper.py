@@ -25,11 +25,12 @@ from coppice.kernels.tiles import Tile, choose_tiles
 from coppice.kernels.triton_attention import attend_items, merge_partials
 from coppice.kernels.triton_cache import copy_page_words, rotate_rows, write_rows
 from coppice.kernels.triton_norm import norm_rows
+from coppice.kernels.triton_quantize import quantize_rows
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 INTS = ("items", "item_rows", "item_slots", "positions", "page_table", "merges")
-FLOATS = ("lse", "partial_out", "partial_lse", "k_scales", "v_scales")
+FLOATS = ("lse", "partial_out", "partial_lse", "k_scales", "v_scales", "scales")
 LONGS = ("slots", "caches", "pages")
 
 
@@ -138,6 +139,10 @@ def variants() -> dict[str, Variant]:
     made["copy"] = Variant(copy_page_words, copy, scalars={"num_copies": "i32"})
     norm = {"HEADS": 1, "WEIGHT_ROWS": 1, "WIDTH": 4096, "BLOCK": 4096}
     made["norm"] = Variant(norm_rows, norm, warps=16, scalars={"x_stride": "i32", "eps": "fp32"})
+    quantize = {"WIDTH": 14336, "BLOCK": 16384, "INTERPRETED": False}
+    made["quantize"] = Variant(
+        quantize_rows, quantize, warps=16, scalars={"x_stride": "i32", "levels": "*fp8e4nv"}
+    )
     return made
 
 

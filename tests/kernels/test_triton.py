@@ -17,6 +17,7 @@ from coppice.kernels.reference import ReferenceBackend
 from coppice.kernels.tree_cost import CostModel
 from coppice.kernels.triton_backend import TritonBackend
 from coppice.kernels.triton_norm import rms_norm
+from coppice.kernels.triton_quantize import quantize_e4m3
 
 REFERENCE = ReferenceBackend()
 TAILS = [(1, 0), (5, 3), (1, 17), (13, 8), (1, 33)]
@@ -134,6 +135,31 @@ def test_norm(triton_backend, shape):
         rms_norm(x, torch.ones(5, device=device), 1e-3)
     with pytest.raises(ValueError, match="contiguous within a row"):
         rms_norm(x.transpose(0, -1), weight, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 144])
+def test_quantized_rows(triton_backend, width, dtype):
+    """Each row by itself: beside one that is large, one of zeros and one that is no number."""
+    x = torch.randn(9, 2 * width)[:, :width].to(triton_backend.device, dtype)
+    x[3] *= 1000
+    x[4] = 0
+    x[5, 7], x[6, 7] = torch.nan, torch.inf
+    levels, scales = quantize_e4m3(x)
+    assert (levels.dtype, levels.shape) == (torch.float8_e4m3fn, x.shape)
+    assert scales.shape == (9, 1)
+    fine = scales.isfinite().flatten().nonzero().flatten().tolist()
+    assert fine == [0, 1, 2, 3, 4, 7, 8]
+    exact = x[fine].float()
+    torch.testing.assert_close(scales[fine, 0], exact.abs().amax(1).clamp(min=1e-12) / 448)
+    expected = (exact / scales[fine]).to(torch.float8_e4m3fn).float()
+    normal = expected.abs() > 2.0**-6  # below it the interpreter's conversion does not round
+    ours = levels.float()[fine]
+    assert (ours == expected)[normal].float().mean() > 0.999
+    assert ours.abs().amax(1).tolist() == [448 if row != 4 else 0 for row in fine]
+    assert quantize_e4m3(x[:0])[1].shape == (0, 1)
+    with pytest.raises(ValueError, match="contiguous within a row"):
+        quantize_e4m3(x.t())
 
 
 def test_copies_of_odd_pages_are_refused(triton_backend):

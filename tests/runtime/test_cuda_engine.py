@@ -7,6 +7,8 @@ import pytest
 import torch
 from mixed_requests import answers, greedy, make_engine, make_prompts, prompt_logprobs
 
+from coppice.runtime import quantization
+from coppice.runtime.quantization import Fp8Linear
 from coppice.runtime.sampler import choose_tokens
 from coppice.runtime.sampling_params import SamplingParams
 
@@ -49,6 +51,20 @@ def test_bfloat16_is_as_near_to_float32_as_on_the_cpu(tiny_checkpoint, family, c
         )
         off[device] = np.linalg.norm(prompt_logprobs(engine, prompt) - exact)
     assert off["cuda"] < 1.5 * off["cpu"]
+
+
+def test_fp8_weights_are_as_near_to_float32_as_on_the_cpu(tiny_checkpoint, family, monkeypatch):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with 8-bit floats")
+    path, prompt = tiny_checkpoint(family), make_prompts(STEM)[1]
+    exact = prompt_logprobs(make_engine(path, device="cpu", dtype="float32", **ROOM), prompt)
+    options = {"dtype": "bfloat16", "quantization": "fp8", **ROOM}
+    engine = make_engine(path, device="cuda", **options)
+    assert type(engine.runner.decoder.layers[0].qkv) is Fp8Linear
+    off = np.linalg.norm(prompt_logprobs(engine, prompt) - exact)
+    monkeypatch.setattr(quantization, "_check_fp8_device", lambda device: None)
+    emulated = make_engine(path, device="cpu", attention_backend="reference", **options)
+    assert off < 1.5 * np.linalg.norm(prompt_logprobs(emulated, prompt) - exact)
 
 
 def test_auto_is_the_gpu_the_checkpoints_type_and_triton(tiny_checkpoint):

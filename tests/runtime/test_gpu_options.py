@@ -57,6 +57,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tiny_checkpoint, built)
             "device is cuda; attention_backend 'cpu' runs on 'cpu' only",
         ),
         ({"quantization": "int8"}, "quantization 'int8' runs on a CPU only; device is cuda"),
+        ({"quantization": "fp8"}, "quantization 'fp8' computes in bfloat16; dtype is float32"),
         ({"attention_backend": "reference", "deterministic": True}, "deterministic is True"),
     ],
 )
@@ -99,6 +100,7 @@ def test_a_step_takes_more_with_more_tokens_sequences_and_splits(tiny_checkpoint
     # Rows of the widest part of a layer: residual, input and norm; gate, up and their product.
     one = 2 * (3 * 64 + 3 * 128)
     assert taken(max_num_batched_tokens=4096) - taken(max_num_batched_tokens=2048) >= 2048 * one
+    assert taken(quantization="fp8") - taken() == 2048 * 128
     assert taken(max_num_seqs=65) - taken() == 320 * 48
     assert taken(deterministic=True, max_model_len=4096) < taken()
     assert taken(deterministic=True, max_model_len=400_000) > taken()
