@@ -190,6 +190,31 @@ class AttentionPlan:
         return covered
 
 
+class FixedPlan(ABC):
+    """Room on the device for the plans of decoding steps with one number of sequences, for a graph.
+
+    A graph repeats launches with the addresses and grids that they had when it was captured. So
+    what kernels read of a plan lies at the same addresses in every step, and each grid does for
+    every plan that fits; programs for which a step has no work leave at once.
+
+        fixed.load(plan)                  of sequences with a row each
+        attend(..., fixed, ...)           in each layer: compiles, and learns the kinds of layers;
+                                          then once more, captured
+        if fixed.load(another): replay
+
+    Loads and replays are queued on one stream, so that a load overwrites nothing that is still to
+    be read.
+    """
+
+    @abstractmethod
+    def load(self, plan: AttentionPlan) -> bool:
+        """Have the next replay attend by this plan; False, and no replay, if it does not fit.
+
+        ``plan`` has as many sequences as there is room for, each with one row, and is checked as
+        ``AttentionBackend.prepare`` does. Waits for nothing.
+        """
+
+
 class AttentionBackend(ABC):
     """Attention over pages and the two writes to the cache, on one kind of device.
 
@@ -251,6 +276,17 @@ class AttentionBackend(ABC):
         Give ``num_pages``, the size of the cache, to have page ids checked too: a page that does
         not exist is otherwise read from whatever memory lies there.
         """
+
+    def fixed_plans(
+        self, sizes: Sequence[int], *, page_size: int, num_pages: int, max_pages: int
+    ) -> Sequence[FixedPlan] | None:
+        """A plan for graphs of decoding steps with so many sequences each; None: not offered.
+
+        A page table has at most ``max_pages`` of the ``num_pages`` of the cache. ``attend`` takes
+        each in the place of what ``prepare`` returns. They may share memory: of all of them one is
+        loaded at a time.
+        """
+        return None
 
     @abstractmethod
     def attend(

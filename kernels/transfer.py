@@ -1,4 +1,4 @@
-"""How small arrays of a step reach the device: together, and without the host waiting for it.
+"""How small arrays of a step reach the device and come back, without the host waiting for it.
 
 A copy from ordinary memory makes the host wait until the device has come to it, behind everything
 that is queued already; one from pinned memory is queued like a kernel, and the host goes on.
@@ -6,10 +6,12 @@ that is queued already; one from pinned memory is queued like a kernel, and the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 
 # Kernels are compiled for addresses at multiples of 16 bytes, and a step must not call for another
 # kernel than the one before.
@@ -22,18 +24,78 @@ def send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tenso
     They are views of one piece of memory, each at a multiple of 16 bytes. On a GPU the transfer is
     queued on the current stream; torch keeps the pinned copy until it is through. O(bytes).
     """
-    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-    starts = np.cumsum([0, *sizes]).tolist()
-    packed = np.zeros(max(starts[-1], _ALIGNMENT), np.uint8)
-    for start, array in zip(starts, arrays, strict=False):
-        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    sent = torch.from_numpy(packed)
+    starts = _starts([array.nbytes for array in arrays])
+    packed = _packed(arrays, starts, starts[-1], device)
     if device.type != "cpu":
-        sent = sent.pin_memory().to(device, non_blocking=True)
+        packed = packed.to(device, non_blocking=True)
     return [
-        sent[start : start + array.nbytes].view(_torch_type(array.dtype)).view(array.shape)
+        _view(packed, start, array.shape, array.dtype)
         for start, array in zip(starts, arrays, strict=False)
     ]
+
+
+class Landing:
+    """Arrays at fixed places of the device's memory, which graphs read; written in one transfer.
+
+    A step may fill them in part: of all but the last what is left is zero, of the last it is what
+    was there before.
+    """
+
+    def __init__(self, arrays: Sequence[tuple[tuple[int, ...], DTypeLike]], memory: torch.Tensor):
+        """`arrays` are shapes and types; `memory` are at least `size` of them bytes."""
+        self._shapes = [(shape, np.dtype(dtype)) for shape, dtype in arrays]
+        self._starts = _starts([_bytes(*each) for each in self._shapes])
+        self._memory = memory
+        self.arrays = [
+            _view(memory, start, *each)
+            for start, each in zip(self._starts, self._shapes, strict=False)
+        ]
+
+    @staticmethod
+    def size(arrays: Sequence[tuple[tuple[int, ...], DTypeLike]]) -> int:
+        """Bytes that arrays of these shapes and types take together."""
+        return _starts([_bytes(shape, np.dtype(dtype)) for shape, dtype in arrays])[-1]
+
+    def put(self, arrays: Sequence[np.ndarray]) -> bool:
+        """Queues their transfer; False, and nothing, if one has more rows than there is room for.
+
+        They have the types and shapes that were announced, but for the number of rows.
+        """
+        room = zip(arrays, self._shapes, strict=True)
+        if any(len(array) > shape[0] for array, (shape, _) in room):
+            return False
+        end = self._starts[len(arrays) - 1] + arrays[-1].nbytes
+        packed = _packed(arrays, self._starts, end, self._memory.device)
+        self._memory[: len(packed)].copy_(packed, non_blocking=True)
+        return True
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Where arrays of so many bytes begin behind each other, and where the last one ends."""
+    rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    return [int(start) for start in np.cumsum([0, *rounded])]
+
+
+def _packed(
+    arrays: Sequence[np.ndarray], starts: Sequence[int], size: int, device: torch.device
+) -> torch.Tensor:
+    """The bytes of the arrays at their places, zero between, in pinned memory for a GPU."""
+    packed = np.zeros(max(size, _ALIGNMENT), np.uint8)
+    for start, array in zip(starts, arrays, strict=False):
+        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    made = torch.from_numpy(packed)
+    return made if device.type == "cpu" else made.pin_memory()
+
+
+def _view(
+    memory: torch.Tensor, start: int, shape: tuple[int, ...], dtype: np.dtype
+) -> torch.Tensor:
+    part = memory[start : start + _bytes(shape, dtype)]
+    return part.view(_torch_type(dtype)).view(shape)
+
+
+def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def _torch_type(dtype: np.dtype) -> torch.dtype:

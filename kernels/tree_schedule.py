@@ -42,11 +42,12 @@ class Launch:
 
     Columns: first entry in ``rows``, number of rows, offset of the page table in ``page_indices``,
     first key, end of keys, first and end of the keys that need no mask (whole tiles that all its
-    rows see), first entry in ``slots``.
+    rows see), first entry in ``slots``. ``many``: whether it is the launch of wide items.
     """
 
     tile: Tile
     items: np.ndarray
+    many: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +155,7 @@ def _schedule(
             chosen = items[part]
             # The longest first, so that the last programs to run are short.
             longest = np.argsort(chosen[:, 3] - chosen[:, 4], kind="stable")
-            launches.append(Launch(tile, np.ascontiguousarray(chosen[longest])))
+            launches.append(Launch(tile, np.ascontiguousarray(chosen[longest]), part is not few))
     cost += len(launches) * model.launch_bytes
     return TreeSchedule(tuple(launches), tasks.rows, slots, positions, merges, shared, cost)
 

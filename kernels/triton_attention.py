@@ -142,6 +142,8 @@ def attend_items(
     kv_head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * ITEM_FIELDS
     first_row, rows = tl.load(item), tl.load(item + 1)
+    if rows == 0:  # in a graph, whose grid does for more items than this step has
+        return
     table = page_table + tl.load(item + 2)
     begin, end = tl.load(item + 3), tl.load(item + 4)
     clear_begin, clear_end = tl.load(item + 5), tl.load(item + 6)
@@ -230,6 +232,8 @@ def merge_partials(
     head = tl.program_id(1)
     merge = merges + tl.program_id(0) * 3
     row, first, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)
+    if count == 0:  # as in `attend_items`
+        return
     d = tl.arange(0, BLOCK_D)
     in_head = d < HEAD_DIM
     accumulator = tl.full([BLOCK_D], 0.0, tl.float32)

@@ -16,7 +16,7 @@ values have the same bits is up to whoever makes them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,52 +26,13 @@ from coppice.kernels.checks import check_attend
 from coppice.kernels.gpu_backend import INTERPRETED, GpuBackend, on
 from coppice.kernels.interface import AttentionPlan, LayerCache
 from coppice.kernels.tiles import choose_tiles
-from coppice.kernels.transfer import send
 from coppice.kernels.tree_cost import H100_MULTIPROCESSORS, CostModel
-from coppice.kernels.tree_schedule import Launch, TreeSchedule, build_tree_schedule
 from coppice.kernels.triton_attention import attend_items, merge_partials
+from coppice.kernels.triton_plans import PreparedPlan, TritonFixedPlan, fixed_plans
 
 MAX_HEAD_DIM = 256
 # Partial results merged at a time; more are taken in further rounds.
 _PARTS = 16
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceSchedule:
-    """A schedule with its arrays on the device."""
-
-    schedule: TreeSchedule
-    items: tuple[tuple[Launch, torch.Tensor], ...]
-    rows: torch.Tensor
-    slots: torch.Tensor
-    positions: torch.Tensor
-    merges: torch.Tensor
-    page_indices: torch.Tensor
-
-
-class PreparedPlan:
-    """A checked plan with its schedules, made when the first layer of that kind asks."""
-
-    __slots__ = ("_deterministic", "_device", "_schedules", "plan")
-
-    def __init__(self, plan: AttentionPlan, device: torch.device, deterministic: bool) -> None:
-        self.plan = plan
-        self._device = device
-        self._deterministic = deterministic
-        self._schedules: dict[tuple[int | None, CostModel], DeviceSchedule] = {}
-
-    def schedule(self, window: int | None, model: CostModel) -> DeviceSchedule:
-        key = (window, model)
-        if key not in self._schedules:
-            made = build_tree_schedule(self.plan, window, model, deterministic=self._deterministic)
-            self._schedules[key] = self._send(made)
-        return self._schedules[key]
-
-    def _send(self, made: TreeSchedule) -> DeviceSchedule:
-        arrays = [made.rows, made.slots, made.positions, made.merges, self.plan.page_indices]
-        parts = send([*arrays, *(launch.items for launch in made.launches)], self._device)
-        items = tuple(zip(made.launches, parts[5:], strict=True))
-        return DeviceSchedule(made, items, *parts[:5])
 
 
 class TritonBackend(GpuBackend):
@@ -103,13 +64,25 @@ class TritonBackend(GpuBackend):
         plan.check(num_pages)
         return PreparedPlan(plan, self.device, self.deterministic)
 
+    def fixed_plans(
+        self, sizes: Sequence[int], *, page_size: int, num_pages: int, max_pages: int
+    ) -> Sequence[TritonFixedPlan]:
+        return fixed_plans(
+            sizes,
+            device=self.device,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_pages=max_pages,
+            deterministic=self.deterministic,
+        )
+
     def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         cache: LayerCache,
-        prepared: PreparedPlan,
+        prepared: PreparedPlan | TritonFixedPlan,
         *,
         scale: float,
         sliding_window: int | None = None,
@@ -125,26 +98,25 @@ class TritonBackend(GpuBackend):
         place: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
         out = torch.empty(q.shape, dtype=torch.float32 if upcast else q.dtype, device=q.device)
         lse = torch.empty((rows, heads), **place)
-        partials = sent.schedule.num_partials
-        partial_out = torch.empty((max(partials, 1), heads, head_dim), **place)
-        partial_lse = torch.empty((max(partials, 1), heads), **place)
+        partials = max(sent.num_partials, 1)
+        partial_out = torch.empty((partials, heads, head_dim), **place)
+        partial_lse = torch.empty((partials, heads), **place)
         block_d = max(16, triton.next_power_of_2(head_dim))
         with on(self.device):
-            for launch, items in sent.items:
-                attend_items[(len(launch.items) * model.kv_heads,)](
+            for tile, phased, items in sent.launches:
+                attend_items[(len(items) * model.kv_heads,)](
                     q, cache.k, cache.v, *(cache.scales or (lse, lse)), out, lse, partial_out,
                     partial_lse, items, sent.rows, sent.slots, sent.positions, sent.page_indices,
                     q.stride(0), float(scale), float(logit_softcap or 0), sliding_window or 0,
                     GROUP=model.group, KV_HEADS=model.kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
-                    QUERIES=launch.tile.queries, KEYS=launch.tile.keys,
+                    QUERIES=tile.queries, KEYS=tile.keys,
                     PAGE_SIZE=prepared.plan.page_size, WINDOWED=sliding_window is not None,
                     SOFTCAPPED=logit_softcap is not None, SCALED=cache.scales is not None,
-                    PARTIAL=len(sent.schedule.slots) > 0,
-                    PHASED=launch.tile is model.tiles.many and not self.deterministic,
-                    UPCAST=upcast, num_warps=launch.tile.warps, num_stages=launch.tile.stages,
+                    PARTIAL=len(sent.slots) > 0, PHASED=phased, UPCAST=upcast,
+                    num_warps=tile.warps, num_stages=tile.stages,
                 )  # fmt: skip
-            if partials:
-                merge_partials[(len(sent.schedule.merges), heads)](
+            if len(sent.merges):
+                merge_partials[(len(sent.merges), heads)](
                     partial_out, partial_lse, sent.merges, out, lse,
                     HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=block_d, PARTS=_PARTS, num_warps=4,
                 )  # fmt: skip

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from coppice.kernels import tree_cost
 from coppice.kernels.interface import (
     AttentionBackend,
     AttentionPlan,
@@ -16,6 +18,7 @@ from coppice.kernels.interface import (
     SharedStretch,
     select_backend,
 )
+from coppice.kernels.tree_cost import CostModel
 
 
 @dataclass
@@ -89,14 +92,22 @@ class Batch:
         self.scale = self.head_dim**-0.5
 
     def run(
-        self, backend: AttentionBackend, window: int | None = None, softcap: float | None = None
+        self,
+        backend: AttentionBackend,
+        window: int | None = None,
+        softcap: float | None = None,
+        prepared: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write this step's keys and values, and attend, on the backend's device."""
+        """Write this step's keys and values, and attend, on the backend's device.
+
+        By `prepared` where that is given.
+        """
         device = getattr(backend, "device", torch.device("cpu"))
         q, k, v, slots = (each.to(device) for each in (self.q, self.k, self.v, self.slots))
         cache = LayerCache(*(e.to(device, copy=True) for e in (self.k_cache, self.v_cache)))
         backend.write_kv(k, v, cache, slots)
-        prepared = backend.prepare(self.plan, num_pages=self.num_pages)
+        if prepared is None:
+            prepared = backend.prepare(self.plan, num_pages=self.num_pages)
         out, lse = backend.attend(
             q, k, v, cache, prepared,
             scale=self.scale, sliding_window=window, logit_softcap=softcap,
@@ -146,3 +157,19 @@ def size() -> int:
 @pytest.fixture
 def make_batch() -> type[Batch]:
     return Batch
+
+
+@pytest.fixture
+def fine_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything shared and split as finely as it goes, so that small batches are merged too."""
+    monkeypatch.setattr(tree_cost, "SPLITS", (4, 32))
+    monkeypatch.setattr(tree_cost, "START_KEYS", 0)
+    monkeypatch.setattr(CostModel, "row_bytes", 0)
+    from coppice.kernels.triton_backend import TritonBackend
+
+    usual = TritonBackend.cost_model
+
+    def small_chip(*arguments: Any) -> CostModel:
+        return replace(usual(*arguments), multiprocessors=1, launch_bytes=0)
+
+    monkeypatch.setattr(TritonBackend, "cost_model", small_chip)

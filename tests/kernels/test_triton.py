@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.kernels import tree_cost, tree_schedule
+from coppice.kernels import tree_schedule
 from coppice.kernels.interface import AttentionPlan, LayerCache, SharedStretch, select_backend
 from coppice.kernels.reference import ReferenceBackend
-from coppice.kernels.tree_cost import CostModel
-from coppice.kernels.triton_backend import TritonBackend
 from coppice.kernels.triton_norm import rms_norm
 from coppice.kernels.triton_quantize import quantize_e4m3
 
@@ -24,25 +22,11 @@ TAILS = [(1, 0), (5, 3), (1, 17), (13, 8), (1, 33)]
 LEVELS = [(range(5), 3), ([0, 2, 4], 2)]
 
 
-@pytest.fixture
-def fine_splits(monkeypatch):
-    """Everything shared and split as finely as it goes, so that small batches are merged too."""
-    monkeypatch.setattr(tree_cost, "SPLITS", (4, 32))
-    monkeypatch.setattr(tree_cost, "START_KEYS", 0)
-    monkeypatch.setattr(CostModel, "row_bytes", 0)
-    usual = TritonBackend.cost_model
-
-    def small_chip(*arguments):
-        return replace(usual(*arguments), multiprocessors=1, launch_bytes=0)
-
-    monkeypatch.setattr(TritonBackend, "cost_model", small_chip)
-
-
 @pytest.mark.parametrize("window", [None, 9])
 def test_merged_pieces_equal_the_reference(make_batch, triton_backend, size, fine_splits, window):
     batch = make_batch([(rows, cached * size) for rows, cached in TAILS], LEVELS, page_size=16)
     model = triton_backend.cost_model(4, 2, 16, torch.float32, torch.float32)
-    schedule = triton_backend.prepare(batch.plan).schedule(window, model).schedule
+    schedule = tree_schedule.build_tree_schedule(batch.plan, window, model)
     assert schedule.num_partials > 0
     assert window is not None or len(schedule.shared) == 2
     for got, expected in zip(
@@ -262,6 +246,7 @@ def test_deterministic_shares_nothing(make_batch, triton_backend):
     batch = make_batch(TAILS, LEVELS)
     model = replace(backend.cost_model(4, 2, 16, torch.float32, torch.float32), launch_bytes=0)
     assert model.tiles.few == model.tiles.many
-    assert not backend.prepare(batch.plan).schedule(None, model).schedule.shared
+    schedule = tree_schedule.build_tree_schedule(batch.plan, None, model, deterministic=True)
+    assert not schedule.shared
     for got, expected in zip(batch.run(backend), batch.run(REFERENCE), strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
