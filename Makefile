@@ -4,22 +4,32 @@
 #   make demo    answer questions over one shared document, with the cache on and off
 #   make test    run the tests
 #   make lint    ruff: rules and format        make types   mypy
-#   make gpu     on a machine with an NVIDIA GPU: its tests, then the kernel suite, into
-#                benchmarks/results/kernels-gpu.jsonl
+#   make gpu     on a machine with an NVIDIA GPU, each in under 10 minutes and also by itself:
+#                gpu-test, its tests; gpu-kernels, the kernel suite, into
+#                benchmarks/results/kernels-gpu.jsonl; gpu-suite, the engine, into gpu.jsonl there
 #   make lock    renew requirements.lock from pyproject.toml, in a fresh environment
 #
 # PYTHON names the interpreter that makes the environment (3.11 or later): make test PYTHON=python3.11
+# GPU_PYTHON names one to run on a GPU as it is, without an environment: make gpu GPU_PYTHON=python3
+# says which packages it lacks.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+# An interpreter that has torch and triton, but not coppice, finds it in a folder of its own: in this
+# one the room `kernels` would hide Hugging Face's package.
+GPU_PYTHON ?= $(BIN)/python
+GPU_READY  := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
+GPU_PATH   := build/path
+GPU_RUN    := PYTHONPATH=$(GPU_PATH)$${PYTHONPATH:+:$$PYTHONPATH} timeout 590 $(GPU_PYTHON)
+
 # torch is named on its own when the lock is renewed, so that a new one is a decision and not an
 # accident.
 TORCH  := 2.13.0
 
-.PHONY: demo test gpu lint types lock clean
+.PHONY: demo test gpu gpu-test gpu-kernels gpu-suite lint types lock clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -31,11 +41,25 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile
 
-gpu: $(READY)
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
-		|| { echo "make gpu needs an NVIDIA GPU, and a build of torch with CUDA" >&2; exit 1; }
-	$(BIN)/pytest tests/kernels tests/runtime/test_cuda_engine.py
-	$(BIN)/python benchmarks/kernels_gpu.py --json benchmarks/results/kernels-gpu.jsonl
+gpu: gpu-test gpu-kernels gpu-suite
+
+# Without --strict-config, so that plugins which only other tests need may be missing.
+gpu-test: $(GPU_READY) $(GPU_PATH)/coppice
+	@PYTHONPATH=benchmarks $(GPU_PYTHON) -P -c 'from harness import require; require("torch", \
+		"triton", "numpy", "numba", "xxhash", "sortedcontainers", "transformers", "llguidance", \
+		"pytest", "xdist", "pytest_timeout", "hypothesis", gpu=True)'
+	$(GPU_RUN) -P -m pytest -o addopts=--import-mode=importlib -n 4 \
+		tests/kernels tests/runtime/test_cuda_engine.py
+
+gpu-kernels: $(GPU_READY) $(GPU_PATH)/coppice
+	$(GPU_RUN) benchmarks/kernels_gpu.py --json benchmarks/results/kernels-gpu.jsonl
+
+gpu-suite: $(GPU_READY) $(GPU_PATH)/coppice
+	$(GPU_RUN) benchmarks/gpu.py --json benchmarks/results/gpu.jsonl
+
+$(GPU_PATH)/coppice:
+	mkdir -p $(GPU_PATH)
+	ln -s ../../coppice $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

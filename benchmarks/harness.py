@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,18 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+def require(*packages: str, gpu: bool) -> None:
+    """Ends the program, with a message, where packages or a GPU that it needs are missing."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        sys.exit(f"{sys.executable} lacks {', '.join(absent)}")
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            sys.exit(f"{sys.executable} finds no NVIDIA GPU, or its torch is built without CUDA")
 
 
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:

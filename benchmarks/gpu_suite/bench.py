@@ -1,0 +1,182 @@
+"""What all parts of the GPU suite share: the engine at hand, its requests, its floor, its clock."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_suite.shapes import Sizes, write_model
+
+from coppice.runtime import batch as batches
+from coppice.runtime.beam_search import BeamSearchParams
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine import Engine
+from coppice.runtime.layers import Linear, RMSNorm
+from coppice.runtime.memory import page_bytes
+from coppice.runtime.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How long requests took, how many tokens came, and whether the time for them ran out.
+
+    `lines` are the tokens of each request, `hits` the prompt tokens that came from the cache.
+    """
+
+    seconds: float
+    tokens: int
+    cut: bool
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    hits: int = 0
+
+    def told(self) -> dict[str, Any]:
+        times = {"seconds": round(self.seconds, 3), "tokens_per_s": round(self.rate, 1)}
+        return {"cut": True, "times": times} if self.cut else {"times": times}
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Bench:
+    """One engine at a time, on the GPU or, for `--quick`, on the CPU in the same types."""
+
+    def __init__(self, sizes: Sizes, folder: Path, *, quick: bool) -> None:
+        self.sizes, self.quick = sizes, quick
+        self.device = torch.device("cpu" if quick else "cuda")
+        self.roofs: dict[str, float] = {}
+        self._folder = folder
+        self._engine: Engine | None = None
+        self._made_with: tuple[Any, ...] = ()
+        self._random = random.Random(0)
+
+    def engine(self, model: str, **options: Any) -> Engine:
+        """An engine with an empty cache; the one at hand if it was made with the same options."""
+        made_with = (model, *sorted(options.items()))
+        if self._engine is not None and self._made_with == made_with:
+            for number in range(self.sizes.max_num_seqs):  # what a part that failed left behind
+                self._engine.abort(str(number))
+            self._engine.reset_cache()
+            return self._engine
+        self.drop()
+        sizes = self.sizes
+        common: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "load_format": "dummy",
+            "max_num_seqs": sizes.max_num_seqs,
+            "max_num_batched_tokens": sizes.max_num_batched_tokens,
+            "device": self.device.type,
+        }
+        if self.quick:
+            common |= {"kv_cache_tokens": 2048, "attention_backend": "reference"}
+        path = write_model(model, self._folder, quick=self.quick)
+        self._engine = Engine(EngineConfig(model=str(path), **common, **options))
+        self._made_with = made_with
+        return self._engine
+
+    def drop(self) -> None:
+        """Gives the engine and its memory back."""
+        self._engine = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def prompt(self, tokens: int) -> list[int]:
+        """New random tokens, which no cache has seen."""
+        return self._random.choices(range(10, 300), k=tokens)
+
+    def seconds(self, work: Callable[[], object], rounds: int) -> float:
+        """Of one call, of so many that are queued behind one another."""
+        work()
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(rounds):
+            work()
+        self.synchronize()
+        return (time.perf_counter() - start) / rounds
+
+    def run(
+        self,
+        engine: Engine,
+        prompts: Sequence[list[int]],
+        out: int,
+        deadline: float,
+        *,
+        lines: int = 1,
+        beams: int = 0,
+    ) -> Ran:
+        """Submits all prompts at once and runs them to their end, or to the deadline.
+
+        Greedy; `lines` > 1 are samples at temperature 1, `beams` a beam search.
+        """
+        self.synchronize()
+        start = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            if beams:
+                search = BeamSearchParams(beams, out, ignore_eos=True)
+                engine.add_beam_search(str(number), prompt, search)
+            else:
+                engine.add_request(str(number), prompt, line_params(out, lines))
+        tokens, cut = 0, False
+        made: dict[str, list[int]] = {}
+        hits: dict[str, int] = {}
+        while engine.has_unfinished() and not cut:
+            for output in engine.step():
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                tokens += len(output.new_token_ids)
+                made.setdefault(output.request_id, []).extend(output.new_token_ids)
+                hits.setdefault(output.request_id, output.cached_tokens)
+            cut = time.perf_counter() > deadline
+        self.synchronize()
+        seconds, cut = time.perf_counter() - start, cut and engine.has_unfinished()
+        for number in range(len(prompts)):
+            engine.abort(str(number))
+        return Ran(seconds, tokens, cut, made, sum(hits.values()))
+
+
+def line_params(out: int, lines: int = 1) -> SamplingParams:
+    temperature = 0.0 if lines == 1 else 1.0
+    return SamplingParams(n=lines, temperature=temperature, max_tokens=out, ignore_eos=True, seed=1)
+
+
+@contextmanager
+def sharing(on: bool) -> Iterator[None]:
+    """While off, plans hold no shared stretches: each sequence reads its own pages by itself."""
+    found = batches.shared_stretches
+    if not on:
+        batches.shared_stretches = lambda tables, full_pages: ()
+    try:
+        yield
+    finally:
+        batches.shared_stretches = found
+
+
+def weight_bytes(engine: Engine) -> int:
+    """Bytes of the weights that a step reads: all but the embedding, unless that is the head."""
+    modules = engine.runner.decoder.modules()
+    read = [m for m in modules if isinstance(m, (Linear, RMSNorm))]
+    return sum(p.nbytes for module in read for p in module.parameters(recurse=False))
+
+
+def token_bytes(engine: Engine) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    return page_bytes(engine.model_config, 1, engine.runner.kv_cache[0].k.dtype)
+
+
+def product_flop(engine: Engine) -> tuple[int, int]:
+    """FLOP of all products but attention's, for a token in the layers, and for one in the head."""
+    decoder = engine.runner.decoder
+    layers = sum(m.weight.numel() for m in decoder.layers.modules() if isinstance(m, Linear))
+    return 2 * layers, 2 * decoder.head.weight.numel()

@@ -1,0 +1,288 @@
+"""The parts of the GPU suite: what each measures, and how long it may take."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_suite.bench import (
+    Bench,
+    line_params,
+    product_flop,
+    sharing,
+    token_bytes,
+    weight_bytes,
+)
+from gpu_suite.beside import run_transformers
+from gpu_suite.shapes import QUICK, REAL, Shared
+from gpu_suite.trace import ON_CPU, ON_GPU, busy
+
+from coppice.runtime import quantization
+from coppice.runtime.engine import Engine
+
+Row = dict[str, Any]
+#: Steps that the profiler watches.
+_WATCHED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A name, what is measured, and the seconds after which it stops and tells what it has."""
+
+    name: str
+    seconds: float
+    measure: Callable[[Bench, float], Iterator[Row]]
+
+
+def all_parts() -> list[Part]:
+    """In the order of what is wanted most; parts that share an engine lie side by side."""
+    big, small = "Llama-3.1-8B", "Qwen3-0.6B"
+    made = [Part("roofs", 30, roofs)]
+    for model, scale in ((big, 1.0), (small, 0.5)):
+        made += [
+            _part(f"start, {model}", 90, start, model),
+            _part(f"decode, {model}", 60 * scale, decode, model),
+            _part(f"prefill, {model}", 20, prefill, model),
+            _part(f"system prompt, {model}", 40 * scale, system_prompt, model),
+            _part(f"samples, {model}", 20, samples, model),
+            _part(f"beams, {model}", 20, beams, model),
+            _part(f"beside transformers, {model}", 60 * scale, beside, model),
+            _part(f"system prompt without cache, {model}", 100 * scale, uncached, model),
+        ]
+    made.append(_part(f"decode in fp8, {big}", 45, decode_fp8, big))
+    return made
+
+
+def bench_for(folder: Path, *, quick: bool) -> Bench:
+    """What the parts are run with; models are written below `folder`."""
+    return Bench(QUICK if quick else REAL, folder, quick=quick)
+
+
+def _part(
+    name: str, seconds: float, measure: Callable[[Bench, float, str], Iterator[Row]], model: str
+) -> Part:
+    return Part(name, seconds, lambda bench, deadline: measure(bench, deadline, model))
+
+
+def roofs(bench: Bench, deadline: float) -> Iterator[Row]:
+    """What the chip itself does: a copy, counting reads and writes, and a product in bfloat16."""
+    source = torch.empty(bench.sizes.copied // 4, dtype=torch.int32, device=bench.device).fill_(1)
+    target = torch.empty_like(source)
+    side = bench.sizes.side
+    a, b = torch.randn(2, side, side, device=bench.device).bfloat16()
+    copied = 2 * source.nbytes / bench.seconds(lambda: target.copy_(source), 20)
+    flop = 2 * side**3 / bench.seconds(lambda: a @ b, 20)
+    bench.roofs = {"copy": copied, "product": flop}
+    times = {"copy_gb_per_s": round(copied / 1e9, 1), "product_tflop_per_s": round(flop / 1e12, 1)}
+    yield {"benchmark": "roofs", "times": times}
+
+
+def start(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
+    """Makes the engine, and compiles every kernel by requests of each kind."""
+    began = time.perf_counter()
+    engine = bench.engine(model)
+    bench.synchronize()
+    made = time.perf_counter()
+    size = bench.sizes
+    few = min(4, size.max_num_seqs)
+    for on in (True, False):
+        with sharing(on):
+            stem = bench.prompt(size.system_prompt.shared)
+            bench.run(engine, [stem + bench.prompt(9) for _ in range(few)], 6, deadline)
+            bench.run(engine, [stem], 6, deadline, lines=few)
+            bench.run(engine, [stem], 6, deadline, beams=2)
+            engine.reset_cache()
+    ready = time.perf_counter()
+    yield {
+        "benchmark": "start",
+        "memory": engine.memory,
+        "attention": engine.runner.attention.name,
+        "times": {"make_s": round(made - began, 2), "first_requests_s": round(ready - made, 2)},
+    }
+
+
+def decode(bench: Bench, deadline: float, model: str, **options: Any) -> Iterator[Row]:
+    """Tokens of a steady decode run beside the floor, then the gaps between its kernels."""
+    for batch in bench.sizes.batches:
+        engine = bench.engine(model, **options)
+        steps, context = bench.sizes.steps, bench.sizes.context
+        out = 4 * (steps + _WATCHED)  # none may end in the run
+        for number in range(batch):
+            engine.add_request(str(number), bench.prompt(context), line_params(out))
+        begun: set[str] = set()
+        while len(begun) < batch and time.perf_counter() < deadline:
+            begun.update(output.request_id for output in _stepped(engine))
+        if len(begun) < batch:
+            yield {"benchmark": "decode", "batch": batch, "cut": True, **options}
+            return
+        for _ in range(4):
+            _stepped(engine)
+        lengths = [len(sequence.tokens) for sequence in engine.scheduler.running]
+        bench.synchronize()
+        began, done, tokens = time.perf_counter(), 0, 0
+        while not done or (done < steps and time.perf_counter() < deadline):
+            tokens += sum(len(output.new_token_ids) for output in _stepped(engine))
+            done += 1
+        bench.synchronize()
+        seconds = (time.perf_counter() - began) / done
+        cached = sum(lengths) + batch * done / 2
+        floor = (weight_bytes(engine) + cached * token_bytes(engine)) / bench.roofs["copy"]
+        yield {
+            "benchmark": "decode",
+            "batch": batch,
+            "context": context,
+            **options,
+            **({"cut": True} if done < steps else {}),
+            "of_floor": round(floor / seconds, 3),
+            "goal": 0.85,
+            "times": {
+                "tokens_per_s": round(tokens / done / seconds, 1),
+                "step_ms": round(seconds * 1e3, 3),
+                "floor_ms": round(floor * 1e3, 3),
+            },
+        }
+    if time.perf_counter() < deadline:
+        yield _gaps(bench, engine, batch, seconds) | options
+
+
+def _stepped(engine: Engine) -> list[Any]:
+    outputs = engine.step()
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(output.error)
+    return outputs
+
+
+def _gaps(bench: Bench, engine: Engine, batch: int, step_seconds: float) -> Row:
+    """How long the GPU waits for the CPU in a step of the run that was timed without profiler.
+
+    The profiler slows the CPU down, and hardly the kernels: so the share of busy time is that of
+    their time under the profiler in a step's time without.
+    """
+    on_gpu = bench.device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity
+    activities = [activity.CUDA if on_gpu else activity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(_WATCHED):
+            _stepped(engine)
+        bench.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(str(Path(folder) / "trace.json"))
+        found = busy(Path(folder) / "trace.json", ON_GPU if on_gpu else ON_CPU)
+    return {
+        "benchmark": "gaps",
+        "batch": batch,
+        "kernels_a_step": round(found.pieces / _WATCHED, 1),
+        "busy": round(min(1.0, found.busy / _WATCHED / 1e6 / step_seconds), 3),
+        "busy_under_profiler": round(found.busy / found.span, 3),
+        "goal": 0.97,
+        "times": {
+            "busy_us_a_step": round(found.busy / _WATCHED, 1),
+            "median_gap_us": round(found.median_gap, 2),
+            "longest_gap_us": round(max(found.gaps, default=0.0), 1),
+        },
+    }
+
+
+def decode_fp8(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
+    """Decoding with weights and activations in 8-bit floats."""
+    if bench.quick:  # torch multiplies them on a CPU too, which is enough to see that this runs
+        quantization._check_fp8_device = lambda device: None
+    yield from decode(bench, deadline, model, quantization="fp8")
+
+
+def prefill(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
+    """Long prompts, of which nothing is cached, beside the rate of a large product."""
+    engine = bench.engine(model)
+    tokens, count = bench.sizes.prefill, bench.sizes.prefills
+    ran = bench.run(engine, [bench.prompt(tokens) for _ in range(count)], 1, deadline)
+    shape = engine.model_config
+    pairs = tokens * (tokens + 1) // 2
+    layers, head = product_flop(engine)
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    flop = ran.tokens * (tokens * layers + head + attention)  # each prompt ends in a token
+    yield {
+        "benchmark": "prefill",
+        "tokens": tokens,
+        "of_product": round(flop / ran.seconds / bench.roofs["product"], 3),
+        **ran.told(),
+    }
+
+
+def system_prompt(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
+    """Requests behind one system prompt, whose attention is read once for all, or by each."""
+    for on in (True, False):
+        yield _system_prompt(bench, deadline, model, on, True)
+
+
+def uncached(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
+    """The same requests with the cache off."""
+    yield _system_prompt(bench, deadline, model, False, False)
+
+
+def _system_prompt(bench: Bench, deadline: float, model: str, shared: bool, cache: bool) -> Row:
+    engine = bench.engine(model, **({} if cache else {"enable_prefix_caching": False}))
+    with sharing(shared):
+        what = bench.sizes.system_prompt
+        prompts = _behind_one_stem(bench, what)
+        ran = bench.run(engine, prompts, what.out, deadline)
+    return {
+        "benchmark": "system prompt",
+        "sharing": shared,
+        "cache": cache,
+        "hit_rate": round(ran.hits / sum(map(len, prompts)), 3),
+        **ran.told(),
+    }
+
+
+def _behind_one_stem(bench: Bench, what: Shared) -> list[list[int]]:
+    stem = bench.prompt(what.shared)
+    return [stem + bench.prompt(what.own) for _ in range(what.requests)]
+
+
+def samples(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
+    """Several samples of each prompt."""
+    size = bench.sizes.samples
+    for on in (True, False):
+        engine = bench.engine(model)
+        prompts = [bench.prompt(size.prompt) for _ in range(size.requests)]
+        with sharing(on):
+            ran = bench.run(engine, prompts, size.out, deadline, lines=size.lines)
+        yield {"benchmark": "samples", "n": size.lines, "sharing": on, **ran.told()}
+
+
+def beams(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
+    """Beam searches; their tokens are those of all lines."""
+    size = bench.sizes.beams
+    for on in (True, False):
+        engine = bench.engine(model)
+        prompts = [bench.prompt(size.prompt) for _ in range(size.requests)]
+        with sharing(on):
+            ran = bench.run(engine, prompts, size.out, deadline, beams=size.lines)
+        yield {"benchmark": "beams", "width": size.lines, "sharing": on, **ran.told()}
+
+
+def beside(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
+    """The same requests, then the same weights in transformers' continuous batching."""
+    what = bench.sizes.beside
+    prompts = _behind_one_stem(bench, what)
+    engine = bench.engine(model)
+    ours = bench.run(engine, prompts, what.out, deadline)
+    yield {"benchmark": "beside transformers", "side": "coppice", **ours.told()}
+    path, decoder = Path(engine.config.model), engine.runner.decoder
+    del engine
+    bench.drop()
+    theirs = run_transformers(path, decoder, prompts, what.out, deadline)
+    firsts = [(ours.lines[name][:1], line[:1]) for name, line in theirs.lines.items() if line]
+    yield {
+        "benchmark": "beside transformers",
+        "side": "transformers",
+        # Products in bfloat16 round differently; a model that is another agrees nowhere.
+        "same_first_tokens": round(sum(a == b for a, b in firsts) / max(1, len(firsts)), 3),
+        **theirs.told(),
+    }

@@ -1,0 +1,50 @@
+"""How busy a GPU was, from the trace that torch's profiler writes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Categories of what runs on a GPU; operations on a CPU stand for it where there is none.
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+ON_CPU = ("cpu_op",)
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Microseconds of a stretch in which `pieces` pieces of work ran: busy ones, and gaps."""
+
+    pieces: int
+    busy: float
+    span: float
+    gaps: tuple[float, ...]
+
+    @property
+    def median_gap(self) -> float:
+        return statistics.median(self.gaps) if self.gaps else 0.0
+
+
+def busy(trace: Path, categories: Iterable[str]) -> Busy:
+    """Reads a Chrome trace. Raises ValueError if nothing of these categories is in it."""
+    wanted = set(categories)
+    events = json.loads(trace.read_text())["traceEvents"]
+    found = [e for e in events if e.get("ph") == "X" and e.get("cat") in wanted]
+    return of_intervals([(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in found])
+
+
+def of_intervals(intervals: list[tuple[float, float]]) -> Busy:
+    """Of (begin, end) in microseconds, which may overlap and lie in any order."""
+    if not intervals:
+        raise ValueError("trace: it holds no work of the device")
+    ordered = sorted(intervals)
+    first, end = ordered[0]
+    total, gaps = end - first, []
+    for begin, stop in ordered[1:]:
+        if begin > end:
+            gaps.append(begin - end)
+        total += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return Busy(len(intervals), total, end - first, tuple(gaps))

@@ -1,0 +1,150 @@
+"""The suite's processes: one measures, the other watches it, ends it when it hangs, and goes on.
+
+A kernel that reads where nothing is leaves its process without a GPU, and one that never ends
+cannot be interrupted. So parts run in a process of their own; when it ends or is ended, another one
+takes up the parts that are left.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+Row = dict[str, Any]
+#: Seconds that a process may take to import, and a part beyond those after which it should stop.
+START_SECONDS, GRACE_SECONDS = 90.0, 30.0
+
+
+class Part(Protocol):
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a process is told: `serve` is run with a connection and this."""
+
+    names: tuple[str, ...]  # of the parts to run, in order
+    folder: Path
+    quick: bool
+    limit: float  # seconds left for all
+    roofs: dict[str, float]
+
+
+def run_parts(
+    parts: Sequence[Part],
+    serve: Callable[[Connection, Plan], None],
+    add: Callable[[Row], None],
+    *,
+    folder: Path,
+    quick: bool,
+    limit: float,
+) -> None:
+    """Runs all parts in order within `limit` seconds; what comes of each is given to `add`.
+
+    A part that fails, or that is ended because it hangs, is a row with `error`; one for which there
+    is no time is a row with `left_out`.
+    """
+    end = time.monotonic() + limit
+    pending = list(parts)
+    roofs: dict[str, float] = {}
+    while pending and time.monotonic() < end:
+        plan = Plan(
+            tuple(part.name for part in pending), folder, quick, end - time.monotonic(), roofs
+        )
+        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        process = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(theirs, plan), daemon=True
+        )
+        process.start()
+        theirs.close()
+        running: Part | None = None
+        until = time.monotonic() + START_SECONDS
+        error = ""
+        while pending:
+            if not ours.poll(max(0.0, min(until, end) - time.monotonic())):
+                over = running.seconds if running else START_SECONDS
+                error = f"stopped: it took longer than its {over:g} s"
+                if time.monotonic() >= end:
+                    error = "stopped: the suite's time was over"
+                break
+            try:
+                kind, value = ours.recv()
+            except (EOFError, OSError):
+                process.join(5)
+                error = f"its process ended with {process.exitcode}"
+                break
+            if kind == "begin":
+                running = next(part for part in pending if part.name == value)
+                until = time.monotonic() + running.seconds + GRACE_SECONDS
+            elif kind == "roofs":
+                roofs = value
+            elif kind == "row":
+                add({"part": running.name if running else "", **value})
+            else:  # "end": of this part, or of the process when nothing goes on after it
+                pending.remove(running)
+                running, until = None, time.monotonic() + START_SECONDS
+                if kind == "last":
+                    break
+        process.kill()
+        process.join()
+        if error:
+            failed = running or pending[0]
+            pending.remove(failed)
+            add({"part": failed.name, "error": error})
+    for part in pending:
+        add({"part": part.name, "left_out": f"the suite's {limit:g} s were over"})
+
+
+def measure(connection: Connection, plan: Plan) -> None:
+    """Runs the parts of a plan, in the process that measures."""
+    os.dup2(2, 1)  # standard output is for rows, and libraries print to it
+    import torch
+    from gpu_suite.beside import must_exit
+    from gpu_suite.parts import all_parts, bench_for
+    from harness import machine
+
+    ends = time.perf_counter() + plan.limit
+    bench = bench_for(plan.folder, quick=plan.quick)
+    bench.roofs = dict(plan.roofs)
+    where = machine()
+    if plan.quick:
+        where.pop("gpu", None)
+    for part in all_parts():
+        if part.name not in plan.names:
+            continue
+        connection.send(("begin", part.name))
+        broken = False
+        try:
+            for row in part.measure(bench, min(time.perf_counter() + part.seconds, ends)):
+                connection.send(("row", row | {"machine": where}))
+        except Exception as error:
+            bench.drop()
+            told = f"{type(error).__name__}: {str(error).strip()[:500]}"
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            at = f"{frame.name}, line {frame.lineno}"
+            connection.send(("row", {"error": told, "at": at, "machine": where}))
+            broken = isinstance(error, torch.AcceleratorError) or not _works(bench)
+        connection.send(("roofs", bench.roofs))
+        last = broken or must_exit()
+        connection.send(("last" if last else "end", part.name))
+        if last:
+            break
+    connection.close()
+    os._exit(0)  # threads of libraries may never end
+
+
+def _works(bench: Any) -> bool:
+    """Whether the device still computes after an error."""
+    try:
+        bench.synchronize()
+    except Exception:
+        return False
+    return True

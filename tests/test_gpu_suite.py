@@ -1,0 +1,152 @@
+"""The suite for a GPU: it runs whole at tiny sizes, and goes on when one of its parts does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+# What a process does that the suite starts: imported there by name, from a folder on its path.
+FAKE = """
+import os, sys, time
+
+def serve(connection, plan):
+    for name in plan.names:
+        connection.send(("begin", name))
+        if name == "hangs":
+            time.sleep(60)
+        if name == "dies":
+            os._exit(7)
+        if name == "measures":
+            connection.send(("roofs", {"copy": 2.0}))
+        connection.send(("row", {"process": os.getpid(), "roofs": plan.roofs}))
+        connection.send(("last" if name == "leaves" else "end", name))
+    connection.close()
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    seconds: float = 20.0
+
+
+@pytest.fixture
+def suite(monkeypatch, tmp_path):
+    """``suite("worker")`` is that module of the suite; `fake` is a module beside it."""
+    (tmp_path / "fake.py").write_text(textwrap.dedent(FAKE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module
+
+
+def test_every_part_runs_at_tiny_sizes(tmp_path, suite):
+    file = tmp_path / "rows.jsonl"
+    ran = subprocess.run(
+        [sys.executable, BENCHMARKS / "gpu.py", "--quick", "--json", file],
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [row for row in rows if "error" in row or "cut" in row] == []
+    names = {part.name.partition(",")[0] for part in suite("gpu_suite.parts").all_parts()}
+    told = {row["benchmark"] for row in rows}
+    assert names - told == {"system prompt without cache", "decode in fp8"}  # rows of other names
+    assert {"gaps", "ratio"} < told
+    decodes = [row for row in rows if row["benchmark"] == "decode"]
+    assert [row["batch"] for row in decodes] == [1, 3] * 3
+    assert all(row["of_floor"] > 0 and row["goal"] == 0.85 for row in decodes)
+    assert [row.get("quantization") for row in decodes] == [None] * 4 + ["fp8"] * 2
+    prompts = [row for row in rows if row["benchmark"] == "system prompt"]
+    ways = [(row["sharing"], row["cache"], row["hit_rate"] > 0.5) for row in prompts]
+    assert ways == [(True, True, True), (False, True, True), (False, False, False)] * 2
+    # The other engine has the same weights: rounded otherwise, but not another model.
+    beside = [row for row in rows if row.get("side") == "transformers"]
+    assert len(beside) == 2 and all(row["same_first_tokens"] > 0.6 for row in beside)
+    ratios = [row for row in rows if row["benchmark"] == "ratio"]
+    assert len(ratios) == 10 and sorted(r["goal"] for r in ratios if "goal" in r) == [
+        5,
+        5,
+        6.4,
+        6.4,
+    ]
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(kept) == len(rows)
+    assert not any("times" in row for row in kept)  # absolute times are kept from a GPU alone
+
+
+def run_parts(suite: Any, parts: list[Part], limit: float = 100.0) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    suite("gpu_suite.worker").run_parts(
+        parts, suite("fake").serve, rows.append, folder=Path(), quick=True, limit=limit
+    )
+    return rows
+
+
+def test_what_dies_or_leaves_does_not_stop_the_rest(suite):
+    names = ["measures", "dies", "second", "leaves", "third", "fourth"]
+    rows = run_parts(suite, [Part(name) for name in names])
+    assert [row["part"] for row in rows] == names
+    assert rows[1] == {"part": "dies", "error": "its process ended with 7"}
+    first, second, leaves, third, fourth = (row for row in rows if "process" in row)
+    assert len({first["process"], second["process"], third["process"]}) == 3
+    assert (second["process"], third["process"]) == (leaves["process"], fourth["process"])
+    assert first["roofs"] == {}
+    assert second["roofs"] == third["roofs"] == {"copy": 2.0}  # measured once
+
+
+def test_what_hangs_is_ended(suite, monkeypatch):
+    monkeypatch.setattr(suite("gpu_suite.worker"), "GRACE_SECONDS", 0.2)
+    rows = run_parts(suite, [Part("hangs", 0.1), Part("second")])
+    assert rows[0] == {"part": "hangs", "error": "stopped: it took longer than its 0.1 s"}
+    assert rows[1]["part"] == "second" and "process" in rows[1]
+
+
+def test_what_there_is_no_time_for_is_named(suite):
+    rows = run_parts(suite, [Part("hangs"), Part("second"), Part("third")], limit=3.0)
+    over = "the suite's 3 s were over"
+    assert rows == [
+        {"part": "hangs", "error": "stopped: the suite's time was over"},
+        {"part": "second", "left_out": over},
+        {"part": "third", "left_out": over},
+    ]
+
+
+def test_ratios_need_both_sides_to_their_end(suite):
+    gpu = suite("gpu")
+    row = {"model": "m", "benchmark": "beside transformers"}
+    ours = row | {"side": "coppice", "times": {"tokens_per_s": 50}}
+    theirs = row | {"side": "transformers", "times": {"tokens_per_s": 8}}
+    (ratio,) = gpu.ratios([ours, theirs])
+    assert (ratio["ratio"], ratio["goal"], ratio["model"]) == (6.25, 5, "m")
+    assert gpu.ratios([ours, theirs | {"cut": True}]) == []
+    assert gpu.ratios([ours, row | {"error": "it failed"}]) == []
+
+
+def test_busy_time_and_gaps(suite, tmp_path):
+    trace = suite("gpu_suite.trace")
+    found = trace.of_intervals([(10, 12), (0, 4), (3, 5), (1, 2)])
+    assert (found.pieces, found.busy, found.span, found.gaps) == (4, 7, 12, (5,))
+    assert found.median_gap == 5
+    file = tmp_path / "trace.json"
+    work = {"ph": "X", "ts": 5, "dur": 2, "cat": "kernel"}
+    file.write_text(json.dumps({"traceEvents": [work, work | {"cat": "cpu_op"}, {"ph": "i"}]}))
+    assert trace.busy(file, trace.ON_GPU).busy == 2
+    with pytest.raises(ValueError, match="no work of the device"):
+        trace.busy(file, ("gpu_memcpy",))
+
+
+def test_missing_packages_are_named(suite):
+    require = suite("harness").require
+    require("torch", gpu=False)
+    with pytest.raises(SystemExit, match=r"lacks no_such_package, nor_this"):
+        require("torch", "no_such_package", "nor_this", gpu=False)
