@@ -138,7 +138,7 @@ def decode(bench: Bench, deadline: float, model: str, **options: Any) -> Iterato
             "context": context,
             **options,
             **({"cut": True} if done < steps else {}),
-            "of_floor": round(floor / seconds, 3),
+            "of_floor": float(f"{floor / seconds:.3g}"),
             "goal": 0.85,
             "times": {
                 "tokens_per_s": round(tokens / done / seconds, 1),
