@@ -104,7 +104,7 @@ def _start_up(outside: dict[str, str]) -> dict[str, Any]:
     """Seconds until a backend is ready: kernels compiled, and loaded from numba's cache."""
     code = (
         "import time, torch; t = time.perf_counter()\n"
-        "from coppice.kernels.interface import select_backend\n"
+        "from coppice.kernels.selection import select_backend\n"
         "select_backend('cpu', torch.device('cpu')); print(time.perf_counter() - t)"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -133,8 +133,8 @@ class _Batch:
             AttentionPlan,
             LayerCache,
             SharedStretch,
-            select_backend,
         )
+        from coppice.kernels.selection import select_backend
 
         size = 16
         stem, tail = shared // size, -(-own // size)

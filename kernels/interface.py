@@ -42,6 +42,25 @@ class LayerCache:
     scales: KvScales | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """What a model asks of attention: a backend may have kernels for some cases only.
+
+    ``cache_dtype`` differs from ``dtype`` where the cache has scales. ``sliding_windows`` are the
+    different ones of its layers.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    scale: float
+    sliding_windows: tuple[int | None, ...] = (None,)
+    logit_softcap: float | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedStretch:
     """A run of full pages that several sequences of the batch read.
@@ -324,46 +343,6 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> 
     each element beside its partner, and the sign sits in the sine. Su et al. 2021 (RoFormer).
     """
     return (heads * cos).addcmul_(heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)
-
-
-def select_backend(
-    name: str, device: torch.device, *, deterministic: bool = False
-) -> AttentionBackend:
-    """The backend of that name for that device; ``auto`` is the fastest there is.
-
-    Names: ``auto``, ``cpu``, ``triton``, ``reference`` (slow, for tests). ``deterministic`` asks
-    for results that hang neither on the rest of the batch nor on what was cached, which ``triton``
-    offers. Other names, a device that the backend does not run on, and a backend that cannot be
-    deterministic raise ``ValueError``.
-    """
-    if name not in ("auto", "cpu", "triton", "reference"):
-        raise ValueError(
-            f"attention_backend is {name!r}; it must be 'auto', 'cpu', 'triton' or 'reference'"
-        )
-    if name == "auto":
-        name = "triton" if device.type == "cuda" else "cpu"
-    if name == "triton":
-        try:
-            from coppice.kernels.triton_backend import TritonBackend
-        except ImportError as error:
-            raise ValueError(
-                f"attention_backend is 'triton', which is not installed here ({error}); install "
-                "the extra 'gpu', or take 'cpu' for device cpu"
-            ) from error
-        return TritonBackend(device, deterministic=deterministic)
-    if deterministic:
-        raise ValueError(
-            f"deterministic is True; attention_backend {name!r} takes only False, 'triton' both"
-        )
-    if name == "reference":
-        from coppice.kernels.reference import ReferenceBackend
-
-        return ReferenceBackend()
-    if device.type != "cpu":
-        raise ValueError(f"device is {device}; attention_backend {name!r} runs on 'cpu' only")
-    from coppice.kernels.cpu import CpuBackend
-
-    return CpuBackend()
 
 
 def _is_int32_line(value: object) -> bool:

@@ -18,6 +18,15 @@ from numpy.typing import DTypeLike
 _ALIGNMENT = 16
 
 
+def stage(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on the host, in memory from which a copy to the device is queued.
+
+    They are views of one piece of memory, each at a multiple of 16 bytes. O(bytes).
+    """
+    starts = _starts([array.nbytes for array in arrays])
+    return _views(_packed(arrays, starts, starts[-1], device), starts, arrays)
+
+
 def send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """The arrays as tensors on the device, all of them in one transfer; the arrays may change then.
 
@@ -28,10 +37,7 @@ def send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tenso
     packed = _packed(arrays, starts, starts[-1], device)
     if device.type != "cpu":
         packed = packed.to(device, non_blocking=True)
-    return [
-        _view(packed, start, array.shape, array.dtype)
-        for start, array in zip(starts, arrays, strict=False)
-    ]
+    return _views(packed, starts, arrays)
 
 
 class Landing:
@@ -85,6 +91,15 @@ def _packed(
         packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
     made = torch.from_numpy(packed)
     return made if device.type == "cpu" else made.pin_memory()
+
+
+def _views(
+    memory: torch.Tensor, starts: Sequence[int], arrays: Sequence[np.ndarray]
+) -> list[torch.Tensor]:
+    return [
+        _view(memory, start, array.shape, array.dtype)
+        for start, array in zip(starts, arrays, strict=False)
+    ]
 
 
 def _view(

@@ -144,8 +144,7 @@ def choose_shared(
     seen_from = np.zeros(plan.num_sequences, np.int64)
     if window is not None:
         seen_from = np.maximum(plan.context_len.astype(np.int64) - window, 0)
-    few = counts <= model.few_rows
-    alone = np.where(few, 1, -(-counts // model.many_rows)).astype(np.int64)
+    alone = lone_reads(counts, model)
 
     able, rows, reads, parent = [], [], [], []
     owner = np.full(plan.num_sequences, -1)
@@ -164,7 +163,7 @@ def choose_shared(
         if above < 0 or not len(able[index]):
             continue
         tokens = (stretches[index].num_pages + stretches[above].num_pages) * size
-        if _saved(rows[index], reads[index], tokens, 1, model) > 0:
+        if saved_bytes(rows[index], reads[index], tokens, 1, model) > 0:
             reads[above] += model.blocks(rows[index]) - int(alone[able[index]].sum())
         else:
             reads[above] += reads[index] - int(alone[able[index]].sum())
@@ -182,13 +181,19 @@ def choose_shared(
             begin = reached
         elif (cursor[members] < begin).any():
             parts = 2
-        if _saved(rows[index], reads[index], end - begin, parts, model) > 0:
+        if saved_bytes(rows[index], reads[index], end - begin, parts, model) > 0:
             chosen.append(SharedRange(begin, end, members))
             cursor[members] = end
     return tuple(chosen)
 
 
-def _saved(rows: int, reads: int, tokens: int, parts: int, model: CostModel) -> int:
+def lone_reads(counts: np.ndarray, model: CostModel) -> np.ndarray:
+    """How often sequences of so many rows read their keys, each by itself, int64."""
+    many = -(-counts.astype(np.int64) // model.many_rows)
+    return np.where(counts <= model.few_rows, 1, many)
+
+
+def saved_bytes(rows: int, reads: int, tokens: int, parts: int, model: CostModel) -> int:
     """Bytes saved by reading ``tokens`` once for ``rows`` instead of ``reads`` times.
 
     ``parts``: partial results that it costs each row.

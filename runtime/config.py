@@ -51,7 +51,7 @@ class EngineConfig:
     kv_cache_dtype: str = _option(
         "auto",
         f"type of the KV cache: {', '.join(KV_CACHE_DTYPES)}; auto is that of the weights, fp8 "
-        "(e4m3) takes a byte a number, with the triton backend",
+        "(e4m3) takes a byte a number, on a GPU",
     )
     max_model_len: int | None = _option(None, "longest prompt and output together, in tokens")
     max_num_seqs: int = _option(64, "most sequences in one step")
@@ -80,7 +80,8 @@ class EngineConfig:
     pin_budget: float = _option(0.25, "most of the KV cache that pins may keep, as a fraction")
     attention_backend: str = _option(
         "auto",
-        "attention kernels: auto, cpu, triton or reference; auto is triton on a GPU, else cpu",
+        "attention kernels: auto, cpu, triton, flashinfer or reference; auto is cpu on a CPU, on a "
+        "GPU flashinfer where it covers the model, else triton",
     )
     deterministic: bool = _option(
         False,

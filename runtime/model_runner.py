@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from coppice.kernels.interface import KvScales, LayerCache, select_backend
+from coppice.kernels.interface import AttentionCase, KvScales, LayerCache
+from coppice.kernels.selection import select_backend
 from coppice.runtime.batch import Batch, build_batch
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.kv_scales import measure_scales
@@ -50,8 +51,20 @@ class ModelRunner:
                 f"got {config.max_model_len}"
             )
         dtype = resolve_dtype(config.dtype, self.model_config, self.device)
+        cache_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+        model = self.model_config
+        case = AttentionCase(
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            page_size=config.page_size,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            scale=model.head_dim**-0.5,
+            sliding_windows=tuple(dict.fromkeys(model.sliding_windows)),
+        )
         self.attention = select_backend(
-            config.attention_backend, self.device, deterministic=config.deterministic
+            config.attention_backend, self.device, deterministic=config.deterministic, case=case
         )
         if dtype not in self.attention.dtypes:
             allowed = ", ".join(map(_name, self.attention.dtypes))
@@ -59,7 +72,6 @@ class ModelRunner:
                 f"dtype: the {self.attention.name} attention backend computes in {allowed} on this "
                 f"device, got {_name(dtype)}"
             )
-        cache_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
         if cache_dtype != dtype and cache_dtype not in self.attention.scaled_dtypes:
             raise ValueError(
                 f"kv_cache_dtype is {config.kv_cache_dtype!r}; with the {self.attention.name} "

@@ -33,6 +33,10 @@ def _has_cuda() -> bool:
 
 HAS_CUDA = _has_cuda()
 
+# FlashInfer builds kernels for minutes: those that are there already are tested, unless this is set
+# to the empty string.
+os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+
 # Without a GPU Triton's kernels run under its interpreter, which is chosen when they are defined.
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"

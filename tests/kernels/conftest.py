@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_flashinfer import Library
 
 from coppice.kernels import tree_cost
+from coppice.kernels.flashinfer_backend import FlashInferBackend
 from coppice.kernels.interface import (
     AttentionBackend,
+    AttentionCase,
     AttentionPlan,
     LayerCache,
     SharedStretch,
-    select_backend,
 )
+from coppice.kernels.selection import select_backend
 from coppice.kernels.tree_cost import CostModel
 
 
@@ -114,6 +119,13 @@ class Batch:
         )  # fmt: skip
         return out.cpu(), lse.cpu()
 
+    def case(self, window: int | None = None) -> AttentionCase:
+        return AttentionCase(
+            num_heads=self.group * self.kv_heads, num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim, page_size=self.page_size, dtype=self.dtype,
+            cache_dtype=self.dtype, scale=self.scale, sliding_windows=(window,),
+        )  # fmt: skip
+
     def dense(self, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The same by brute force in float64, row by row and head by head, without a backend."""
         k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
@@ -154,9 +166,32 @@ def size() -> int:
     return 37 if TRITON_DEVICE.type == "cuda" else 1
 
 
+#: What FlashInfer's kernels are tested in; on a GPU without a compiler they may be the only ones.
+FLASHINFER_TYPE, FLASHINFER_HEAD_DIM = torch.bfloat16, 128 if torch.cuda.is_available() else 64
+
+
+@pytest.fixture(scope="session")
+def flashinfer_backend() -> AttentionBackend:
+    """FlashInfer itself on a GPU; elsewhere what stands for it, and checks what it is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        if TRITON_DEVICE.type != "cuda":
+            patch.setitem(sys.modules, "flashinfer", Library())
+            return FlashInferBackend(TRITON_DEVICE)
+        batch = Batch([(1, 0)], dtype=FLASHINFER_TYPE, head_dim=FLASHINFER_HEAD_DIM)
+        try:
+            return FlashInferBackend(TRITON_DEVICE, batch.case())
+        except ValueError as error:
+            pytest.skip(str(error))
+
+
 @pytest.fixture
-def make_batch() -> type[Batch]:
-    return Batch
+def make_batch(request: pytest.FixtureRequest) -> Callable[..., Batch]:
+    """Makes batches that the test's ``backend`` covers, unless they say otherwise."""
+    if "backend" not in request.fixturenames:
+        return Batch
+    if request.getfixturevalue("backend").name != "flashinfer":
+        return Batch
+    return partial(Batch, dtype=FLASHINFER_TYPE, head_dim=FLASHINFER_HEAD_DIM)
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from coppice.kernels import triton_plans
-from coppice.kernels.interface import select_backend
 from coppice.kernels.reference import ReferenceBackend
+from coppice.kernels.selection import select_backend
 from coppice.kernels.transfer import Landing
 
 SIZE = 6

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.kernels.interface import LayerCache, SharedStretch, select_backend
+from coppice.kernels.interface import LayerCache, SharedStretch
+from coppice.kernels.selection import select_backend
 
 
 @pytest.fixture(params=["cpu", "reference", "triton"])
 def backend(request):
-    if request.param == "triton":
-        return request.getfixturevalue("triton_backend")
+    if request.param in ("triton", "flashinfer"):
+        return request.getfixturevalue(f"{request.param}_backend")
     return select_backend(request.param, torch.device("cpu"))
 
 
@@ -54,6 +55,7 @@ SHARED = [(range(3), 2)]
         ({"stretches": (SharedStretch(0, 3, ints(0, 1)),)}, "num_pages"),
     ],
 )
+@pytest.mark.parametrize("backend", ["cpu", "reference", "triton", "flashinfer"], indirect=True)
 def test_bad_plan_is_refused(make_batch, backend, change, names):
     batch = make_batch(TAILS, SHARED)
     backend.prepare(batch.plan, num_pages=batch.num_pages)
@@ -154,13 +156,14 @@ def test_backends_are_chosen_by_name():
     assert select_backend("auto", device).name == "cpu"
     assert select_backend("cpu", device).name == "cpu"
     assert select_backend("reference", device).name == "reference"
-    with pytest.raises(ValueError, match="attention_backend is 'flashinfer'"):
-        select_backend("flashinfer", device)
+    allowed = "'auto', 'cpu', 'triton', 'flashinfer' or 'reference'"
+    with pytest.raises(ValueError, match=rf"attention_backend is 'abacus'; it must be {allowed}"):
+        select_backend("abacus", device)
     with pytest.raises(ValueError, match="device is cuda"):
         select_backend("cpu", torch.device("cuda"))
 
 
-@pytest.mark.parametrize("name", ["auto", "cpu", "reference"])
+@pytest.mark.parametrize("name", ["auto", "cpu", "flashinfer", "reference"])
 def test_a_backend_that_hangs_on_its_batch_says_so(name):
     with pytest.raises(ValueError, match=r"deterministic is True.*'triton'"):
         select_backend(name, torch.device("cpu"), deterministic=True)
@@ -177,10 +180,18 @@ def test_triton_runs_where_its_kernels_do():
             select_backend("triton", torch.device("cuda"))
 
 
-def test_triton_that_is_not_installed_is_named(monkeypatch):
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_triton_that_is_not_installed_is_named(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "coppice.kernels.triton_backend", None)
-    with pytest.raises(ValueError, match=r"attention_backend is 'triton'.*not installed"):
-        select_backend("triton", torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"attention_backend is '{name}'.*not installed"):
+        select_backend(name, torch.device("cpu"))
+
+
+def test_flashinfer_that_cannot_be_imported_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ValueError, match=r"'flashinfer', which cannot be imported.*or take 'tri"):
+        select_backend("flashinfer", device)
 
 
 def test_cpu_backend_refuses_what_it_cannot_do(make_batch):

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from coppice.kernels import tree_schedule
-from coppice.kernels.interface import AttentionPlan, LayerCache, SharedStretch, select_backend
+from coppice.kernels.interface import AttentionPlan, LayerCache, SharedStretch
 from coppice.kernels.reference import ReferenceBackend
+from coppice.kernels.selection import select_backend
 from coppice.kernels.triton_norm import rms_norm
 from coppice.kernels.triton_quantize import quantize_e4m3
 

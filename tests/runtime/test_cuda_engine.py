@@ -35,21 +35,33 @@ def test_float32_gives_the_cpus_tokens(tiny_checkpoint, family, page_size):
     assert found["cuda"] == found["cpu"]
 
 
+def on_the_gpu(path, backend, **options):
+    """An engine with that attention backend; the test is skipped where FlashInfer lacks kernels."""
+    try:
+        return make_engine(path, device="cuda", attention_backend=backend, **options)
+    except ValueError as error:
+        if backend != "flashinfer":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_bfloat16_is_as_near_to_float32_as_on_the_cpu(tiny_checkpoint, family, cache):
+def test_bfloat16_is_as_near_to_float32_as_on_the_cpu(tiny_checkpoint, family, cache, backend):
     if cache == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with 8-bit floats")
     prompt = make_prompts(STEM)[1]
-    off = {}
+    path = tiny_checkpoint(family, head_dim=128 if backend == "flashinfer" else 16)
     options = {"dtype": "bfloat16", "kv_cache_dtype": cache, **ROOM}
-    exact = prompt_logprobs(
-        make_engine(tiny_checkpoint(family), device="cpu", dtype="float32", **ROOM), prompt
-    )
-    for device, backend in (("cpu", "reference"), ("cuda", "triton")):
-        engine = make_engine(
-            tiny_checkpoint(family), device=device, attention_backend=backend, **options
-        )
-        off[device] = np.linalg.norm(prompt_logprobs(engine, prompt) - exact)
+    exact = prompt_logprobs(make_engine(path, device="cpu", dtype="float32", **ROOM), prompt)
+    engines = {
+        "cpu": make_engine(path, device="cpu", attention_backend="reference", **options),
+        "cuda": on_the_gpu(path, backend, **options),
+    }
+    off = {
+        device: np.linalg.norm(prompt_logprobs(engine, prompt) - exact)
+        for device, engine in engines.items()
+    }
     assert off["cuda"] < 1.5 * off["cpu"]
 
 
@@ -91,9 +103,13 @@ def test_deterministic_answers_do_not_hang_on_hits(tiny_checkpoint):
     assert [greedy(engine, [prompt], TOKENS)[0] for prompt in prompts] == cold
 
 
-def test_a_step_waits_for_the_gpu_only_when_its_tokens_are_read(tiny_checkpoint, monkeypatch):
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+def test_a_step_waits_for_the_gpu_only_when_its_tokens_are_read(
+    tiny_checkpoint, monkeypatch, backend
+):
     """Torch itself reports every other wait: forward pass and choice of tokens have none."""
-    engine = make_engine(tiny_checkpoint("llama"), device="cuda", **ROOM)
+    path = tiny_checkpoint("llama", head_dim=128)
+    engine = on_the_gpu(path, backend, dtype="bfloat16", **ROOM)
     params = SamplingParams(n=2, temperature=0.9, top_k=7, max_tokens=60, ignore_eos=True, seed=1)
     bent = SamplingParams(max_tokens=60, ignore_eos=True, repetition_penalty=1.2, temperature=0)
     for number, prompt in enumerate(make_prompts(STEM)):

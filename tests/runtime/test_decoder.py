@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.kernels.interface import AttentionPlan, LayerCache, select_backend
+from coppice.kernels.interface import AttentionPlan, LayerCache
+from coppice.kernels.selection import select_backend
 from coppice.runtime.decoder import Decoder
 from coppice.runtime.model_config import load_model_config
 from coppice.runtime.weights import load_decoder

@@ -1,0 +1,254 @@
+"""Stands for FlashInfer where there is no GPU: what the attention backend calls of it, by torch.
+
+Arguments are checked as FlashInfer and its kernels check them, and where those would silently read
+elsewhere or wait for the device, more strictly. Plans are kept for tests to look at. Attention is
+float32 arithmetic, log-sum-exps are to base 2. Like FlashInfer's pinned memory, a plan's arrays are
+held by reference: whoever changes them afterwards changes what is run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+HEAD_DIMS = (64, 128, 256, 512)
+DECODE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
+
+
+class MissingJITCacheError(RuntimeError):
+    """What FlashInfer raises where it may not compile and a kernel was not compiled before."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What FlashInfer has a compiled module for each of."""
+
+    wrapper: str
+    q: torch.dtype
+    kv: torch.dtype
+    head_dim: int
+    windowed: bool
+    softcapped: bool
+
+
+@dataclass(eq=False)
+class Plan:
+    """The arguments of one call of ``plan``."""
+
+    query_indptr: torch.Tensor
+    page_indptr: torch.Tensor
+    page_indices: torch.Tensor
+    last_page_len: torch.Tensor
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    causal: bool
+    sm_scale: float | None
+    window_left: int
+    softcap: float
+    q: torch.dtype
+    kv: torch.dtype
+    out: torch.dtype
+
+    @property
+    def kv_len(self) -> torch.Tensor:
+        pages = self.page_indptr.diff()
+        return (pages - 1).clamp(min=0) * self.page_size + self.last_page_len
+
+
+class _Wrapper:
+    def __init__(self, library, workspace, kv_layout, **buffers) -> None:
+        assert workspace.dtype == torch.uint8 and workspace.data_ptr() % 16 == 0
+        assert kv_layout == "NHD"
+        self.library = library
+        self.workspace = workspace
+        self.plans: list[Plan] = []
+        library.wrappers.append(self)
+
+    def _keep(self, plan: Plan, seq_lens: torch.Tensor | None) -> None:
+        groups = len(plan.last_page_len)
+        on_host = {
+            "query_indptr": (plan.query_indptr, groups + 1),
+            "page_indptr": (plan.page_indptr, groups + 1),
+            "last_page_len": (plan.last_page_len, groups),
+            "seq_lens": (seq_lens, groups),
+        }
+        for name, (array, length) in on_host.items():
+            assert array is not None and array.shape == (length,), name
+            assert array.dtype == torch.int32 and array.is_contiguous(), name
+            assert array.device.type == "cpu", f"{name} makes the host wait for the device"
+        indices = plan.page_indices
+        assert indices.dtype == torch.int32 and indices.device == self.workspace.device
+        for name in ("query_indptr", "page_indptr"):
+            array = getattr(plan, name)
+            assert array[0] == 0 and (array.diff() >= 0).all(), f"{name} must not fall"
+        assert (plan.query_indptr.diff() > 0).all(), "a group has no rows"
+        assert plan.page_indptr[-1] == len(indices)
+        empty = plan.page_indptr.diff() == 0
+        last = plan.last_page_len
+        assert (last[empty] == 0).all()
+        assert ((last[~empty] >= 1) & (last[~empty] <= plan.page_size)).all()
+        assert torch.equal(plan.kv_len, seq_lens)
+        if plan.causal:
+            assert (plan.kv_len >= plan.query_indptr.diff()).all()
+        if plan.heads % plan.kv_heads:
+            raise RuntimeError("num_qo_heads should be divisible by num_kv_heads")
+        if plan.head_dim not in HEAD_DIMS:
+            raise RuntimeError(f"Unsupported head_dim: {plan.head_dim}")
+        assert plan.q in (torch.float16, torch.bfloat16) and plan.out == plan.q
+        assert plan.kv in (plan.q, torch.float8_e4m3fn)
+        case = Case(
+            type(self).__name__, plan.q, plan.kv, plan.head_dim, plan.window_left >= 0,
+            plan.softcap > 0,
+        )  # fmt: skip
+        if not self.library.compiled(case):
+            raise MissingJITCacheError("JIT compilation is disabled\nand the module is missing")
+        self.plans.append(plan)
+
+    def _run(self, q, pages, out, lse, return_lse):
+        plan = self.plans[-1]
+        k_cache, v_cache = pages
+        assert return_lse
+        if len(q) != plan.query_indptr[-1]:
+            raise ValueError(f"q.shape[0] ({len(q)}) does not match qo_indptr[-1]")
+        for name, tensor, planned in (("q", q, plan.q), ("k", k_cache, plan.kv)):
+            if tensor.dtype != planned:
+                raise ValueError(f"The dtype of {name} does not match the planned {planned}")
+        assert k_cache.stride() == v_cache.stride() and v_cache.dtype == plan.kv
+        assert k_cache.shape[1:] == (plan.page_size, plan.kv_heads, plan.head_dim)
+        assert q.shape[1:] == (plan.heads, plan.head_dim) and q.stride(2) == 1
+        for given, dtype, shape in ((out, plan.out, q.shape), (lse, torch.float32, q.shape[:2])):
+            assert given.dtype == dtype and given.shape == shape and given.is_contiguous()
+            assert given.device == q.device
+        scale = plan.head_dim**-0.5 if plan.sm_scale is None else plan.sm_scale
+        for group in range(len(plan.last_page_len)):
+            rows = slice(*plan.query_indptr[group : group + 2].tolist())
+            first, stop = plan.page_indptr[group : group + 2].tolist()
+            table = plan.page_indices[first:stop].long()
+            length = int(plan.kv_len[group])
+            keys, values = (
+                each[table].flatten(0, 1)[:length].float().repeat_interleave(
+                    plan.heads // plan.kv_heads, dim=1
+                )
+                for each in (k_cache, v_cache)
+            )  # fmt: skip
+            scores = torch.einsum("rhd,thd->rht", q[rows].float(), keys) * scale
+            if plan.softcap > 0:
+                scores = plan.softcap * (scores / plan.softcap).tanh()
+            key = torch.arange(length, device=q.device)
+            count = rows.stop - rows.start
+            place = length - count + torch.arange(count, device=q.device)[:, None]
+            seen = key <= place if plan.causal else torch.ones_like(key <= place)
+            if plan.window_left >= 0:
+                seen &= key + plan.window_left >= place
+            scores = scores.masked_fill(~seen[:, None], -torch.inf)
+            sums = scores.logsumexp(-1)
+            # Rows that see nothing get zeros, and weigh nothing in a merge.
+            weights = torch.where(sums[..., None].isinf(), 0, (scores - sums[..., None]).exp())
+            out[rows] = torch.einsum("rht,thd->rhd", weights, values).to(out.dtype)
+            lse[rows] = sums / math.log(2)
+        return out, lse
+
+
+class Library(ModuleType):
+    """The module ``flashinfer``, to be put into ``sys.modules``.
+
+    ``compiled`` says of a ``Case`` whether there is a module for it; ``wrappers`` are all that were
+    made.
+    """
+
+    def __init__(self, compiled=lambda case: True) -> None:
+        super().__init__("flashinfer")
+        self.compiled = compiled
+        self.wrappers: list[_Wrapper] = []
+        library = self
+
+        class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+            def __init__(self, float_workspace_buffer, kv_layout="NHD", *, backend="auto") -> None:
+                assert backend == "fa2", "fa3 packs no query heads and splits no keys"
+                super().__init__(library, float_workspace_buffer, kv_layout)
+
+            def plan(
+                self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+                num_qo_heads, num_kv_heads, head_dim_qk, page_size, *, causal=False, sm_scale=None,
+                window_left=-1, logits_soft_cap=None, q_data_type="float16", kv_data_type=None,
+                o_data_type=None, non_blocking=True, seq_lens=None,
+            ) -> None:  # fmt: skip
+                q, kv, out = _types(q_data_type, kv_data_type, o_data_type)
+                self._keep(
+                    Plan(
+                        qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+                        num_qo_heads, num_kv_heads, head_dim_qk, page_size, causal, sm_scale,
+                        window_left, logits_soft_cap or 0.0, q, kv, out,
+                    ),
+                    seq_lens,
+                )  # fmt: skip
+
+            def run(self, q, paged_kv_cache, *, out=None, lse=None, return_lse=False):
+                return self._run(q, paged_kv_cache, out, lse, return_lse)
+
+        class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+            def __init__(
+                self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores=False,
+                backend="auto",
+            ) -> None:  # fmt: skip
+                assert not use_tensor_cores, "its array of rows is copied from pageable memory"
+                assert backend == "fa2"
+                assert not float_workspace_buffer.any(), "it must be zeros at its first use"
+                super().__init__(library, float_workspace_buffer, kv_layout)
+
+            def plan(
+                self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim,
+                page_size, *, window_left=-1, logits_soft_cap=None, q_data_type="float16",
+                kv_data_type=None, o_data_type=None, sm_scale=None, non_blocking=True,
+                seq_lens=None,
+            ) -> None:  # fmt: skip
+                q, kv, out = _types(q_data_type, kv_data_type, o_data_type)
+                if num_qo_heads // num_kv_heads not in DECODE_GROUPS:
+                    raise RuntimeError(f"Unsupported group_size: {num_qo_heads // num_kv_heads}")
+                assert (indptr.diff() > 0).all(), "a sequence without keys"
+                rows = torch.arange(len(indptr), dtype=torch.int32)
+                self._keep(
+                    Plan(
+                        rows, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim,
+                        page_size, False, sm_scale, window_left, logits_soft_cap or 0.0, q, kv, out,
+                    ),
+                    seq_lens,
+                )  # fmt: skip
+
+            def run(self, q, paged_kv_cache, *, out=None, lse=None, return_lse=False):
+                return self._run(q, paged_kv_cache, out, lse, return_lse)
+
+        self.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
+        self.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans of all wrappers, each wrapper's latest last."""
+        return [plan for wrapper in self.wrappers for plan in wrapper.plans]
+
+    @staticmethod
+    def merge_state_in_place(v, s, v_other, s_other, mask=None) -> None:
+        for name, given in {"v": v, "s": s, "v_other": v_other, "s_other": s_other}.items():
+            assert given.is_contiguous(), f"{name} must be contiguous"
+            assert given.device == v.device, name
+        assert v.shape == v_other.shape and s.shape == s_other.shape == v.shape[:2]
+        assert s.dtype == s_other.dtype == torch.float32 and mask is None
+        if v.dtype not in (torch.float16, torch.bfloat16) or v_other.dtype != v.dtype:
+            raise RuntimeError("MergeStateInPlace kernel launch failed: unsupported data type.")
+        both = torch.logaddexp2(s, s_other)
+        merged = sum(
+            each.float() * torch.exp2(lse - both)[..., None]
+            for each, lse in ((v, s), (v_other, s_other))
+        )
+        v.copy_(merged)
+        s.copy_(both)
+
+
+def _types(q, kv, out) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    q = getattr(torch, q) if isinstance(q, str) else q
+    return q, q if kv is None else kv, q if out is None else out

@@ -1,0 +1,86 @@
+"""The whole engine with the FlashInfer backend, over what stands for FlashInfer without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_flashinfer import Library
+from mixed_requests import answers, make_engine
+
+from coppice.kernels.flashinfer_backend import FlashInferBackend
+from coppice.kernels.gpu_backend import INTERPRETED
+from coppice.kernels.tree_cost import CostModel
+from coppice.runtime.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="with a GPU test_cuda_engine.py does this, with FlashInfer itself"
+)
+
+STEM, TOKENS = 26, 4
+OPTIONS = {"device": "cpu", "dtype": "float16"}
+PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture
+def library(monkeypatch) -> Library:
+    made = Library()
+    monkeypatch.setitem(sys.modules, "flashinfer", made)
+    return made
+
+
+def test_every_kind_of_request_gets_the_reference_backends_tokens(
+    tiny_checkpoint, library, monkeypatch
+):
+    """Prefills in chunks, hits, forks and beams, with everything shared that can be."""
+    usual = FlashInferBackend.cost_model
+    monkeypatch.setattr(CostModel, "row_bytes", 0)
+    monkeypatch.setattr(
+        FlashInferBackend, "cost_model", lambda *given: replace(usual(*given), launch_bytes=0)
+    )
+    path = tiny_checkpoint("qwen3", head_dim=64)
+    found = {
+        backend: answers(
+            make_engine(path, attention_backend=backend, page_size=4, **OPTIONS),
+            stem=STEM, tokens=TOKENS,
+        )
+        for backend in ("reference", "flashinfer")
+    }  # fmt: skip
+    scores = found["reference"].pop("scores")
+    assert found["flashinfer"].pop("scores") == pytest.approx(scores, abs=0.05)
+    assert found["flashinfer"] == found["reference"]
+    assert found["flashinfer"]["warm"] == found["flashinfer"]["cold"]
+    shared = [
+        plan for plan in library.plans if not plan.causal and (plan.query_indptr.diff() > 1).any()
+    ]
+    assert len(shared) > 10
+    assert {plan.causal for plan in library.plans} == {False, True}
+    assert {(plan.q, plan.kv, plan.sm_scale) for plan in library.plans} == {
+        (torch.float16, torch.float16, 64**-0.5)
+    }
+
+
+def test_a_step_plans_once_for_all_layers(tiny_checkpoint, library):
+    path = tiny_checkpoint("llama", head_dim=64, num_hidden_layers=5)
+    engine = make_engine(path, attention_backend="flashinfer", **OPTIONS)
+    before = len(library.plans)  # of the trial at the start
+    engine.add_request("0", [5, 6, 7, 8], PARAMS)
+    steps = 0
+    while engine.has_unfinished():
+        engine.step()
+        steps += 1
+    assert len(library.plans) - before == steps == 3
+
+
+def test_a_model_without_kernels_is_refused_by_name(tiny_checkpoint, library):
+    with pytest.raises(ValueError, match=r"head_dim is 16; attention_backend 'flashinfer' has"):
+        make_engine(tiny_checkpoint("llama"), attention_backend="flashinfer", **OPTIONS)
+    path = tiny_checkpoint("mistral", head_dim=64, sliding_window=9)
+    library.compiled = lambda case: not case.windowed
+    with pytest.raises(ValueError, match=r"does not cover .* sliding_window 9 and logit_softcap"):
+        make_engine(path, attention_backend="flashinfer", **OPTIONS)
+    options = OPTIONS | {"dtype": "float32"}
+    with pytest.raises(ValueError, match=r"dtype is torch.float32; .* takes torch.bfloat16"):
+        make_engine(path, attention_backend="flashinfer", **options)
