@@ -1,4 +1,4 @@
-"""Measure the Triton attention kernels on a GPU, against what the chip itself can do.
+"""Measure the attention kernels on a GPU, Triton's and FlashInfer's, against what the chip can do.
 
     python benchmarks/kernels_gpu.py --json benchmarks/results/kernels-gpu.jsonl
     python benchmarks/kernels_gpu.py --dry-run --json benchmarks/results/kernels-gpu-model.jsonl
@@ -13,8 +13,10 @@ the cases, each measured in rounds that run all its ways in turn. ``of_copy`` an
 the bandwidth and the FLOP/s that a way reached, as fractions of the roofs, counted with the bytes
 that it has to move (each page that it reads once, as often as its own plan reads it) and the FLOP
 of unmasked scores. ``ratio`` is how many times faster than the first way it is, with the 10th and
-90th percentile over rounds. Ways: every sequence by itself (plain paged decode), the tree, and
-torch's scaled_dot_product_attention over contiguous copies of the same keys where they fit.
+90th percentile over rounds. Ways: every sequence by itself (plain paged decode), the tree, torch's
+scaled_dot_product_attention over contiguous copies of the same keys where they fit, and, where
+FlashInfer imports and its kernels are there, the first two by its kernels, and the tree by its own
+cascade wrapper. Where they are not, the first line says why.
 """
 
 from __future__ import annotations
@@ -24,19 +26,23 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from harness import Rows, machine, parser
 
-from coppice.kernels.interface import AttentionPlan, LayerCache, SharedStretch
+from coppice.kernels.interface import AttentionCase, AttentionPlan, LayerCache, SharedStretch
 from coppice.kernels.tiles import choose_tiles
 from coppice.kernels.tree_cost import CostModel
 from coppice.kernels.tree_schedule import TreeSchedule, build_tree_schedule, row_positions
 
+if TYPE_CHECKING:
+    from flashinfer_ways import FlashInferWays
+
 PAGE_SIZE = 16
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 ITEMSIZE = 2  # bfloat16
+SCALE = HEAD_DIM**-0.5
 MODEL = CostModel(
     choose_tiles(HEAD_DIM, ITEMSIZE),
     HEADS // KV_HEADS,
@@ -161,10 +167,23 @@ def main() -> None:
 def _measure(
     chosen: list[Case], rows: Rows, where: dict[str, Any], arguments: argparse.Namespace
 ) -> None:
+    import torch
+    from flashinfer_ways import FlashInferWays
+
     roofs = _roofs()
-    rows.add(benchmark="roofs", times=roofs, machine=where)
+    flashinfer, why = None, None
+    try:
+        flashinfer = FlashInferWays(
+            torch.device("cuda"),
+            AttentionCase(
+                HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, torch.bfloat16, torch.bfloat16, SCALE
+            ),
+        )
+    except ValueError as error:
+        why = str(error)
+    rows.add(benchmark="roofs", without_flashinfer=why, times=roofs, machine=where)
     for case in chosen:
-        for row in _measured(case, roofs, 5 if arguments.quick else 25):
+        for row in _measured(case, roofs, flashinfer, 5 if arguments.quick else 25):
             rows.add(**row, machine=where)
 
 
@@ -203,7 +222,7 @@ def _times(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[fl
             swept.zero_()
             # The queue is kept busy while the host prepares the launch, so that its time is not
             # counted: a step's launches are queued behind one another as well.
-            torch.cuda._sleep(1_000_000)
+            torch.cuda._sleep(3_000_000)
             begin.record()
             way()
             end.record()
@@ -214,7 +233,9 @@ def _times(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[fl
     return times
 
 
-def _measured(case: Case, roofs: dict[str, float], rounds: int) -> list[dict[str, Any]]:
+def _measured(
+    case: Case, roofs: dict[str, float], flashinfer: FlashInferWays | None, rounds: int
+) -> list[dict[str, Any]]:
     import torch
 
     from coppice.kernels.triton_backend import TritonBackend
@@ -230,17 +251,23 @@ def _measured(case: Case, roofs: dict[str, float], rounds: int) -> list[dict[str
     q = torch.randn(plan.num_rows, HEADS, HEAD_DIM, **place)
     k, v = torch.randn(2, plan.num_rows, KV_HEADS, HEAD_DIM, **place)
     backend = TritonBackend(torch.device("cuda"))
+    layer = LayerCache(*caches)
 
     def attend(each: AttentionPlan) -> Callable[[], Any]:
         prepared = backend.prepare(each, num_pages=pages)
-        layer = LayerCache(*caches)
-        return lambda: backend.attend(q, k, v, layer, prepared, scale=HEAD_DIM**-0.5)[0]
+        return lambda: backend.attend(q, k, v, layer, prepared, scale=SCALE)[0]
 
     ways = {"plain": attend(replace(plan, stretches=()))}
     moved = {"plain": told["bytes"]["all"]}
     if case.levels:
         ways["tree"], moved["tree"] = attend(plan), told["bytes_tree"]["all"]
-        torch.testing.assert_close(ways["tree"](), ways["plain"](), rtol=2e-2, atol=2e-2)
+    if flashinfer is not None:
+        for name, way in flashinfer.of(plan, MODEL, (q, k, v), layer).items():
+            ways[name] = way
+            moved[name] = moved["plain" if name == "flashinfer" else "tree"]
+    expected = ways["plain"]()
+    for way in ways.values():
+        torch.testing.assert_close(way(), expected, rtol=2e-2, atol=2e-2)
     context = int(plan.context_len[0])
     if case.batch * context * KV_HEADS * MODEL.key_bytes <= MOST_COPIED:
         table = torch.from_numpy(plan.page_indices.reshape(case.batch, -1)).long().cuda()
@@ -257,7 +284,7 @@ def _measured(case: Case, roofs: dict[str, float], rounds: int) -> list[dict[str
         def contiguous() -> Any:
             return torch.nn.functional.scaled_dot_product_attention(
                 rows, *whole, attn_mask=mask, is_causal=case.rows == context,
-                scale=HEAD_DIM**-0.5, enable_gqa=True,
+                scale=SCALE, enable_gqa=True,
             )  # fmt: skip
 
         ways["torch, contiguous"], moved["torch, contiguous"] = contiguous, told["bytes"]["all"]

@@ -1,0 +1,90 @@
+"""FlashInfer's ways to attend, for the kernel suite, where it imports and its kernels are there.
+
+Each way has wrappers of its own, so that its plan is made once: what is measured is the launches.
+Nothing is built: kernels that are not there yet would take minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from coppice.kernels.flashinfer_backend import FlashInferBackend
+from coppice.kernels.flashinfer_levels import LevelSchedule, build_levels, choose_levels
+from coppice.kernels.interface import AttentionCase, AttentionPlan, LayerCache
+from coppice.kernels.tree_cost import CostModel
+
+os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+
+Ways = dict[str, Callable[[], torch.Tensor]]
+
+
+class FlashInferWays:
+    """Raises ``ValueError``, which says why, where FlashInfer does not cover the case."""
+
+    def __init__(self, device: torch.device, case: AttentionCase) -> None:
+        self._case = case
+        self._plain, self._tree = (FlashInferBackend(device, case) for _ in range(2))
+
+    def of(
+        self,
+        plan: AttentionPlan,
+        model: CostModel,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cache: LayerCache,
+    ) -> Ways:
+        """Every sequence by itself; the tree by our composition; by FlashInfer's cascade wrapper.
+
+        ``tensors`` are queries, keys and values. The latter two only where something is shared, the
+        last only where all rows lie in every level, in order.
+        """
+
+        def attend(backend: FlashInferBackend, each: AttentionPlan) -> Callable[[], torch.Tensor]:
+            prepared = backend.prepare(each)
+            scale = self._case.scale
+            return lambda: backend.attend(*tensors, cache, prepared, scale=scale)[0]
+
+        ways = {"flashinfer": attend(self._plain, replace(plan, stretches=()))}
+        schedule = build_levels(plan, None, choose_levels(plan, None, model))
+        if schedule.shared:
+            ways["flashinfer, tree"] = attend(self._tree, plan)
+            whole = all(level.num_rows == plan.num_rows for level in schedule.levels)
+            if whole and schedule.rows is None:
+                made = self._cascade(schedule, tensors[0], cache, plan.page_size)
+                ways["flashinfer, cascade"] = made
+        return ways
+
+    def _cascade(
+        self, schedule: LevelSchedule, q: torch.Tensor, cache: LayerCache, page_size: int
+    ) -> Callable[[], torch.Tensor]:
+        import flashinfer
+
+        case = self._case
+        workspace = torch.zeros(128 * 2**20, dtype=torch.uint8, device=q.device)
+        wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+            len(schedule.levels), workspace, "NHD"
+        )
+
+        def arrays(name: str) -> list[torch.Tensor]:
+            found: list[np.ndarray] = [getattr(level, name) for level in schedule.levels]
+            return [torch.from_numpy(each) for each in found]
+
+        wrapper.plan(
+            arrays("query_indptr"),
+            arrays("page_indptr"),
+            [each.to(q.device) for each in arrays("page_indices")],
+            arrays("last_page_len"),
+            case.num_heads,
+            case.num_kv_heads,
+            case.head_dim,
+            page_size,
+            causal=schedule.levels[-1].causal,
+            sm_scale=case.scale,
+            q_data_type=case.dtype,
+            kv_data_type=case.cache_dtype,
+        )
+        return lambda: wrapper.run(q, (cache.k, cache.v))
