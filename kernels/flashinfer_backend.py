@@ -11,7 +11,7 @@ FlashInfer's log-sum-exps are to base 2, its plans default to float16, and its p
 of the scores: all of it is given or turned here. K and V are written, rotated and copied by our own
 Triton kernels: FlashInfer rotates and appends to the cache by two kernels, so that keys go to
 memory and back between them (its one fused kernel for 16-bit caches is for two head counts only),
-and its RMSNorm does what ``triton_norm`` does.
+and its RMSNorm does what ``triton_rows`` does.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def rotate_rows(
             tl.store(v_cache + to, values, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_copies"])
 def copy_page_words(
     caches: tl.tensor,
     pages: tl.tensor,

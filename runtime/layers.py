@@ -7,7 +7,7 @@ part straight from the checkpoint, so that no second copy of the weights ever ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import ModuleType
 from typing import ClassVar
 
 import torch
@@ -103,16 +103,16 @@ class RMSNorm(nn.Module):
         self.weight = frozen(torch.empty(*shape, dtype=dtype, device=device))
         self._eps = eps
         self._rows = row_kernels_for(dtype, device)
-        self._fused = _fused_norm() if device.type == "cuda" else None
+        self._gpu = gpu_rows(device)
 
     def forward(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
         """The norm of ``x``, a new tensor; of ``x += added``, in place, where that is given."""
         if self._rows is not None:
             return self._rows.add_norm(x, added, self.weight, self._eps)
+        if self._gpu is not None:
+            return self._gpu.rms_norm(x, self.weight, self._eps, added)
         if added is not None:
             x.add_(added)
-        if self._fused is not None:
-            return self._fused(x, self.weight, self._eps)
         return F.rms_norm(x, (x.shape[-1],), eps=self._eps) * self.weight
 
 
@@ -122,10 +122,13 @@ class SiluMul(nn.Module):
     def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._rows = row_kernels_for(dtype, device)
+        self._gpu = gpu_rows(device)
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         if self._rows is not None:
             return self._rows.silu_mul(gate_up)
+        if self._gpu is not None:
+            return self._gpu.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -135,10 +138,12 @@ def row_kernels_for(dtype: torch.dtype, device: torch.device) -> RowKernels | No
     return row_kernels() if device.type == "cpu" and dtype == torch.float32 else None
 
 
-def _fused_norm() -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] | None:
-    """One kernel for the norm and its weights, where torch has two; None without Triton."""
+def gpu_rows(device: torch.device) -> ModuleType | None:
+    """The kernels that work rows on a GPU; None elsewhere, and where Triton is missing."""
+    if device.type != "cuda":
+        return None
     try:
-        from coppice.kernels.triton_norm import rms_norm
+        from coppice.kernels import triton_rows
     except ImportError:
         return None
-    return rms_norm
+    return triton_rows

@@ -33,13 +33,11 @@ of a call: prefills, and decodes of a large batch, would be slower than in bfloa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from coppice.kernels.cpu_rows import row_kernels
-from coppice.runtime.layers import Linear, frozen
+from coppice.runtime.layers import Linear, frozen, gpu_rows
 
 _LEVELS = 127
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -120,7 +118,8 @@ class Fp8Linear(Linear):
         self.bias = frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         self._transposed = self.weight.t()  # the layout that the product asks for
         self._dtype = dtype
-        self._quantize = _row_quantizer(device)
+        gpu = gpu_rows(device)
+        self._quantize = quantize_e4m3 if gpu is None else gpu.quantize_e4m3
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         levels, scale = self._quantize(x)
@@ -151,19 +150,6 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = x.float()
     scale = values.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-12).div_(_E4M3_MAX)
     return (values / scale).to(torch.float8_e4m3fn), scale
-
-
-def _row_quantizer(
-    device: torch.device,
-) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """One kernel for it on a GPU, where torch has five; torch's without Triton."""
-    if device.type == "cuda":
-        try:
-            from coppice.kernels import triton_quantize
-        except ImportError:
-            return quantize_e4m3
-        return triton_quantize.quantize_e4m3
-    return quantize_e4m3
 
 
 def linear_class(

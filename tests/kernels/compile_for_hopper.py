@@ -24,8 +24,7 @@ from triton.compiler import ASTSource
 from coppice.kernels.tiles import Tile, choose_tiles
 from coppice.kernels.triton_attention import attend_items, merge_partials
 from coppice.kernels.triton_cache import copy_page_words, rotate_rows, write_rows
-from coppice.kernels.triton_norm import norm_rows
-from coppice.kernels.triton_quantize import quantize_rows
+from coppice.kernels.triton_rows import norm_rows, quantize_rows, silu_mul_rows
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -137,8 +136,9 @@ def variants() -> dict[str, Variant]:
         made[f"rotate {cache}"] = Variant(rotate_rows, turn, cache=cache, warps=1, scalars=strides)
     copy = {"WORDS": 16384, "BLOCK": 1024}
     made["copy"] = Variant(copy_page_words, copy, scalars={"num_copies": "i32"})
-    norm = {"HEADS": 1, "WEIGHT_ROWS": 1, "WIDTH": 4096, "BLOCK": 4096}
+    norm = {"HEADS": 1, "WEIGHT_ROWS": 1, "WIDTH": 4096, "BLOCK": 4096, "ADDS": True}
     made["norm"] = Variant(norm_rows, norm, warps=16, scalars={"x_stride": "i32", "eps": "fp32"})
+    made["silu"] = Variant(silu_mul_rows, {"WIDTH": 14336, "BLOCK": 1024})
     quantize = {"WIDTH": 14336, "BLOCK": 16384, "INTERPRETED": False}
     made["quantize"] = Variant(
         quantize_rows, quantize, warps=16, scalars={"x_stride": "i32", "levels": "*fp8e4nv"}

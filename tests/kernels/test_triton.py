@@ -15,8 +15,7 @@ from coppice.kernels import tree_schedule
 from coppice.kernels.interface import AttentionPlan, LayerCache, SharedStretch
 from coppice.kernels.reference import ReferenceBackend
 from coppice.kernels.selection import select_backend
-from coppice.kernels.triton_norm import rms_norm
-from coppice.kernels.triton_quantize import quantize_e4m3
+from coppice.kernels.triton_rows import quantize_e4m3, rms_norm, silu_mul
 
 REFERENCE = ReferenceBackend()
 TAILS = [(1, 0), (5, 3), (1, 17), (13, 8), (1, 33)]
@@ -116,14 +115,41 @@ def test_norm(triton_backend, shape):
     weight = torch.randn(*shape[1:], device=device)
     expected = torch.nn.functional.rms_norm(x, shape[-1:], eps=1e-3) * weight
     torch.testing.assert_close(rms_norm(x, weight, 1e-3), expected, rtol=1e-5, atol=1e-5)
+    added = torch.randn(shape, device=device)
+    total = x + added
+    expected = torch.nn.functional.rms_norm(total, shape[-1:], eps=1e-3) * weight
+    torch.testing.assert_close(rms_norm(x, weight, 1e-3, added), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(x, total)  # the residual goes on
+    with pytest.raises(ValueError, match=r"added is \(2,.*contiguous"):
+        rms_norm(x, weight, 1e-3, added[:2])
     with pytest.raises(ValueError, match=r"weight is \(5,\)"):
         rms_norm(x, torch.ones(5, device=device), 1e-3)
     with pytest.raises(ValueError, match="contiguous within a row"):
         rms_norm(x.transpose(0, -1), weight, 1e-3)
 
 
+def test_16_bit_sums_and_products_are_rounded_once(triton_backend):
+    device = triton_backend.device
+    x, added = torch.randn(2, 5, 1100, device=device).bfloat16()
+    weight = torch.ones(1100, dtype=torch.bfloat16, device=device)
+    exact = torch.nn.functional.rms_norm((x + added).float(), (1100,), eps=1e-3)
+    # Triton's interpreter cuts bits off where a GPU rounds, in the sum and in the result.
+    close = {"rtol": 2.0**-8 if device.type == "cuda" else 2.0**-6, "atol": 1e-6}
+    torch.testing.assert_close(rms_norm(x, weight, 1e-3, added).float(), exact, **close)
+    both = torch.randn(5, 2 * 1100, device=device).bfloat16()
+    gate, up = both.float().chunk(2, dim=1)
+    ours = silu_mul(both)
+    assert ours.dtype == torch.bfloat16 and ours.is_contiguous()
+    exact = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(ours.float(), exact, **close)
+    assert silu_mul(both[:0]).shape == (0, 1100)
+    with pytest.raises(ValueError, match=r"gate_up has shape \(5, 7\)"):
+        silu_mul(both[:, :7])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [64, 144])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_quantized_rows(triton_backend, width, dtype):
     """Each row by itself: beside one that is large, one of zeros and one that is no number."""
     x = torch.randn(9, 2 * width)[:, :width].to(triton_backend.device, dtype)

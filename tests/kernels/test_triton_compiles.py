@@ -25,6 +25,7 @@ COMPILED = (
     "rotate bf16",
     "copy",
     "norm",
+    "silu",
     "quantize",
 )
 
