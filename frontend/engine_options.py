@@ -46,7 +46,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The values of the engine's options, for `EngineConfig` or `LLM`."""
     names = [option.name for option in fields(EngineConfig) if option.name != "model"]
-    return {name: getattr(arguments, name) for name in names}
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -97,15 +98,19 @@ def _add(
     group: argparse._ArgumentGroup, option: Field[Any], hint: Any, text: str, default: Any
 ) -> None:
     flag = "--" + option.name.replace("_", "-")
-    if hint is bool:
-        text += f" (default: {'on' if default else 'off'})"
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
-        return
     if get_origin(hint) is tuple:  # argparse copies a list before it appends
         group.add_argument(flag, action="append", default=[], metavar="TEXT", help=text)
         return
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))
+    if hint is bool:
+        if default is not None:
+            text += f" (default: {'on' if default else 'off'})"
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+        return
+    if get_origin(hint) is tuple:
+        group.add_argument(flag, nargs="+", type=int, default=default, metavar="N", help=text)
+        return
     if default is not None:
         text += f" (default: {default})"
     metavar = {int: "N", float: "X"}.get(hint, "NAME")

@@ -226,6 +226,22 @@ def _steps(stats: EngineStats) -> Iterator[Metric]:
         "phase",
         {"prefill": stats.prefill_seconds, "decode": stats.decode_seconds},
     )
+    yield _counters(
+        "coppice_decode_steps",
+        "Decoding steps where there are CUDA graphs: replayed (graph), or kernel by kernel, since "
+        "of more sequences (too_many) or more attention work (too_much) than any graph has",
+        "how",
+        dict(stats.decode_steps),
+    )
+    yield GaugeMetricFamily(
+        "coppice_cuda_graphs", "CUDA graphs that were captured at start", stats.cuda_graphs
+    )
+    yield GaugeMetricFamily(
+        "coppice_cuda_graph_capture_seconds", "What capturing took", stats.cuda_graph_seconds
+    )
+    yield GaugeMetricFamily(
+        "coppice_cuda_graph_bytes", "Memory of the GPU that they took", stats.cuda_graph_bytes
+    )
 
 
 def _pool(stats: EngineStats) -> Iterator[Metric]:

@@ -91,7 +91,7 @@ class _Room:
         return cls(
             few=2 * size + held[0],
             many=2 * size // model.few_rows + held[1] if wide else 0,
-            entries=_PARTS * size + _MORE_PARTS,
+            entries=fixed_entries(size),
             rows=size,
             pages=min(size * max_pages, _MOST_PAGES),
         )
@@ -195,6 +195,11 @@ class TritonFixedPlan(FixedPlan):
         return landing.put(
             [*items, made.rows, slots, made.positions, made.merges, self.plan.page_indices]
         )
+
+
+def fixed_entries(size: int) -> int:
+    """Partial results that a graph has room for, of all heads each, for so many sequences."""
+    return _PARTS * size + _MORE_PARTS
 
 
 def fixed_plans(

@@ -1,9 +1,15 @@
-"""A schedule as the model takes it: flat tokens, slots, page tables, shared stretches."""
+"""A schedule as the model takes it: flat tokens, slots, page tables, shared stretches.
+
+A token that was sampled in the step before may still be on the device only (see ``late_tokens``);
+its row says from where it is taken there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,23 +21,88 @@ from coppice.runtime.prompt_logprobs import PromptRows
 from coppice.runtime.request import Sequence
 from coppice.runtime.scheduler import Schedule
 
+#: Stands for a token that was sampled and has not come back from the device yet.
+LATE = -1
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LateTokens:
+    """The tokens of a step that were sampled on the device: int64 ``[R]``, and whose they are."""
+
+    tokens: torch.Tensor
+    row_of: Mapping[Sequence, int]
+
+    def fill(self, token_ids: torch.Tensor, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        """Puts tokens in their rows of `token_ids`: int64 ``[T]``, ``[L]`` and ``[L]``."""
+        token_ids.index_copy_(0, rows, self.tokens.index_select(0, sources))
+
+
+class Inputs(NamedTuple):
+    """What the model takes of a batch on the device; see `Batch`."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    logit_rows: torch.Tensor
+    prompt_rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One step's input. T rows of tokens, R of them with logits."""
+    """One step's input on the host. T rows of tokens, R of them with logits."""
 
-    token_ids: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]
-    slots: torch.Tensor  # int64 [T]: page * page_size + slot of each token's KV
-    logit_rows: torch.Tensor  # int64 [R]: the last row of each sequence that reaches its end
-    prompt_rows: torch.Tensor  # int64 [S]: further rows, for the logprobs of prompts
+    token_ids: np.ndarray  # int64 [T]; 0 where late
+    positions: np.ndarray  # int64 [T]
+    slots: np.ndarray  # int64 [T]: page * page_size + slot of each token's KV
+    logit_rows: np.ndarray  # int64 [R]: the last row of each sequence that reaches its end
+    prompt_rows: np.ndarray  # int64 [S]: further rows, for the logprobs of prompts
+    late_rows: np.ndarray  # int64 [L]: rows whose tokens are on the device
+    late_from: np.ndarray  # int64 [L]: their rows among `LateTokens`
     sampled: list[Sequence]  # the R sequences; the engine adds siblings
     scored: list[PromptRows]  # what those S rows are for, in order
     plan: AttentionPlan
 
+    @property
+    def decodes(self) -> bool:
+        """Whether each sequence has one row, with logits, and nothing else is asked for."""
+        return len(self.sampled) == len(self.token_ids) and not self.scored
 
-def build_batch(schedule: Schedule, page_size: int, device: torch.device) -> Batch:
-    """Lays out the chunks of a schedule one after the other; one transfer takes them over."""
+    def send(self, device: torch.device, late: LateTokens | None = None) -> Inputs:
+        """Takes it over to the device in one transfer."""
+        arrays = [self.token_ids, self.positions, self.slots, self.logit_rows, self.prompt_rows]
+        *sent, rows, sources = send([*arrays, self.late_rows, self.late_from], device)
+        if late is not None and len(self.late_rows):
+            late.fill(sent[0], rows, sources)
+        return Inputs(*sent)
+
+    def padded(self, size: int, page: int) -> Batch:
+        """A decoding step of `size` sequences: those behind the real ones are of one token each.
+
+        Its KV goes to the first slot of `page`, where nobody else reads or writes: so they need no
+        treatment of their own anywhere, and change nothing of the others.
+        """
+        plan, more = self.plan, size - len(self.token_ids)
+        table_ends = plan.page_indptr[-1] + np.arange(1, more + 1, dtype=np.int32)
+        ones = np.ones(more, np.int32)
+        nothing = np.zeros(more, np.int64)
+        return replace(
+            self,
+            token_ids=np.concatenate((self.token_ids, nothing)),
+            positions=np.concatenate((self.positions, nothing)),
+            slots=np.concatenate((self.slots, nothing + page * plan.page_size)),
+            plan=AttentionPlan(
+                page_size=plan.page_size,
+                query_start=np.arange(size + 1, dtype=np.int32),
+                context_len=np.concatenate((plan.context_len, ones)),
+                page_indptr=np.concatenate((plan.page_indptr, table_ends)),
+                page_indices=np.concatenate((plan.page_indices, ones * np.int32(page))),
+                stretches=plan.stretches,
+            ),
+        )
+
+
+def build_batch(schedule: Schedule, page_size: int, late: LateTokens | None = None) -> Batch:
+    """Lays out the chunks of a schedule one after the other; `late` has tokens that are `LATE`."""
     sequences = [chunk.sequence for chunk in schedule.chunks]
     counts = np.array([chunk.count for chunk in schedule.chunks], np.int32)
     starts = np.array([sequence.computed for sequence in sequences], np.int32)
@@ -50,6 +121,14 @@ def build_batch(schedule: Schedule, page_size: int, device: torch.device) -> Bat
         ].tobytes()
         for chunk in schedule.chunks
     )
+    token_ids = np.frombuffer(tokens, np.int32).astype(np.int64)
+    late_rows = np.flatnonzero(token_ids == LATE)
+    token_ids[late_rows] = 0
+    late_from = np.zeros(0, np.int64)
+    if len(late_rows):
+        assert late is not None, "a token is neither here nor on the device"
+        row_of = late.row_of
+        late_from = np.array([row_of[sequences[each]] for each in owner[late_rows]], np.int64)
     ends = [chunk.count == chunk.sequence.remaining for chunk in schedule.chunks]
     prompt_rows, scored = _prompt_rows(schedule, query_start)
     plan = AttentionPlan(
@@ -60,16 +139,14 @@ def build_batch(schedule: Schedule, page_size: int, device: torch.device) -> Bat
         page_indices=page_indices,
         stretches=shared_stretches(tables, [int(start) // page_size for start in starts]),
     )
-    inputs = {
-        "token_ids": np.frombuffer(tokens, np.int32).astype(np.int64),
-        "positions": positions,
-        "slots": pages * page_size + positions % page_size,
-        "logit_rows": (query_start[1:] - 1)[ends].astype(np.int64),
-        "prompt_rows": prompt_rows,
-    }
-    sent = dict(zip(inputs, send(list(inputs.values()), device), strict=True))
     return Batch(
-        **sent,
+        token_ids=token_ids,
+        positions=positions,
+        slots=pages * page_size + positions % page_size,
+        logit_rows=(query_start[1:] - 1)[ends].astype(np.int64),
+        prompt_rows=prompt_rows,
+        late_rows=late_rows,
+        late_from=late_from,
         sampled=[sequence for sequence, end in zip(sequences, ends, strict=True) if end],
         scored=scored,
         plan=plan,

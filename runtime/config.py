@@ -88,6 +88,12 @@ class EngineConfig:
         "attention whose results hang neither on the rest of the batch nor on hits, with the "
         "triton backend; it shares no reads",
     )
+    enforce_eager: bool = _option(False, "no CUDA graphs: every step runs kernel by kernel")
+    cuda_graph_sizes: tuple[int, ...] | None = _option(
+        None,
+        "numbers of sequences whose decoding steps are captured as CUDA graphs, on a GPU; without "
+        "it a choice up to max_num_seqs",
+    )
     seed: int = _option(0, "seed of dummy weights and of requests that bring none")
 
     def __post_init__(self) -> None:
@@ -129,7 +135,22 @@ class EngineConfig:
         _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
         if not isinstance(self.pin_budget, (int, float)) or not 0 <= self.pin_budget <= 1:
             raise ValueError(f"pin_budget must be from 0 to 1, got {self.pin_budget!r}")
-        for name in ("enable_prefix_caching", "deterministic"):
+        if (sizes := self.cuda_graph_sizes) is not None:
+            allowed = range(1, self.max_num_seqs + 1)
+            if (
+                not isinstance(sizes, tuple)
+                or not sizes
+                or any(each not in allowed for each in sizes)
+            ):
+                raise ValueError(
+                    f"cuda_graph_sizes must be a tuple of integers from 1 to max_num_seqs "
+                    f"({self.max_num_seqs}), or None, got {sizes!r}"
+                )
+            if len(set(sizes)) != len(sizes):
+                raise ValueError(f"cuda_graph_sizes must differ from each other, got {sizes!r}")
+            if self.enforce_eager:
+                raise ValueError(f"cuda_graph_sizes must be None with enforce_eager, got {sizes!r}")
+        for name in ("enable_prefix_caching", "deterministic", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
 

@@ -163,9 +163,9 @@ class Decoder(nn.Module):
         kv: Sequence[LayerCache],
         attention: AttentionBackend,
         prepared: Any,
-        logit_rows: torch.Tensor,
+        logit_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What the head reads, ``[R, hidden]``, of the rows that ``logit_rows`` names.
+        """What the head reads, ``[R, hidden]``, of the rows that ``logit_rows`` names; None: all.
 
         A step that needs logits of many rows takes this, and makes the logits a few rows at a time.
 
@@ -181,7 +181,7 @@ class Decoder(nn.Module):
         for index, (layer, cache) in enumerate(zip(layers, kv, strict=True)):
             gathered = layer.attend(normed, angles, slots, cache, attention, prepared)
             last = index == len(layers) - 1
-            if last:
+            if last and logit_rows is not None:
                 # Nothing reads the other rows any more: the last layer has written their KV.
                 x, gathered = x[logit_rows], gathered[logit_rows]
             normed = layer.mlp_norm(x, layer.output(gathered))

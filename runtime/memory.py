@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from coppice.kernels.tree_schedule import DETERMINISTIC_SPLIT
+from coppice.kernels.triton_plans import fixed_entries
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model_config import ModelConfig
 from coppice.runtime.prompt_logprobs import SLICE_ROWS
@@ -22,6 +23,9 @@ CPU_FRACTION, GPU_FRACTION = 0.4, 0.9
 # float32, divided by their temperature, sorted with their places, as probabilities and their sums
 # in float64.
 _BYTES_A_LOGIT = 48
+
+# What the driver keeps of CUDA graphs: their kernels' arguments, by reckoning.
+_GRAPH_BYTES = 256 * 2**20
 
 
 def available_memory(device: torch.device) -> int:
@@ -76,7 +80,12 @@ def step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     if config.quantization is not None:
         token += max(model.hidden_size, queries, model.intermediate_size)
     logits = (config.max_num_seqs + SLICE_ROWS) * model.vocab_size * _BYTES_A_LOGIT
-    return config.max_num_batched_tokens * token + logits
+    graphs = 0
+    if not config.enforce_eager:
+        rows = max(config.cuda_graph_sizes or (config.max_num_seqs,))
+        kept = rows * token + fixed_entries(rows) * model.num_heads * (model.head_dim + 1) * 4
+        graphs = 2 * kept + _GRAPH_BYTES  # a pool is not filled without gaps
+    return config.max_num_batched_tokens * token + logits + graphs
 
 
 def plan_cache(

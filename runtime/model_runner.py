@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
-from coppice.kernels.interface import AttentionCase, KvScales, LayerCache
+from coppice.kernels.interface import AttentionCase, FixedPlan, KvScales, LayerCache
 from coppice.kernels.selection import select_backend
-from coppice.runtime.batch import Batch, build_batch
+from coppice.runtime.batch import Batch, LateTokens, build_batch
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_sizes
 from coppice.runtime.kv_scales import measure_scales
 from coppice.runtime.memory import plan_cache, zeroed
 from coppice.runtime.model_config import load_model_config
@@ -22,6 +24,8 @@ from coppice.runtime.weights import (
     resolve_dtype,
     resolve_model,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -36,6 +40,7 @@ class ModelRunner:
         num_pages: pages of the cache.
         memory: how their number follows from the memory, as text.
         max_model_len: most tokens of a request, by the model, the config and the cache.
+        graphs: CUDA graphs of decoding steps; None: there are none.
 
     Raises ValueError if the model can't be had or does not go together with the options.
     """
@@ -103,20 +108,63 @@ class ModelRunner:
         )
         tokens = self.num_pages * self.page_size
         self.max_model_len = min(config.max_model_len or model_length, tokens)
+        # One page more, which is none of the pool's: what pads a graph is written there.
         shape = (
-            self.num_pages,
+            self.num_pages + 1,
             self.page_size,
             self.model_config.num_kv_heads,
             self.model_config.head_dim,
         )
         place = shape, cache_dtype, self.device
         self.kv_cache = [LayerCache(zeroed(*place), zeroed(*place), each) for each in scales]
+        self.graphs: DecodeGraphs | None = None
+        if not config.enforce_eager and self.device.type == "cuda":
+            self.capture(CudaRecorder(self.device), config.cuda_graph_sizes, config.max_num_seqs)
+        if config.cuda_graph_sizes is not None and self.graphs is None:
+            raise ValueError(
+                f"cuda_graph_sizes is {config.cuda_graph_sizes}; with the {self.attention.name} "
+                f"attention backend on {self.device} it must be None"
+            )
 
     @torch.inference_mode()
-    def run(self, schedule: Schedule) -> tuple[Batch, torch.Tensor]:
+    def capture(self, recorder: Recorder, sizes: Sequence[int] | None, max_num_seqs: int) -> None:
+        """Makes graphs for decoding so many sequences each, if the attention backend has plans."""
+        sizes = graph_sizes(max_num_seqs) if sizes is None else sorted(sizes)
+        plans = self.attention.fixed_plans(
+            sizes,
+            page_size=self.page_size,
+            num_pages=self.num_pages + 1,
+            max_pages=-(-self.max_model_len // self.page_size),
+        )
+        if plans is None:
+            logger.info("no CUDA graphs: the %s backend offers none", self.attention.name)
+            return
+
+        def forward(
+            token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: FixedPlan
+        ) -> torch.Tensor:
+            return self.decoder.hidden_states(
+                token_ids, positions, slots, self.kv_cache, self.attention, plan, None
+            )
+
+        self.graphs = DecodeGraphs(
+            forward,
+            plans,
+            sizes,
+            recorder,
+            page_size=self.page_size,
+            spare_page=self.num_pages,
+            device=self.device,
+        )
+        logger.info("%s", self.graphs)
+        self.memory += f"; {self.graphs}"
+
+    @torch.inference_mode()
+    def run(self, schedule: Schedule, late: LateTokens | None = None) -> tuple[Batch, torch.Tensor]:
         """Makes the copies, computes the chunks, and scores prompts where that was asked for.
 
-        Returns the batch and the logits float32 [R, vocabulary] of its R `sampled` sequences.
+        Tokens that have not come back from the device are taken from `late`. Returns the batch and
+        the logits float32 [R, vocabulary] of its R `sampled` sequences.
         """
         for copies in copy_batches(schedule.copies):
             self.attention.copy_pages(
@@ -124,19 +172,24 @@ class ModelRunner:
                 [copy.source for copy in copies],
                 [copy.target for copy in copies],
             )
-        batch = build_batch(schedule, self.page_size, self.device)
+        batch = build_batch(schedule, self.page_size, late)
+        if self.graphs is not None and batch.decodes:
+            hidden = self.graphs.run(batch, late)
+            if hidden is not None:
+                return batch, self.decoder.logits(hidden)
         prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)
+        sent = batch.send(self.device, late)
         inputs = (
-            batch.token_ids,
-            batch.positions,
-            batch.slots,
+            sent.token_ids,
+            sent.positions,
+            sent.slots,
             self.kv_cache,
             self.attention,
             prepared,
         )
         if not batch.scored:
-            return batch, self.decoder.forward(*inputs, batch.logit_rows)
-        rows = torch.cat((batch.logit_rows, batch.prompt_rows))
+            return batch, self.decoder.forward(*inputs, sent.logit_rows)
+        rows = torch.cat((sent.logit_rows, sent.prompt_rows))
         hidden = self.decoder.hidden_states(*inputs, rows)
         logits = self.decoder.logits(hidden[: len(batch.sampled)])
         score_prompts(hidden[len(batch.sampled) :], batch.scored, self.decoder.logits)

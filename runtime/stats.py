@@ -45,6 +45,8 @@ class EngineStats:
         eviction_age: how long each of them had been unused; those of a step count as its last one.
         rounded_off_tokens: that were cached behind a hit, went on as the prompt does, and were
             computed all the same. The tree matches token by token, so this must stay 0.
+        cuda_graphs: how many were captured at start, which took cuda_graph_seconds and memory.
+        decode_steps: those of an engine with graphs, by how they ran: one of `DECODE_STEPS`.
     """
 
     requests_running: int
@@ -76,6 +78,10 @@ class EngineStats:
     eviction_age: Histogram
     rounded_off_tokens: int
     pins: int
+    cuda_graphs: int
+    cuda_graph_seconds: float
+    cuda_graph_bytes: int
+    decode_steps: dict[str, int]
     resident_bytes: int | None  # of the process's memory; None where the system does not tell
 
 
@@ -142,7 +148,7 @@ def _resident_bytes() -> int | None:
 def engine_stats(engine: Engine) -> EngineStats:
     """The engine's counters as of now. Settles the cache's accounts; O(running) besides."""
     recorder, counters, tree, pins = engine.recorder, engine.counters, engine.tree, engine.pins
-    accounts, scheduler = engine.accounts, engine.scheduler
+    accounts, scheduler, graphs = engine.accounts, engine.scheduler, engine.runner.graphs
     free, cached, pinned = tree.pool.free_pages, tree.evictable_pages, pins.locked_pages()
     running = len({sequence.request.request_id for sequence in scheduler.running})
     return EngineStats(
@@ -175,5 +181,9 @@ def engine_stats(engine: Engine) -> EngineStats:
         eviction_age=accounts.eviction_ages.snapshot(),
         rounded_off_tokens=accounts.rounded_off_tokens,
         pins=len(pins),
+        cuda_graphs=0 if graphs is None else len(graphs.sizes),
+        cuda_graph_seconds=0.0 if graphs is None else graphs.seconds,
+        cuda_graph_bytes=0 if graphs is None else graphs.bytes,
+        decode_steps={} if graphs is None else dict(graphs.steps),
         resident_bytes=_resident_bytes(),
     )

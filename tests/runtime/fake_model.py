@@ -16,7 +16,8 @@ goes wrong is the one that says so; pages that nobody owns are poisoned.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
-from coppice.kernels.interface import AttentionPlan, LayerCache
+from coppice.kernels.interface import AttentionPlan, FixedPlan, LayerCache
 from coppice.kernels.reference import ReferenceBackend
 from coppice.radix import Namespace
 from coppice.radix.node import Root
@@ -105,12 +106,35 @@ class FakeAttention(ReferenceBackend):
         self._model.stumble("prepare")
         return super().prepare(plan, num_pages=num_pages)
 
+    def fixed_plans(
+        self, sizes: Seq[int], *, page_size: int, num_pages: int, max_pages: int
+    ) -> list[FakeFixedPlan]:
+        return [FakeFixedPlan(num_pages) for _ in sizes]
+
+
+class FakeFixedPlan(FixedPlan):
+    """Plans in the place of one another; one with more entries of page tables does not fit."""
+
+    most_pages = 40
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._plan: AttentionPlan | None = None
+
+    def load(self, plan: AttentionPlan) -> bool:
+        plan.check(self._num_pages)
+        self._plan = plan
+        return len(plan.page_indices) <= self.most_pages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
 
 class FakeModel:
     """Stands for the decoder, and holds the KV cache of its two layers."""
 
     def __init__(self, engine: Engine) -> None:
-        shape = (engine.num_pages, engine.config.page_size, 1, 1)
+        shape = (engine.num_pages + 1, engine.config.page_size, 1, 1)  # with one for padding
         self.cache = [
             LayerCache(torch.full(shape, _POISON), torch.full(shape, _POISON)) for _ in range(2)
         ]
@@ -148,15 +172,19 @@ class FakeModel:
         kv: Any,
         attention: Any,
         plan: AttentionPlan,
-        rows: torch.Tensor,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Int64 [R, 1]: the hash of each row's context."""
+        """Int64 [R, 1]: the hash of each row's context; rows that only pad come last."""
         assert kv is self.cache
         self.steps += 1
         self.stumble("begin")
         written = slots.numpy()
-        if len(np.unique(written)) != len(written):
+        real = int(plan.query_start[len(self._running)])
+        if len(np.unique(written[:real])) != real:
             raise WrongKV("two rows of a step are written to one slot")
+        spare = self._engine.num_pages * self._engine.config.page_size
+        if (written[:real] >= spare).any() or (written[real:] < spare).any():
+            raise WrongKV("padding is written to a page of the pool, or a row to that of padding")
         starts = plan.query_start
         states = np.zeros(len(written), np.uint64)
         keys = np.zeros(len(written), np.int64)
@@ -172,7 +200,8 @@ class FakeModel:
                 mine = slice(int(starts[index]), int(starts[index + 1]))
                 states[mine] = self._read(layer, plan, index, sequence)[mine.start - mine.stop :]
             keys = _mix(states).view(np.int64)
-        return torch.from_numpy(states.view(np.int64)[rows.numpy()].reshape(-1, 1))
+        chosen = slice(None) if rows is None else rows.numpy()
+        return torch.from_numpy(states.view(np.int64)[chosen].reshape(-1, 1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 [R, VOCABULARY], from -5 to 5."""
@@ -232,6 +261,7 @@ class FakeModel:
     def poison(self) -> None:
         """Overwrites the pages that nobody owns."""
         free = np.frombuffer(self._engine.tree.pool.refs, np.int32) == 0
+        free = np.append(free, True)  # the page for padding
         for copy in self._engine.scheduler._forks.values():
             free[copy.source] = False  # the next step reads it before anything is written
         for layer in self.cache:
@@ -239,8 +269,35 @@ class FakeModel:
                 pages[torch.from_numpy(free)] = _POISON
 
 
-def fake_engine(checkpoint: Path, **options: Any) -> tuple[Engine, FakeModel]:
-    """An engine with these options of `EngineConfig`, and the model in it."""
+class FakeRecorder:
+    """Plays a GPU that captures: a replay runs what was recorded, into the same tensor."""
+
+    def __init__(self) -> None:
+        self.free = 1000
+        self.recorded: list[torch.Tensor] = []
+        self.each = 10  # bytes of a graph
+
+    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        result = run()
+        self.recorded.append(result)
+        self.free -= self.each
+
+        def replay() -> None:
+            result.copy_(run())
+
+        return replay, result
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+def fake_engine(
+    checkpoint: Path, *, graphs: Seq[int] | None = None, **options: Any
+) -> tuple[Engine, FakeModel]:
+    """An engine with these options of `EngineConfig`, and the model in it.
+
+    `graphs` are the sizes of its graphs, which a `FakeRecorder` plays; None: it has none.
+    """
     config = EngineConfig(
         model=str(checkpoint), load_format="dummy", attention_backend="reference", **options
     )
@@ -249,4 +306,7 @@ def fake_engine(checkpoint: Path, **options: Any) -> tuple[Engine, FakeModel]:
     engine.runner.decoder = model  # type: ignore[assignment]
     engine.runner.attention = FakeAttention(model)
     engine.runner.kv_cache = model.cache
+    if graphs is not None:
+        engine.runner.capture(FakeRecorder(), graphs, engine.config.max_num_seqs)
+        model.steps = 0
     return engine, model

@@ -94,7 +94,10 @@ class RandomSchedule:
             "eviction_policy": rng.choice(sorted(POLICIES)),
             "pin_budget": rng.choice([0.0, 0.25, 0.5, 1.0]),
         }
-        self.engine, self.model = fake_engine(checkpoint, **self.options)
+        self.graphs = rng.choice([None, (1, 2, 4, 6), (1, 3), (6,)])
+        if self.graphs is not None:
+            self.graphs = [size for size in self.graphs if size <= seqs] or None
+        self.engine, self.model = fake_engine(checkpoint, graphs=self.graphs, **self.options)
         self._use_own_clocks()
         self.tree = self.engine.tree
         self.asked: dict[str, Asked] = {}

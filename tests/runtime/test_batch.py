@@ -3,11 +3,12 @@
 from array import array
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.runtime.batch import build_batch, shared_stretches
+from coppice.runtime.batch import LATE, LateTokens, build_batch, shared_stretches
 from coppice.runtime.request import Request, Sequence
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.scheduler import Chunk, Schedule
@@ -58,7 +59,7 @@ def test_a_mixed_batch_is_laid_out_flat():
     decode = sequence("a", [1, 2, 3, 4, 5, 6], 5, [7, 2], 4)
     chunk = sequence("b", list(range(10, 22)), 3, [5, 6, 1], 12)
     schedule = Schedule([Chunk(decode, 1), Chunk(chunk, 6)])
-    batch = build_batch(schedule, 4, torch.device("cpu"))
+    batch = build_batch(schedule, 4)
     assert batch.token_ids.tolist() == [6, 13, 14, 15, 16, 17, 18]
     assert batch.positions.tolist() == [5, 3, 4, 5, 6, 7, 8]
     assert batch.slots.tolist() == [9, 23, 24, 25, 26, 27, 4]
@@ -69,3 +70,38 @@ def test_a_mixed_batch_is_laid_out_flat():
     assert batch.plan.page_indptr.tolist() == [0, 2, 5]
     assert batch.plan.page_indices.tolist() == [7, 2, 5, 6, 1]
     batch.plan.check(num_pages=8)
+
+
+def test_a_token_that_is_still_on_the_device_is_taken_there():
+    known = sequence("a", [1, 2, 3, 4, 5, 6], 5, [7, 2], 4)
+    waits = sequence("b", [1, 2, 3, LATE], 3, [3], 3)
+    late = LateTokens(torch.tensor([11, 12, 13]), {known: 0, waits: 2})
+    batch = build_batch(Schedule([Chunk(known, 1), Chunk(waits, 1)]), 4, late)
+    assert (batch.late_rows.tolist(), batch.late_from.tolist()) == ([1], [2])
+    assert batch.send(torch.device("cpu"), late).token_ids.tolist() == [6, 13]
+
+
+def test_padding_is_of_sequences_in_a_page_of_their_own():
+    decodes = [sequence("a", [1, 2, 3, 4, 5, 6], 5, [7, 2], 4), sequence("b", [1, 2], 1, [3], 1)]
+    batch = build_batch(Schedule([Chunk(each, 1) for each in decodes]), 4)
+    assert batch.decodes
+    padded = batch.padded(4, 9)
+    assert padded.token_ids.tolist() == [6, 2, 0, 0]
+    assert padded.positions.tolist() == [5, 1, 0, 0]
+    assert padded.slots.tolist() == [9, 13, 36, 36]
+    assert padded.plan.context_len.tolist() == [6, 2, 1, 1]
+    assert padded.plan.page_indices.tolist() == [7, 2, 3, 9, 9]
+    padded.plan.check(num_pages=10)
+    with pytest.raises(ValueError, match="page_indices holds 9"):
+        padded.plan.check(num_pages=9)
+    assert batch.padded(2, 9).slots.tolist() == batch.slots.tolist()
+    empty = build_batch(Schedule(), 4).padded(2, 9)
+    assert empty.slots.tolist() == [36, 36]
+    empty.plan.check(num_pages=10)
+
+
+def test_what_is_more_than_decoding_is_none():
+    decode = sequence("a", [1, 2, 3, 4, 5, 6], 5, [7, 2], 4)
+    prefill = sequence("b", [1, 2, 3], 1, [3], 3)
+    assert not build_batch(Schedule([Chunk(decode, 1), Chunk(prefill, 2)]), 4).decodes
+    assert not build_batch(Schedule([Chunk(prefill, 1)]), 4).decodes  # not its last token

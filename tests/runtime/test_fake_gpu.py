@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from coppice.kernels.interface import AttentionBackend, LayerCache
-from coppice.runtime.batch import build_batch
+from coppice.runtime.batch import LATE, LateTokens, build_batch
 from coppice.runtime.decoder import Decoder
 from coppice.runtime.logits import change_logits
 from coppice.runtime.model_config import load_model_config
@@ -94,11 +94,14 @@ def test_one_transfer_takes_a_batch_over_and_the_model_waits_for_nothing(
     cache = LayerCache(*torch.empty(2, *shape, dtype=torch.bfloat16, device=FAKE))
     greedy = SamplingParams(temperature=0)
     decode, chunk = sequence(greedy, [5] * 9, computed=8), sequence(greedy, [5] * 9, prompt=9)
+    decode.tokens[-1] = LATE
+    late = LateTokens(torch.empty(3, dtype=torch.int64, device=FAKE), {decode: 2})
     with copies:
-        batch = build_batch(Schedule([Chunk(decode, 1), Chunk(chunk, 6)]), 4, FAKE)
+        batch = build_batch(Schedule([Chunk(decode, 1), Chunk(chunk, 6)]), 4, late)
+        sent = batch.send(FAKE, late)
         logits = decoder(
-            batch.token_ids, batch.positions, batch.slots, [cache] * config.num_layers,
-            NoKernels(), batch.plan, batch.logit_rows,
+            sent.token_ids, sent.positions, sent.slots, [cache] * config.num_layers,
+            NoKernels(), batch.plan, sent.logit_rows,
         )  # fmt: skip
     assert (logits.device, logits.dtype) == (FAKE, torch.float32)
     assert logits.shape == (1, config.vocab_size)

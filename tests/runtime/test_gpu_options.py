@@ -94,8 +94,9 @@ def test_the_cache_gets_what_weights_and_a_step_leave(gpu, tiny_checkpoint):
 def test_a_step_takes_more_with_more_tokens_sequences_and_splits(tiny_checkpoint):
     model = load_model_config(tiny_checkpoint("llama"))
 
-    def taken(**options):
-        return step_bytes(EngineConfig(model="m", **options), model, torch.bfloat16)
+    def taken(enforce_eager=True, **options):
+        config = EngineConfig(model="m", enforce_eager=enforce_eager, **options)
+        return step_bytes(config, model, torch.bfloat16)
 
     # Rows of the widest part of a layer: residual, input and norm; gate, up and their product.
     one = 2 * (3 * 64 + 3 * 128)
@@ -104,6 +105,8 @@ def test_a_step_takes_more_with_more_tokens_sequences_and_splits(tiny_checkpoint
     assert taken(max_num_seqs=65) - taken() == 320 * 48
     assert taken(deterministic=True, max_model_len=4096) < taken()
     assert taken(deterministic=True, max_model_len=400_000) > taken()
+    few, all_of_them = (taken(False, cuda_graph_sizes=sizes) for sizes in ((4,), None))
+    assert taken() < few < all_of_them == taken(False, cuda_graph_sizes=(64, 1))
 
 
 def test_a_cache_that_does_not_fit_is_refused(gpu, tiny_checkpoint):
