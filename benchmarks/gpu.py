@@ -11,7 +11,8 @@ One JSON object a line: the roofs (a device-to-device copy, a large product), th
 decoding at batches of 1, 32 and 256, beside the floor that reading weights and KV takes at the rate
 of the copy; the gaps between kernels in it; prefill, beside the rate of the product; requests
 behind one system prompt, with attention shaped like the tree, without, and without a cache; samples
-and beams; and transformers' continuous batching on the same weights. The last rows are ratios
+and beams; transformers' continuous batching on the same weights; decoding in fp8; and what Triton
+does where FlashInfer, which is taken if it is installed, did the rest. The last rows are ratios
 between rows, beside the goals. Every part has its time: what it does not finish is `cut`, what
 fails is a row with `error`, and the rest goes on.
 
@@ -44,36 +45,35 @@ def ratios(rows: list[Row]) -> list[Row]:
     Absolute times are in the rows, so this needs those as they were measured.
     """
 
-    def rate(**wanted: Any) -> float | None:
-        for row in rows:
-            if not row.get("cut") and all(row.get(k) == v for k, v in wanted.items()):
-                return float(row["times"]["tokens_per_s"])
-        return None
+    made: list[Row] = []
 
-    made = []
+    def add(of: str, fast: Row, slow: Row, **goal: float) -> None:
+        rates = []
+        for wanted in (fast, slow):
+            for row in rows:
+                whole = not row.get("cut") and "attention_backend" not in row
+                if whole and all(row.get(key) == value for key, value in wanted.items()):
+                    rates.append(row["times"]["tokens_per_s"])
+                    break
+        if len(rates) == 2:
+            ratio = round(rates[0] / rates[1], 2)
+            made.append(
+                {"benchmark": "ratio", "of": of, "model": fast["model"], "ratio": ratio, **goal}
+            )
+
     for model in dict.fromkeys(row["model"] for row in rows if "model" in row):
-        here = {"model": model}
-        stem = here | {"benchmark": "system prompt"}
-        tree = rate(**stem, sharing=True, cache=True)
-        pairs: list[tuple[str, float | None, float | None, float | None]] = [
-            ("system prompt, tree over no cache", tree, rate(**stem, cache=False), 6.4),
-            ("system prompt, tree over plain", tree, rate(**stem, sharing=False, cache=True), None),
-        ]
+        stem = {"benchmark": "system prompt", "model": model, "enable_prefix_caching": True}
+        tree, plain = stem | {"sharing": True}, stem | {"sharing": False}
+        uncached = plain | {"enable_prefix_caching": False}
+        add("system prompt, tree over no cache", tree, uncached, goal=6.4)
+        add("system prompt, tree over plain", tree, plain)
         for name in ("samples", "beams"):
-            tree, plain = (rate(**here, benchmark=name, sharing=on) for on in (True, False))
-            pairs.append((f"{name}, tree over plain", tree, plain, None))
-        both = here | {"benchmark": "beside transformers"}
-        ours, theirs = rate(**both, side="coppice"), rate(**both, side="transformers")
-        pairs.append(("over transformers' continuous batching", ours, theirs, 5.0))
-        for name, fast, slow, goal in pairs:
-            if fast is not None and slow is not None:
-                row: Row = {
-                    "benchmark": "ratio",
-                    "of": name,
-                    **here,
-                    "ratio": round(fast / slow, 2),
-                }
-                made.append(row | ({} if goal is None else {"goal": goal}))
+            add(f"{name}, tree over plain", *(
+                {"benchmark": name, "model": model, "sharing": on} for on in (True, False)
+            ))  # fmt: skip
+        both = {"benchmark": "beside transformers", "model": model}
+        add("over transformers' continuous batching",
+            both | {"side": "coppice"}, both | {"side": "transformers"}, goal=5.0)  # fmt: skip
     return made
 
 

@@ -65,9 +65,11 @@ def test_every_part_runs_at_tiny_sizes(tmp_path, suite):
     decodes = [row for row in rows if row["benchmark"] == "decode"]
     assert [row["batch"] for row in decodes] == [1, 3] * 3
     assert all(row["of_floor"] > 0 and row["goal"] == 0.85 for row in decodes)
+    (left,) = [row for row in rows if "left_out" in row]
+    assert left["benchmark"] == "triton instead"
     assert [row.get("quantization") for row in decodes] == [None] * 4 + ["fp8"] * 2
     prompts = [row for row in rows if row["benchmark"] == "system prompt"]
-    ways = [(row["sharing"], row["cache"], row["hit_rate"] > 0.5) for row in prompts]
+    ways = [(r["sharing"], r["enable_prefix_caching"], r["hit_rate"] > 0.5) for r in prompts]
     assert ways == [(True, True, True), (False, True, True), (False, False, False)] * 2
     # The other engine has the same weights: rounded otherwise, but not another model.
     beside = [row for row in rows if row.get("side") == "transformers"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -55,6 +56,7 @@ def all_parts() -> list[Part]:
             _part(f"system prompt without cache, {model}", 100 * scale, uncached, model),
         ]
     made.append(_part(f"decode in fp8, {big}", 45, decode_fp8, big))
+    made.append(_part(f"triton instead, {big}", 90, triton_instead, big))
     return made
 
 
@@ -196,10 +198,20 @@ def decode_fp8(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
     yield from decode(bench, deadline, model, quantization="fp8")
 
 
+def triton_instead(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
+    """Decoding and the system prompt on Triton, where FlashInfer is what was measured so far."""
+    if bench.quick or importlib.util.find_spec("flashinfer") is None:
+        yield {"left_out": "FlashInfer is not installed, or this is no GPU: it measured nothing"}
+        return
+    yield from decode(bench, deadline, model, attention_backend="triton")
+    yield _system_prompt(bench, deadline, model, True, attention_backend="triton")
+
+
 def prefill(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
     """Long prompts, of which nothing is cached, beside the rate of a large product."""
     engine = bench.engine(model)
     tokens, count = bench.sizes.prefill, bench.sizes.prefills
+    bench.run(engine, [bench.prompt(tokens)], 1, deadline)
     ran = bench.run(engine, [bench.prompt(tokens) for _ in range(count)], 1, deadline)
     shape = engine.model_config
     pairs = tokens * (tokens + 1) // 2
@@ -217,16 +229,16 @@ def prefill(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
 def system_prompt(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
     """Requests behind one system prompt, whose attention is read once for all, or by each."""
     for on in (True, False):
-        yield _system_prompt(bench, deadline, model, on, True)
+        yield _system_prompt(bench, deadline, model, on)
 
 
 def uncached(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
     """The same requests with the cache off."""
-    yield _system_prompt(bench, deadline, model, False, False)
+    yield _system_prompt(bench, deadline, model, False, enable_prefix_caching=False)
 
 
-def _system_prompt(bench: Bench, deadline: float, model: str, shared: bool, cache: bool) -> Row:
-    engine = bench.engine(model, **({} if cache else {"enable_prefix_caching": False}))
+def _system_prompt(bench: Bench, deadline: float, model: str, shared: bool, **options: Any) -> Row:
+    engine = bench.engine(model, **options)
     with sharing(shared):
         what = bench.sizes.system_prompt
         prompts = _behind_one_stem(bench, what)
@@ -234,7 +246,8 @@ def _system_prompt(bench: Bench, deadline: float, model: str, shared: bool, cach
     return {
         "benchmark": "system prompt",
         "sharing": shared,
-        "cache": cache,
+        "enable_prefix_caching": options.pop("enable_prefix_caching", True),
+        **options,
         "hit_rate": round(ran.hits / sum(map(len, prompts)), 3),
         **ran.told(),
     }
