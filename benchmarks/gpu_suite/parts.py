@@ -124,6 +124,7 @@ def decode(bench: Bench, deadline: float, model: str, **options: Any) -> Iterato
             return
         for _ in range(4):
             _stepped(engine)
+        before = engine.stats().decode_steps
         lengths = [len(sequence.tokens) for sequence in engine.scheduler.running]
         bench.synchronize()
         began, done, tokens = time.perf_counter(), 0, 0
@@ -140,6 +141,8 @@ def decode(bench: Bench, deadline: float, model: str, **options: Any) -> Iterato
             "context": context,
             **options,
             **({"cut": True} if done < steps else {}),
+            # How the steps ran: as a graph, or kernel by kernel, and why; nothing without graphs.
+            "steps": {how: n - before[how] for how, n in engine.stats().decode_steps.items()},
             "of_floor": float(f"{floor / seconds:.3g}"),
             "goal": 0.85,
             "times": {
