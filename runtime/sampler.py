@@ -32,6 +32,11 @@ class Sampler:
     A random choice takes one uniform number, which depends only on the request's seed, the index of
     the sequence and the position of the token: so a seeded request gives the same tokens whatever
     else is in the batch, and after a preemption.
+
+    FlashInfer's sampling kernels do not serve that: they draw their own numbers, by seed and by the
+    row's place in the batch. Its kernels that only cut off and renormalise keep every token as
+    probable as the last one that top-k or top-p leave, more than were asked for, and leave them in
+    the vocabulary's order, in which the same number means another token.
     """
 
     def __init__(self, eos_token_ids: Seq[int]) -> None:
