@@ -103,6 +103,18 @@ def check_cache(
             raise ValueError(f"{name} is {tensor.dtype}; it must be {k_cache.dtype} as cache.k is")
 
 
+def check_fixed(plan: AttentionPlan, size: int, page_size: int, num_pages: int) -> None:
+    """Refuse a plan that is none of a decoding step of ``size`` sequences: ``ValueError``."""
+    plan.check(num_pages)
+    for name, found, needed in (
+        ("context_len", plan.num_sequences, size),
+        ("query_start", plan.num_rows, size),
+        ("page_size", plan.page_size, page_size),
+    ):
+        if found != needed:
+            raise ValueError(f"{name} of the plan is of {found}; here it must be of {needed}")
+
+
 def check_copy(num_pages: int, src: Sequence[int], dst: Sequence[int]) -> None:
     """Refuse a list of page copies whose result would hang on their order: ``ValueError``."""
     if len(src) != len(dst):

@@ -17,22 +17,26 @@ and its RMSNorm does what ``triton_rows`` does.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from coppice.kernels.checks import check_attend
+from coppice.kernels.flashinfer_fixed import FlashInferFixedPlan, fixed_plans
 from coppice.kernels.flashinfer_levels import SharedLevel, build_levels, choose_levels
-from coppice.kernels.flashinfer_wrappers import LayerKind, SentSchedule, Wrappers
+from coppice.kernels.flashinfer_wrappers import (
+    WORKSPACE_BYTES,
+    LayerKind,
+    SentSchedule,
+    Wrappers,
+)
 from coppice.kernels.gpu_backend import GpuBackend, on
 from coppice.kernels.interface import AttentionCase, AttentionPlan, LayerCache, SharedStretch
 from coppice.kernels.tiles import choose_tiles
 from coppice.kernels.tree_cost import H100_MULTIPROCESSORS, CostModel, SharedRange
 
 HEAD_DIMS = (64, 128, 256)
-
-# What FlashInfer's documentation recommends for the partial results of one launch.
-_WORKSPACE_BYTES = 128 * 2**20
 
 
 class PreparedPlan:
@@ -66,6 +70,7 @@ class FlashInferBackend(GpuBackend):
     dtypes = (torch.bfloat16, torch.float16)
     scaled_dtypes = (torch.float8_e4m3fn,)
     softcaps = True
+    ordered = True
 
     def __init__(self, device: torch.device, case: AttentionCase | None = None) -> None:
         super().__init__(device)
@@ -81,7 +86,7 @@ class FlashInferBackend(GpuBackend):
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         # The decode wrapper wants zeros at its first use.
-        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[LayerKind, Wrappers] = {}
         if case is not None:
             self._cover(case)
@@ -90,13 +95,26 @@ class FlashInferBackend(GpuBackend):
         plan.check(num_pages)
         return PreparedPlan(plan, self.device)
 
+    def fixed_plans(
+        self, sizes: Sequence[int], *, page_size: int, num_pages: int, max_pages: int
+    ) -> Sequence[Sequence[FlashInferFixedPlan]]:
+        return fixed_plans(
+            sizes,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_pages=max_pages,
+            library=self._library,
+            workspace=self._workspace,
+            cost_model=self.cost_model,
+        )
+
     def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         cache: LayerCache,
-        prepared: PreparedPlan,
+        prepared: PreparedPlan | FlashInferFixedPlan,
         *,
         scale: float,
         sliding_window: int | None = None,
@@ -108,13 +126,14 @@ class FlashInferBackend(GpuBackend):
             prepared.plan.page_size, q.dtype, cache.k.dtype,
         )  # fmt: skip
         with on(self.device):
-            wrappers = self.plan(kind, prepared)
-            return wrappers.run(q, cache)
+            return self.plan(kind, prepared).run(q, cache)
 
-    def plan(self, kind: LayerKind, prepared: PreparedPlan) -> Wrappers:
+    def plan(self, kind: LayerKind, prepared: PreparedPlan | FlashInferFixedPlan) -> Wrappers:
         """The wrappers of a kind of layers, which hold the plan of this step."""
+        _check_head_dim(kind.head_dim)
+        if isinstance(prepared, FlashInferFixedPlan):
+            return prepared.wrappers(kind)
         if kind not in self._wrappers:
-            _check_head_dim(kind.head_dim)
             self._wrappers[kind] = Wrappers(self._library, self._workspace, kind)
         wrappers = self._wrappers[kind]
         wrappers.plan(prepared.schedule(kind.window, self.cost_model(kind)))

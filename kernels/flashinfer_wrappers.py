@@ -20,6 +20,9 @@ from coppice.kernels.flashinfer_levels import Level, LevelSchedule
 from coppice.kernels.interface import LayerCache
 from coppice.kernels.transfer import send, stage
 
+#: What FlashInfer's documentation recommends for the partial results of one launch.
+WORKSPACE_BYTES = 128 * 2**20
+
 # From so many query heads of a KV head on, decoding is faster on tensor cores; below, the decode
 # wrapper's own kernel is there for any number of them.
 _TENSOR_CORE_GROUP = 4
@@ -102,7 +105,8 @@ class Wrappers:
         self._prefill: Any = None
         self._decode: Any = None
         self._step: SentSchedule | None = None
-        self._on_gpu = workspace.device.type == "cuda"
+        self.device = workspace.device
+        self._on_gpu = self.device.type == "cuda"
         self._staged: torch.cuda.Event | None = None
 
     @property
@@ -117,7 +121,7 @@ class Wrappers:
             self._staged.synchronize()
         self._step = None
         while len(self._shared) < len(step.shared):
-            self._shared.append(self._prefill_wrapper())
+            self._shared.append(self._shared_wrapper(len(self._shared)))
         for wrapper, level in zip(self._shared, step.shared, strict=False):
             self._plan_rows(wrapper, level)
         if step.prefill is not None:
@@ -170,6 +174,9 @@ class Wrappers:
     def _of_queries(self, scales: torch.Tensor) -> torch.Tensor:
         """The scale of each query head's KV head, ``[Hq, 1]``."""
         return scales.repeat_interleave(self._kind.group, output_size=self._kind.heads)[:, None]
+
+    def _shared_wrapper(self, number: int) -> Any:
+        return self._prefill_wrapper()
 
     def _prefill_wrapper(self) -> Any:
         make = self._library.BatchPrefillWithPagedKVCacheWrapper

@@ -248,6 +248,8 @@ class AttentionBackend(ABC):
     scaled_dtypes: tuple[torch.dtype, ...] = ()
     #: Whether ``attend`` takes a ``logit_softcap``.
     softcaps: ClassVar[bool] = False
+    #: Whether it is faster with decoding sequences first, and those that share pages side by side.
+    ordered: ClassVar[bool] = False
 
     @abstractmethod
     def write_kv(
@@ -298,12 +300,13 @@ class AttentionBackend(ABC):
 
     def fixed_plans(
         self, sizes: Sequence[int], *, page_size: int, num_pages: int, max_pages: int
-    ) -> Sequence[FixedPlan] | None:
-        """A plan for graphs of decoding steps with so many sequences each; None: not offered.
+    ) -> Sequence[Sequence[FixedPlan]] | None:
+        """Plans for graphs of decoding steps with so many sequences each; None: not offered.
 
-        A page table has at most ``max_pages`` of the ``num_pages`` of the cache. ``attend`` takes
-        each in the place of what ``prepare`` returns. They may share memory: of all of them one is
-        loaded at a time.
+        Of each size there may be several, for steps of different kinds: the first that can load a
+        step's plan is meant. A page table has at most ``max_pages`` of the ``num_pages`` of the
+        cache. ``attend`` takes each in the place of what ``prepare`` returns. They may share
+        memory: of all of them one is loaded at a time.
         """
         return None
 

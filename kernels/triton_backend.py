@@ -66,7 +66,7 @@ class TritonBackend(GpuBackend):
 
     def fixed_plans(
         self, sizes: Sequence[int], *, page_size: int, num_pages: int, max_pages: int
-    ) -> Sequence[TritonFixedPlan]:
+    ) -> Sequence[Sequence[TritonFixedPlan]]:
         return fixed_plans(
             sizes,
             device=self.device,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from coppice.kernels.checks import check_fixed
 from coppice.kernels.interface import AttentionPlan, FixedPlan
 from coppice.kernels.tiles import Tile
 from coppice.kernels.transfer import Landing, send
@@ -143,14 +144,7 @@ class TritonFixedPlan(FixedPlan):
         return self._plan
 
     def load(self, plan: AttentionPlan) -> bool:
-        plan.check(self._num_pages)
-        for name, found, needed in (
-            ("context_len", plan.num_sequences, self._size),
-            ("query_start", plan.num_rows, self._size),
-            ("page_size", plan.page_size, self._page_size),
-        ):
-            if found != needed:
-                raise ValueError(f"{name} of the plan is of {found}; here it must be of {needed}")
+        check_fixed(plan, self._size, self._page_size, self._num_pages)
         self._plan = plan
         return all(self._fill(kind) for kind in self._kinds)
 
@@ -210,13 +204,15 @@ def fixed_plans(
     num_pages: int,
     max_pages: int,
     deterministic: bool,
-) -> list[TritonFixedPlan]:
+) -> list[tuple[TritonFixedPlan]]:
     """See ``AttentionBackend.fixed_plans``."""
     memory: dict[Kind, torch.Tensor] = {}
     return [
-        TritonFixedPlan(
-            size, max(sizes), memory, device=device, page_size=page_size, num_pages=num_pages,
-            max_pages=max_pages, deterministic=deterministic,
+        (
+            TritonFixedPlan(
+                size, max(sizes), memory, device=device, page_size=page_size,
+                num_pages=num_pages, max_pages=max_pages, deterministic=deterministic,
+            ),
         )
         for size in sizes
     ]  # fmt: skip

@@ -87,7 +87,7 @@ def graph_sizes(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
-    """One size: where its input goes, and what replays it."""
+    """One plan: where its step's input goes, and what replays it."""
 
     plan: FixedPlan
     landing: Landing
@@ -107,7 +107,7 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Forward,
-        plans: Sequence[FixedPlan],
+        plans: Sequence[Sequence[FixedPlan]],
         sizes: Sequence[int],
         recorder: Recorder,
         *,
@@ -115,18 +115,18 @@ class DecodeGraphs:
         spare_page: int,
         device: torch.device,
     ) -> None:
-        """Captures `forward`, from the largest of `sizes` on; `plans` has one for each.
+        """Captures `forward`, from the largest of `sizes` on, with each of its `plans`.
 
         `spare_page` is no page of the pool: what padding computes goes there.
         """
         self._spare_page = spare_page
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, list[_Graph]] = {}
         self.sizes: list[int] = []
         self.steps = dict.fromkeys(DECODE_STEPS, 0)
         start, free = time.monotonic(), recorder.free_bytes()
         self.seconds, self.bytes = 0.0, 0
         nothing = build_batch(Schedule(), page_size)
-        for size, plan in sorted(zip(sizes, plans, strict=True), key=lambda each: -each[0]):
+        for size, kinds in sorted(zip(sizes, plans, strict=True), key=lambda each: -each[0]):
             # One more is expected to take as much as the last one did.
             spent = self.seconds / len(self._graphs) if self._graphs else 0.0
             if self.seconds + spent > CAPTURE_SECONDS or self.bytes > CAPTURE_FRACTION * free:
@@ -134,7 +134,10 @@ class DecodeGraphs:
                     "no CUDA graphs for fewer than %d sequences: %s", self.sizes[0], self
                 )
                 break
-            self._capture(forward, nothing.padded(size, spare_page), plan, recorder, device)
+            padded = nothing.padded(size, spare_page)
+            self._graphs[size] = [
+                self._capture(forward, padded, plan, recorder, device) for plan in kinds
+            ]
             self.sizes.insert(0, size)
             self.seconds = time.monotonic() - start
             self.bytes = max(0, free - recorder.free_bytes())
@@ -146,7 +149,7 @@ class DecodeGraphs:
         plan: FixedPlan,
         recorder: Recorder,
         device: torch.device,
-    ) -> None:
+    ) -> _Graph:
         size = len(batch.token_ids)
         places = [((size,), np.int64)] * 5
         landing = Landing(
@@ -162,7 +165,7 @@ class DecodeGraphs:
 
         run()  # compiles what is not compiled yet, which a capture must not
         replay, hidden = recorder.record(run)
-        self._graphs[size] = _Graph(plan, landing, replay, hidden)
+        return _Graph(plan, landing, replay, hidden)
 
     def run(self, batch: Batch, late: LateTokens | None) -> torch.Tensor | None:
         """Hidden states of a decoding step's rows, ``[T, hidden]``; None: run it without a graph.
@@ -175,9 +178,11 @@ class DecodeGraphs:
             self.steps["too_many"] += 1
             return None
         size = self.sizes[place]
-        graph = self._graphs[size]
         padded = batch.padded(size, self._spare_page)
-        if not graph.plan.load(padded.plan):
+        for graph in self._graphs[size]:
+            if graph.plan.load(padded.plan):
+                break
+        else:
             self.steps["too_much"] += 1
             return None
         _put(graph.landing, padded)

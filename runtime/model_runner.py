@@ -172,6 +172,8 @@ class ModelRunner:
                 [copy.source for copy in copies],
                 [copy.target for copy in copies],
             )
+        if self.attention.ordered:
+            schedule.chunks.sort(key=lambda each: (each.count > 1, each.sequence.table.tobytes()))
         batch = build_batch(schedule, self.page_size, late)
         if self.graphs is not None and batch.decodes:
             hidden = self.graphs.run(batch, late)

@@ -2,14 +2,14 @@
 
 Arguments are checked as FlashInfer and its kernels check them, and where those would silently read
 elsewhere or wait for the device, more strictly. Plans are kept for tests to look at. Attention is
-float32 arithmetic, log-sum-exps are to base 2. Like FlashInfer's pinned memory, a plan's arrays are
-held by reference: whoever changes them afterwards changes what is run.
+float32 arithmetic, log-sum-exps are to base 2. In graph mode a run reads the wrapper's buffers, as
+a replay does.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -61,13 +61,42 @@ class Plan:
 
 
 class _Wrapper:
-    def __init__(self, library, workspace, kv_layout, **buffers) -> None:
+    def __init__(self, library, workspace, kv_layout, use_cuda_graph, **buffers) -> None:
         assert workspace.dtype == torch.uint8 and workspace.data_ptr() % 16 == 0
         assert kv_layout == "NHD"
         self.library = library
         self.workspace = workspace
         self.plans: list[Plan] = []
+        self.buffers = buffers if use_cuda_graph else None
+        if use_cuda_graph:
+            groups = len(buffers["last_page_len"])
+            for name in ("query_indptr", "page_indptr"):
+                assert name not in buffers or buffers[name].shape == (groups + 1,), name
+            assert all(each.dtype == torch.int32 for each in buffers.values())
+        else:
+            assert not any(torch.is_tensor(each) for each in buffers.values())
         library.wrappers.append(self)
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer) -> None:
+        self.workspace = float_workspace_buffer
+        assert (
+            int_workspace_buffer.dtype == torch.uint8 and int_workspace_buffer.data_ptr() % 16 == 0
+        )
+
+    def _place(self, plan: Plan) -> Plan:
+        """In graph mode: the plan over the wrapper's own buffers, which are filled from it."""
+        if self.buffers is None:
+            return plan
+        if len(plan.last_page_len) != len(self.buffers["last_page_len"]):
+            raise ValueError("The batch size should be fixed in cudagraph mode")
+        if len(plan.page_indices) > len(self.buffers["page_indices"]):
+            raise ValueError("The length of paged_kv_indices exceeds the allocated buffer size.")
+        if self.plans:
+            assert plan.query_indptr[-1] == self.plans[-1].query_indptr[-1], "grids are captured"
+        for name, buffer in self.buffers.items():
+            array = getattr(plan, name)
+            buffer[: len(array)].copy_(array)
+        return replace(plan, **self.buffers)
 
     def _keep(self, plan: Plan, seq_lens: torch.Tensor | None) -> None:
         groups = len(plan.last_page_len)
@@ -86,7 +115,9 @@ class _Wrapper:
         for name in ("query_indptr", "page_indptr"):
             array = getattr(plan, name)
             assert array[0] == 0 and (array.diff() >= 0).all(), f"{name} must not fall"
-        assert (plan.query_indptr.diff() > 0).all(), "a group has no rows"
+        no_rows = plan.query_indptr.diff() == 0
+        assert self.buffers is not None or not no_rows.any(), "a group has no rows"
+        assert (plan.page_indptr.diff()[no_rows] == 0).all()
         assert plan.page_indptr[-1] == len(indices)
         empty = plan.page_indptr.diff() == 0
         last = plan.last_page_len
@@ -107,7 +138,7 @@ class _Wrapper:
         )  # fmt: skip
         if not self.library.compiled(case):
             raise MissingJITCacheError("JIT compilation is disabled\nand the module is missing")
-        self.plans.append(plan)
+        self.plans.append(self._place(plan))
 
     def _run(self, q, pages, out, lse, return_lse):
         plan = self.plans[-1]
@@ -168,9 +199,17 @@ class Library(ModuleType):
         library = self
 
         class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-            def __init__(self, float_workspace_buffer, kv_layout="NHD", *, backend="auto") -> None:
+            def __init__(
+                self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, *,
+                qo_indptr_buf=None, paged_kv_indptr_buf=None, paged_kv_indices_buf=None,
+                paged_kv_last_page_len_buf=None, backend="auto",
+            ) -> None:  # fmt: skip
                 assert backend == "fa2", "fa3 packs no query heads and splits no keys"
-                super().__init__(library, float_workspace_buffer, kv_layout)
+                super().__init__(
+                    library, float_workspace_buffer, kv_layout, use_cuda_graph,
+                    query_indptr=qo_indptr_buf, page_indptr=paged_kv_indptr_buf,
+                    page_indices=paged_kv_indices_buf, last_page_len=paged_kv_last_page_len_buf,
+                )  # fmt: skip
 
             def plan(
                 self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
@@ -193,13 +232,18 @@ class Library(ModuleType):
 
         class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             def __init__(
-                self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores=False,
-                backend="auto",
+                self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False,
+                use_tensor_cores=False, paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None,
+                paged_kv_last_page_len_buffer=None, backend="auto",
             ) -> None:  # fmt: skip
                 assert not use_tensor_cores, "its array of rows is copied from pageable memory"
                 assert backend == "fa2"
                 assert not float_workspace_buffer.any(), "it must be zeros at its first use"
-                super().__init__(library, float_workspace_buffer, kv_layout)
+                super().__init__(
+                    library, float_workspace_buffer, kv_layout, use_cuda_graph,
+                    page_indptr=paged_kv_indptr_buffer, page_indices=paged_kv_indices_buffer,
+                    last_page_len=paged_kv_last_page_len_buffer,
+                )  # fmt: skip
 
             def plan(
                 self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim,

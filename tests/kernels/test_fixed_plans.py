@@ -30,7 +30,7 @@ def backend(request, triton_backend):
 
 
 def fixed_plan(backend, num_pages, sizes=(SIZE,), max_pages=64):
-    return backend.fixed_plans(sizes, page_size=4, num_pages=num_pages, max_pages=max_pages)[0]
+    return backend.fixed_plans(sizes, page_size=4, num_pages=num_pages, max_pages=max_pages)[0][0]
 
 
 # With 8 query heads a KV head, more than two rows are a wide item.
@@ -77,7 +77,8 @@ def test_layers_of_two_kinds_are_loaded_together(make_batch, backend):
 
 
 def test_plans_of_all_sizes_share_their_memory(make_batch, backend):
-    plans = backend.fixed_plans((SIZE, 2), page_size=4, num_pages=100, max_pages=64)
+    made = backend.fixed_plans((SIZE, 2), page_size=4, num_pages=100, max_pages=64)
+    plans = [plan for (plan,) in made]
     pair = make_batch([(1, 5), (1, 8)])
     for fixed, batch in ((plans[0], make_batch(*STEPS[0])), (plans[1], pair)):
         assert fixed.load(batch.plan)

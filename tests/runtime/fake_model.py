@@ -108,8 +108,8 @@ class FakeAttention(ReferenceBackend):
 
     def fixed_plans(
         self, sizes: Seq[int], *, page_size: int, num_pages: int, max_pages: int
-    ) -> list[FakeFixedPlan]:
-        return [FakeFixedPlan(num_pages) for _ in sizes]
+    ) -> list[list[FakeFixedPlan]]:
+        return [[FakeFixedPlan(num_pages)] for _ in sizes]
 
 
 class FakeFixedPlan(FixedPlan):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from fake_flashinfer import Library
-from mixed_requests import answers, make_engine
+from fake_model import FakeRecorder
+from mixed_requests import answers, greedy, make_engine
 
 from coppice.kernels.flashinfer_backend import FlashInferBackend
+from coppice.kernels.flashinfer_fixed import LEVELS, FlashInferFixedPlan
 from coppice.kernels.gpu_backend import INTERPRETED
 from coppice.kernels.tree_cost import CostModel
 from coppice.runtime.sampling_params import SamplingParams
@@ -31,15 +34,20 @@ def library(monkeypatch) -> Library:
     return made
 
 
-def test_every_kind_of_request_gets_the_reference_backends_tokens(
-    tiny_checkpoint, library, monkeypatch
-):
-    """Prefills in chunks, hits, forks and beams, with everything shared that can be."""
+def share_all(monkeypatch) -> None:
+    """Everything that can be, however short."""
     usual = FlashInferBackend.cost_model
     monkeypatch.setattr(CostModel, "row_bytes", 0)
     monkeypatch.setattr(
         FlashInferBackend, "cost_model", lambda *given: replace(usual(*given), launch_bytes=0)
     )
+
+
+def test_every_kind_of_request_gets_the_reference_backends_tokens(
+    tiny_checkpoint, library, monkeypatch
+):
+    """Prefills in chunks, hits, forks and beams, with everything shared that can be."""
+    share_all(monkeypatch)
     path = tiny_checkpoint("qwen3", head_dim=64)
     found = {
         backend: answers(
@@ -84,3 +92,32 @@ def test_a_model_without_kernels_is_refused_by_name(tiny_checkpoint, library):
     options = OPTIONS | {"dtype": "float32"}
     with pytest.raises(ValueError, match=r"dtype is torch.float32; .* takes torch.bfloat16"):
         make_engine(path, attention_backend="flashinfer", **options)
+
+
+def test_graphs_replay_forks_beams_and_trees(tiny_checkpoint, library, monkeypatch):
+    """Every size has a graph without shared levels and one with some; both are taken."""
+    share_all(monkeypatch)
+    path, found = tiny_checkpoint("llama", head_dim=64), []
+    loaded = Counter()
+    load = FlashInferFixedPlan.load
+
+    def counted(plan, step):
+        fits = load(plan, step)
+        loaded[plan._levels] += fits
+        return fits
+
+    monkeypatch.setattr(FlashInferFixedPlan, "load", counted)
+    for sizes in (None, (1, 4, 6)):
+        engine = make_engine(path, attention_backend="flashinfer", page_size=4, **OPTIONS)
+        if sizes is not None:
+            engine.runner.capture(FakeRecorder(), sizes, 8)
+            loaded.clear()
+        found.append(answers(engine, stem=9, tokens=TOKENS))
+    assert loaded[LEVELS] > 5 and not loaded[0]
+    greedy(engine, [[5, 6, 7], [8, 9, 10, 11]], TOKENS)
+    assert loaded[0] == TOKENS - 1
+    steps = engine.stats().decode_steps
+    assert steps["graph"] == loaded[LEVELS] + loaded[0] and steps["too_much"] == 0
+    scores = found[0].pop("scores")
+    assert found[1].pop("scores") == pytest.approx(scores, abs=0.05)
+    assert found[1] == found[0]

@@ -1,0 +1,153 @@
+"""Plans of FlashInfer's wrappers in fixed places, as a graph replays them, step after step."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_flashinfer import Library
+
+from coppice.kernels.flashinfer_backend import FlashInferBackend
+from coppice.kernels.flashinfer_fixed import LEVELS, FixedMemory, num_groups
+from coppice.kernels.flashinfer_wrappers import LayerKind
+from coppice.kernels.reference import ReferenceBackend
+from coppice.kernels.tiles import choose_tiles
+from coppice.kernels.tree_cost import CostModel
+
+SIZE = 8
+TAILS = [(1, 3), (1, 0), (1, 5), (1, 2), (1, 9), (1, 1), (1, 12), (1, 4)]
+#: Steps of one size: private, one level, two with gaps, three, more groups than there is room for.
+STEPS = [
+    (),
+    [(range(8), 3)],
+    [(range(8), 2), ([0, 1, 2], 3), ([5, 6], 1)],
+    [(range(6), 4), (range(4), 3), ([2, 3], 5)],
+    [([0, 1], 3), ([2, 3], 1), ([4, 5], 5), ([6, 7], 2)],
+    [(range(8), 1), ([0, 1], 3), ([2, 3], 1), ([4, 5], 5), ([6, 7], 2)],
+]
+
+
+@pytest.fixture
+def backend(flashinfer_backend, monkeypatch) -> FlashInferBackend:
+    """With everything shared that can be."""
+    monkeypatch.setattr(CostModel, "row_bytes", 0)
+    usual = FlashInferBackend.cost_model
+    monkeypatch.setattr(
+        FlashInferBackend, "cost_model", lambda *given: replace(usual(*given), launch_bytes=0)
+    )
+    return flashinfer_backend
+
+
+def plans(backend, sizes=(SIZE,), num_pages=200, max_pages=64):
+    return backend.fixed_plans(sizes, page_size=4, num_pages=num_pages, max_pages=max_pages)
+
+
+def agree(got, expected) -> None:
+    torch.testing.assert_close(got[0], expected[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("group", [2, 4], ids=["cuda cores", "tensor cores"])
+def test_one_step_after_the_other_is_the_reference(make_batch, backend, group):
+    batches = [
+        make_batch(TAILS, levels, seed=seed, page_size=4, group=group)
+        for seed, levels in enumerate(STEPS)
+    ]
+    ((plain, shared),) = plans(backend)
+    for batch in [*batches, *reversed(batches)]:
+        assert plain.load(batch.plan) == (not batch.plan.stretches) or not plain._kinds
+        for fixed in (plain, shared):
+            if fixed.load(batch.plan):
+                agree(
+                    batch.run(backend, prepared=fixed),
+                    batch.run(ReferenceBackend()),
+                )
+        assert fixed.load(batch.plan)
+    (wrappers,) = shared._kinds.values()
+    assert len(wrappers._shared) == LEVELS
+    assert all(level.rows == slice(0, SIZE) for level in wrappers._step.shared)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks into what stands for FlashInfer")
+def test_deeper_and_wider_trees_share_what_saves_most(make_batch, backend):
+    ((_, shared),) = plans(backend)
+
+    def lengths(levels) -> list[list[int]]:
+        batch = make_batch(TAILS, levels, page_size=4)
+        shared.load(batch.plan)
+        batch.run(backend, prepared=shared)
+        (wrappers,) = shared._kinds.values()
+        return [level.kv_len.tolist() for level in wrappers._step.shared]
+
+    assert num_groups(SIZE) == 3
+    assert lengths(()) == [[0, 0, 0], [0, 0, 0]]
+    assert lengths([(range(8), 3)]) == [[12, 0, 0], [0, 0, 0]]
+    assert lengths([([0, 1], 3)]) == [[12, 0, 0], [0, 0, 0]]
+    assert lengths([([4, 5], 3)]) == [[0, 12, 0], [0, 0, 0]]
+    # Of three levels the two that save the most; of four groups, and of two with gaps, the best.
+    assert lengths(STEPS[3]) == [[16, 0, 0], [12, 0, 0]]
+    assert lengths(STEPS[4]) == [[0, 20, 0], [0, 0, 0]]
+
+
+def test_what_does_not_fit_is_not_loaded(make_batch, backend):
+    ((plain, shared),) = plans(backend, max_pages=3)
+    small = make_batch(TAILS, page_size=4)
+    assert plain.load(small.plan) and shared.load(small.plan)
+    for fixed in (plain, shared):
+        small.run(backend, prepared=fixed)
+    many = make_batch([(1, 30)] * SIZE, page_size=4)
+    mixed_up = make_batch(TAILS, [([0, 2], 3)], page_size=4)
+    for fixed in (plain, shared):
+        assert not fixed.load(many.plan)
+        assert not fixed.load(mixed_up.plan)
+        assert fixed.load(small.plan)
+        agree(small.run(backend, prepared=fixed), small.run(ReferenceBackend()))
+        with pytest.raises(ValueError, match="context_len of the plan is of 7; here it must be of"):
+            fixed.load(make_batch(TAILS[1:], page_size=4).plan)
+
+
+def test_layers_of_two_kinds_are_loaded_together(make_batch, backend):
+    first, second = (make_batch(TAILS, STEPS[at], seed=at, page_size=4) for at in (1, 2))
+    ((_, fixed),) = plans(backend)
+    assert fixed.load(first.plan)
+    for scale in (0.1, 0.2):  # as in a captured pass, which learns the kinds
+        first.scale = scale
+        first.run(backend, prepared=fixed)
+    assert fixed.load(second.plan)
+    for scale in (0.1, 0.2):
+        second.scale = scale
+        agree(second.run(backend, prepared=fixed), second.run(ReferenceBackend()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks into what stands for FlashInfer")
+def test_plans_of_all_sizes_share_their_memory(make_batch, monkeypatch):
+    library = Library()
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    backend = FlashInferBackend(torch.device("cpu"))
+    made = plans(backend, (SIZE, 2, 1))
+    assert [len(each) for each in made] == [2, 2, 1]
+    options = {"page_size": 4, "dtype": torch.bfloat16, "head_dim": 64}
+    for size, each in zip((SIZE, 2, 1), made, strict=True):
+        batch = make_batch(TAILS[:size], **options)
+        for fixed in each:
+            assert fixed.load(batch.plan)
+            batch.run(backend, prepared=fixed)
+    places = {
+        name: {wrapper.buffers[name].data_ptr() for wrapper in library.wrappers}
+        for name in ("page_indices", "last_page_len")
+    }
+    # The last level, and two shared ones.
+    assert {name: len(found) for name, found in places.items()} == dict.fromkeys(places, 3)
+    assert len({wrapper.workspace.data_ptr() for wrapper in library.wrappers}) == 1
+
+
+def test_a_large_size_has_room_for_partial_results():
+    """What FlashInfer reserves in graph mode: 287 tiles of 128 packed rows, 4 heads a KV head."""
+    kind = LayerKind(None, None, 0.1, 32, 8, 128, 16, torch.bfloat16, torch.bfloat16)
+    model = CostModel(choose_tiles(128, 2), group=4, kv_heads=8, head_dim=128, key_bytes=512)
+    given = torch.empty(128 * 2**20, dtype=torch.uint8, device="meta")
+    assert FixedMemory(kind, 512, 100, model, given).workspace is given
+    needed = 287 * 128 // 4 * 32 * (128 + 1) * 4
+    assert needed <= FixedMemory(kind, 1024, 100, model, given).workspace.numel() < 1.01 * needed
