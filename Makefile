@@ -7,10 +7,8 @@
 #   make gpu     on a machine with an NVIDIA GPU, each in under 10 minutes and also by itself:
 #                gpu-test, its tests; gpu-kernels, the kernel suite, into
 #                benchmarks/results/kernels-gpu.jsonl; gpu-suite, the engine, into gpu.jsonl there
-#                FlashInfer is among them where it imports. Where nothing can be downloaded or built,
-#                unpack the package with its kernels (flashinfer/data/aot: cascade, fa2 prefill and
-#                decode) and apache-tvm-ffi into a folder SITE, and
-#                PYTHONPATH=SITE FLASHINFER_DISABLE_JIT=1 make gpu GPU_PYTHON=python3
+#                FlashInfer is among them where it imports; docs/gpu.md says what to carry to a
+#                machine without network: PYTHONPATH=FOLDER FLASHINFER_DISABLE_JIT=1 make gpu ...
 #   make lock    renew requirements.lock from pyproject.toml, in a fresh environment
 #
 # PYTHON names the interpreter that makes the environment (3.11 or later): make test PYTHON=python3.11

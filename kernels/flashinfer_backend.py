@@ -16,6 +16,7 @@ and its RMSNorm does what ``triton_rows`` does.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -35,6 +36,8 @@ from coppice.kernels.gpu_backend import GpuBackend, on
 from coppice.kernels.interface import AttentionCase, AttentionPlan, LayerCache, SharedStretch
 from coppice.kernels.tiles import choose_tiles
 from coppice.kernels.tree_cost import H100_MULTIPROCESSORS, CostModel, SharedRange
+
+_log = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -162,6 +165,7 @@ class FlashInferBackend(GpuBackend):
                     f"{name} is {found}; attention_backend 'flashinfer' takes "
                     f"{', '.join(map(str, allowed))}"
                 )
+        _log.info("FlashInfer loads its kernels, or builds what is not built yet, for minutes")
         for window in case.sliding_windows:
             # Scales for an 8-bit cache are measured with one of the weights' type.
             for cache_dtype in dict.fromkeys((case.dtype, case.cache_dtype)):
