@@ -151,6 +151,26 @@ class FixedWrappers(Wrappers):
         return wrapper
 
 
+class _Choices:
+    """What the plan that was loaded last shares: reckoned once for all graphs that may take it."""
+
+    def __init__(self) -> None:
+        self._plan: AttentionPlan | None = None
+        self._size = 0
+        self._shared: dict[LayerKind, tuple[SharedLevel, ...]] = {}
+
+    def load(self, plan: AttentionPlan, size: int, page_size: int, num_pages: int) -> None:
+        if plan is not self._plan or size != self._size:
+            check_fixed(plan, size, page_size, num_pages)
+            self._plan, self._size, self._shared = plan, size, {}
+
+    def shared(self, kind: LayerKind, model: CostModel) -> tuple[SharedLevel, ...]:
+        assert self._plan is not None
+        if kind not in self._shared:
+            self._shared[kind] = choose_levels(self._plan, kind.window, model)
+        return self._shared[kind]
+
+
 class FlashInferFixedPlan(FixedPlan):
     """A plan in fixed places, for each kind of layer; ``levels`` of them shared.
 
@@ -163,6 +183,7 @@ class FlashInferFixedPlan(FixedPlan):
         size: int,
         levels: int,
         memory: dict[LayerKind, FixedMemory],
+        choices: _Choices,
         *,
         largest: int,
         page_size: int,
@@ -175,6 +196,7 @@ class FlashInferFixedPlan(FixedPlan):
         self._size = size
         self._levels = levels
         self._memory = memory
+        self._choices = choices
         self._largest = largest
         self._page_size = page_size
         self._num_pages = num_pages
@@ -192,7 +214,7 @@ class FlashInferFixedPlan(FixedPlan):
         return self._plan
 
     def load(self, plan: AttentionPlan) -> bool:
-        check_fixed(plan, self._size, self._page_size, self._num_pages)
+        self._choices.load(plan, self._size, self._page_size, self._num_pages)
         self._plan = plan
         return all(self._fill(kind) for kind in self._kinds)
 
@@ -211,7 +233,7 @@ class FlashInferFixedPlan(FixedPlan):
 
     def _fill(self, kind: LayerKind) -> bool:
         plan = self.plan
-        shared = choose_levels(plan, kind.window, self._cost_model(kind))
+        shared = self._choices.shared(kind, self._cost_model(kind))
         if shared and not self._levels:
             return False
         schedule = self._fit(plan, kind.window, shared)
@@ -269,9 +291,10 @@ class FlashInferFixedPlan(FixedPlan):
 def fixed_plans(sizes: Sequence[int], **options: Any) -> list[tuple[FlashInferFixedPlan, ...]]:
     """See ``AttentionBackend.fixed_plans``; ``options`` are those of ``FlashInferFixedPlan``."""
     memory: dict[LayerKind, FixedMemory] = {}
+    choices = _Choices()
     return [
         tuple(
-            FlashInferFixedPlan(size, levels, memory, largest=max(sizes), **options)
+            FlashInferFixedPlan(size, levels, memory, choices, largest=max(sizes), **options)
             for levels in ((0, LEVELS) if size > 1 else (0,))
         )
         for size in sizes

@@ -138,18 +138,21 @@ def build_levels(
     counts = np.diff(plan.query_start)
     everyone = np.arange(plan.num_sequences)
     # Decoding first; members of a range side by side, at every level within those of the level
-    # above. The first member stands for its range, others for themselves.
+    # above. The first member stands for its range, once among those that decode and once among the
+    # others; sequences beside all ranges stand for themselves.
+    many = counts > 1
     groups = []
     for level in shared:
         group = everyone.copy()
         for each in level:
-            group[each.members] = each.members[0]
+            for part in (each.members[~many[each.members]], each.members[many[each.members]]):
+                group[part] = part[:1]
         groups.append(group)
-    order = np.lexsort([everyone, *reversed(groups), counts > 1])
+    order = np.lexsort([everyone, *reversed(groups), many])
     starts = np.cumsum([0, *counts[order]])
     levels = tuple(_shared_level(plan, order, starts, level) for level in shared)
     own = _own_pages(plan, window, order, [each for level in shared for each in level])
-    decoding = int((counts == 1).sum())
+    decoding = int((~many).sum())
     decode = prefill = None
     if decoding:
         decode = own.part(0, decoding, starts, causal=False)

@@ -142,6 +142,19 @@ def test_groups_lie_side_by_side_and_decoding_comes_first(make_batch):
     assert schedule.shared[0].query_indptr.tolist() == [0, plan.num_rows]
 
 
+def test_a_batch_in_depth_first_order_is_left_as_it_is(make_batch):
+    """Decoding sequences and chunks below one stretch, each beside sequences that share nothing."""
+    tails = [(1, 2), (1, 0), (1, 5), (4, 1), (2, 0), (3, 3), (5, 2)]
+    plan = make_batch(tails, [([0, 1, 4, 5], 3), ([1, 4], 2)]).plan
+    shared = choose_levels(plan, None, EAGER)
+    schedule = build_levels(plan, None, shared)
+    assert schedule.rows is None
+    assert_reads(plan, schedule, None)
+    first, second = schedule.shared
+    assert first.query_indptr.tolist() == [0, 2, 7, 12] and first.kv_len.tolist() == [12, 0, 12]
+    assert (second.first_row, second.kv_len.tolist()) == (1, [8, 0, 8])
+
+
 def test_groups_without_pages_fill_gaps(make_batch):
     plan = make_batch(*TREES["gaps"]).plan
     schedule = build_levels(plan, None, choose_levels(plan, None, EAGER))

@@ -12,8 +12,10 @@ from fake_flashinfer import Library
 from fake_model import FakeRecorder
 from mixed_requests import answers, greedy, make_engine
 
+from coppice.kernels import flashinfer_backend
 from coppice.kernels.flashinfer_backend import FlashInferBackend
 from coppice.kernels.flashinfer_fixed import LEVELS, FlashInferFixedPlan
+from coppice.kernels.flashinfer_levels import build_levels
 from coppice.kernels.gpu_backend import INTERPRETED
 from coppice.kernels.tree_cost import CostModel
 from coppice.runtime.sampling_params import SamplingParams
@@ -48,6 +50,13 @@ def test_every_kind_of_request_gets_the_reference_backends_tokens(
 ):
     """Prefills in chunks, hits, forks and beams, with everything shared that can be."""
     share_all(monkeypatch)
+    schedules = []
+
+    def build(*given):
+        schedules.append(build_levels(*given))
+        return schedules[-1]
+
+    monkeypatch.setattr(flashinfer_backend, "build_levels", build)
     path = tiny_checkpoint("qwen3", head_dim=64)
     found = {
         backend: answers(
