@@ -21,17 +21,8 @@ from typing import Any
 
 import numpy as np
 from harness import Rows, parser, processor
-from tree import (
-    Accounts,
-    Work,
-    serve,
-    workload_a,
-    workload_b,
-    workload_c,
-    workload_d,
-    workload_e,
-    workload_f,
-)
+from tree import Accounts, serve
+from tree_workloads import Work, requests_of, workload_f
 
 from coppice.radix import PagePool, RadixTree
 from coppice.radix.accounting import Accounting
@@ -41,14 +32,14 @@ from coppice.radix.hashes import PrefixHasher, keys
 PAGE_SIZE = 16
 
 
-def measure(requests: Callable[[], Iterator[Work]], pool_tokens: int) -> dict[str, Any]:
+def measure(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
     tree = RadixTree(PagePool(-(-pool_tokens // PAGE_SIZE), PAGE_SIZE))
     accounts = Accounts(pool_tokens)
     accounting = accounts.accounting
     in_curve = _timed(accounting._settler.curve)
     in_requests = 0.0
     count = 0
-    for work in requests():
+    for work in requests:
         start = time.perf_counter()
         serve(tree, work, accounts)
         in_requests += time.perf_counter() - start
@@ -188,16 +179,11 @@ def main() -> None:
         return
     if "F" in args.workload and args.trace is None:
         options.error("--workload F needs --trace FILE")
-    makers: dict[str, Callable[[], Iterator[Work]]] = {
-        "A": lambda: workload_a(args.quick),
-        "B": lambda: workload_b(args.quick),
-        "C": lambda: workload_c(args.quick),
-        "D": lambda: workload_d(args.quick),
-        "E": lambda: workload_e(args.quick),
-        "F": lambda: workload_f(args.trace, args.quick),
-    }
     for name in args.workload:
-        rounds = [measure(makers[name], args.pool) for _ in range(args.rounds)]
+        rounds = [
+            measure(requests_of(name, args.trace, args.quick), args.pool)
+            for _ in range(args.rounds)
+        ]
         figures = rounds[0]
         for key in ("logging_over_tree", "settling_over_tree", "curve_over_tree"):
             figures[key] = round(statistics.median(each[key] for each in rounds), 4)

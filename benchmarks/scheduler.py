@@ -255,8 +255,8 @@ def _shared(left: bytes, right: bytes) -> int:
 
 
 def trace_arrivals(trace: Path, limit: int) -> Iterator[Arrival]:
-    """Mooncake's format: each hash id stands for 512 tokens (see `tree.py`)."""
-    from tree import workload_f
+    """Mooncake's format: each hash id stands for 512 tokens (see `tree_workloads.py`)."""
+    from tree_workloads import workload_f
 
     with trace.open() as lines:
         for number, (line, work) in enumerate(zip(lines, workload_f(trace, False), strict=True)):

@@ -39,118 +39,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import multiprocessing
 import os
-import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from harness import Rows, parser, processor, spread
+from tree_workloads import TOKEN_BYTES, Work, requests_of, tokens
 
 from coppice.radix import Accounting, Hold, PagePool, RadixTree, RequestAccount, eviction
-
-TRACE_BLOCK = 512
-TOKEN_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A request: its prompt and the tokens it generates, as int32 bytes."""
-
-    prompt: bytes
-    output: bytes = b""
-
-
-def tokens(stream: int, count: int) -> bytes:
-    """`count` deterministic tokens of stream number `stream`."""
-    return np.random.default_rng(stream).integers(0, 2**31, count, np.int32).tobytes()
-
-
-def workload_a(quick: bool) -> Iterator[Work]:
-    shared = tokens(0, 2048)
-    for request in range(500 if quick else 5000):
-        yield Work(shared + tokens(1 + request, 256))
-
-
-def workload_b(quick: bool) -> Iterator[Work]:
-    """The conversations take their turns in random order."""
-    conversations = 20 if quick else 200
-    turns = [conversation for conversation in range(conversations) for _ in range(10)]
-    random.Random(0).shuffle(turns)
-    texts = [b""] * conversations
-    for number, conversation in enumerate(turns):
-        texts[conversation] += tokens(number, 300)
-        yield Work(texts[conversation])
-
-
-def workload_c(quick: bool) -> Iterator[Work]:
-    rng = random.Random(0)
-    for _ in range(500 if quick else 5000):
-        node, path = 0, b""
-        for _ in range(rng.randint(1, 6)):
-            node = 4 * node + 1 + rng.randrange(4)
-            path += tokens(node, 128)
-        yield Work(path)
-
-
-def workload_d(quick: bool) -> Iterator[Work]:
-    rng = np.random.default_rng(0)
-    weights = 1 / np.arange(1, 501)
-    requests = 500 if quick else 5000
-    documents = rng.choice(500, requests, p=weights / weights.sum())
-    for number, document in enumerate(documents):
-        yield Work(tokens(int(document), 2000) + tokens(1000 + number, 50))
-
-
-def workload_e(quick: bool) -> Iterator[Work]:
-    documents = 5 if quick else 50
-    questions = [document for document in range(documents) for _ in range(20)]
-    random.Random(0).shuffle(questions)
-    for number, document in enumerate(questions):
-        yield Work(tokens(document, 100_000) + tokens(1000 + number, 100))
-
-
-def workload_f(trace: Path, quick: bool) -> Iterator[Work]:
-    """A request's last block is cut to its input length; its output is fresh tokens."""
-    inside = np.arange(TRACE_BLOCK, dtype=np.uint64)
-    fresh = 0
-    with trace.open() as lines:
-        for number, line in enumerate(lines):
-            if quick and number == 1000:
-                return
-            request = json.loads(line)
-            ids = np.array(request["hash_ids"], np.uint64)[:, None] * np.uint64(TRACE_BLOCK)
-            prompt = _mixed((ids + inside).reshape(-1)[: request["input_length"]])
-            generated = np.arange(fresh, fresh + request["output_length"], dtype=np.uint64)
-            fresh += request["output_length"]
-            yield Work(prompt, _mixed(generated + np.uint64(2**40)))
-
-
-def requests_of(workload: str, trace: Path | None, quick: bool) -> Iterator[Work]:
-    """The requests of a workload, A to F; F takes them from the trace."""
-    if workload == "F":
-        assert trace is not None
-        return workload_f(trace, quick)
-    makers: dict[str, Callable[[bool], Iterator[Work]]] = {
-        "A": workload_a,
-        "B": workload_b,
-        "C": workload_c,
-        "D": workload_d,
-        "E": workload_e,
-    }
-    return makers[workload](quick)
-
-
-def _mixed(numbers: np.ndarray) -> bytes:
-    """Tokens of 31 bits, one a number (uint64), by multiplication with an odd constant."""
-    return ((numbers * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)).astype(np.int32).tobytes()
 
 
 class Accounts:
@@ -196,7 +97,7 @@ def serve(tree: RadixTree, work: Work, accounts: Accounts | None = None) -> tupl
     size = tree.page_size
     prompt = work.prompt
     length = len(prompt) // TOKEN_BYTES
-    match = tree.match(prompt[:-TOKEN_BYTES])  # the last token's logits are needed
+    match = tree.match(prompt, limit=length - 1)  # the last token's logits are needed
     hold = tree.lock(match)
     if accounts is not None:
         accounts.admitted(prompt, hold)
@@ -206,9 +107,8 @@ def serve(tree: RadixTree, work: Work, accounts: Accounts | None = None) -> tupl
     _grow(tree, table, length)
     tree.insert(hold, prompt, table)
     if work.output:
-        everything = prompt + work.output
-        _grow(tree, table, len(everything) // TOKEN_BYTES)
-        tree.insert(hold, everything, table)
+        _grow(tree, table, length + len(work.output) // TOKEN_BYTES)
+        tree.insert(hold, work.output, table, begin=length)
     tree.release(hold, table)
     if accounts is not None:
         accounts.finished(work.output)

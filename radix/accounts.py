@@ -41,7 +41,7 @@ class RequestAccount:
 
     __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
                  "hit_limit", "time", "finished", "tokens", "node", "place", "chain",
-                 "stamp", "theirs", "_divergence", "_settle", "_row", "_evicted")  # fmt: skip
+                 "stamp", "theirs", "_around", "_settle", "_row", "_evicted")  # fmt: skip
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RequestAccount:
         self.place = place  # its serial number; -1 when settled
         self.stamp = 0  # when settled, what its prefixes were entered with
         self.chain = 0  # when settled, hash of the prefix that `tokens` continue
-        self._divergence: Divergence | None = None  # when settled
+        self._around = b""  # when settled, the tokens at both sides of the hit's end
         self._settle = settle
         self._row: list[int] | None = None  # counts in the order of `FIELDS`
         self._evicted: tuple[float, float | None] | None = None
@@ -81,7 +81,13 @@ class RequestAccount:
     def settled(self, row: list[int], stamp: int, chain: int, tail: bytes) -> None:
         """Fills in what the accounting found."""
         self._row, self.stamp, self.chain = row, stamp, chain
-        self._divergence, self.theirs = self.divergence, b""
+        hit = self.hit_tokens
+        if self.node is not None:
+            self.theirs = _beside(
+                self.node, self.tokens[hit * TOKEN_BYTES : (hit + 1) * TOKEN_BYTES]
+            )
+        begin = max(0, hit - SHOWN_TOKENS) * TOKEN_BYTES
+        self._around = self.tokens[begin : (hit + SHOWN_TOKENS) * TOKEN_BYTES]
         self.tokens = tail
         self.place, self.node = -1, None
 
@@ -104,16 +110,18 @@ class RequestAccount:
     @property
     def divergence(self) -> Divergence | None:
         """Where the hit ended, if the tree goes on there with something else."""
-        hit = self.hit_tokens
         # A hit of all but the last token may go on with that token in the tree.
-        if self.place < 0 or hit >= self.prompt_tokens - 1:
-            return self._divergence
-        ours, theirs = self.tokens[hit * TOKEN_BYTES : (hit + 1) * TOKEN_BYTES], self.theirs
+        if self.hit_tokens >= self.prompt_tokens - 1:
+            return None
+        tokens, begin = self.tokens, self.hit_tokens
+        if self.place < 0:
+            tokens, begin = self._around, min(begin, SHOWN_TOKENS)
+        ours, theirs = tokens[begin * TOKEN_BYTES : (begin + 1) * TOKEN_BYTES], self.theirs
         if self.node is not None:
             theirs = _beside(self.node, ours)
         if not theirs or theirs[:TOKEN_BYTES] == ours:
             return None
-        return Divergence.at(self.tokens, hit, theirs)
+        return Divergence.at(tokens, begin, theirs)._replace(position=self.hit_tokens)
 
     @property
     def computed_tokens(self) -> int:

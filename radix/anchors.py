@@ -23,13 +23,13 @@ MEAN_GAP = 2 * REACH + 1
 FINE_TOKENS = 2048
 """Behind so many tokens of a piece only one anchor of four is kept."""
 
-# Short pieces are searched in groups of so many tokens.
+_NEAR_TOKENS = FINE_TOKENS + REACH  # what decides about the places before
+_LEAST_BYTES = np.uint8(3)  # the byte of a quarter of all anchors is less
+
+# The beginnings of pieces are searched in groups of so many tokens.
 _GROUP_TOKENS = 1 << 16
-_LONG_TOKENS = 1 << 15
 _GAP = REACH  # places between pieces: no neighbourhood reaches across
 _BYTE = np.uint8(0x2D)
-_SPREAD = np.uint32(0x9E3779B1)
-_ONE_IN_FOUR = np.uint32(1 << 30)
 _LANES = np.uint64(0x0001020304050607)  # times 256**i it has i in its highest byte
 _CONTENT = np.uint64(0x8CB92BA72F3D8DD7)
 
@@ -53,17 +53,17 @@ class AnchorFinder:
     extrema as borders are from Bjorner, Blass and Gurevich, "Content-dependent chunking for
     differential compression, the local maximum approach", 2010). It depends on nothing further
     away, so an edit changes the anchors around it only; a common text of about 100 tokens has one
-    that both sides agree on, nearly always more. Behind `FINE_TOKENS` tokens of a piece the content
-    decides which quarter of the anchors is kept: who shares only 100 tokens there, of thousands,
-    misses little, and these cost as much as all others. Text that repeats itself at less than
-    `REACH` tokens has one for each such stretch.
+    that both sides agree on, nearly always more. Behind `FINE_TOKENS` tokens of a piece only those
+    with the least bytes are kept, about a quarter: who shares only 100 tokens there, of thousands,
+    misses little, and these cost as much as all others, while few places can be one. Text that
+    repeats itself at less than `REACH` tokens has one for each such stretch.
     """
 
     def __init__(self) -> None:
         numbers = np.random.default_rng(WINDOW)
         self._multipliers = numbers.integers(0, 2**64 - 1, WINDOW // 2, np.uint64) | 1
         # Buffers are kept, since fresh memory costs more than its use.
-        self._scratch = memoryview(bytearray((_GROUP_TOKENS + _LONG_TOKENS) * TOKEN_BYTES))
+        self._scratch = memoryview(bytearray(_GROUP_TOKENS * TOKEN_BYTES))
         self._bytes = np.empty((4, 0), np.uint8)
         self._masks = np.empty((2, 0), np.bool_)
 
@@ -72,82 +72,98 @@ class AnchorFinder:
 
         Starts are counted from there.
         """
-        parts = []
+        parts = []  # of hashes, pieces and starts
         numbers: list[int] = []  # of pieces in the scratch
         begins: list[int] = []  # where each begins there, in tokens
         at = _GAP
 
-        def find_scratch() -> None:
+        def find_near() -> None:
             if numbers:
                 tokens = np.frombuffer(self._scratch, np.uint32, at - _GAP)
-                ends = np.array(begins) + [lengths[number] for number in numbers]
-                parts.append(self._find(tokens, np.array(numbers), np.array(begins), ends))
+                parts.append(self._near(tokens, np.array(numbers), np.array(begins), lengths))
 
         gap = bytes(_GAP * TOKEN_BYTES)
         self._scratch[: len(gap)] = gap
-        lengths = [
-            len(piece) // TOKEN_BYTES - skip for piece, skip in zip(pieces, skipped, strict=True)
-        ]
-        for number, length in enumerate(lengths):
-            if length > _LONG_TOKENS:
-                # Long ones are read where they are.
-                tokens = np.frombuffer(pieces[number], np.uint32)[skipped[number] :]
-                parts.append(
-                    self._find(tokens, np.array([number]), np.array([0]), np.array([length]))
-                )
-            elif length >= WINDOW:
-                if at + length + _GAP > _GROUP_TOKENS:
-                    find_scratch()
-                    numbers, begins, at = [], [], _GAP
-                begin, end = at * TOKEN_BYTES, (at + length) * TOKEN_BYTES
-                piece = memoryview(pieces[number])
-                self._scratch[begin:end] = piece[skipped[number] * TOKEN_BYTES :]
-                self._scratch[end : end + len(gap)] = gap
-                numbers.append(number)
-                begins.append(at)
-                at += length + _GAP
-        find_scratch()
-        if not parts:
-            none = np.zeros(0, np.int64)
-            return Anchors(none.astype(np.uint64), none, none, none)
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        order = np.argsort(columns[1].astype(np.uint16), kind="stable")
-        return Anchors(*(column[order] for column in columns))
+        lengths = np.array([len(piece) for piece in pieces], np.int64) // TOKEN_BYTES - skipped
+        for number, length in enumerate(lengths.tolist()):
+            if length < WINDOW:
+                continue
+            near = min(length, _NEAR_TOKENS)
+            if at + near + _GAP > _GROUP_TOKENS:
+                find_near()
+                numbers, begins, at = [], [], _GAP
+            begin, end = at * TOKEN_BYTES, (at + near) * TOKEN_BYTES
+            first = skipped[number] * TOKEN_BYTES
+            self._scratch[begin:end] = memoryview(pieces[number])[first : first + end - begin]
+            self._scratch[end : end + len(gap)] = gap
+            numbers.append(number)
+            begins.append(at)
+            at += near + _GAP
+        find_near()
+        parts.append(self._far(pieces, skipped, lengths))
+        hashes, piece, start = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.argsort(piece.astype(np.uint16), kind="stable")
+        hashes, piece, start = hashes[order], piece[order], start[order]
+        end = np.append(start[1:], 0)
+        last = np.flatnonzero(np.append(piece[1:] != piece[:-1], True))[: len(piece)]
+        end[last] = lengths[piece[last]]
+        return Anchors(hashes, piece, start, end - start)
 
-    def _find(
-        self, tokens: NDArray[np.uint32], numbers: Ints, begins: Ints, ends: Ints
-    ) -> tuple[Hashes, Ints, Ints, Ints]:
-        """The anchors of the pieces `numbers`, which lie in `tokens` with gaps between them."""
+    def _near(
+        self, tokens: NDArray[np.uint32], numbers: Ints, begins: Ints, lengths: Ints
+    ) -> tuple[Hashes, Ints, Ints]:
+        """The anchors before `FINE_TOKENS` of pieces that lie in `tokens` with gaps between."""
         count = len(tokens)
-        if self._bytes.shape[1] < count + 2 * REACH:
-            size = (count + 2 * REACH) * 5 // 4 & -8
-            self._bytes = np.empty((4, size), np.uint8)
-            self._masks = np.empty((2, size), np.bool_)
+        self._fit(count + 2 * REACH + 8)
         low, mixed, least, other = self._bytes[:, : count + 2 * REACH]
-        # The low bytes of a token and of the one before, mixed: more would cost more.
-        low[REACH - 1] = 0
-        np.copyto(low[REACH:-REACH], tokens, casting="unsafe")
-        np.multiply(low, _BYTE, out=mixed)
-        mixed[1:] ^= low[:-1]
+        _mix(tokens, low[REACH:-REACH], mixed[REACH:-REACH])
         mixed[-REACH:] = 255
         for begin in begins.tolist():
             mixed[REACH + begin - _GAP : REACH + begin] = 255
         places = self._minima(mixed, least, other)
-        # Far from the piece's beginning the token at an anchor decides whether it stays; and all of
-        # its window must be there.
-        kept = tokens[places] * _SPREAD < _ONE_IN_FOUR
-        borders = np.searchsorted(places, [begins, begins + FINE_TOKENS, ends - WINDOW + 1, ends])
-        for begin, far, last, end in borders.T.tolist():
-            kept[begin:far] = True
-            kept[last:end] = False
-        places = places[kept]
         owner = np.searchsorted(begins, places, side="right") - 1
-        length = np.empty_like(places)
-        if len(places):
-            np.subtract(places[1:], places[:-1], out=length[:-1])
-            last = np.flatnonzero(np.append(owner[1:] != owner[:-1], True))
-            length[last] = ends[owner[last]] - places[last]
-        return self._hash(tokens, places), numbers[owner], places - begins[owner], length
+        start, piece = places - begins[owner], numbers[owner]
+        # All of an anchor's window must be there.
+        kept = start < np.minimum(lengths - WINDOW + 1, FINE_TOKENS)[piece]
+        return self._hash(_windows(tokens)[places[kept]]), piece[kept], start[kept]
+
+    def _far(
+        self, pieces: Sequence[Tokens], skipped: Sequence[int], lengths: Ints
+    ) -> tuple[Hashes, Ints, Ints]:
+        """The anchors from `FINE_TOKENS` on. Whatever may outdo one has as little a byte."""
+        numbers = np.flatnonzero(lengths >= FINE_TOKENS + WINDOW)
+        begin = FINE_TOKENS - REACH
+        found, values, windows = [], [], []
+        for number in numbers.tolist():
+            # One token more: the first place has one before it.
+            tokens = np.frombuffer(pieces[number], np.uint32)[skipped[number] + begin - 1 :]
+            self._fit(len(tokens))
+            low, mixed = self._bytes[:2, : len(tokens)]
+            _mix(tokens, low, mixed)
+            mask = self._masks[0, : len(tokens)]
+            np.less(mixed, _LEAST_BYTES, out=mask)
+            mask[0] = False
+            places = mask.nonzero()[0]
+            found.append(places)
+            values.append(mixed[places])
+            windows.append(_windows(tokens)[np.minimum(places, len(tokens) - WINDOW)])
+        if not found:
+            none = np.zeros(0, np.int64)
+            return none.astype(np.uint64), none, none
+        counts = np.array([len(places) for places in found])
+        start = np.concatenate(found)
+        start += begin - 1
+        piece = np.repeat(numbers, counts)
+        before = np.cumsum(lengths[numbers]) - lengths[numbers]  # so that pieces are far apart
+        kept = _least_around(start + np.repeat(before, counts), np.concatenate(values))
+        kept &= (start >= FINE_TOKENS) & (start <= lengths[piece] - WINDOW)
+        return self._hash(np.concatenate(windows)[kept]), piece[kept], start[kept]
+
+    def _fit(self, count: int) -> None:
+        """Makes the buffers at least so long."""
+        if self._bytes.shape[1] < count:
+            self._bytes = np.empty((4, count * 5 // 4 & -8), np.uint8)
+            self._masks = np.empty((2, count * 5 // 4 & -8), np.bool_)
 
     def _minima(
         self, mixed: NDArray[np.uint8], least: NDArray[np.uint8], other: NDArray[np.uint8]
@@ -175,13 +191,35 @@ class AnchorFinder:
         places += lanes.astype(np.int64)
         return places
 
-    def _hash(self, tokens: NDArray[np.uint32], places: Ints) -> Hashes:
-        # All windows of the tokens as overlapping items, which numpy copies whole.
-        width = WINDOW * TOKEN_BYTES
-        windows = np.ndarray(len(tokens) - WINDOW + 1, f"V{width}", tokens, 0, TOKEN_BYTES)
-        words = windows[places].view(np.uint64).reshape(-1, WINDOW // 2)
+    def _hash(self, windows: NDArray[np.void]) -> Hashes:
+        words = windows.view(np.uint64).reshape(-1, WINDOW // 2)
         hashes = words[:, 0] * self._multipliers[0]
         for column in range(1, WINDOW // 2):
             hashes += words[:, column] * self._multipliers[column]
         hashes += _CONTENT
         return hashes
+
+
+def _windows(tokens: NDArray[np.uint32]) -> NDArray[np.void]:
+    """All windows of the tokens as overlapping items, which numpy copies whole."""
+    return np.ndarray(len(tokens) - WINDOW + 1, f"V{WINDOW * TOKEN_BYTES}", tokens, 0, TOKEN_BYTES)
+
+
+def _mix(tokens: NDArray[np.uint32], low: NDArray[np.uint8], mixed: NDArray[np.uint8]) -> None:
+    """The low bytes of tokens, and of each mixed with that of the one before: more costs more."""
+    np.copyto(low, tokens, casting="unsafe")
+    np.multiply(low, _BYTE, out=mixed)
+    mixed[1:] ^= low[:-1]
+
+
+def _least_around(places: Ints, values: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Which places have the least value within `REACH` of them, the first one of equals."""
+    kept = np.ones(len(places), np.bool_)
+    for shift in range(1, min(REACH + 1, len(places))):
+        near = places[shift:] - places[:-shift] <= REACH
+        if not near.any():
+            break
+        first, second = values[:-shift], values[shift:]
+        kept[shift:] &= ~(near & (first <= second))
+        kept[:-shift] &= ~(near & (second < first))
+    return kept

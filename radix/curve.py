@@ -53,42 +53,34 @@ class MissRatioCurve:
 
     def clear(self) -> None:
         """Forgets all uses, since the pool was emptied; the hits counted so far stay."""
-        self._spans = np.zeros(1, np.uint64)  # the last stamp of each; the first is empty
-        self._live: NDArray[np.float64] = np.zeros(1)  # tokens used last in each
-        self._measure()
+        self._spans = np.zeros(1)  # the last stamp of each; the first is empty
+        self._live = np.zeros(1)  # tokens used last in each
+        self._until = np.zeros(1)  # and in it or before it
 
-    def use(self, stamps: Hashes, before: Hashes, tokens: Ints) -> None:
-        """Stretches of `tokens` tokens were used at `stamps`, which do not decrease, and before
-        that at `before`, or 0.
+    def use(self, stamps: Hashes, tokens: Ints, before: Hashes, moved: Ints) -> None:
+        """Tokens were used at `stamps`, which do not decrease; `moved` of them each had been used
+        last at `before` (at least 1).
 
-        O(stretches x log spans + spans).
+        O(stamps + before x log spans + spans).
         """
         if not len(stamps):
             return
-        opened = stamps[np.flatnonzero(np.append(stamps[1:] != stamps[:-1], True))]
-        opened = opened[np.searchsorted(opened, self._spans[-1], side="right") :]
-        self._spans = np.concatenate((self._spans, opened))
-        places = np.searchsorted(self._spans, stamps)
-        live = np.bincount(places, tokens, len(self._spans)).astype(np.float64)
+        opened = stamps[np.append(stamps[1:] != stamps[:-1], True)].astype(np.float64)
+        opened = opened[opened.searchsorted(self._spans[-1], side="right") :]
+        spans = self._spans = np.concatenate((self._spans, opened))
+        live: NDArray[np.float64]
+        live = np.bincount(spans.searchsorted(stamps), tokens, len(spans)).astype(np.float64)
         live[: len(self._live)] += self._live
-        moved = np.flatnonzero(before)
-        gone = np.searchsorted(self._spans, before[moved])
-        live -= np.bincount(gone, tokens[moved], len(live))
-        self._live = live
+        if len(before):
+            first = _firsts(before)
+            gone = spans.searchsorted(before[first])
+            live -= np.bincount(gone, np.add.reduceat(moved, first), len(live))
         if len(live) > _SPANS:
             joined = len(live) // 4 * 2 + 1
             pairs = live[1:joined].reshape(-1, 2).sum(axis=1)
-            self._live = np.concatenate((live[:1], pairs, live[joined:]))
-            self._spans = np.concatenate(
-                (self._spans[:1], self._spans[2:joined:2], self._spans[joined:])
-            )
-        self._measure()
-
-    def _measure(self) -> None:
-        """How many tokens were used since the end of each span."""
-        self._ages = (self._spans[-1] - self._spans[::-1]).astype(np.float64)
-        self._newer = np.cumsum(self._live[::-1])
-        self._newer -= self._live[::-1]
+            live = np.concatenate((live[:1], pairs, live[joined:]))
+            self._spans = np.concatenate((spans[:1], spans[2:joined:2], spans[joined:]))
+        self._live, self._until = live, live.cumsum()
 
     def prompts(self, ages: Hashes, ends: Ints, tokens: Ints, prompt_tokens: int) -> None:
         """Of `prompt_tokens` tokens some were known, in stretches. O(stretches x log spans).
@@ -101,10 +93,11 @@ class MissRatioCurve:
             prompt_tokens: all of them, known or not.
         """
         self._prompt_tokens += prompt_tokens
-        needed = np.interp(ages, self._ages, self._newer)
-        needed += ends
-        places = np.searchsorted(self._sizes, needed)
-        self._hits += np.bincount(places, tokens, len(self._hits))
+        first = _firsts(ages)
+        used = self._until[-1] - np.interp(self._spans[-1] - ages[first], self._spans, self._until)
+        # What was used since, and the stretch's own prefix.
+        needed = ends + used.repeat(np.append(first[1:], len(ages)) - first)
+        self._hits += np.bincount(self._sizes.searchsorted(needed), tokens, len(self._hits))
 
     def points(self) -> tuple[CurvePoint, ...]:
         """The curve at `FACTORS`, empty before the first prompt; never falling. O(1)."""
@@ -116,3 +109,10 @@ class MissRatioCurve:
             CurvePoint(factor, round(factor * self.pool_tokens), rate)
             for factor, rate in zip(FACTORS, rates.tolist(), strict=True)
         )
+
+
+def _firsts(values: Hashes) -> Ints:
+    """Where runs of equal values begin: much of a prompt was used last by one other."""
+    begins = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=begins[1:])
+    return begins.nonzero()[0]

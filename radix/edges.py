@@ -36,22 +36,23 @@ def extend(
     tree: RadixTree,
     node: Node,
     bottom: Node,
-    query: bytes,
+    edge: bytes,
     matched: int,
     table: array[int],
     draft: bool,
 ) -> Node:
-    """Enters the tokens from `matched` on below `node`; returns the node they end in.
+    """Enters the tokens `edge`, from position `matched` on, below `node`, or at its end.
+
+    Returns the node they end in.
 
     The references that the sequence has on full pages pass to the node; the partly filled last
     page gets one more, since the sequence goes on writing there.
     """
     size = tree.page_size
-    total = len(query) // TOKEN_BYTES
+    total = matched + len(edge) // TOKEN_BYTES
     pages = table[matched // size : -(-total // size)]
     inside = matched % size != 0  # the first of them holds tokens of `node` as well
     same_page = inside and node.shares(pages[0], matched - matched % size)
-    edge = query[matched * TOKEN_BYTES :]
     if (
         node is bottom
         and node.locks == 1
@@ -112,7 +113,7 @@ def descend(tree: RadixTree, bottom: Node, node: Node) -> None:
 def split(tree: RadixTree, node: Node, tokens: int) -> Node:
     """Cuts the edge of `node` after `tokens` tokens; returns the new upper part.
 
-    `node` stays the lower part, so that holds, matches (see `_ending`) and the order of
+    `node` stays the lower part, so that holds, matches (see `Node.ending`) and the order of
     eviction need no change. Both are locked if it was. A page that lies on both sides of the
     cut is referenced by both.
     """

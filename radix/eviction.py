@@ -25,30 +25,56 @@ def reclaim(tree: RadixTree, count: int) -> array[int]:
     """Evicts like `evict`, and returns the pages, with one reference each for the caller."""
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
+    order, pool = tree.order, tree.pool
     pages = array("i")
-    while len(pages) < count and (leaf := tree.order.pop()) is not None:
-        # The page in which the tail begins goes as well, so that no crumb of it stays.
-        begin = (leaf.end - tree.order.tail(leaf)) // tree.page_size
-        tail = len(leaf.pages) - (begin - leaf.start // tree.page_size)
-        gone = tree.pool.take_over(cut(tree, leaf, min(tail, count - len(pages))))
-        pages = pages + gone if pages else gone
+    while (missing := count - len(pages)) > 0:
+        gone = array("i")
+        while (wanted := missing - len(gone)) > 0 and (leaf := order.pop()) is not None:
+            tail = order.tail(leaf)
+            if tail < leaf.length:
+                # The page in which the tail begins goes as well, so that no crumb of it stays.
+                begin = (leaf.end - tail) // tree.page_size - leaf.start // tree.page_size
+                wanted = min(wanted, len(leaf.pages) - begin)
+            gone += cut(tree, leaf, wanted)
+        if not gone:
+            break
+        # Those that running sequences write to as well are not to be had: then more leaves go.
+        pages = pages + pool.take_over(gone) if pages else pool.take_over(gone)
     return pages
+
+
+def empty(tree: RadixTree) -> None:
+    """Takes everything out on purpose. Raises RuntimeError while any lock is held."""
+    if any(root.locks for root in tree.roots.values()):
+        raise RuntimeError("reset: refused, since running sequences hold locks in the tree")
+    evicted, events = tree.evicted_tokens, tree.events
+    tree.events = None
+    while tree.cached_tokens:
+        tree.evict(tree.pool.num_pages + 1)
+    tree.evicted_tokens = evicted  # nothing was short of pages
+    tree.order.cleared()
+    tree.events = events
+    if events is not None:
+        events.cleared()
 
 
 def cut(tree: RadixTree, leaf: Node, count: int) -> array[int]:
     """Takes up to `count` pages of its own off a leaf's tail, and if it has no more, the leaf.
 
-    Returns the pages that it no longer references.
+    Returns the pages that no node covers any more, which still have the leaf's reference.
     """
-    size, own = tree.page_size, leaf.own_pages
+    size, own, pages = tree.page_size, leaf.own_pages, leaf.pages
     tree.epoch += 1
     tree.last_evicted = leaf.stamp
     if count < own:
-        keep = len(leaf.pages) - count
+        keep = len(pages) - count
         length = (leaf.start // size + keep) * size - leaf.start
-        gone, own = leaf.pages[keep:], count
+        gone, own = pages[keep:], count
+    elif own == len(pages):
+        length, gone = 0, pages
     else:
-        length, gone = 0, leaf.pages
+        length, gone = 0, pages[1:]
+        tree.pool.refs[pages[0]] -= 1  # a node above covers it
     evicted = leaf.length - length
     tree.order.evicted(leaf, evicted)
     if tree.events is not None:
@@ -59,7 +85,7 @@ def cut(tree: RadixTree, leaf: Node, count: int) -> array[int]:
     tree.cached_tokens -= evicted
     tree.cached_pages -= own
     if length:
-        del leaf.pages[keep:]
+        del pages[keep:]
         leaf.length = length
         leaf.own_pages -= own
         leaf.marks = 0

@@ -54,6 +54,16 @@ class Node:
         """Position after the edge's last token: the length of the prefix that ends here."""
         return self.start + self.length
 
+    def ending(self, length: int) -> Node:
+        """The node on this one's path in whose edge the first `length` tokens end.
+
+        Splits leave a node the lower part of its edge, so the end of an earlier match may be above.
+        """
+        node = self
+        while length <= node.start and node.parent is not None:
+            node = node.parent
+        return node
+
     def shares(self, page: int, border: int) -> bool:
         """Whether this node or one above covers `page`, the one of the positions from `border` on.
 

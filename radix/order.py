@@ -98,10 +98,12 @@ class LeafHeap:
 
     def pop(self) -> Node | None:
         """Takes out the leaf with the least key; None if no entry is live."""
-        while self._entries:
-            entry = heapq.heappop(self._entries)
-            if _live(entry):
-                return entry[3]
+        entries = self._entries
+        while entries:
+            _, _, stamp, node = heapq.heappop(entries)
+            # As `_live` says.
+            if node.stamp == stamp and not (node.locks or node.children or node.parent is None):
+                return node
         return None
 
     def _compact(self) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+_ONE = array("i", [1])
+
 # From this many pages on, numpy's vector operations beat a Python loop.
 _VECTOR = 48
 
@@ -31,10 +33,10 @@ class PagePool:
     free run that begins at page s, `_tail[e]` of the one that ends at page e, 0 elsewhere. Runs of
     2**k .. 2**(k+1) - 1 pages hang in the intrusive doubly linked list of class k. So taking a run,
     and giving one back with its neighbours joined, costs O(1), whatever the pool's size; memory is
-    20 bytes a page.
+    24 bytes a page.
     """
 
-    __slots__ = ("page_size", "num_pages", "free_pages", "refs", "_ids", "_ones", "_head", "_tail",
+    __slots__ = ("page_size", "num_pages", "free_pages", "refs", "_ids", "_head", "_tail",
                  "_next", "_prev", "_first", "_classes")  # fmt: skip
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -47,7 +49,6 @@ class PagePool:
         self.free_pages = num_pages
         self.refs = array("i", bytes(4 * num_pages))
         self._ids = array("i", range(num_pages))
-        self._ones = array("i", [1]) * num_pages
         self._head = array("i", bytes(4 * (num_pages + 1)))  # one more: the page after the last
         self._tail = array("i", bytes(4 * (num_pages + 1)))  # [-1] serves as "before the first"
         self._next = array("i", bytes(4 * num_pages))
@@ -101,11 +102,25 @@ class PagePool:
 
     def _take(self, start: int, length: int, count: int) -> array[int]:
         """The first `count` pages of the free run at `start`, each with one reference."""
-        self._unlink(start, length)
-        if count < length:
-            self._link(start + count, length - count)
+        rest = length - count
+        if rest and rest.bit_length() == length.bit_length():
+            # What is left takes the run's place in the list of its class.
+            begin, after, before = start + count, self._next[start], self._prev[start]
+            self._head[start] = 0
+            self._head[begin] = self._tail[start + length - 1] = rest
+            self._next[begin], self._prev[begin] = after, before
+            if after >= 0:
+                self._prev[after] = begin
+            if before >= 0:
+                self._next[before] = begin
+            else:
+                self._first[rest.bit_length() - 1] = begin
+        else:
+            self._unlink(start, length)
+            if rest:
+                self._link(start + count, rest)
         self.free_pages -= count
-        self.refs[start : start + count] = self._ones[:count]
+        self.refs[start : start + count] = _ONE * count
         return self._ids[start : start + count]
 
     # -- the public face ---------------------------------------------------------------------
@@ -128,7 +143,7 @@ class PagePool:
             if length:
                 pages = self._take(after + 1, length, min(count, length))
         head, tail, firsts = self._head, self._tail, self._first
-        refs, ids, ones = self.refs, self._ids, self._ones
+        refs, ids = self.refs, self._ids
         while (need := count - len(pages)) > 0:
             # Any run of class (need - 1).bit_length() or above is long enough; take the smallest
             # such class so that long runs stay whole. With none, take the longest class there is.
@@ -152,7 +167,7 @@ class PagePool:
             else:
                 self._classes ^= 1 << size_class
             self.free_pages -= length
-            refs[start : start + length] = ones[:length]
+            refs[start : start + length] = _ONE * length
             pages += ids[start : start + length]
         return pages
 
@@ -174,14 +189,16 @@ class PagePool:
         """
         if not isinstance(pages, array):
             pages = array("i", pages)
-        refs, ones, count = self.refs, self._ones, len(pages)
+        refs, count = self.refs, len(pages)
+        if not count:
+            return 0
         if count == 1 and 0 <= (page := pages[0]) < self.num_pages and refs[page]:
             refs[page] -= 1
             if refs[page]:
                 return 0
             self._give(page, 1)
             return 1
-        runs = [(pages[0], count)] if count else []
+        runs = [(pages[0], count)]
         if count > 1 and pages != self._ids[pages[0] : pages[0] + count]:
             runs = _runs(pages)
         if len(runs) > _MANY_RUNS:
@@ -192,7 +209,7 @@ class PagePool:
                 page = start if start < 0 else max(start, self.num_pages)
                 raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
             counts = refs[start : start + length]
-            alone = counts == ones[:length]
+            alone = counts == _ONE * length
             if not alone and 0 in counts:
                 page = start + counts.index(0)
                 raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
@@ -222,10 +239,10 @@ class PagePool:
                     self.refs[page] -= 1
             return sole
         refs, ids = np.frombuffer(self.refs, np.int32), np.frombuffer(pages, np.int32)
-        counts = refs[ids]
-        shared = counts != 1
-        if not shared.any():
+        counts = refs.take(ids)
+        if counts.tobytes() == (_ONE * len(pages)).tobytes():
             return pages
+        shared = counts != 1
         refs[ids[shared]] -= 1
         return array("i", ids[~shared].tobytes())
 

@@ -122,14 +122,13 @@ class Settler:
         """Shows the curve what was used, and how long ago before that."""
         borders, cross, prompts = batch.borders, batch.cross, batch.prompts
         used = (borders.tokens > 0) & (cross | (prompts.tokens == 0))[borders.piece]
-        rows = np.flatnonzero(used)
+        whole = np.bincount(borders.piece, borders.tokens * used, len(cross))
+        at = np.flatnonzero(whole)
+        rows = np.flatnonzero(used & (seen > 0))
         piece, before, tokens = borders.piece[rows], seen[rows], borders.tokens[rows]
-        self.curve.use(stamps[piece], before, tokens)
-        known = np.flatnonzero((before > 0) & cross[piece])
+        self.curve.use(stamps[at], whole[at], before, tokens)
+        known = np.flatnonzero(cross[piece])
         piece, before, tokens = piece[known], before[known], tokens[known]
-        ends = borders.end[rows[known]]
-        total = int(prompts.tokens[cross].sum())
-        self.curve.prompts(begins[piece] - before, ends, tokens, total)
         # The rest of what was known of each prompt, behind its last border. A hit that ends before
         # the first one leaves no trace of its last use. It is taken for recent: a prefix is used at
         # least as recently as whatever continues it.
@@ -137,7 +136,12 @@ class Settler:
         traced = causes.last_seen > 0
         at = np.flatnonzero(cross & (rest != 0) & (traced | (prompts.hit > 0)))
         ages = np.where(traced, begins - np.minimum(causes.last_seen, begins), np.uint64(0))
-        self.curve.prompts(ages[at], causes.ideal_tokens[at], rest[at], 0)
+        self.curve.prompts(
+            np.concatenate((begins[piece] - before, ages[at])),
+            np.concatenate((borders.end[rows[known]], causes.ideal_tokens[at])),
+            np.concatenate((tokens, rest[at])),
+            int(prompts.tokens[cross].sum()),
+        )
 
     def _close(self, batch: Batch, stamps: Hashes, causes: Causes) -> None:
         """Fills in the accounts of the batch, and adds them to the sums."""

@@ -87,27 +87,33 @@ class RadixTree:
         """Pages that only the cache holds: evicting everything would free so many."""
         return self.cached_pages - self.locked_pages
 
-    def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
-        """The longest cached prefix of `tokens`; changes nothing, nor the order of eviction."""
+    def match(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Match:
+        """The longest cached prefix of `tokens`, or of the first `limit` of them.
+
+        Changes nothing, nor the order of eviction. A limit spares a copy of the tokens.
+        """
         query = token_bytes(tokens)
         root = self.roots.get(namespace)
         if root is None:
             return Match(namespace, None, 0, self.epoch)
-        node, length = self._descend(root, 0, query)
+        node, at = self._descend(root, query, 0)
+        length = at // TOKEN_BYTES
+        if limit is not None and length > limit:
+            node, length = node.ending(limit), limit
         return Match(namespace, node, length, self.epoch)
 
-    def _descend(self, node: Node, length: int, query: bytes) -> tuple[Node, int]:
-        """Follows `query` down from the end of `node`, where `length` tokens are matched."""
-        at = length * TOKEN_BYTES
+    @staticmethod
+    def _descend(node: Node, query: bytes, at: int) -> tuple[Node, int]:
+        """Follows `query` from byte `at` on down from the end of `node`; returns where it ends."""
         while True:
             child = node.children.get(query[at : at + TOKEN_BYTES])
             if child is None:
-                return node, at // TOKEN_BYTES
+                return node, at
             node, edge = child, child.edge
             same = len(edge) if query.startswith(edge, at) else common_prefix(query, at, edge)
             full = node.length * TOKEN_BYTES
             if same < full:
-                return node, (at + same) // TOKEN_BYTES
+                return node, at + same
             at += full
             # An edge that was cut by eviction may match beyond its length; it has no children.
 
@@ -128,10 +134,10 @@ class RadixTree:
             node = self.roots.get(match.namespace)
             if node is None:
                 node = self.roots[match.namespace] = Root(match.namespace)
-        node = self._ending(node, match.length)
+        node = node.ending(match.length)
         if match.length < node.end:
             node = edges.split(self, node, match.length - node.start)
-        if not draft:
+        if node.draft and not draft:
             drafts.keep(node)
         if use:
             self._clock = clock = self._clock + 1
@@ -146,16 +152,6 @@ class RadixTree:
                 walk.hits += 1
             walk = walk.parent
         return Hold(match.namespace, node, match.length)
-
-    @staticmethod
-    def _ending(node: Node, length: int) -> Node:
-        """The node on the path of `node` in whose edge the first `length` tokens end.
-
-        Splits leave a node the lower part of its edge, so the end of an earlier match may be above.
-        """
-        while length <= node.start and node.parent is not None:
-            node = node.parent
-        return node
 
     def fork(self, hold: Hold) -> Hold:
         """A second lock on the same path, for a sequence that continues from the same tokens.
@@ -227,7 +223,7 @@ class RadixTree:
         if match.epoch != self.epoch:
             raise ValueError("match: the tree has changed since this match was made; match again")
         available = self.pool.free_pages + self.evictable_pages
-        node = match.node and self._ending(match.node, match.length)
+        node = match.node and match.node.ending(match.length)
         behind = 0  # pages of the edge that lie wholly behind the hit
         if node is not None:
             behind = -(-node.end // self.page_size) - -(-match.length // self.page_size)
@@ -274,6 +270,8 @@ class RadixTree:
         # Evicted pages are handed on as they are: in a full pool they would be given back in
         # pieces only to be taken again.
         reclaimed = eviction.reclaim(self, missing)
+        if len(reclaimed) == count:
+            return reclaimed
         try:
             return self.pool.allocate(count - len(reclaimed), after) + reclaimed
         except OutOfPages:
@@ -283,40 +281,51 @@ class RadixTree:
     # -- inserting ---------------------------------------------------------------------------
 
     def insert(
-        self, hold: Hold, tokens: Tokens, table: array[int], *, draft: bool = False
+        self,
+        hold: Hold,
+        tokens: Tokens,
+        table: array[int],
+        *,
+        begin: int = 0,
+        draft: bool = False,
     ) -> Inserted:
         """Enters the tokens of a sequence whose KV is computed; continues from its hold.
 
-        `tokens` are all tokens of the sequence from position 0 on, of which the first
-        `hold.length` are those it holds; `table` is its page table, with at least
-        `ceil(len(tokens) / page_size)` pages. What another sequence has inserted meanwhile is not
-        entered twice: the table is changed in place to the tree's pages there, and the duplicates
-        return to the pool. Afterwards the hold covers all `tokens`, and the references of the pages
-        that it covers in full have passed to the tree. With `draft`, what is new is a draft; else
-        nothing of what it holds is one any more.
+        `tokens` are all tokens of the sequence from position `begin` on, which the hold has
+        reached, or from 0; `table` is its whole page table, with at least `ceil(end / page_size)`
+        pages. What another sequence has inserted meanwhile is not entered twice: the table is
+        changed in place to the tree's pages there, and the duplicates return to the pool.
+        Afterwards the hold covers all tokens, and the references of the pages that it covers in
+        full have passed to the tree. With `draft`, what is new is a draft; else nothing of what it
+        holds is one any more.
 
         O(new tokens + new nodes). Raises ValueError if a size does not fit.
         """
         query = token_bytes(tokens)
-        total = len(query) // TOKEN_BYTES
-        size = self.page_size
+        total = begin + len(query) // TOKEN_BYTES
         bottom, held = self._held(hold), hold.length
+        if not 0 <= begin <= held:
+            raise ValueError(f"begin must be in 0 .. {held}, what the hold covers, got {begin}")
         if total < held:
             raise ValueError(f"tokens: {total} of them, but the hold covers {held} already")
-        if len(table) * size < total:
-            raise ValueError(f"table: {len(table)} pages of {size} can't hold {total} tokens")
+        if len(table) * self.page_size < total:
+            raise ValueError(
+                f"table: {len(table)} pages of {self.page_size} can't hold {total} tokens"
+            )
         if total == held:
             if not draft:
                 drafts.keep(bottom)
             return Inserted(0, 0)
-        node, matched = self._descend(bottom, held, query)
+        node, at = self._descend(bottom, query, (held - begin) * TOKEN_BYTES)
+        matched = begin + at // TOKEN_BYTES
         if matched < node.end:
             node = edges.split(self, node, matched - node.start)
-        edges.adopt(self, hold, node, table, matched)
+        if matched > held:
+            edges.adopt(self, hold, node, table, matched)
         if matched < total:
-            node = edges.extend(self, node, bottom, query, matched, table, draft)
+            node = edges.extend(self, node, bottom, query[at:], matched, table, draft)
             self.epoch += 1
-        if not draft:
+        if node.draft and not draft:
             drafts.keep(node)
         edges.descend(self, bottom, node)
         hold.node, hold.length = node, total
@@ -339,7 +348,7 @@ class RadixTree:
     def unmark(self, match: Match) -> None:
         """Takes one mark back, if there is one; `drop` or `lock` the match then. O(1)."""
         if match.node is not None:
-            node = self._ending(match.node, match.length)
+            node = match.node.ending(match.length)
             if node.end == match.length and node.marks:
                 node.marks -= 1
 
@@ -349,7 +358,7 @@ class RadixTree:
         For a sequence that has given its lock back without `drop`, since it was to come again.
         """
         if match.node is not None:
-            node = self._ending(match.node, match.length)
+            node = match.node.ending(match.length)
             if node.end == match.length:  # else it is somebody else's, who may come again
                 drafts.drop(self, node)
 
@@ -364,18 +373,7 @@ class RadixTree:
 
     def reset(self) -> None:
         """Empties the tree. Raises RuntimeError while any lock is held."""
-        held = sum(1 for root in self.roots.values() if root.locks)
-        if held:
-            raise RuntimeError("reset: refused, since running sequences hold locks in the tree")
-        evicted, events = self.evicted_tokens, self.events
-        self.events = None
-        while self.cached_tokens:
-            self.evict(self.pool.num_pages + 1)
-        self.evicted_tokens = evicted  # nothing was short of pages
-        self.order.cleared()
-        self.events = events
-        if events is not None:
-            events.cleared()
+        eviction.empty(self)
 
     # -- looking -----------------------------------------------------------------------------
 

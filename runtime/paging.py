@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
-from coppice.radix import Match, OutOfPages, RadixTree
+from coppice.radix import Hold, Match, OutOfPages, RadixTree
 from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.request import Sequence
 
@@ -63,8 +63,8 @@ class Paging:
         A private sequence, and every one while caching is off, matches nothing.
         """
         hidden = sequence.private or not self.caching
-        tokens = b"" if hidden else sequence.tokens[: sequence.hit_limit].tobytes()
-        return self.tree.match(tokens, sequence.request.namespace)
+        tokens = b"" if hidden else sequence.tokens.tobytes()
+        return self.tree.match(tokens, sequence.request.namespace, sequence.hit_limit)
 
     def cached(self, sequence: Sequence) -> int:
         """Its first tokens that are in the tree, whether or not it may hit them all."""
@@ -210,13 +210,18 @@ class Paging:
     def _insert(self, sequence: Sequence) -> None:
         if not self.caching or sequence.private:
             return
-        hold, tokens, table = sequence.hold, sequence.tokens[: sequence.computed], sequence.table
+        hold = sequence.hold
         assert hold is not None
         draft = _drafts(sequence)
         prompt = len(sequence.request.prompt_token_ids)
         if draft and hold.length < prompt:
-            self.tree.insert(hold, tokens[:prompt].tobytes(), table)
-        self.tree.insert(hold, tokens.tobytes(), table, draft=draft)
+            self._enter_to(sequence, hold, prompt, draft=False)
+        self._enter_to(sequence, hold, sequence.computed, draft=draft)
+
+    def _enter_to(self, sequence: Sequence, hold: Hold, end: int, *, draft: bool) -> None:
+        begin = hold.length
+        tokens = sequence.tokens[begin:end].tobytes()
+        self.tree.insert(hold, tokens, sequence.table, begin=begin, draft=draft)
 
 
 def _drafts(sequence: Sequence) -> bool:

@@ -24,13 +24,14 @@ def find(finder: AnchorFinder, pieces: list[bytes]) -> list[list[tuple[int, int,
 
 
 def expected(tokens: bytes) -> list[int]:
-    """The anchors of a text of fewer than `FINE_TOKENS` tokens, by a plain search."""
+    """The anchors of a text by a plain search."""
     low = [token & 255 for token in np.frombuffer(tokens, np.int32).tolist()]
     mixed = [token * 0x2D & 255 ^ before for before, token in zip([0, *low], low, strict=False)]
     return [
         at
         for at, byte in enumerate(mixed[: len(mixed) - WINDOW + 1])
-        if byte < min([255, *mixed[max(0, at - REACH) : at]])
+        if byte < (3 if at >= FINE_TOKENS else 255)
+        and byte < min([255, *mixed[max(0, at - REACH) : at]])
         and byte <= min([255, *mixed[at + 1 : at + 1 + REACH]])
     ]
 
@@ -38,7 +39,22 @@ def expected(tokens: bytes) -> list[int]:
 @pytest.mark.parametrize("vocabulary", [8, 300, 128_000])
 def test_anchors_are_local_minima(vocabulary: int) -> None:
     finder = AnchorFinder()
-    sizes = [0, 1, WINDOW - 1, WINDOW, 30, 100, 500, FINE_TOKENS - 1, 64]
+    sizes = [
+        0,
+        1,
+        WINDOW - 1,
+        WINDOW,
+        30,
+        100,
+        500,
+        FINE_TOKENS - 1,
+        64,
+        5000,
+        2056,
+        2055,
+        2070,
+        9000,
+    ]
     pieces = [text(seed, count, vocabulary) for seed, count in enumerate(sizes)]
     for piece, row in zip(pieces, find(finder, pieces), strict=True):
         starts = [start for start, _, _ in row]

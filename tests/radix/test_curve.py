@@ -55,7 +55,7 @@ def feed(curve: MissRatioCurve, told: list[tuple[list[int], bool]], batch: int) 
             stamps |= dict.fromkeys(blocks, at)
         stamp, used = np.array(now, np.uint64), np.array(before, np.uint64)
         size = np.full(len(now), BLOCK)
-        curve.use(stamp, used, size)
+        curve.use(stamp, size, used[used > 0], size[used > 0])
         hits = (used > 0) & np.array(counts)
         ages = (stamp - 1 - used)[hits]
         curve.prompts(ages, np.array(ends)[hits], size[hits], BLOCK * sum(counts))
@@ -127,8 +127,8 @@ def test_stretches_of_uneven_lengths_weigh_as_much_as_they_hold() -> None:
     for now in range(1, 401):
         at, size = np.array([now], np.uint64), np.array([lengths[now % 10]])
         used = at - 10 if now > 10 else at - at
-        curve.use(at, used, size)
         known = used > 0
+        curve.use(at, size, used[known], size[known])
         curve.prompts((at - 1 - used)[known], size[known], size[known], int(size[0]))
     rates = {point.factor: point.hit_rate for point in curve.points()}
     assert rates[4.0] == 0
