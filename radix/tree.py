@@ -92,6 +92,8 @@ class RadixTree:
 
         Changes nothing, nor the order of eviction. A limit spares a copy of the tokens.
         """
+        if limit is not None and limit < 0:
+            raise ValueError(f"limit must be at least 0, got {limit}")
         query = token_bytes(tokens)
         root = self.roots.get(namespace)
         if root is None:

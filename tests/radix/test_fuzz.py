@@ -61,7 +61,7 @@ class Fuzz:
 
     def start(self) -> None:
         tree, size, tokens = self.tree, self.tree.page_size, self.prompt()
-        match = tree.match(tokens[:-1], self.rng.choice(NAMESPACES))
+        match = tree.match(tokens, self.rng.choice(NAMESPACES), len(tokens) - 1)
         needed = -(-len(tokens) // size) - match.length // size
         if needed > tree.available_pages(match):
             return
@@ -75,7 +75,9 @@ class Fuzz:
     def insert(self) -> None:
         hold, table, tokens, draft = self.rng.choice(self.lines)
         count = self.rng.randint(hold.length, len(tokens))
-        self.tree.insert(hold, tokens[:count], table, draft=draft and self.rng.random() < 0.9)
+        begin = self.rng.randint(0, hold.length)
+        draft = draft and self.rng.random() < 0.9
+        self.tree.insert(hold, tokens[begin:count], table, begin=begin, draft=draft)
 
     def generate(self) -> None:
         _, table, tokens, _ = self.rng.choice(self.lines)

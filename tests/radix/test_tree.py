@@ -115,6 +115,31 @@ def test_a_match_inside_an_edge_changes_no_sizes() -> None:
     assert tree.epoch == epoch
 
 
+def test_a_limited_match_is_that_of_the_tokens_up_to_the_limit() -> None:
+    tree = make_tree()
+    cache(tree, range(10))
+    cache(tree, [*range(6), 50, 51, 52])
+    for limit in range(14):
+        assert tree.match(range(12), limit=limit) == tree.match(range(min(12, limit)))
+    with pytest.raises(ValueError, match="limit must be at least 0, got -1"):
+        tree.match(range(12), limit=-1)
+    assert tree.match(range(12)).length == tree.match(range(12), limit=12).length == 10
+
+
+def test_an_insert_may_leave_out_what_the_hold_covers() -> None:
+    tree = make_tree()
+    run = Run(tree, range(10))
+    run.insert(7)
+    for begin in (-1, 8):
+        with pytest.raises(ValueError, match=f"begin must be in 0 .. 7, .*got {begin}"):
+            tree.insert(run.hold, [7, 8, 9], run.table, begin=begin)
+    assert tree.insert(run.hold, [5, 6, 7, 8], run.table, begin=5) == Inserted(2, 0)
+    assert tree.insert(run.hold, [9], run.table, begin=9) == Inserted(1, 0)
+    checked(tree, run)
+    run.release()
+    assert matched(tree, range(12)) == 10
+
+
 def test_nothing_matches_in_an_empty_tree_or_of_no_tokens() -> None:
     tree = make_tree()
     assert matched(tree, [1, 2, 3]) == 0

@@ -133,9 +133,13 @@ class World:
     def look(self, namespace: Hashable, tokens: list[int]) -> None:
         """A match changes nothing."""
         before = self.snapshot()
-        assert self.tree.match(tokens, namespace).length == self.longest(
-            self.names(namespace, tokens)
-        )
+        longest = self.longest(self.names(namespace, tokens))
+        assert self.tree.match(tokens, namespace).length == longest
+        for limit in range(len(tokens) + 1):
+            match = self.tree.match(tokens, namespace, limit)
+            cut = self.tree.match(tokens[:limit], namespace)
+            assert match.length == cut.length == min(limit, longest)
+            assert self.tree.available_pages(match) == self.tree.available_pages(cut)
         assert self.snapshot() == before
 
     def start(self, namespace: Hashable, tokens: list[int]) -> Line:
@@ -222,7 +226,8 @@ class World:
         table = line.table
         if count == held and count > len(table) * self.size:
             table = self.tree.page_table(line.hold)  # its tail is not copied yet
-        done = self.tree.insert(line.hold, line.tokens[:count], table)
+        begin = held // 2 if count % 2 else 0
+        done = self.tree.insert(line.hold, line.tokens[begin:count], table, begin=begin)
         assert done == Inserted(new_tokens=count - known, duplicate_tokens=known - held)
         assert line.hold.length == count
         above = line.names[known - 1] if known else self.root(line.namespace)
