@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -58,16 +59,18 @@ def test_every_part_runs_at_tiny_sizes(tmp_path, suite):
     assert ran.returncode == 0, ran.stderr
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [row for row in rows if "error" in row or "cut" in row] == []
+    old = {"decode in fp8"} if torch.__version__ < "2.13" else set()
+    left = {row["benchmark"] for row in rows if "left_out" in row}
+    assert left == {"triton instead"} | old
     names = {part.name.partition(",")[0] for part in suite("gpu_suite.parts").all_parts()}
     told = {row["benchmark"] for row in rows}
-    assert names - told == {"system prompt without cache", "decode in fp8"}  # rows of other names
+    # What these measure has the name of what it is like.
+    assert names - told <= {"system prompt without cache", "decode in fp8"}
     assert {"gaps", "ratio"} < told
     decodes = [row for row in rows if row["benchmark"] == "decode"]
-    assert [row["batch"] for row in decodes] == [1, 3] * 3
+    assert [row["batch"] for row in decodes] == [1, 3] * (2 if old else 3)
     assert all(row["of_floor"] > 0 and row["goal"] == 0.85 for row in decodes)
-    (left,) = [row for row in rows if "left_out" in row]
-    assert left["benchmark"] == "triton instead"
-    assert [row.get("quantization") for row in decodes] == [None] * 4 + ["fp8"] * 2
+    assert [row.get("quantization") for row in decodes] == [None] * 4 + ([] if old else ["fp8"] * 2)
     prompts = [row for row in rows if row["benchmark"] == "system prompt"]
     ways = [(r["sharing"], r["enable_prefix_caching"], r["hit_rate"] > 0.5) for r in prompts]
     assert ways == [(True, True, True), (False, True, True), (False, False, False)] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ def run_transformers(
     from transformers import ContinuousBatchingConfig
 
     model = same_model(path, decoder)
-    options: dict[str, Any] = {"page_size": _PAGE}
+    known = {each.name for each in fields(ContinuousBatchingConfig)}
+    # Versions have called it by one name or the other.
+    options: dict[str, Any] = {"page_size" if "page_size" in known else "block_size": _PAGE}
     tokens = sum(len(prompt) + out for prompt in prompts)
     if decoder.embedding.device.type == "cpu":  # what it would choose by a GPU's memory
         options |= {"num_blocks": tokens // _PAGE + 64, "max_batch_tokens": 256}

@@ -86,3 +86,21 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 def family(request: pytest.FixtureRequest) -> str:
     """Each supported family in turn."""
     return str(request.param)
+
+
+@pytest.fixture
+def scaled_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's product of 8-bit floats, on a CPU too, where older ones take one scale alone."""
+    theirs = torch._scaled_mm
+    ones = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1), torch.ones(1, 16)
+    try:
+        theirs(ones[0], ones[0].t(), scale_a=ones[1], scale_b=ones[2], out_dtype=torch.bfloat16)
+    except RuntimeError:
+
+        def product(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+            if a.device.type != "cpu":
+                return theirs(a, b, **options)
+            scales = options["scale_a"] * options["scale_b"]
+            return ((a.float() @ b.float()) * scales).to(options["out_dtype"])
+
+        monkeypatch.setattr(torch, "_scaled_mm", product)

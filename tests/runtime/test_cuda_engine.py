@@ -65,6 +65,7 @@ def test_bfloat16_is_as_near_to_float32_as_on_the_cpu(tiny_checkpoint, family, c
     assert off["cuda"] < 1.5 * off["cpu"]
 
 
+@pytest.mark.usefixtures("scaled_product")
 def test_fp8_weights_are_as_near_to_float32_as_on_the_cpu(tiny_checkpoint, family, monkeypatch):
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with 8-bit floats")

@@ -24,6 +24,8 @@ from coppice.runtime.model_config import load_model_config
 from coppice.runtime.quantization import Fp8Linear, Int8Linear, linear_class
 from coppice.runtime.weights import load_decoder
 
+pytestmark = pytest.mark.usefixtures("scaled_product")
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DEMO = Path(demo.__file__).parent / "demo_model"
 
