@@ -68,6 +68,7 @@ class _Wrapper:
         self.workspace = workspace
         self.plans: list[Plan] = []
         self.buffers = buffers if use_cuda_graph else None
+        self.rows: int | None = None
         if use_cuda_graph:
             groups = len(buffers["last_page_len"])
             for name in ("query_indptr", "page_indptr"):
@@ -91,8 +92,9 @@ class _Wrapper:
             raise ValueError("The batch size should be fixed in cudagraph mode")
         if len(plan.page_indices) > len(self.buffers["page_indices"]):
             raise ValueError("The length of paged_kv_indices exceeds the allocated buffer size.")
-        if self.plans:
-            assert plan.query_indptr[-1] == self.plans[-1].query_indptr[-1], "grids are captured"
+        rows = int(plan.query_indptr[-1])
+        assert self.rows in (None, rows), "grids are captured, and follow from the number of rows"
+        self.rows = rows
         for name, buffer in self.buffers.items():
             array = getattr(plan, name)
             buffer[: len(array)].copy_(array)
