@@ -274,25 +274,37 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
     """Where sharing a stretch begins to pay: forced, against the same batch without stretches."""
     import torch
 
-    from coppice.kernels import cpu_schedule
+    from coppice.kernels import cpu_schedule, vectors
 
     rows = []
-    usual = cpu_schedule.CALL_KEYS
+    reckoned = cpu_schedule.CostModel.row_bytes
     for heads, kv_heads, dim in ((16, 8, 128), (14, 2, 64), (9, 3, 64))[: 1 if quick else 3]:
+        model = cpu_schedule.cpu_cost_model(
+            heads,
+            kv_heads,
+            dim,
+            lanes=vectors.LANES,
+            most_lanes=vectors.MOST_LANES,
+            keys=vectors.TILE,
+            threads=torch.get_num_threads(),
+        )
         for batch in (2, 8, 32):
             for shared in (16, 64, 256, 1024):
                 data = _Batch(batch, shared, 64, 1, heads, kv_heads, dim)
-                cpu_schedule.CALL_KEYS = 0
+                schedule = cpu_schedule.build_cpu_schedule(
+                    data.tree.plan, None, model, vectors.LANES
+                )
+                # Partial results that cost less than nothing: whatever can be shared is.
+                cpu_schedule.CostModel.row_bytes = -(10**9)  # type: ignore[assignment, method-assign]
                 data.attend(data.tree)  # its schedule is made now, and kept
-                cpu_schedule.CALL_KEYS = usual
-                call = usual * torch.get_num_threads()
+                cpu_schedule.CostModel.row_bytes = reckoned  # type: ignore[method-assign]
                 shape = {
                     "batch": batch,
                     "shared": shared,
                     "heads": heads,
                     "kv_heads": kv_heads,
                     "head_dim": dim,
-                    "rule_shares": cpu_schedule.stretch_pays(batch, 0, shared, call),
+                    "rule_shares": bool(schedule.tree.shared),
                 }
                 ways: dict[str, Callable[[], Any]] = {
                     "every sequence": partial(data.attend, data.plain),

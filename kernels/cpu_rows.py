@@ -81,7 +81,7 @@ class RowKernels:
         out = torch.empty(qk.shape)
         slots_of = k_cache.shape[0] * k_cache.shape[1]
         self._fused.rotate_write(
-            _flat(qk), qk.stride(0), _flat(v), v.stride(0),
+            flat_heads(qk), qk.stride(0), flat_heads(v), v.stride(0),
             cos.reshape(rows, dim).numpy(), signed_sin.reshape(rows, dim).numpy(),
             k_cache.view(slots_of, -1).numpy(), v_cache.view(slots_of, -1).numpy(), slots.numpy(),
             out.view(rows, heads * dim).numpy(), torch.get_num_threads(),
@@ -131,7 +131,7 @@ def row_kernels() -> RowKernels:
     return RowKernels(rows_numba)
 
 
-def _flat(heads: torch.Tensor) -> np.ndarray:
+def flat_heads(heads: torch.Tensor) -> np.ndarray:
     """``[T, H, D]`` with heads side by side as one flat array from its first element on."""
     rows, count, dim = heads.shape
     if not rows:

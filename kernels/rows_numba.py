@@ -6,7 +6,7 @@ reads and writes them all again. Here they are four functions. So is what an int
 before and after it. A row's result depends on nothing but that row: the same code works it, whether
 alone or in one thread's share of many.
 
-Compiled and kept on disk as ``paged_numba`` is.
+Compiled and kept on disk as ``items_numba`` is.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _silu_share(begin: int, end: int, gate_up: np.ndarray, out: np.ndarray) -> N
             gate, up, mine = both[at : at + count], both[width + at :], result[at : at + count]
             for t in range(count):
                 x[t] = -gate[t] * _LOG2E
-            # exp(-gate) as an exponent and a polynomial, as in ``paged_numba``.
+            # exp(-gate) as an exponent and a polynomial, as in ``vectors``.
             for t in range(_TILE):
                 y = min(max(x[t], np.float32(-126)), np.float32(126)) + np.float32(127)
                 power = np.int32(y + np.float32(0.5))

@@ -175,8 +175,8 @@ class _Blocks:
 
 def _cut_rows(tasks: Tasks, positions: np.ndarray, window: int | None, model: CostModel) -> _Blocks:
     few = tasks.counts <= model.few_rows
-    height = np.where(few, model.few_rows, model.many_rows)
-    pieces = -(-tasks.counts // height)
+    pieces = -(-tasks.counts // np.where(few, model.few_rows, model.many_rows))
+    height = -(-tasks.counts // pieces)  # all alike: the last one is not a remainder
     task = np.repeat(np.arange(len(pieces)), pieces)
     number = np.arange(len(task)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     first = (np.cumsum(tasks.counts) - tasks.counts)[task] + number * height[task]

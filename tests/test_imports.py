@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Beside the standard library and the room itself.
 ALLOWED: dict[str, set[str]] = {
     "radix": {"numpy", "xxhash", "sortedcontainers"},
-    "kernels": {"numpy", "numba", "torch", "triton", "flashinfer"},
+    "kernels": {"numpy", "numba", "llvmlite", "torch", "triton", "flashinfer"},
     "runtime": {
         "coppice.radix",
         "coppice.kernels",

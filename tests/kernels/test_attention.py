@@ -10,20 +10,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coppice.kernels import cpu, cpu_schedule
+from coppice.kernels import cpu, tree_cost
 from coppice.kernels.flashinfer_backend import HEAD_DIMS, FlashInferBackend
 from coppice.kernels.interface import AttentionBackend, LayerCache
 from coppice.kernels.reference import ReferenceBackend
 from coppice.kernels.selection import select_backend
 
 REFERENCE = ReferenceBackend()
-NEVER_CALL = 10**9
+# What a row's partial result costs, in bytes: then everything is shared, or nothing.
+SHARE_ALL, SHARE_NONE = -(10**9), 10**9
 
 
 @pytest.fixture(scope="module")
 def compiled() -> AttentionBackend:
     backend = select_backend("cpu", torch.device("cpu"))
-    assert backend._kernels.__name__.endswith("paged_numba")
+    assert backend._kernels.__name__.endswith("items_numba")
     return backend
 
 
@@ -32,10 +33,10 @@ def fallen_back() -> AttentionBackend:
     """The CPU backend as it is where numba cannot be imported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "numba", None)
-        patch.delitem(sys.modules, "coppice.kernels.paged_numba", raising=False)
-        patch.delattr("coppice.kernels.paged_numba", raising=False)
+        patch.delitem(sys.modules, "coppice.kernels.items_numba", raising=False)
+        patch.delattr("coppice.kernels.items_numba", raising=False)
         backend = cpu.CpuBackend()
-    assert backend._kernels.__name__.endswith("paged_torch")
+    assert backend._kernels.__name__.endswith("items_torch")
     return backend
 
 
@@ -51,12 +52,12 @@ def backend(request) -> AttentionBackend:
 
 @pytest.fixture
 def agree_in_every_way(compiled, fallen_back, monkeypatch):
-    """Compare with the reference: compiled and fallen back, flash kernel forced and forbidden."""
+    """Compare with the reference: compiled and fallen back, sharing forced and forbidden."""
 
     def compare(batch, window=None) -> None:
         expected = batch.run(REFERENCE, window)
-        for call_keys in (0, NEVER_CALL):
-            monkeypatch.setattr(cpu_schedule, "CALL_KEYS", call_keys)
+        for row_bytes in (SHARE_ALL, SHARE_NONE):
+            monkeypatch.setattr(tree_cost.CostModel, "row_bytes", row_bytes)
             agree(batch.run(compiled, window), expected)
             agree(batch.run(fallen_back, window), expected)
 
@@ -133,15 +134,15 @@ def test_pages_and_windows(make_batch, agree_in_every_way, page_size, shuffled, 
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8])
-@pytest.mark.parametrize("cached", [0, 1, 3, 4, 5, 31, 32, 33])
+@pytest.mark.parametrize("cached", [0, 1, 3, 4, 5, 63, 64, 65])
 def test_lengths_at_borders(make_batch, agree_in_every_way, rows, cached):
-    """Around a page's end (4) and around the end of the compiled kernel's tile (32)."""
+    """Around a page's end (4) and around the end of the compiled kernel's tile (64)."""
     agree_in_every_way(make_batch([(rows, cached), (1, 0), (1, cached)], group=3))
 
 
 @pytest.mark.parametrize("window", [None, 50, 333])
 def test_long_chunk_over_long_prefix(make_batch, cpu_backend, window):
-    """Several blocks of copied keys, bands and masks, and the flash kernel's own blocks of 512."""
+    """Several tiles and items, some of whose keys no row or not every row sees."""
     batch = make_batch([(300, 1300), (1, 1500)], [([0, 1], 80)], page_size=8, group=1, kv_heads=1)
     agree(batch.run(cpu_backend, window), batch.run(REFERENCE, window))
 
@@ -198,11 +199,11 @@ def _random_batches(draw):
     group=st.integers(1, 4),
     window=st.none() | st.integers(1, 60),
     seed=st.integers(0, 1000),
-    call=st.sampled_from([0, 20, NEVER_CALL]),
+    row_bytes=st.sampled_from([SHARE_ALL, 2000, SHARE_NONE]),
 )
-def test_random_batches(make_batch, compiled, shape, page_size, group, window, seed, call):
+def test_random_batches(make_batch, compiled, shape, page_size, group, window, seed, row_bytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_schedule, "CALL_KEYS", call)
+        patch.setattr(tree_cost.CostModel, "row_bytes", row_bytes)
         batch = make_batch(*shape, page_size=page_size, group=group, seed=seed)
         agree(batch.run(compiled, window), batch.run(REFERENCE, window))
 
@@ -235,8 +236,8 @@ def test_decode_reads_nothing_before_the_window(make_batch, backend):
 
 def test_missing_numba_is_said_once(caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "coppice.kernels.paged_numba", raising=False)
-    monkeypatch.delattr("coppice.kernels.paged_numba", raising=False)
+    monkeypatch.delitem(sys.modules, "coppice.kernels.items_numba", raising=False)
+    monkeypatch.delattr("coppice.kernels.items_numba", raising=False)
     with caplog.at_level(logging.WARNING, logger="coppice.kernels"):
         cpu.CpuBackend()
     assert len(caplog.records) == 1

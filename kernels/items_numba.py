@@ -1,0 +1,336 @@
+"""The CPU backend's compiled kernel: items of a tree schedule over pages in place, then the merge.
+
+An item is some rows of the batch over a range of one page table's keys (``tree_schedule``). It is
+walked tile by tile with an online softmax in base 2 (scale carries log2 e), all query heads of a KV
+head and all rows of the item at once (``vectors``), straight from the pages, whose next tile is
+fetched meanwhile. Tasks are items, or one KV head of an item, dealt out among threads beforehand.
+A row with several items is merged from their results by log-sum-exp, in the order of keys.
+
+Compiled on first use and kept on disk by numba (beside this file or, where that cannot be written,
+in the user's cache folder; NUMBA_CACHE_DIR moves it).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from coppice.kernels.vectors import (
+    LANES,
+    MOST_LANES,
+    TILE,
+    VECTORS,
+    gather,
+    lay_across,
+    lay_along,
+    scores,
+    weigh,
+)
+
+__all__ = ["LANES", "MOST_LANES", "TILE", "VECTORS", "attend_items"]
+
+# No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
+_FAST = {"contract", "reassoc", "arcp", "nsz"}
+
+_LOG2E = np.float32(1.4426950408889634)
+_LN2 = np.float32(0.6931471805599453)
+_NEG_INF = np.float32(-np.inf)
+_V0, _V1, _V2, _V3 = VECTORS
+# Floats of a cache line.
+_LINE = 16
+
+
+@njit(cache=True)
+def _locate(
+    table: np.ndarray, begin: int, stop: int, end: int, page_size: int, width: int, at: np.ndarray
+) -> None:
+    """Where the keys ``begin .. stop`` lie, in floats; past ``end`` the last one again.
+
+    That is memory that the sequence owns, whose product is not looked at.
+    """
+    page = begin // page_size
+    slot = begin - page * page_size
+    start = np.int64(table[page]) * page_size
+    for t in range(begin, stop):
+        at[t - begin] = (start + slot) * width
+        if t + 1 < end:
+            slot += 1
+            if slot == page_size:
+                slot = 0
+                page += 1
+                start = np.int64(table[page]) * page_size
+
+
+@njit(cache=True)
+def _hide(
+    s: np.ndarray, begin: int, count: int, seen_from: np.ndarray, seen_to: np.ndarray
+) -> None:
+    """Scores ``[count, lanes]`` of keys that a lane's row does not see become -inf."""
+    for t in range(count):
+        key = begin + t
+        mine = s[t]
+        for lane in range(len(seen_to)):
+            if key > seen_to[lane] or key < seen_from[lane]:
+                mine[lane] = _NEG_INF
+
+
+@njit(fastmath=_FAST, error_model="numpy", cache=True)
+def _work(
+    n: int,
+    last: int,
+    tasks: np.ndarray,
+    items: np.ndarray,
+    q: np.ndarray,
+    q_stride: int,
+    keys: np.ndarray,
+    values: np.ndarray,
+    page_indices: np.ndarray,
+    rows: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    page_size: int,
+    kv_heads: int,
+    dim: int,
+    scale: np.float32,
+    window: int,
+    out: np.ndarray,
+    lse: np.ndarray,
+    partial_out: np.ndarray,
+    partial_lse: np.ndarray,
+) -> None:
+    """Task n; those up to ``last`` come after it on this thread."""
+    item, first_head, last_head = items[tasks[n, 0]], np.int64(tasks[n, 1]), np.int64(tasks[n, 2])
+    count, begin, end = item[1], item[3], item[4]
+    mine = rows[item[0] : item[0] + count]
+    table = page_indices[item[2] :]
+    group = lse.shape[1] // kv_heads
+    heads = last_head - first_head
+    needed = -(-count * group // LANES)
+    wide = _V0 if needed <= _V0 else _V1 if needed <= _V1 else _V2 if needed <= _V2 else _V3
+    lanes = wide * LANES
+
+    # Vectors that lie across two cache lines take twice as long to load.
+    scratch: Any = np.empty((2 * heads * (dim + 1) + TILE) * lanes + _LINE, np.float32)
+    used: Any = -(scratch.ctypes.data // 4) % _LINE
+    size = heads * dim * lanes
+    queries = scratch[used : used + size].reshape(heads, dim, lanes)
+    used += size
+    sums = scratch[used : used + size].reshape(heads, dim, lanes)
+    sums[:] = np.float32(0)
+    used += size
+    top = scratch[used : used + heads * lanes].reshape(heads, lanes)
+    top[:] = _NEG_INF
+    used += heads * lanes
+    total = scratch[used : used + heads * lanes].reshape(heads, lanes)
+    total[:] = np.float32(0)
+    used += heads * lanes
+    s = scratch[used : used + TILE * lanes].reshape(TILE, lanes)
+    # A lane without a row sees all.
+    seen_from, seen_to = np.zeros(lanes, np.int64), np.full(lanes, end)
+    lowest, highest = np.int64(end), np.int64(0)
+    factor = scale * _LOG2E
+    for i in range(count):
+        position = np.int64(positions[mine[i]])
+        lowest, highest = min(lowest, position), max(highest, position)
+        for g in range(group):
+            seen_to[i * group + g] = position
+            seen_from[i * group + g] = position - window + 1 if window else 0
+    whole = dim // LANES * LANES
+    lines = np.empty(lanes, np.int64)
+    for h in range(heads):
+        for lane in range(lanes):
+            i, g = lane // group, lane % group
+            # A lane without a row asks what the first one asks, and nobody reads its result.
+            at_row, at_head = (mine[i], g) if i < count else (mine[0], 0)
+            start = np.int64(at_row) * q_stride + ((first_head + h) * group + at_head) * dim
+            lines[lane] = q.ctypes.data + 4 * start
+            for d in range(whole, dim):
+                queries[h, d, lane] = q[start + d] * factor
+        for lane in range(0, lanes, LANES):
+            to = queries[h].ctypes.data + 4 * lane
+            lay_across(lanes, lines.ctypes.data + 8 * lane, whole, factor, to)
+
+    at, following = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    width = kv_heads * dim
+    # Keys of all heads lie side by side: where all are read they come in the order of memory.
+    fetched = 4 * dim * heads
+    _locate(table, begin, begin + TILE, end, page_size, width, following)
+    for start in range(begin, end, TILE):
+        many = min(TILE, end - start)
+        at, following = following, at
+        if start + TILE < end:
+            _locate(table, start + TILE, start + 2 * TILE, end, page_size, width, following)
+        elif n < last:
+            other = items[tasks[n + 1, 0]]
+            begun, table = np.int64(other[3]), page_indices[other[2] :]
+            _locate(table, begun, begun + TILE, np.int64(other[4]), page_size, width, following)
+        partly = start + many - 1 > lowest or (window > 0 and start <= highest - window)
+        here, ahead, to = at.ctypes.data, following.ctypes.data, s.ctypes.data
+        for h in range(heads):
+            k = keys.ctypes.data + 4 * (first_head + h) * dim
+            v = values.ctypes.data + 4 * (first_head + h) * dim
+            asked, result = queries[h].ctypes.data, sums[h].ctypes.data
+            best, weight = top[h].ctypes.data, total[h].ctypes.data
+            fetch = fetched if h == 0 else 0
+            # The first argument is a constant of what is compiled, hence four of each.
+            if wide == _V0:
+                scores(_V0, asked, k, v, here, many, ahead, fetch, dim, to)
+                if partly:
+                    _hide(s, start, many, seen_from, seen_to)
+                weigh(_V0, to, many, best, weight, result, dim)
+                gather(_V0, to, v, here, many, result, dim)
+            elif wide == _V1:
+                scores(_V1, asked, k, v, here, many, ahead, fetch, dim, to)
+                if partly:
+                    _hide(s, start, many, seen_from, seen_to)
+                weigh(_V1, to, many, best, weight, result, dim)
+                gather(_V1, to, v, here, many, result, dim)
+            elif wide == _V2:
+                scores(_V2, asked, k, v, here, many, ahead, fetch, dim, to)
+                if partly:
+                    _hide(s, start, many, seen_from, seen_to)
+                weigh(_V2, to, many, best, weight, result, dim)
+                gather(_V2, to, v, here, many, result, dim)
+            else:
+                scores(_V3, asked, k, v, here, many, ahead, fetch, dim, to)
+                if partly:
+                    _hide(s, start, many, seen_from, seen_to)
+                weigh(_V3, to, many, best, weight, result, dim)
+                gather(_V3, to, v, here, many, result, dim)
+
+    nowhere = np.empty(dim, np.float32)
+    for h in range(heads):
+        for lane in range(lanes):
+            i, g = lane // group, lane % group
+            weight = total[h, lane]
+            # A row that sees none of these keys has no weight, and a result of 0.
+            inverse = np.float32(1) / weight if weight > 0 else np.float32(0)
+            total[h, lane] = inverse
+            if i >= count:
+                lines[lane] = nowhere.ctypes.data
+                continue
+            slot = slots[item[7] + i] if len(slots) else np.int32(-1)
+            place = np.int64(mine[i]) if slot < 0 else np.int64(slot)
+            head = (first_head + h) * group + g
+            to_out, to_lse = (out, lse) if slot < 0 else (partial_out, partial_lse)
+            lines[lane] = to_out.ctypes.data + 4 * (place * out.shape[1] + head * dim)
+            to_lse[place, head] = top[h, lane] * _LN2 + np.float32(math.log(weight))
+            for d in range(whole, dim):
+                to_out[place, head * dim + d] = sums[h, d, lane] * inverse
+        for lane in range(0, lanes, LANES):
+            columns, factors = sums[h].ctypes.data + 4 * lane, total[h].ctypes.data + 4 * lane
+            lay_along(lanes, columns, whole, factors, lines.ctypes.data + 8 * lane)
+
+
+@njit(fastmath=_FAST, error_model="numpy", cache=True)
+def _merge(
+    merges: np.ndarray,
+    dim: int,
+    out: np.ndarray,
+    lse: np.ndarray,
+    partial_out: np.ndarray,
+    partial_lse: np.ndarray,
+) -> None:
+    for n in range(len(merges)):
+        row, first, parts = merges[n, 0], merges[n, 1], merges[n, 2]
+        for head in range(lse.shape[1]):
+            high = _NEG_INF
+            for part in range(first, first + parts):
+                high = max(high, partial_lse[part, head])
+            weight = np.float32(0)
+            result = out[row, head * dim : head * dim + dim]
+            result[:] = np.float32(0)
+            for part in range(first, first + parts):
+                share = np.float32(math.exp(partial_lse[part, head] - high))
+                weight += share
+                theirs = partial_out[part, head * dim : head * dim + dim]
+                for d in range(dim):
+                    result[d] += share * theirs[d]
+            inverse = np.float32(1) / weight
+            for d in range(dim):
+                result[d] *= inverse
+            lse[row, head] = high + np.float32(math.log(weight))
+
+
+@njit(parallel=True, cache=True)
+def _work_shares(
+    tasks: np.ndarray,
+    shares: np.ndarray,
+    items: np.ndarray,
+    q: np.ndarray,
+    q_stride: int,
+    keys: np.ndarray,
+    values: np.ndarray,
+    page_indices: np.ndarray,
+    rows: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    page_size: int,
+    kv_heads: int,
+    dim: int,
+    scale: np.float32,
+    window: int,
+    out: np.ndarray,
+    lse: np.ndarray,
+    partial_out: np.ndarray,
+    partial_lse: np.ndarray,
+) -> None:
+    for share in prange(len(shares) - 1):
+        for n in range(shares[share], shares[share + 1]):
+            _work(
+                n, shares[share + 1] - 1, tasks, items, q, q_stride, keys, values, page_indices,
+                rows, slots, positions, page_size, kv_heads, dim, scale, window, out, lse,
+                partial_out, partial_lse,
+            )  # fmt: skip
+
+
+@njit(cache=True)
+def attend_items(
+    tasks: np.ndarray,
+    shares: np.ndarray,
+    items: np.ndarray,
+    merges: np.ndarray,
+    q: np.ndarray,
+    q_stride: int,
+    keys: np.ndarray,
+    values: np.ndarray,
+    page_indices: np.ndarray,
+    rows: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    page_size: int,
+    kv_heads: int,
+    dim: int,
+    scale: np.float32,
+    window: int,
+    out: np.ndarray,
+    lse: np.ndarray,
+    partial_out: np.ndarray,
+    partial_lse: np.ndarray,
+) -> None:
+    """Attend all rows of a step.
+
+    ``tasks`` int32 ``[n, 3]``: item, first KV head, end of KV heads. ``shares`` int64
+    ``[threads + 1]``: thread i works tasks ``shares[i]:shares[i + 1]``. ``items``, ``rows``,
+    ``slots``, ``positions`` and ``merges`` are as ``TreeSchedule`` has them. ``q`` float32 is flat,
+    its rows ``q_stride`` apart; ``out`` is ``[T, heads * dim]``, ``lse`` ``[T, heads]``; ``keys``
+    and ``values`` the layer's cache, flat; the partial results as ``out`` and ``lse``, a row a
+    slot. ``dim`` is even; a ``window`` of 0 is none.
+    """
+    # Waking threads costs more than a small batch, so what is one share is worked right here.
+    if len(shares) == 2:
+        for n in range(len(tasks)):
+            _work(
+                n, len(tasks) - 1, tasks, items, q, q_stride, keys, values, page_indices, rows,
+                slots, positions, page_size, kv_heads, dim, scale, window, out, lse, partial_out,
+                partial_lse,
+            )  # fmt: skip
+    else:
+        _work_shares(
+            tasks, shares, items, q, q_stride, keys, values, page_indices, rows, slots, positions,
+            page_size, kv_heads, dim, scale, window, out, lse, partial_out, partial_lse,
+        )  # fmt: skip
+    _merge(merges, dim, out, lse, partial_out, partial_lse)
