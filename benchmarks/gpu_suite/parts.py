@@ -46,7 +46,7 @@ def all_parts() -> list[Part]:
     made = [Part("roofs", 30, roofs)]
     for model, scale in ((big, 1.0), (small, 0.5)):
         made += [
-            _part(f"start, {model}", 90, start, model),
+            _part(f"start, {model}", 150, start, model),
             _part(f"decode, {model}", 60 * scale, decode, model),
             _part(f"prefill, {model}", 20, prefill, model),
             _part(f"system prompt, {model}", 40 * scale, system_prompt, model),
@@ -77,8 +77,9 @@ def roofs(bench: Bench, deadline: float) -> Iterator[Row]:
     target = torch.empty_like(source)
     side = bench.sizes.side
     a, b = torch.randn(2, side, side, device=bench.device).bfloat16()
-    copied = 2 * source.nbytes / bench.seconds(lambda: target.copy_(source), 20)
-    flop = 2 * side**3 / bench.seconds(lambda: a @ b, 20)
+    # The best of several rounds: the first ones find the clocks of an idle chip.
+    copied = 2 * source.nbytes / min(bench.seconds(lambda: target.copy_(source), 20) for _ in "123")
+    flop = 2 * side**3 / min(bench.seconds(lambda: a @ b, 20) for _ in "123")
     bench.roofs = {"copy": copied, "product": flop}
     times = {"copy_gb_per_s": round(copied / 1e9, 1), "product_tflop_per_s": round(flop / 1e12, 1)}
     yield {"benchmark": "roofs", "times": times}

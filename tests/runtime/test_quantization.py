@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mixed_requests import greedy, make_engine, make_prompts, prompt_logprobs
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoTokenizer
 
 from coppice.frontend import demo
@@ -221,6 +222,16 @@ def test_names_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         linear_class("fp8", CPU, torch.bfloat16)
     with pytest.raises(ValueError, match="multiples of 16; this model has one from 96 to 100"):
         Fp8Linear(96, 100, bias=False, dtype=torch.bfloat16, device=CPU)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 256])
+def test_the_product_on_a_gpu_takes_these_layouts(tokens: int) -> None:
+    """As far as torch itself checks them where tensors have no values."""
+    with FakeTensorMode():
+        linear = Fp8Linear(64, 48, bias=True, dtype=torch.bfloat16, device=CUDA)
+        linear._quantize = quantization.quantize_e4m3
+        out = linear(torch.empty(tokens, 64, dtype=torch.bfloat16, device=CUDA))
+    assert (out.device.type, out.dtype, out.shape) == ("cuda", torch.bfloat16, (tokens, 48))
 
 
 def test_refuses_a_machine_whose_product_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
