@@ -65,10 +65,16 @@ def agree_in_every_way(compiled, fallen_back, monkeypatch):
 
 
 def agree(got, expected) -> None:
+    wide = expected[0].dtype.itemsize > 2
     for a, b in zip(got, expected, strict=True):
         assert a.shape == b.shape and a.dtype in (b.dtype, torch.float32)
-        # Partial results and those merged from them are rounded to 16 bits.
-        tolerance = 2e-5 if b.dtype.itemsize > 2 else 2 * torch.finfo(b.dtype).eps
+        tolerance = 2e-5
+        if b.dtype.itemsize == 2:
+            # Partial results and those merged from them are rounded to 16 bits.
+            tolerance = 2 * torch.finfo(b.dtype).eps
+        elif not wide and torch.cuda.is_available():
+            # The kernels add up exponentials that are rounded to 16 bits.
+            tolerance = 5e-3
         torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
 
 

@@ -59,10 +59,13 @@ def share_all(monkeypatch):
 
 
 def agree(got, expected) -> None:
-    """Results are merged in the type of the queries, their log-sum-exps in float32."""
+    """Results are merged in the type of the queries, their log-sum-exps in float32.
+
+    FlashInfer's kernels sum exponentials that are rounded to 16 bits.
+    """
     tolerance = 2 * torch.finfo(expected[0].dtype).eps
     torch.testing.assert_close(got[0], expected[0], rtol=tolerance, atol=tolerance)
-    exact = 1e-3 if torch.cuda.is_available() else 2e-5
+    exact = 5e-3 if torch.cuda.is_available() else 2e-5
     torch.testing.assert_close(got[1], expected[1], rtol=exact, atol=exact)
 
 

