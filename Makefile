@@ -50,7 +50,7 @@ gpu-test: $(GPU_READY) $(GPU_PATH)/coppice
 	@PYTHONPATH=benchmarks $(GPU_PYTHON) -P -c 'from harness import require; require("torch", \
 		"triton", "numpy", "numba", "xxhash", "sortedcontainers", "transformers", "llguidance", \
 		"pytest", "xdist", "pytest_timeout", "hypothesis", gpu=True)'
-	$(GPU_RUN) -P -m pytest -o addopts=--import-mode=importlib -n 4 \
+	$(GPU_RUN) -P -m pytest -o addopts=--import-mode=importlib -n 8 \
 		tests/kernels tests/runtime/test_cuda_engine.py
 
 gpu-kernels: $(GPU_READY) $(GPU_PATH)/coppice

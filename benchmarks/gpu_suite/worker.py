@@ -94,7 +94,7 @@ def run_parts(
                 if kind == "last":
                     break
         process.kill()
-        process.join()
+        process.join(10)  # one that waits for a GPU that hangs may never end
         if error:
             failed = running or pending[0]
             pending.remove(failed)
