@@ -133,7 +133,8 @@ def build_levels(
 ) -> LevelSchedule:
     """What each launch of a checked plan is given, for layers with that sliding window.
 
-    ``shared`` is as ``choose_levels`` has it. O(pages) in numpy, with Python loops over ranges.
+    ``shared`` is as ``choose_levels`` has it. O(rows + pages that are read), with Python loops over
+    ranges.
     """
     counts = np.diff(plan.query_start)
     everyone = np.arange(plan.num_sequences)
@@ -211,28 +212,34 @@ def _own_pages(
     plan: AttentionPlan, window: int | None, order: np.ndarray, shared: Sequence[SharedRange]
 ) -> _OwnPages:
     size = plan.page_size
-    counts = np.diff(plan.page_indptr)
-    owner = np.repeat(np.arange(plan.num_sequences), counts)
-    number = np.arange(len(owner)) - plan.page_indptr[owner]  # of a page in its sequence
     context = plan.context_len.astype(np.int64)
-    kept = number < -(-context // size)[owner]
-    left_out = np.zeros(plan.num_sequences, np.int64)
+    cursor = np.zeros(plan.num_sequences, np.int64)
     if window is not None:
         # What lies before the window of a sequence's first row is read by none of its rows.
         first_row = context - np.diff(plan.query_start)
-        left_out = np.maximum(first_row + 1 - window, 0) // size
-        kept &= number >= left_out[owner]
-        left_out *= size
+        cursor = np.maximum(first_row + 1 - window, 0) // size
+    left_out = cursor * size
+    # Runs of pages: what lies before each range for those that have not shared it, then the rest.
+    runs = []
     for each in shared:
-        at = np.arange(each.begin // size, each.end // size)
-        kept[plan.page_indptr[each.members][:, None] + at] = False
-        left_out[each.members] += each.end - each.begin
-    own = np.add.reduceat(kept, plan.page_indptr[:-1], dtype=np.int64)
-    begins = (np.cumsum(own) - own)[order]
-    page_indptr = np.cumsum([0, *own[order]])
-    shift = begins - page_indptr[:-1]
-    indices = plan.page_indices[kept][np.arange(page_indptr[-1]) + np.repeat(shift, own[order])]
-    return _OwnPages(plan, (context - left_out)[order], page_indptr, indices)
+        at, members = each.begin // size, each.members
+        behind = members[cursor[members] < at]
+        runs.append((behind, cursor[behind], np.full(len(behind), at)))
+        cursor[members] = each.end // size
+        left_out[members] += each.end - each.begin
+    everyone = np.arange(plan.num_sequences)
+    runs.append((everyone, cursor, -(-context // size)))
+    owner, begin, end = (np.concatenate(column) for column in zip(*runs, strict=True))
+    place = np.empty_like(order)
+    place[order] = everyone
+    sort = np.argsort(place[owner], kind="stable")
+    owner, begin, counts = owner[sort], begin[sort], (end - begin)[sort]
+    ends = np.cumsum(counts)
+    shift = plan.page_indptr[owner] + begin - (ends - counts)
+    indices = plan.page_indices[np.arange(int(ends[-1])) + np.repeat(shift, counts)]
+    own = context - left_out
+    page_indptr = np.cumsum([0, *-(-own[order] // size)])
+    return _OwnPages(plan, own[order], page_indptr, indices)
 
 
 def _level(
