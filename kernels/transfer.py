@@ -76,6 +76,37 @@ class Landing:
         return True
 
 
+class Fetched:
+    """Tensors on their way back from the device, queued behind what computes them.
+
+    They are copied into pinned memory; an event that is recorded behind the copies tells when they
+    are there. Nothing may change the tensors before that but what is queued on the same stream.
+    """
+
+    __slots__ = ("_event", "_here")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        if not any(tensor.is_cuda for tensor in tensors):
+            self._here = list(tensors)
+            return
+        self._here = [
+            torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors
+        ]
+        for here, tensor in zip(self._here, tensors, strict=True):
+            here.copy_(tensor, non_blocking=True)
+        with torch.cuda.device(tensors[0].device):
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors on the host, as soon as they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._here
+
+
 def _starts(sizes: Sequence[int]) -> list[int]:
     """Where arrays of so many bytes begin behind each other, and where the last one ends."""
     rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]

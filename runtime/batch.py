@@ -1,7 +1,7 @@
 """A schedule as the model takes it: flat tokens, slots, page tables, shared stretches.
 
-A token that was sampled in the step before may still be on the device only (see ``late_tokens``);
-its row says from where it is taken there.
+A token that was sampled in the step before may still be on the device only (see `LateTokens`);
+its row says from where it is taken there. See docs/gpu-steps.md.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from coppice.kernels.interface import AttentionPlan, SharedStretch
 from coppice.kernels.transfer import send
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.prompt_logprobs import PromptRows
-from coppice.runtime.request import Sequence
+from coppice.runtime.request import LATE, Sequence
 from coppice.runtime.scheduler import Schedule
-
-#: Stands for a token that was sampled and has not come back from the device yet.
-LATE = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -88,6 +88,11 @@ class EngineConfig:
         "attention whose results hang neither on the rest of the batch nor on hits, with the "
         "triton backend; it shares no reads",
     )
+    async_scheduling: bool | None = _option(
+        None,
+        "schedule and queue a step before the tokens of the one before it have come back from the "
+        "device (see docs/gpu-steps.md); without it on a GPU only",
+    )
     enforce_eager: bool = _option(False, "no CUDA graphs: every step runs kernel by kernel")
     cuda_graph_sizes: tuple[int, ...] | None = _option(
         None,
@@ -150,6 +155,10 @@ class EngineConfig:
                 raise ValueError(f"cuda_graph_sizes must differ from each other, got {sizes!r}")
             if self.enforce_eager:
                 raise ValueError(f"cuda_graph_sizes must be None with enforce_eager, got {sizes!r}")
+        if self.async_scheduling not in (None, True, False):
+            raise ValueError(
+                f"async_scheduling must be True, False or None, got {self.async_scheduling!r}"
+            )
         for name in ("enable_prefix_caching", "deterministic", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

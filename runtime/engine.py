@@ -92,6 +92,9 @@ class Engine:
             counters=self.counters,
             recorder=self.recorder,
             accounts=self.accounts,
+            overlap=self.runner.device.type == "cuda"
+            if config.async_scheduling is None
+            else config.async_scheduling,
         )
 
     def _new_pages(self) -> None:
@@ -229,7 +232,10 @@ class Engine:
     # -- the step ----------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """Schedules, runs and commits one mixed batch; [] when there is nothing to do."""
+        """Schedules, runs and commits one mixed batch; [] when there is nothing to do.
+
+        With async_scheduling the outputs are those of the batch before.
+        """
         try:
             outputs = self._steps.make()
         finally:

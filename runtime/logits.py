@@ -15,7 +15,7 @@ from copy import copy
 import numpy as np
 import torch
 
-from coppice.kernels.transfer import send, take
+from coppice.kernels.transfer import send
 from coppice.runtime.grammars import CompiledGrammar, GrammarState, forbid_other_tokens
 from coppice.runtime.request import Sequence
 from coppice.runtime.sampling_params import LogitsProcessor, SamplingParams
@@ -130,25 +130,31 @@ def _wants_prompt(processor: LogitsProcessor) -> bool:
     return len(required) == 3
 
 
+#: Why a row of which no token may be chosen has none.
+NO_CHOICE = (
+    "no token is left to choose: allowed_token_ids, bad_words, min_tokens, structured_outputs and "
+    "logits_processors rule them all out, or a processor made a logit infinite or NaN"
+)
+
+
 def apply_rules(
     logits: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: Seq[int]
-) -> dict[int, str]:
+) -> tuple[dict[int, str], list[int], torch.Tensor]:
     """Changes `logits` as `change_logits` does, for rows of which each needs a token.
 
-    Returns what went wrong, by row: a function failed, or no token is left. Such a row's logits
-    mean nothing.
+    Returns what went wrong, by row; the rows in which no token may be left; and of these, bool on
+    the device, whether there is one. What is chosen in a row without means nothing.
     """
     errors, strict = change_logits(logits, sequences, eos_token_ids)
-    for row in _without_choice(logits, strict):
-        errors.setdefault(
-            row,
-            "no token is left to choose: allowed_token_ids, bad_words, min_tokens, "
-            "structured_outputs and logits_processors rule them all out, or a processor made a "
-            "logit infinite or NaN",
-        )
     for row in errors:
         logits[row] = 0.0  # the others are still to be sampled, and nothing may trip over this one
-    return errors
+    if not strict:
+        return errors, strict, torch.empty(0, dtype=torch.bool, device=logits.device)
+    (index,) = send([np.array(strict, np.int64)], logits.device)
+    rows = logits.index_select(0, index)
+    choice = rows.amax(dim=-1).isfinite()
+    logits.index_copy_(0, index, rows.masked_fill_(~choice.unsqueeze(1), 0.0))
+    return errors, strict, choice
 
 
 def change_logits(
@@ -299,14 +305,6 @@ def _ban(logits: torch.Tensor, banned: Seq[tuple[int, Seq[int]]]) -> None:
     if banned:
         rows, tokens = _places(logits, banned)
         logits[rows, tokens] = -torch.inf
-
-
-def _without_choice(logits: torch.Tensor, rows: list[int]) -> list[int]:
-    """Those of `rows` whose greatest logit is no number."""
-    if not rows:
-        return []
-    good = take(logits, rows).amax(dim=-1).isfinite().tolist()
-    return [row for row, fine in zip(rows, good, strict=True) if not fine]
 
 
 def _places(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from coppice.kernels.transfer import send
+from coppice.kernels.transfer import Fetched, send
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,12 +82,17 @@ def of_tokens(logprobs: torch.Tensor, tokens: Seq[int] | torch.Tensor, top: int)
     """
     if not isinstance(tokens, torch.Tensor):
         (tokens,) = send([np.array(tokens, np.int64)], logprobs.device)
+    return read(Fetched(looked_up(logprobs, tokens, top)).wait())
+
+
+def looked_up(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> list[torch.Tensor]:
+    """The same as tensors on the device, without waiting for it; `read` takes them later."""
     own = logprobs.gather(1, tokens.unsqueeze(1))
-    ranks = (logprobs > own).sum(dim=-1) + 1
+    ranks = (logprobs > own).sum(dim=-1, dtype=torch.int32) + 1
     best, ids = logprobs.topk(logprobs.shape[1] if top < 0 else top, dim=-1)
-    return Logprobs(
-        own.squeeze(1).cpu().numpy(),
-        ranks.to(torch.int32).cpu().numpy(),
-        ids.to(torch.int32).cpu().numpy(),
-        best.cpu().numpy(),
-    )
+    return [own.squeeze(1), ranks, ids.to(torch.int32), best]
+
+
+def read(tensors: Seq[torch.Tensor]) -> Logprobs:
+    """What `looked_up` found, once it is on the host; a copy, since pinned memory is precious."""
+    return Logprobs(*(np.array(tensor.numpy()) for tensor in tensors))

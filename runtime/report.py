@@ -40,29 +40,29 @@ class Counters:
     failed_steps: int = 0
     prefill_seconds: float = 0.0  # of step time, by each step's share of rows
     decode_seconds: float = 0.0
+    late_rows: int = 0  # rows of sequences that had ended, as was known after they were computed
 
-    def ran(self, schedule: Schedule, seconds: float) -> list[str]:
-        """Books a step that ran, before its chunks are committed.
-
-        Returns the requests whose first chunk was in it.
-        """
+    def ran(self, schedule: Schedule) -> list[str]:
+        """Books a step that ran; returns the requests whose first chunk was in it."""
         self.steps += 1
-        rows = decodes = 0
         first = []
         for chunk in schedule.chunks:
             sequence = chunk.sequence
-            rows += chunk.count
-            decodes += chunk.decode
+            self.computed_tokens += 0 if chunk.decode else chunk.count
             if not sequence.counted:
                 sequence.counted = True
                 self.requests += 1
                 self.prompt_tokens += len(sequence.request.prompt_token_ids)
                 self.hit_tokens += sequence.cached_tokens
                 first.append(sequence.request.request_id)
-        self.computed_tokens += rows - decodes
+        return first
+
+    def took(self, schedule: Schedule, seconds: float) -> None:
+        """Books the time of a step that ran."""
+        rows = sum(chunk.count for chunk in schedule.chunks)
+        decodes = sum(chunk.decode for chunk in schedule.chunks)
         self.prefill_seconds += seconds * (rows - decodes) / rows
         self.decode_seconds += seconds * decodes / rows
-        return first
 
 
 @dataclass(frozen=True, slots=True)

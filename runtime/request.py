@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # these need torch, which a simulation of the scheduler does 
     from coppice.runtime.prompt_logprobs import PromptLogprobs
 
 
+#: Stands for the last token of a sequence while it is on the device only.
+LATE = -1
+
+
 class QueueFull(RuntimeError):
     """A request was refused because too much waits already; `limit` names the limit it met."""
 
@@ -84,6 +88,11 @@ class Sequence:
         self.private = False  # keeps out of the tree until it ends (see Scheduler)
         self.prompt_logprobs: PromptLogprobs | None = None  # None: not asked for
         self.logit_rules: LogitRules | None = None  # the sampler's; made when it is first sampled
+
+    @property
+    def late(self) -> bool:
+        """Whether its last token has been sampled and has not come back from the device yet."""
+        return self.tokens[-1] == LATE
 
     @property
     def remaining(self) -> int:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import xxhash
 
-from coppice.kernels.transfer import send, take
-from coppice.runtime.logits import apply_rules
-from coppice.runtime.logprobs import Logprobs, log_probabilities, of_tokens
+from coppice.kernels.transfer import Fetched, send, take
+from coppice.runtime.logits import NO_CHOICE, apply_rules
+from coppice.runtime.logprobs import Logprobs, log_probabilities, looked_up, read
 from coppice.runtime.request import Sequence
 from coppice.runtime.sampling_params import SamplingParams
 
@@ -24,6 +24,41 @@ class Sampled:
     tokens: list[int]
     logprobs: list[Logprobs | None]  # of the row's token, if asked for
     errors: dict[int, str]  # rows whose token means nothing, and why
+
+
+class Sampling:
+    """Tokens that are being chosen for the rows of a step: on the device, and on their way here."""
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        errors: dict[int, str],
+        strict: Seq[int],
+        choice: torch.Tensor,
+        looked_up: Seq[tuple[Seq[int], Seq[torch.Tensor]]],
+    ) -> None:
+        """`choice` is bool [strict]; `looked_up` has rows and what was found of their tokens."""
+        self.tokens = tokens  # int64 [R], on the device
+        self._errors = errors
+        self._strict = strict
+        self._asked = [rows for rows, _ in looked_up]
+        found = [tensor for _, tensors in looked_up for tensor in tensors]
+        self._fetched = Fetched([tokens, choice, *found])
+
+    def read(self) -> Sampled:
+        """Waits until they are here."""
+        tokens, choice, *found = self._fetched.wait()
+        errors = dict(self._errors)
+        for row, there_is_one in zip(self._strict, choice.tolist(), strict=True):
+            if not there_is_one:
+                errors.setdefault(row, NO_CHOICE)
+        logprobs: list[Logprobs | None] = [None] * len(tokens)
+        each = len(found) // max(len(self._asked), 1)
+        for place, rows in enumerate(self._asked):
+            entries = read(found[place * each : (place + 1) * each])
+            for entry, row in enumerate(rows):
+                logprobs[row] = entries[entry : entry + 1]
+        return Sampled(tokens.tolist(), logprobs, errors)
 
 
 class Sampler:
@@ -42,11 +77,12 @@ class Sampler:
     def __init__(self, eos_token_ids: Seq[int]) -> None:
         self._eos = tuple(eos_token_ids)
 
-    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> Sampled:
+    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> Sampling:
         """One token a row. `logits` float32 [R, vocabulary], which may be changed in place.
 
         Logprobs are of the logits as they come. Then the rules of the rows are applied (see
-        `apply_rules`), then temperature, top-k, top-p, min-p.
+        `apply_rules`), then temperature, top-k, top-p, min-p. Does not wait for the device, unless
+        a logits processor does.
         """
         asked: dict[int, list[int]] = {}  # rows by the number of alternatives
         for row, sequence in enumerate(sequences):
@@ -54,14 +90,12 @@ class Sampler:
             if top is not None:
                 asked.setdefault(top, []).append(row)
         raw = {top: log_probabilities(_rows(logits, rows)) for top, rows in asked.items()}
-        errors = apply_rules(logits, sequences, self._eos)
+        errors, strict, choice = apply_rules(logits, sequences, self._eos)
         tokens = choose_tokens(logits, sequences)
-        logprobs: list[Logprobs | None] = [None] * len(sequences)
-        for top, rows in asked.items():
-            found = of_tokens(raw[top], _rows(tokens, rows), top)
-            for place, row in enumerate(rows):
-                logprobs[row] = found[place : place + 1]
-        return Sampled(tokens.tolist(), logprobs, errors)
+        found = [
+            (rows, looked_up(raw[top], _rows(tokens, rows), top)) for top, rows in asked.items()
+        ]
+        return Sampling(tokens, errors, strict, choice, found)
 
 
 def choose_tokens(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:

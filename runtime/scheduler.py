@@ -17,24 +17,31 @@ LOOK_PAST = 8
 
 @dataclass(slots=True)
 class Chunk:
-    """The next `count` tokens of a sequence, to be computed in this step."""
+    """The next `count` tokens of a sequence from `start` on, to be computed in this step."""
 
     sequence: Sequence
     count: int
+    start: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.sequence.computed
 
     @property
     def decode(self) -> bool:
         """Whether it is the one token that was sampled last, and not a piece of a prefill."""
-        sequence = self.sequence
-        return self.count == 1 and sequence.computed >= len(sequence.request.prompt_token_ids)
+        return self.count == 1 and self.start >= len(self.sequence.request.prompt_token_ids)
 
 
 @dataclass(slots=True)
 class Schedule:
-    """What one step does: copy pages, in order, then compute the chunks in one mixed batch."""
+    """What one step does: copy pages, in order, then compute the chunks in one mixed batch.
+
+    `short`: pages were missing, for which nobody was preempted since tokens are late.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
+    short: bool = False
 
 
 class Scheduler:
@@ -51,6 +58,14 @@ class Scheduler:
     one admitted first is therefore never preempted for another, and everything ends. Only
     if it runs alone and still lacks pages (beside the page that its hit ends in it needs a copy of
     it) it starts again as a *private* sequence, which locks nothing and can evict all the rest.
+
+    Sequences whose last token is late (`Sequence.late`) are scheduled as if it did not end them;
+    one that ends by its length anyhow is not. While there are any (`late`) nobody is preempted:
+    some may have ended already, and a queue needs to know the tokens of those who wait in it. Who
+    lacks pages then waits until the tokens are here.
+
+    Attributes:
+        late: whether tokens of running sequences are late; whoever makes the steps sets it.
     """
 
     def __init__(
@@ -71,6 +86,7 @@ class Scheduler:
             paging.tree, policy, slack=max_num_batched_tokens, overtaking=overtaking
         )
         self.preemptions = 0
+        self.late = False
         self._admissions = 0
         self._forks: dict[Sequence, PageCopy] = {}  # copies that the next step has to make
         stretch = math.inf if max_step_stretch is None else max_step_stretch
@@ -85,11 +101,13 @@ class Scheduler:
         schedule = Schedule()
         budget = self.max_num_batched_tokens
         if self.waiting.policy == "priority":
-            self._make_room()
+            self._make_room(schedule)
         # Decodes first, so that a long prompt never stalls them: they are at most max_num_seqs.
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for each in self.running:
+            if self.late and each.late and len(each.tokens) >= each.request.max_length:
+                continue
             (prefilling if len(each.tokens) - each.computed > 1 else decoding).append(each)
         budget, served = self._continue(decoding, schedule, budget)
         budget = self._prefill_budget(schedule, prefilling, budget)
@@ -100,7 +118,7 @@ class Scheduler:
             self._admit(schedule, budget)
         # Sequences may wait for others of their request that can't come in: the last request makes
         # room, so that the first one can go on with all of its own.
-        while not schedule.chunks and self.running and len(self.waiting):
+        while not (schedule.chunks or self.late) and self.running and len(self.waiting):
             self.preempt(max(self.running, key=lambda each: (each.request.arrival, each.admitted)))
             self._admit(schedule, budget)
         if schedule.chunks:
@@ -135,13 +153,9 @@ class Scheduler:
         return budget if allowed is None else min(budget, allowed)
 
     def observe(self, schedule: Schedule, seconds: float) -> None:
-        """Tells what a step took, before `computed`, so that `max_step_stretch` can be kept."""
+        """Tells what a step took, so that `max_step_stretch` can be kept."""
         if self._times is not None:
-            prefills = [
-                (chunk.count, chunk.sequence.computed)
-                for chunk in schedule.chunks
-                if not chunk.decode
-            ]
+            prefills = [(chunk.count, chunk.start) for chunk in schedule.chunks if not chunk.decode]
             self._times.observe(len(schedule.chunks) - len(prefills), prefills, seconds)
 
     # -- running sequences -------------------------------------------------------------------
@@ -153,6 +167,9 @@ class Scheduler:
         while True:
             if self.paging.try_grow(sequence, count):
                 return True
+            if self.late:
+                schedule.short = True
+                return False
             scheduled = {id(chunk.sequence) for chunk in schedule.chunks}
             mine = self._turn(sequence)
             later = (each for each in self.running if self._turn(each) > mine)
@@ -281,13 +298,16 @@ class Scheduler:
             budget -= count
         self.waiting.restore(self.paging.cached)
 
-    def _make_room(self) -> None:
+    def _make_room(self, schedule: Schedule) -> None:
         """Preempts running sequences of worse classes for one that waits and lacks a place."""
         while (found := self.waiting.next()) is not None:
             sequence, _ = found
             worse = [each for each in self.running if self._worse(each, sequence)]
             full = len(self.running) >= self.max_num_seqs
             if not worse or not (full or not self._fits(sequence, self.paging.match(sequence))):
+                return
+            if self.late:
+                schedule.short = True
                 return
             self.preempt(self._cheapest(worse))
 

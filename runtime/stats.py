@@ -46,6 +46,7 @@ class EngineStats:
         rounded_off_tokens: that were cached behind a hit, went on as the prompt does, and were
             computed all the same. The tree matches token by token, so this must stay 0.
         cuda_graphs: how many were captured at start, which took cuda_graph_seconds and memory.
+        late_rows: decoded for sequences that had ended, as was known only then (async_scheduling).
         decode_steps: those of an engine with graphs, by how they ran: one of `DECODE_STEPS`.
     """
 
@@ -78,6 +79,7 @@ class EngineStats:
     eviction_age: Histogram
     rounded_off_tokens: int
     pins: int
+    late_rows: int
     cuda_graphs: int
     cuda_graph_seconds: float
     cuda_graph_bytes: int
@@ -181,6 +183,7 @@ def engine_stats(engine: Engine) -> EngineStats:
         eviction_age=accounts.eviction_ages.snapshot(),
         rounded_off_tokens=accounts.rounded_off_tokens,
         pins=len(pins),
+        late_rows=counters.late_rows,
         cuda_graphs=0 if graphs is None else len(graphs.sizes),
         cuda_graph_seconds=0.0 if graphs is None else graphs.seconds,
         cuda_graph_bytes=0 if graphs is None else graphs.bytes,

@@ -11,12 +11,13 @@ import torch
 
 from coppice.kernels.transfer import take
 from coppice.runtime.accounts import PromptAccounts
+from coppice.runtime.batch import Batch, LateTokens
 from coppice.runtime.beams import BeamSearches
 from coppice.runtime.model_runner import ModelRunner
 from coppice.runtime.report import Counters
-from coppice.runtime.request import Sequence, StepOutput
-from coppice.runtime.sampler import Sampled, Sampler
-from coppice.runtime.scheduler import Schedule
+from coppice.runtime.request import LATE, Sequence, Status, StepOutput
+from coppice.runtime.sampler import Sampled, Sampler, Sampling
+from coppice.runtime.scheduler import Chunk, Schedule
 from coppice.runtime.sequences import Sequences
 from coppice.runtime.stats import StatsRecorder
 
@@ -25,8 +26,48 @@ logger = logging.getLogger(__name__)
 GRAMMAR_WAIT_SECONDS = 0.01
 
 
+class Step:
+    """A step whose forward pass is queued, and the tokens that come of it.
+
+    `sequences` are those that get a token. Until `settle` the last token of each is `LATE`.
+    """
+
+    __slots__ = ("schedule", "started", "sequences", "late", "_sampled", "_sampling")
+
+    def __init__(
+        self, schedule: Schedule, started: float, sequences: list[Sequence], sampling: Sampling
+    ) -> None:
+        self.schedule = schedule
+        self.started = started
+        self.sequences = sequences
+        self.late = LateTokens(
+            sampling.tokens, {sequence: row for row, sequence in enumerate(sequences)}
+        )
+        self._sampling = sampling
+        self._sampled: Sampled | None = None
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether everything in it was aborted meanwhile."""
+        live = any(sequence.status is not Status.FINISHED for sequence in self.sequences)
+        return not (live or _running(self.schedule))
+
+    def settle(self) -> Sampled:
+        """Waits for the tokens and gives them to their sequences."""
+        if self._sampled is None:
+            self._sampled = self._sampling.read()
+            for sequence, token in zip(self.sequences, self._sampled.tokens, strict=True):
+                if sequence.late:  # else it has ended meanwhile
+                    sequence.tokens[-1] = token
+        return self._sampled
+
+
 class Steps:
-    """Makes the steps of one engine, over the sequences that it has."""
+    """Makes the steps of one engine, over the sequences that it has.
+
+    With `overlap` a step is scheduled and queued on the device before the tokens of the one before
+    it are here; docs/gpu-steps.md tells what that takes. Without, each is committed at once.
+    """
 
     def __init__(
         self,
@@ -37,6 +78,7 @@ class Steps:
         counters: Counters,
         recorder: StatsRecorder,
         accounts: PromptAccounts,
+        overlap: bool,
     ) -> None:
         self._runner = runner
         self._sequences = sequences
@@ -44,43 +86,70 @@ class Steps:
         self._counters = counters
         self._recorder = recorder
         self._accounts = accounts
+        self._overlap = overlap
         self._eos: Container[int] = runner.model_config.eos_token_ids
         self._sampler = Sampler(runner.model_config.eos_token_ids)
+        self._before: Step | None = None  # its tokens are late
+        self._settled = 0.0  # when the tokens of the last step were here
+        self._untold: list[StepOutput] = []  # by a call that was interrupted
 
     def make(self) -> list[StepOutput]:
         """Schedules, runs and commits one mixed batch; [] when there is nothing to do.
 
-        If it fails, the requests in it end with an error; an exception that is none of `Exception`
-        goes on from there.
+        With overlap what is committed is the batch before. If it fails, the requests in it end with
+        an error; an exception that is none of `Exception` goes on from there.
         """
+        outputs, self._untold = self._untold, []
         refused = [
             output
             for sequence, why in self._sequences.compiled()
             for output in self._end_failed(sequence.request.request_id, why)
         ]
         if refused:
-            return refused
+            return outputs + refused
         start = time.perf_counter()
+        before, self._before = self._before, None
+        if before is not None and before.abandoned:
+            before = None
         scheduler = self._sequences.scheduler
+        scheduler.late = before is not None
         schedule = scheduler.schedule()
         if not schedule.chunks:
+            if before is not None:
+                return outputs + self._commit(before)
             self._sequences.wait_for_grammar(GRAMMAR_WAIT_SECONDS)
-            return []
-        try:
-            sequences, sampled = self._run(schedule)
-        except BaseException as error:
-            # Copies that were to be made may be missing: nothing of this step can be resumed.
-            outputs = self._fail(schedule, error)
-            if not isinstance(error, Exception):
-                raise
-            logger.exception("a step failed; the %d requests in it end", len(schedule.chunks))
             return outputs
-        seconds = time.perf_counter() - start
-        scheduler.observe(schedule, seconds)
-        for request_id in self._counters.ran(schedule, seconds):
-            self._recorder.scheduled(request_id, seconds)
-        self._recorder.stepped(schedule, seconds)
-        return self._commit(schedule, sequences, sampled)
+        step, failure = None, None
+        try:
+            batch, logits = self._runner.run(schedule, None if before is None else before.late)
+        except BaseException as error:
+            failure = error
+        self._accounts.settle_batch()  # a device computes meanwhile
+        if before is not None:
+            outputs += self._commit(before)
+        if failure is None:
+            try:
+                step = self._sample(schedule, start, batch, logits)
+            except BaseException as error:
+                failure = error
+        if failure is not None:
+            # Copies that were to be made may be missing: nothing of this step can be resumed.
+            failed = self._fail(schedule, failure)
+            if not isinstance(failure, Exception):
+                self._untold = [each for each in outputs if each.request_id in self._sequences]
+                raise failure
+            outputs += failed
+            logger.error(
+                "a step failed; the %d requests in it end", len(schedule.chunks), exc_info=failure
+            )
+        if step is None:
+            return outputs
+        self._enter(step)
+        searching = any(chunk.sequence.request.beam_search for chunk in schedule.chunks)
+        if self._overlap and not searching and not schedule.short:
+            self._before = step
+            return outputs
+        return outputs + self._commit(step)
 
     def end(self, sequence: Sequence, reason: str, *, keep: bool = True) -> None:
         """A sequence has ended; so has its request, if it was the last one.
@@ -91,11 +160,18 @@ class Steps:
         self._sequences.end(sequence, reason, keep=keep)
 
     @torch.inference_mode()
-    def _run(self, schedule: Schedule) -> tuple[list[Sequence], Sampled]:
-        """Computes the step; the sequences that got a token, and the tokens."""
-        batch, logits = self._runner.run(schedule)
-        self._accounts.settle_batch()  # a device computes meanwhile
+    def _sample(
+        self, schedule: Schedule, start: float, batch: Batch, logits: torch.Tensor
+    ) -> Step | None:
+        """Chooses tokens for sequences that have not ended meanwhile; None: all have."""
+        chunks = _running(schedule)
+        self._counters.late_rows += len(schedule.chunks) - len(chunks)
+        if not chunks:
+            return None
         sequences = batch.sampled
+        left = [row for row, each in enumerate(sequences) if each.status is Status.RUNNING]
+        if len(left) < len(sequences):
+            logits, sequences = take(logits, left), [sequences[row] for row in left]
         rows = self._sequences.with_siblings(sequences)
         if len(rows) > len(logits):
             logits = take(logits, rows)
@@ -104,31 +180,56 @@ class Steps:
             self._searches.score(take(logits, beams), [sequences[row] for row in beams])
             others = [row for row, each in enumerate(sequences) if not each.request.beam_search]
             logits, sequences = take(logits, others), [sequences[row] for row in others]
-        return sequences, self._sampler.sample(logits, sequences)
+        return Step(schedule, start, sequences, self._sampler.sample(logits, sequences))
 
-    def _commit(
-        self, schedule: Schedule, sequences: list[Sequence], sampled: Sampled
-    ) -> list[StepOutput]:
-        for chunk in schedule.chunks:
+    def _enter(self, step: Step) -> None:
+        """What the step computes counts as computed: all that is queued later finds it there."""
+        for chunk in _running(step.schedule):
             self._sequences.scheduler.computed(chunk)
+        sequences = step.sequences
         self._sequences.enter(sequences)
-        errors = sampled.errors
-        self._recorder.sampled(each for row, each in enumerate(sequences) if row not in errors)
-        outputs = []
-        for row, (sequence, token) in enumerate(zip(sequences, sampled.tokens, strict=True)):
-            if row not in sampled.errors:
-                sequence.tokens.append(token)
-            if sequence.preempted:  # a fork that found no place
-                self._sequences.scheduler.add(sequence)
-            if row in sampled.errors:
+        for sequence in sequences:
+            sequence.tokens.append(LATE)
+        if any(sequence.preempted for sequence in sequences):  # forks that found no place
+            step.settle()  # who waits in the queue has all its tokens
+            for sequence in sequences:
+                if sequence.preempted:
+                    self._sequences.scheduler.add(sequence)
+        seconds = time.perf_counter() - step.started
+        for request_id in self._counters.ran(step.schedule):
+            self._recorder.scheduled(request_id, seconds)
+
+    def _commit(self, step: Step) -> list[StepOutput]:
+        """Takes the tokens of a step; who ends by its own gives back its pages."""
+        try:
+            sampled = step.settle()
+        except Exception as error:  # the device's, about anything since the tokens before
+            logger.exception("the tokens of a step did not come; the requests in it end")
+            return self._fail(step.schedule, error)
+        now = time.perf_counter()
+        # The device came to it when it was queued, or when it was through with the one before.
+        seconds = now - max(step.started, self._settled)
+        self._settled = now
+        self._sequences.scheduler.observe(step.schedule, seconds)
+        self._counters.took(step.schedule, seconds)
+        self._recorder.stepped(step.schedule, seconds)
+        errors, outputs = sampled.errors, []
+        rows = [
+            (row, sequence)
+            for row, sequence in enumerate(step.sequences)
+            if sequence.status is not Status.FINISHED  # else aborted meanwhile
+        ]
+        self._recorder.sampled(each for row, each in rows if row not in errors)
+        for row, sequence in rows:
+            if row in errors:
                 self.end(sequence, "error")
-                outputs.append(StepOutput.of(sequence, (), "error", None, sampled.errors[row]))
+                outputs.append(StepOutput.of(sequence, (), "error", None, errors[row]))
                 continue
             self._counters.generated_tokens += 1
             reason, stop = sequence.ending(self._eos)
             if reason is not None:
                 self.end(sequence, reason)
-            logprobs = sampled.logprobs[row]
+            token, logprobs = sampled.tokens[row], sampled.logprobs[row]
             outputs.append(StepOutput.of(sequence, (token,), reason, stop, logprobs=logprobs))
         found = self._searches.advance()
         self._counters.generated_tokens += sum(len(each.new_token_ids) for each in found)
@@ -142,7 +243,7 @@ class Steps:
         without_copy = [
             s for s in self._sequences.scheduler.running if not targets.isdisjoint(s.table)
         ]
-        sequences = [*(chunk.sequence for chunk in schedule.chunks), *without_copy]
+        sequences = [*(chunk.sequence for chunk in _running(schedule)), *without_copy]
         failed = dict.fromkeys(each.request.request_id for each in sequences)
         return [output for request_id in failed for output in self._end_failed(request_id, message)]
 
@@ -158,3 +259,8 @@ class Steps:
         for sequence in sequences:
             self.end(sequence, "error", keep=False)
         return [replace(error, index=index) for index in indices]
+
+
+def _running(schedule: Schedule) -> list[Chunk]:
+    """The chunks whose sequences have not ended since."""
+    return [chunk for chunk in schedule.chunks if chunk.sequence.status is Status.RUNNING]

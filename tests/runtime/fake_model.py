@@ -31,7 +31,7 @@ from coppice.radix import Namespace
 from coppice.radix.node import Root
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
-from coppice.runtime.request import Sequence
+from coppice.runtime.request import LATE, Sequence
 
 VOCABULARY = 40
 EOS = 2
@@ -198,7 +198,9 @@ class FakeModel:
             self.stumble(f"layer {layer}")
             for index, sequence in enumerate(self._running):
                 mine = slice(int(starts[index]), int(starts[index + 1]))
-                states[mine] = self._read(layer, plan, index, sequence)[mine.start - mine.stop :]
+                last = int(token_ids[mine.stop - 1])
+                read = self._read(layer, plan, index, sequence, last)
+                states[mine] = read[mine.start - mine.stop :]
             keys = _mix(states).view(np.int64)
         chosen = slice(None) if rows is None else rows.numpy()
         return torch.from_numpy(states.view(np.int64)[chosen].reshape(-1, 1))
@@ -214,12 +216,19 @@ class FakeModel:
         for cache, values in zip(self._flat[layer], (keys, ~keys), strict=True):
             cache[slots] = values
 
-    def _read(self, layer: int, plan: AttentionPlan, index: int, sequence: Sequence) -> np.ndarray:
-        """The context hashes of all positions of a sequence, from the KV in its pages."""
+    def _read(
+        self, layer: int, plan: AttentionPlan, index: int, sequence: Sequence, last: int
+    ) -> np.ndarray:
+        """The context hashes of all positions of a sequence, from the KV in its pages.
+
+        `last` is the token of its last row, which the sequence itself may not know yet.
+        """
         table = plan.page_indices[plan.page_indptr[index] : plan.page_indptr[index + 1]]
         at = np.arange(int(plan.context_len[index]))
         slots = table[at // plan.page_size] * plan.page_size + at % plan.page_size
-        tokens = np.frombuffer(sequence.tokens.tobytes(), np.int32)[: len(at)]
+        tokens = np.frombuffer(sequence.tokens.tobytes(), np.int32)[: len(at)].copy()
+        if tokens[-1] == LATE:
+            tokens[-1] = last
         keys = self._check(
             layer, slots, tokens, _salt(sequence.request.namespace), "a sequence reads"
         )

@@ -93,6 +93,7 @@ class RandomSchedule:
             "max_queued_tokens": rng.choice([None, None, None, 80]),
             "eviction_policy": rng.choice(sorted(POLICIES)),
             "pin_budget": rng.choice([0.0, 0.25, 0.5, 1.0]),
+            "async_scheduling": rng.random() < 0.5,
         }
         self.graphs = rng.choice([None, (1, 2, 4, 6), (1, 3), (6,)])
         if self.graphs is not None:
@@ -270,7 +271,8 @@ class RandomSchedule:
         engine, model = self.engine, self.model
         self.now += 1.0
         armed, before = model.failure, model.steps
-        busy = engine.has_unfinished()
+        # With tokens on their way there may be nothing to do but to wait for them.
+        busy = engine.has_unfinished() and engine._steps._before is None
         try:
             outputs = engine.step()
         except Interrupted:

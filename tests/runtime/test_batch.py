@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.runtime.batch import LATE, LateTokens, build_batch, shared_stretches
-from coppice.runtime.request import Request, Sequence
+from coppice.runtime.batch import LateTokens, build_batch, shared_stretches
+from coppice.runtime.request import LATE, Request, Sequence
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.scheduler import Chunk, Schedule
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
-from mixed_requests import answers, greedy, make_engine, make_prompts, prompt_logprobs
+from mixed_requests import (
+    answers,
+    greedy,
+    joined,
+    make_engine,
+    make_prompts,
+    prompt_logprobs,
+    run,
+)
 
 from coppice.runtime import quantization
 from coppice.runtime.quantization import Fp8Linear
-from coppice.runtime.sampler import choose_tokens
 from coppice.runtime.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -105,33 +114,79 @@ def test_deterministic_answers_do_not_hang_on_hits(tiny_checkpoint):
 
 
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
-def test_a_step_waits_for_the_gpu_only_when_its_tokens_are_read(
-    tiny_checkpoint, monkeypatch, backend
-):
-    """Torch itself reports every other wait: forward pass and choice of tokens have none."""
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_step_waits_for_nothing_but_the_tokens_of_the_one_before(tiny_checkpoint, eager, backend):
+    """Torch itself reports every other wait of scheduling, forward pass and choice of tokens."""
     path = tiny_checkpoint("llama", head_dim=128)
-    engine = on_the_gpu(path, backend, dtype="bfloat16", **ROOM)
-    params = SamplingParams(n=2, temperature=0.9, top_k=7, max_tokens=60, ignore_eos=True, seed=1)
-    bent = SamplingParams(max_tokens=60, ignore_eos=True, repetition_penalty=1.2, temperature=0)
-    for number, prompt in enumerate(make_prompts(STEM)):
-        engine.add_request(str(number), prompt, bent if number % 2 else params)
+    engine = on_the_gpu(path, backend, dtype="bfloat16", enforce_eager=eager, **ROOM)
+    common = {"max_tokens": 60, "ignore_eos": True}
+    kinds = [
+        SamplingParams(n=2, temperature=0.9, top_k=7, seed=1, **common),
+        SamplingParams(temperature=0, repetition_penalty=1.2, **common),
+        SamplingParams(temperature=0, logprobs=3, bad_words_token_ids=[[5], [6, 7]], **common),
+        SamplingParams(temperature=0.9, seed=2, min_tokens=50, logit_bias={7: 1.0}, **common),
+    ]
+    for number, (prompt, params) in enumerate(zip(make_prompts(STEM), kinds, strict=True)):
+        engine.add_request(str(number), prompt, params)
     for _ in range(20):  # until all decode, and every kernel is compiled
         engine.step()
-    calls = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps = 0
+        while engine.has_unfinished():
+            assert all(output.error is None for output in engine.step())
+            steps += 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert steps > 20
+    if backend == "triton":
+        assert (engine.runner.graphs is None) == eager
+        assert eager or engine.stats().decode_steps["graph"] > 20
 
-    def watched(function):
-        def call(*arguments):
-            calls.append(function)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return function(*arguments)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
-        return call
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_graphs_and_overlap_give_the_tokens_without(tiny_checkpoint, page_size):
+    """Forks, beams and trees of shared pages, padded to the sizes that were captured."""
+    found = []
+    for overlap, sizes in ((False, None), (True, None), (False, (1, 4, 6)), (True, (1, 4, 6))):
+        engine = make_engine(
+            tiny_checkpoint("llama"), device="cuda", dtype="float32", attention_backend="triton",
+            page_size=page_size, async_scheduling=overlap, enforce_eager=sizes is None,
+            cuda_graph_sizes=sizes, **ROOM,
+        )  # fmt: skip
+        found.append(answers(engine, stem=STEM, tokens=TOKENS))
+        if sizes is not None:
+            stats = engine.stats()
+            assert (stats.cuda_graphs, stats.decode_steps["graph"] > TOKENS) == (3, True)
+            assert "3 CUDA graphs for decoding 1, 4, 6 sequences took" in engine.memory
+    scores = [each.pop("scores") for each in found]
+    assert all(each == pytest.approx(scores[0], abs=1e-3) for each in scores)
+    assert all(each == found[0] for each in found)
 
-    monkeypatch.setattr(engine.runner, "run", watched(engine.runner.run))
-    monkeypatch.setattr("coppice.runtime.sampler.choose_tokens", watched(choose_tokens))
-    while engine.has_unfinished():
-        assert all(output.error is None for output in engine.step())
-    assert len(calls) > 2
+
+def test_pages_are_freed_and_reused_while_the_gpu_is_behind(tiny_checkpoint):
+    """Short requests in a pool of few pages; whoever read another's KV would say other tokens."""
+    found = []
+    for overlap in (False, True):
+        engine = make_engine(
+            tiny_checkpoint("llama"), device="cuda", dtype="float32", page_size=4,
+            kv_cache_tokens=96, max_num_seqs=5, async_scheduling=overlap,
+        )  # fmt: skip
+        rng, outputs = random.Random(1), {}
+        for number in range(200):
+            params = SamplingParams(
+                temperature=0, max_tokens=rng.randint(1, 5), n=rng.choice([1, 2]),
+                stop_token_ids=list(range(40)), ignore_eos=True,
+            )  # fmt: skip
+            prompt = [3] * rng.randint(1, 9) + [rng.randrange(3, 250)]
+            engine.add_request(str(number), prompt, params)
+            while engine.num_unfinished > 7:
+                for output in engine.step():
+                    key = output.request_id, output.index
+                    outputs.setdefault(key, []).extend(output.new_token_ids)
+                engine.check()
+        for key, rest in run(engine).items():
+            outputs.setdefault(key, []).extend(joined(rest))
+        found.append(outputs)
+        assert (engine.stats().late_rows > 10) == overlap
+    assert found[1] == found[0]

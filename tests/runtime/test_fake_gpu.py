@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from coppice.kernels.interface import AttentionBackend, LayerCache
-from coppice.runtime.batch import LATE, LateTokens, build_batch
+from coppice.runtime.batch import LateTokens, build_batch
 from coppice.runtime.decoder import Decoder
-from coppice.runtime.logits import change_logits
 from coppice.runtime.model_config import load_model_config
-from coppice.runtime.request import Request, Sequence
-from coppice.runtime.sampler import choose_tokens
+from coppice.runtime.request import LATE, Request, Sequence
+from coppice.runtime.sampler import Sampler
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.scheduler import Chunk, Schedule
 
@@ -119,16 +118,19 @@ def test_rules_and_choice_of_tokens_wait_for_nothing(copies):
             SamplingParams(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
             SamplingParams(logit_bias={3: 1.0}, allowed_token_ids=[3, 4, 5], min_tokens=5),
             SamplingParams(temperature=0, bad_words_token_ids=[[9], [7, 8, 10]]),
+            SamplingParams(temperature=0, logprobs=3),
         )
     ]
     logits = torch.empty(len(sequences), 40, device=FAKE)
     with copies:
-        errors, strict = change_logits(logits, sequences, (2,))
-        tokens = choose_tokens(logits, sequences)
-    assert (errors, strict) == ({}, [4, 5])
-    assert (tokens.device, tokens.dtype, tokens.shape) == (FAKE, torch.int64, (6,))
-    # Biases, penalties, what is allowed, what is banned; rows and numbers of both kinds of choice.
-    assert copies.sent == 8
+        sampling = Sampler((2,)).sample(logits, sequences)
+    tokens = sampling.tokens
+    assert (tokens.device, tokens.dtype, tokens.shape) == (FAKE, torch.int64, (7,))
+    # Biases, penalties, what is allowed, what is banned; rows that may have no token left; rows and
+    # numbers of both kinds of choice; the rows with logprobs, before the choice and after.
+    assert copies.sent == 11
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        sampling.read()
 
 
 def test_what_would_wait_is_noticed(copies):

@@ -36,7 +36,7 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 def shaped(logits, *sequences, eos=()):
     logits = logits.clone()
-    assert apply_rules(logits, sequences, eos) == {}
+    assert apply_rules(logits, sequences, eos)[0] == {}
     return logits
 
 
@@ -141,10 +141,10 @@ def test_a_row_of_a_mixed_batch_is_what_it_is_alone(rows) -> None:
         for features, prompt, generated in rows
     ]
     logits = random_logits(len(rows))
-    together = Sampler((7,)).sample(logits.clone(), made)
+    together = Sampler((7,)).sample(logits.clone(), made).read()
     for row, (features, prompt, generated) in enumerate(rows):
         one = sequence(SamplingParams(**features), prompt, generated)
-        alone = Sampler((7,)).sample(logits[row : row + 1].clone(), [one])
+        alone = Sampler((7,)).sample(logits[row : row + 1].clone(), [one]).read()
         assert together.tokens[row] == alone.tokens[0]
         mine, theirs = together.logprobs[row], alone.logprobs[0]
         assert (mine is None) == (theirs is None) == ("logprobs" not in features)
@@ -214,10 +214,10 @@ def test_what_fails_in_one_row_leaves_the_others_alone(params, message: str) -> 
     logits = random_logits(3)
     fine = [sequence(SamplingParams(temperature=t)) for t in (0.0, 1.0)]
     bad = sequence(SamplingParams(**params))
-    sampled = Sampler(()).sample(logits.clone(), [fine[0], bad, fine[1]])
+    sampled = Sampler(()).sample(logits.clone(), [fine[0], bad, fine[1]]).read()
     assert list(sampled.errors) == [1]
     assert re.search(message, sampled.errors[1])
-    alone = Sampler(()).sample(logits[[0, 2]].clone(), fine)
+    alone = Sampler(()).sample(logits[[0, 2]].clone(), fine).read()
     assert [sampled.tokens[0], sampled.tokens[2]] == alone.tokens
     assert not alone.errors
 

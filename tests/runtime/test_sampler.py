@@ -20,7 +20,7 @@ def sequence(params, seed=0, prompt=(1, 2), generated=()):
 def frequencies(logits, params, draws=4000):
     """Share of each token over many positions of one seeded sequence."""
     made = [sequence(params, seed=5, generated=[0] * i) for i in range(draws)]
-    tokens = Sampler(()).sample(logits.repeat(draws, 1), made).tokens
+    tokens = Sampler(()).sample(logits.repeat(draws, 1), made).read().tokens
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1]) / draws
 
 
@@ -29,7 +29,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0, -torch.inf])
 
 def test_greedy_takes_the_most_probable():
     made = [sequence(SamplingParams(temperature=0))]
-    assert Sampler(()).sample(LOGITS[None].clone(), made).tokens == [4]
+    assert Sampler(()).sample(LOGITS[None].clone(), made).read().tokens == [4]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,10 @@ def test_a_seeded_row_does_not_depend_on_the_batch():
         SamplingParams(seed=5),
     ]
     made = [sequence(params, seed=params.seed or 0) for params in rows]
-    together = Sampler(()).sample(logits.clone(), made).tokens
-    alone = [Sampler(()).sample(logits[i : i + 1].clone(), [made[i]]).tokens[0] for i in range(6)]
+    together = Sampler(()).sample(logits.clone(), made).read().tokens
+    alone = [
+        Sampler(()).sample(logits[i : i + 1].clone(), [made[i]]).read().tokens[0] for i in range(6)
+    ]
     assert together == alone
 
 
@@ -92,7 +94,7 @@ def test_min_tokens_suppresses_every_way_to_end_early():
     params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[0])
     for generated, token in (((), 1), ((1,), 1), ((1, 1), 4)):
         made = sequence(params, generated=generated)
-        assert Sampler((4,)).sample(LOGITS[None].clone(), [made]).tokens == [token]
+        assert Sampler((4,)).sample(LOGITS[None].clone(), [made]).read().tokens == [token]
 
 
 @pytest.mark.parametrize(

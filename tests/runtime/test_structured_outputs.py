@@ -177,7 +177,8 @@ def test_a_json_object(checkpoint: Path, decode: Callable[[list[int]], str]) -> 
     assert ended
 
 
-def test_others_in_the_batch_are_left_alone(checkpoint: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_others_in_the_batch_are_left_alone(checkpoint: Path, overlap: bool) -> None:
     """A free request gives the tokens that it gives alone; a grammar's neighbours don't matter."""
     free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     form = params(FORMS["regex"][0], seed=4)
@@ -186,7 +187,7 @@ def test_others_in_the_batch_are_left_alone(checkpoint: Path) -> None:
         made = engine(checkpoint)
         made.add_request(name, [9, 8, 7], each)
         alone |= run(made)
-    made = engine(checkpoint)
+    made = engine(checkpoint, async_scheduling=overlap)
     made.add_request("free", [9, 8, 7], free)
     made.add_request("form", [9, 8, 7], form)
     made.add_request("other", [9, 8, 7], params(FORMS["json"][0], seed=1))
@@ -200,7 +201,8 @@ def test_preemption_keeps_its_place(checkpoint: Path, decode: Callable[[list[int
     """Few pages: sequences are put back in the queue and go on where they were."""
     form, good = FORMS["json"]
     roomy = engine(checkpoint, enable_prefix_caching=False)
-    tight = engine(checkpoint, kv_cache_tokens=14 * 16, enable_prefix_caching=False)
+    few = {"kv_cache_tokens": 14 * 16, "enable_prefix_caching": False}
+    tight = engine(checkpoint, async_scheduling=True, **few)
     for made in (roomy, tight):
         for seed in range(5):
             made.add_request(str(seed), [3 + seed] * 20, params(form, seed=seed, max_tokens=200))
