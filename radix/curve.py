@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from coppice.radix.hashes import Hashes, Ints
 
@@ -65,16 +64,18 @@ class MissRatioCurve:
         """
         if not len(stamps):
             return
-        opened = stamps[np.append(stamps[1:] != stamps[:-1], True)].astype(np.float64)
-        opened = opened[opened.searchsorted(self._spans[-1], side="right") :]
+        first = _firsts(stamps)
+        opened, used = stamps[first].astype(np.float64), np.add.reduceat(tokens, first)
+        live = self._live
+        if opened[0] <= self._spans[-1]:
+            live[-1] += used[0]
+            opened, used = opened[1:], used[1:]
         spans = self._spans = np.concatenate((self._spans, opened))
-        live: NDArray[np.float64]
-        live = np.bincount(spans.searchsorted(stamps), tokens, len(spans)).astype(np.float64)
-        live[: len(self._live)] += self._live
+        live = np.concatenate((live, used))
         if len(before):
             first = _firsts(before)
             gone = spans.searchsorted(before[first])
-            live -= np.bincount(gone, np.add.reduceat(moved, first), len(live))
+            np.subtract.at(live, gone, np.add.reduceat(moved, first))
         if len(live) > _SPANS:
             joined = len(live) // 4 * 2 + 1
             pairs = live[1:joined].reshape(-1, 2).sum(axis=1)
