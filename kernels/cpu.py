@@ -68,6 +68,22 @@ class CpuBackend(AttentionBackend):
         self._kernels = _load_kernels()
         self._rows = row_kernels()
 
+    @property
+    def compiled(self) -> bool:
+        """Whether attention runs in numba's kernels, not in plain torch."""
+        return self._kernels.__name__.endswith("items_numba")
+
+    def schedule(
+        self,
+        prepared: PreparedPlan,
+        window: int | None,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+    ) -> CpuSchedule:
+        """What ``attend`` would run for layers with that window and heads of that shape."""
+        return prepared.schedule(window, heads, kv_heads, head_dim, self._kernels)
+
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
     ) -> None:
@@ -117,7 +133,7 @@ class CpuBackend(AttentionBackend):
         check_attend(self, prepared.plan, q, k, v, cache, sliding_window, logit_softcap)
         rows, heads, dim = q.shape
         kv_heads = cache.k.shape[2]
-        schedule = prepared.schedule(sliding_window, heads, kv_heads, dim, self._kernels)
+        schedule = self.schedule(prepared, sliding_window, heads, kv_heads, dim)
         out = torch.empty(q.shape)
         lse = torch.empty(q.shape[:2])
         partials = schedule.tree.num_partials

@@ -16,7 +16,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from llvmlite import ir
+from numba import carray, cfunc, njit, prange, types
+from numba.extending import intrinsic
 
 from coppice.kernels.vectors import (
     LANES,
@@ -30,7 +32,7 @@ from coppice.kernels.vectors import (
     weigh,
 )
 
-__all__ = ["LANES", "MOST_LANES", "TILE", "VECTORS", "attend_items"]
+__all__ = ["LANES", "MOST_LANES", "TILE", "VECTORS", "attend_compiled", "attend_items", "run_tasks"]
 
 # No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
@@ -41,6 +43,8 @@ _NEG_INF = np.float32(-np.inf)
 _V0, _V1, _V2, _V3 = VECTORS
 # Floats of a cache line.
 _LINE = 16
+# Numbers and addresses that ``run_tasks`` is given.
+_FRAME = 29
 
 
 @njit(cache=True)
@@ -77,7 +81,8 @@ def _hide(
                 mine[lane] = _NEG_INF
 
 
-@njit(fastmath=_FAST, error_model="numpy", cache=True)
+# Becomes part of ``run_tasks``, and is compiled nowhere else.
+@njit(inline="always")
 def _work(
     n: int,
     last: int,
@@ -255,40 +260,69 @@ def _merge(
             lse[row, head] = high + np.float32(math.log(weight))
 
 
+@intrinsic
+def pointer(typing: Any, address: Any) -> Any:
+    """An address as a pointer."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        return b.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _call(typing: Any, function: Any, frame: Any, begin: Any, end: Any) -> Any:
+    """Calls ``run_tasks``, whose address is given."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
+        b.call(b.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+# It is called by address, so that this one large piece of code is compiled once, and not again with
+# every function that comes to call it.
+@cfunc(types.void(*[types.int64] * 3), fastmath=_FAST, error_model="numpy", cache=True)
+def run_tasks(frame: int, begin: int, end: int) -> None:
+    """Tasks ``begin .. end`` of what ``attend_items`` has laid out in a frame."""
+    f = carray(pointer(frame), (_FRAME,), np.int64)
+    num_tasks, num_items, num_rows, num_slots, num_partials, num_tokens = (
+        f[0], f[1], f[2], f[3], f[4], f[5],
+    )  # fmt: skip
+    q_stride, page_size, kv_heads, heads, dim, window = f[6], f[7], f[8], f[9], f[10], f[11]
+    num_pages, q_size, cache_size = f[12], f[13], f[14]
+    scale = carray(pointer(frame + 8 * 15), (1,), np.float32)[0]
+    tasks = carray(pointer(f[16]), (num_tasks, 3), np.int32)
+    items = carray(pointer(f[17]), (num_items, 8), np.int32)
+    page_indices = carray(pointer(f[18]), (num_pages,), np.int32)
+    rows = carray(pointer(f[19]), (num_rows,), np.int32)
+    slots = carray(pointer(f[20]), (num_slots,), np.int32)
+    positions = carray(pointer(f[21]), (num_tokens,), np.int32)
+    q = carray(pointer(f[22]), (q_size,), np.float32)
+    keys = carray(pointer(f[23]), (cache_size,), np.float32)
+    values = carray(pointer(f[24]), (cache_size,), np.float32)
+    out = carray(pointer(f[25]), (num_tokens, heads * dim), np.float32)
+    lse = carray(pointer(f[26]), (num_tokens, heads), np.float32)
+    partial_out = carray(pointer(f[27]), (num_partials, heads * dim), np.float32)
+    partial_lse = carray(pointer(f[28]), (num_partials, heads), np.float32)
+    for n in range(begin, end):
+        _work(
+            n, end - 1, tasks, items, q, q_stride, keys, values, page_indices, rows, slots,
+            positions, page_size, kv_heads, dim, scale, window, out, lse, partial_out, partial_lse,
+        )  # fmt: skip
+
+
 @njit(parallel=True, cache=True)
-def _work_shares(
-    tasks: np.ndarray,
-    shares: np.ndarray,
-    items: np.ndarray,
-    q: np.ndarray,
-    q_stride: int,
-    keys: np.ndarray,
-    values: np.ndarray,
-    page_indices: np.ndarray,
-    rows: np.ndarray,
-    slots: np.ndarray,
-    positions: np.ndarray,
-    page_size: int,
-    kv_heads: int,
-    dim: int,
-    scale: np.float32,
-    window: int,
-    out: np.ndarray,
-    lse: np.ndarray,
-    partial_out: np.ndarray,
-    partial_lse: np.ndarray,
-) -> None:
+def _run_shares(function: int, frame: int, shares: np.ndarray) -> None:
     for share in prange(len(shares) - 1):
-        for n in range(shares[share], shares[share + 1]):
-            _work(
-                n, shares[share + 1] - 1, tasks, items, q, q_stride, keys, values, page_indices,
-                rows, slots, positions, page_size, kv_heads, dim, scale, window, out, lse,
-                partial_out, partial_lse,
-            )  # fmt: skip
+        _call(function, frame, shares[share], shares[share + 1])
 
 
 @njit(cache=True)
-def attend_items(
+def attend_compiled(
+    function: int,
     tasks: np.ndarray,
     shares: np.ndarray,
     items: np.ndarray,
@@ -311,7 +345,34 @@ def attend_items(
     partial_out: np.ndarray,
     partial_lse: np.ndarray,
 ) -> None:
+    """See ``attend_items``; ``function`` is the address of ``run_tasks``."""
+    frame = np.empty(_FRAME, np.int64)
+    frame[0], frame[1], frame[2], frame[3] = len(tasks), len(items), len(rows), len(slots)
+    frame[4], frame[5] = len(partial_lse), len(lse)
+    frame[6], frame[7], frame[8], frame[9] = q_stride, page_size, kv_heads, lse.shape[1]
+    frame[10], frame[11], frame[12] = dim, window, len(page_indices)
+    frame[13], frame[14] = len(q), len(keys)
+    frame[15:16].view(np.float32)[0] = scale
+    frame[16], frame[17] = tasks.ctypes.data, items.ctypes.data
+    frame[18], frame[19] = page_indices.ctypes.data, rows.ctypes.data
+    frame[20], frame[21] = slots.ctypes.data, positions.ctypes.data
+    frame[22], frame[23], frame[24] = q.ctypes.data, keys.ctypes.data, values.ctypes.data
+    frame[25], frame[26] = out.ctypes.data, lse.ctypes.data
+    frame[27], frame[28] = partial_out.ctypes.data, partial_lse.ctypes.data
+    # Waking threads costs more than a small batch, so what is one share is worked right here.
+    if len(shares) == 2:
+        _call(function, frame.ctypes.data, 0, len(tasks))
+    else:
+        _run_shares(function, frame.ctypes.data, shares)
+    _merge(merges, dim, out, lse, partial_out, partial_lse)
+
+
+def attend_items(*arguments: Any) -> None:
     """Attend all rows of a step.
+
+    The arguments, in this order: ``tasks, shares, items, merges, q, q_stride, keys, values,
+    page_indices, rows, slots, positions, page_size, kv_heads, dim, scale, window, out, lse,
+    partial_out, partial_lse``.
 
     ``tasks`` int32 ``[n, 3]``: item, first KV head, end of KV heads. ``shares`` int64
     ``[threads + 1]``: thread i works tasks ``shares[i]:shares[i + 1]``. ``items``, ``rows``,
@@ -320,17 +381,4 @@ def attend_items(
     and ``values`` the layer's cache, flat; the partial results as ``out`` and ``lse``, a row a
     slot. ``dim`` is even; a ``window`` of 0 is none.
     """
-    # Waking threads costs more than a small batch, so what is one share is worked right here.
-    if len(shares) == 2:
-        for n in range(len(tasks)):
-            _work(
-                n, len(tasks) - 1, tasks, items, q, q_stride, keys, values, page_indices, rows,
-                slots, positions, page_size, kv_heads, dim, scale, window, out, lse, partial_out,
-                partial_lse,
-            )  # fmt: skip
-    else:
-        _work_shares(
-            tasks, shares, items, q, q_stride, keys, values, page_indices, rows, slots, positions,
-            page_size, kv_heads, dim, scale, window, out, lse, partial_out, partial_lse,
-        )  # fmt: skip
-    _merge(merges, dim, out, lse, partial_out, partial_lse)
+    attend_compiled(run_tasks.address, *arguments)

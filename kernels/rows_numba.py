@@ -19,7 +19,7 @@ from numba import njit, prange
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
 # Numbers from which rows are shared among threads: below, it takes no longer than waking them.
-_SHARED_FROM = 1 << 15
+SHARED_FROM = 1 << 15
 # Elements at a time of what needs a buffer: it stays in the nearest cache.
 _TILE = 64
 
@@ -32,14 +32,14 @@ _C1, _C2, _C3, _C4, _C5, _C6 = (
 
 def _shares(rows: np.ndarray, num_threads: int) -> int:
     """Among how many threads these rows are shared."""
-    return min(len(rows), num_threads) if rows.size >= _SHARED_FROM else 1
+    return min(len(rows), num_threads) if rows.size >= SHARED_FROM else 1
 
 
 # -- norms and residuals -------------------------------------------------------------------------
 
 
 @njit(fastmath=_FAST, cache=True)
-def _norm_share(
+def norm_share(
     begin: int,
     end: int,
     x: np.ndarray,
@@ -65,7 +65,7 @@ def _norm_share(
 
 
 @njit(parallel=True, fastmath=_FAST, cache=True)
-def _norm_shares(
+def norm_shares(
     shares: int,
     x: np.ndarray,
     added: np.ndarray,
@@ -75,9 +75,7 @@ def _norm_shares(
 ) -> None:
     rows = len(x)
     for share in prange(shares):
-        _norm_share(
-            share * rows // shares, (share + 1) * rows // shares, x, added, weight, eps, out
-        )
+        norm_share(share * rows // shares, (share + 1) * rows // shares, x, added, weight, eps, out)
 
 
 def add_norm(
@@ -94,9 +92,9 @@ def add_norm(
     """
     shares = _shares(x, num_threads)
     if shares <= 1:
-        _norm_share(0, len(x), x, added, weight, eps, out)
+        norm_share(0, len(x), x, added, weight, eps, out)
     else:
-        _norm_shares(shares, x, added, weight, eps, out)
+        norm_shares(shares, x, added, weight, eps, out)
 
 
 # -- activation ----------------------------------------------------------------------------------
@@ -104,7 +102,7 @@ def add_norm(
 
 # numba's own error model asks before each division whether to raise: then it does not vectorise.
 @njit(fastmath=_FAST, error_model="numpy", cache=True)
-def _silu_share(begin: int, end: int, gate_up: np.ndarray, out: np.ndarray) -> None:
+def silu_share(begin: int, end: int, gate_up: np.ndarray, out: np.ndarray) -> None:
     width = out.shape[1]
     x = np.empty(_TILE, np.float32)
     bits = np.empty(_TILE, np.int32)
@@ -129,26 +127,26 @@ def _silu_share(begin: int, end: int, gate_up: np.ndarray, out: np.ndarray) -> N
 
 
 @njit(parallel=True, fastmath=_FAST, error_model="numpy", cache=True)
-def _silu_shares(shares: int, gate_up: np.ndarray, out: np.ndarray) -> None:
+def silu_shares(shares: int, gate_up: np.ndarray, out: np.ndarray) -> None:
     rows = len(out)
     for share in prange(shares):
-        _silu_share(share * rows // shares, (share + 1) * rows // shares, gate_up, out)
+        silu_share(share * rows // shares, (share + 1) * rows // shares, gate_up, out)
 
 
 def silu_mul(gate_up: np.ndarray, out: np.ndarray, num_threads: int) -> None:
     """``out [T, W]`` = silu of the first half of ``gate_up [T, 2 W]`` times the second; float32."""
     shares = _shares(gate_up, num_threads)
     if shares <= 1:
-        _silu_share(0, len(out), gate_up, out)
+        silu_share(0, len(out), gate_up, out)
     else:
-        _silu_shares(shares, gate_up, out)
+        silu_shares(shares, gate_up, out)
 
 
 # -- rotary embedding with the KV write ----------------------------------------------------------
 
 
 @njit(fastmath=_FAST, cache=True)
-def _rotate_share(
+def rotate_share(
     begin: int,
     end: int,
     qk: np.ndarray,
@@ -186,7 +184,7 @@ def _rotate_share(
 
 
 @njit(parallel=True, fastmath=_FAST, cache=True)
-def _rotate_shares(
+def rotate_shares(
     shares: int,
     qk: np.ndarray,
     qk_stride: int,
@@ -202,7 +200,7 @@ def _rotate_shares(
     rows = len(out)
     good = np.ones(shares, np.bool_)
     for share in prange(shares):
-        good[share] = _rotate_share(
+        good[share] = rotate_share(
             share * rows // shares, (share + 1) * rows // shares, qk, qk_stride, v, v_stride,
             cos, signed_sin, k_cache, v_cache, slots, out,
         )  # fmt: skip
@@ -231,7 +229,7 @@ def rotate_write(
     """
     args = (qk, qk_stride, v, v_stride, cos, signed_sin, k_cache, v_cache, slots, out)
     shares = _shares(out, num_threads)
-    good = _rotate_share(0, len(out), *args) if shares <= 1 else _rotate_shares(shares, *args)
+    good = rotate_share(0, len(out), *args) if shares <= 1 else rotate_shares(shares, *args)
     if not good:
         raise IndexError(f"slots must be from 0 to {len(k_cache) - 1}, got {slots.tolist()}")
 

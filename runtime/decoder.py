@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from coppice.kernels.cpu import CpuBackend
 from coppice.kernels.interface import AttentionBackend, LayerCache
+from coppice.runtime.layer_stack import LayerStack, stack_of
 from coppice.runtime.layers import Linear, RMSNorm, SiluMul, frozen
 from coppice.runtime.model_config import ModelConfig
 from coppice.runtime.rope import RotaryEmbedding
@@ -119,6 +121,7 @@ class Decoder(nn.Module):
         if self.head_is_embedding:
             self.head.weight = self.embedding
         self.rope = RotaryEmbedding(config.rope, **place)
+        self.stack: LayerStack | None = None
 
     @property
     def head_is_embedding(self) -> bool:
@@ -126,10 +129,11 @@ class Decoder(nn.Module):
         return self.config.tie_word_embeddings and type(self.head) is Linear
 
     def pack(self) -> None:
-        """Lays out the projections for their products; see ``Linear.pack``."""
+        """Lays out the projections for their products, and compiles the layers where it can."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
+        self.stack = stack_of(self)
 
     def forward(
         self,
@@ -176,6 +180,10 @@ class Decoder(nn.Module):
         """
         angles = self.rope.angles(positions)
         x = F.embedding(token_ids, self.embedding)
+        if self.stack is not None and isinstance(attention, CpuBackend) and attention.compiled:
+            if logit_rows is None:
+                logit_rows = torch.arange(len(x))
+            return self.stack.hidden_states(x, angles, slots, kv, attention, prepared, logit_rows)
         layers = cast("Sequence[DecoderLayer]", self.layers)
         normed: torch.Tensor = layers[0].attention_norm(x)
         for index, (layer, cache) in enumerate(zip(layers, kv, strict=True)):

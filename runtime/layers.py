@@ -14,18 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from coppice.kernels import mkl
 from coppice.kernels.cpu_rows import RowKernels, row_kernels
-
-# The tokens of a call for which MKL packs a weight. It takes the layout for any number, but chooses
-# it by this one: packed for 16 or fewer it is up to 1.5 times slower above 16, and packed for 1,024
-# or more 1.4 times slower below.
-_PACKED_FOR = 256
 
 
 class Linear(nn.Module):
     """``x [T, in_features] -> [T, out_features]``, in the type of its weights."""
 
     bias: nn.Parameter | None
+    #: The weight as ``pack`` laid it out.
+    packed: mkl.PackedWeight | None = None
     #: Whether a decoder with these projections has such a language-model head, too.
     serves_head: ClassVar[bool] = True
 
@@ -42,38 +40,20 @@ class Linear(nn.Module):
         self.weight = frozen(torch.empty(out_features, in_features, dtype=dtype, device=device))
         self.bias = frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
-        self._packed: torch.Tensor | None = None
-        self._shape: torch.Tensor | None = None
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed is None:
+        if self.packed is None:
             return F.linear(x, self.weight, self.bias)
-        product: torch.Tensor = torch.ops.mkl._mkl_linear(
-            x, self._packed, self._shape, self.bias, len(x)
-        )
-        return product
+        product = mkl.multiply(x, self.packed)
+        return product if self.bias is None else product.add_(self.bias)
 
     def pack(self) -> None:
         """Lays out a float32 weight on a CPU as MKL's product wants it, where torch has MKL.
 
-        MKL otherwise copies it so in every product of more than two tokens, which from 4 to 64
-        tokens takes longer than the product: for all layers of a Llama of 135 million weights, 2.5
-        times less with 8 tokens, 3.4 with 16, 2.8 with 32, 1.6 with 64, 1.3 with 256 and 1,024; as
-        much with one. The weight itself is given up then, unless it is an embedding as well. Call
-        it when the weight is complete.
+        See ``kernels/mkl.py``. The weight itself is given up then, unless it is an embedding as
+        well. Call it when the weight is complete.
         """
-        weight = self.weight
-        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
-            return
-        try:
-            packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), _PACKED_FOR)
-            shape = weight.new_empty(1).expand(weight.shape)  # only asked for its shape
-            x = torch.linspace(-1, 1, 3 * weight.shape[1]).view(3, -1)
-            product = torch.ops.mkl._mkl_linear(x, packed, shape, None, 3)
-        except (AttributeError, RuntimeError):  # a torch without MKL, or another one's operator
-            return
-        if torch.allclose(product, F.linear(x, weight), rtol=1e-3, atol=1e-3):
-            self._packed, self._shape = packed, shape
+        self.packed = mkl.pack(self.weight)
+        if self.packed is not None:
             del self.weight
 
     def fill_weight(self, first_row: int, part: torch.Tensor) -> None:

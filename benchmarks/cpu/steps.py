@@ -58,7 +58,12 @@ class Clocks:
 
 
 def add_clocks(engine: Engine) -> Clocks:
-    """Clocks around the parts of a step of this engine, for good."""
+    """Clocks around the parts of a step of this engine, for good.
+
+    Where all layers are one compiled call they are run operation by operation from now on, which
+    takes longer.
+    """
+    engine.runner.decoder.stack = None
     clocks = Clocks()
     for name, module in engine.runner.decoder.named_modules():
         kind = type(module).__name__

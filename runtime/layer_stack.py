@@ -1,0 +1,189 @@
+"""A decoder's layers as one compiled call, for a CPU in float32: what it has to be told.
+
+``kernels/layers_numba.py`` runs all layers of a step at once. It takes addresses; they are gathered
+here, once, and the tensors behind them are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from coppice.kernels.cpu import CpuBackend
+from coppice.kernels.cpu_schedule import CpuSchedule, build_cpu_schedule, cpu_cost_model
+from coppice.kernels.interface import AttentionPlan, LayerCache
+from coppice.runtime.layers import Linear
+
+if TYPE_CHECKING:
+    from coppice.runtime.decoder import Decoder
+
+_log = logging.getLogger(__name__)
+
+
+class LayerStack:
+    """All layers of ``decoder``, whose weights are complete and packed, and stay where they are."""
+
+    def __init__(self, decoder: Decoder, layers: ModuleType) -> None:
+        self._run = layers.run_layers
+        self._attention = layers.run_tasks.address
+        config = decoder.config
+        self._config = config
+        self._eps = np.float32(config.rms_norm_eps)
+        self._scale = np.float32(config.head_dim**-0.5)
+        self._window = config.sliding_windows[0]
+        self._weights = np.zeros((config.num_layers + 1, len(layers.COLUMNS)), np.int64)
+        self._kept: list[Any] = []
+        for row, layer in enumerate(decoder.layers):
+            for column, name in enumerate(layers.COLUMNS):
+                self._weights[row, column] = self._address(layer, name)
+        self._weights[-1, 0] = self._address(decoder, "norm")
+        self._caches: tuple[Sequence[LayerCache], np.ndarray] | None = None
+        self._compile()
+
+    def _address(self, owner: Any, name: str) -> int:
+        module = getattr(owner, name.removesuffix("_bias"))
+        if module is None:
+            return 0
+        if isinstance(module, Linear) and not name.endswith("_bias"):
+            assert module.packed is not None
+            self._kept.append(module.packed)
+            return module.packed.address
+        tensor = module.bias if name.endswith("_bias") else module.weight
+        if tensor is None:
+            return 0
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        self._kept.append(tensor)
+        return int(tensor.data_ptr())
+
+    def hidden_states(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        kv: Sequence[LayerCache],
+        attention: CpuBackend,
+        prepared: Any,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """What ``Decoder.hidden_states`` returns, of embedded tokens ``x [T, hidden]``.
+
+        ``x`` is overwritten. Raises ``IndexError`` for a slot that the cache does not have.
+        """
+        config = self._config
+        if self._caches is None or self._caches[0] is not kv:
+            addresses = [[layer.k.data_ptr(), layer.v.data_ptr()] for layer in kv]
+            self._caches = kv, np.array(addresses, np.int64)
+        pages, page_size = kv[0].k.shape[:2]
+        schedule = attention.schedule(
+            prepared, self._window, config.num_heads, config.num_kv_heads, config.head_dim
+        )
+        out = torch.empty(len(logit_rows), config.hidden_size)
+        good = self._call(
+            self._caches[1],
+            pages,
+            x,
+            angles,
+            slots,
+            logit_rows,
+            prepared.num_threads,
+            schedule,
+            prepared.plan,
+            out,
+        )
+        if not good:
+            raise IndexError(f"slots must be from 0 to {pages * page_size - 1}, got {slots}")
+        return out
+
+    def _call(
+        self,
+        caches: np.ndarray,
+        pages: int,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        logit_rows: torch.Tensor,
+        threads: int,
+        schedule: CpuSchedule,
+        plan: AttentionPlan,
+        out: torch.Tensor,
+    ) -> bool:
+        config, tree = self._config, schedule.tree
+        shape = (len(x), config.head_dim)
+        done: bool = self._run(
+            self._weights,
+            caches,
+            x.numpy(),
+            angles[0].reshape(shape).numpy(),
+            angles[1].reshape(shape).numpy(),
+            slots.numpy(),
+            logit_rows.numpy(),
+            pages * plan.page_size,
+            config.intermediate_size,
+            config.num_heads,
+            self._eps,
+            threads,
+            schedule.tasks,
+            schedule.shares,
+            schedule.items,
+            tree.merges,
+            plan.page_indices,
+            tree.rows,
+            tree.slots,
+            tree.positions,
+            plan.page_size,
+            config.num_kv_heads,
+            self._scale,
+            self._window or 0,
+            self._attention,
+            tree.num_partials,
+            out.numpy(),
+        )
+        return done
+
+    def _compile(self) -> None:
+        """Has the call compiled, or loaded from numba's cache: it is made with no layers."""
+        one, upto = np.ones(1, np.int32), np.array([0, 1], np.int32)
+        plan = AttentionPlan(1, upto, one, upto, one - 1)
+        model = cpu_cost_model(
+            self._config.num_heads,
+            self._config.num_kv_heads,
+            self._config.head_dim,
+            lanes=1,
+            most_lanes=self._config.num_heads,
+            keys=1,
+            threads=1,
+        )
+        place = torch.zeros(1, dtype=torch.int64)
+        x, angle = torch.zeros(1, self._config.hidden_size), torch.zeros(1, self._config.head_dim)
+        self._call(
+            np.empty((0, 2), np.int64),
+            1,
+            x,
+            (angle, angle),
+            place,
+            place,
+            1,
+            build_cpu_schedule(plan, None, model, 1),
+            plan,
+            torch.empty_like(x),
+        )
+
+
+def stack_of(decoder: Decoder) -> LayerStack | None:
+    """The layers compiled, or None where a layer has something that the compiled call lacks."""
+    config = decoder.config
+    linears = [m for layer in decoder.layers for m in layer.modules() if isinstance(m, Linear)]
+    if len(set(config.sliding_windows)) != 1 or any(each.packed is None for each in linears):
+        return None
+    try:
+        from coppice.kernels import layers_numba
+
+        return LayerStack(decoder, layers_numba)
+    except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError
+        _log.info("layers run operation by operation: %s: %s", type(error).__name__, error)
+        return None
