@@ -34,6 +34,10 @@ from coppice.kernels.vectors import (
 
 __all__ = ["LANES", "MOST_LANES", "TILE", "VECTORS", "attend_compiled", "attend_items", "run_tasks"]
 
+#: A digest of ``vectors.py``: numba keeps compiled code until this file changes, and does not look
+#: at the files of what is called. A test tells when it has to be renewed.
+SOURCES = "874528be40f6"
+
 # No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 

@@ -31,6 +31,9 @@ from coppice.kernels.rows_numba import (
 
 __all__ = ["COLUMNS", "run_layers", "run_tasks"]
 
+#: A digest of the files whose compiled functions are called here; see ``items_numba``.
+SOURCES = "e35308a08900"
+
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
 #: The columns of ``weights`` of ``run_layers``.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from coppice.kernels import rows_numba
 from coppice.kernels.cpu_rows import RowKernels, row_kernels
 from coppice.kernels.interface import rotate
 from coppice.runtime.layers import Linear
@@ -146,3 +150,16 @@ def test_what_mkl_does_not_pack_is_left_as_it_is():
     assert torch.equal(
         linear(torch.ones(1, 8, dtype=torch.bfloat16)), torch.full((1, 4), 8.0).bfloat16()
     )
+
+
+@pytest.mark.parametrize(
+    ("module", "called"),
+    [("items_numba", ["vectors"]), ("layers_numba", ["items_numba", "rows_numba"])],
+)
+def test_compiled_code_is_renewed_with_what_it_calls(module, called):
+    """numba would go on with the old code of a checkout in which only the other file changed."""
+    folder = Path(rows_numba.__file__).parent
+    text = b"".join((folder / f"{name}.py").read_bytes() for name in called)
+    digest = hashlib.sha256(text).hexdigest()[:12]
+    source = (folder / f"{module}.py").read_text()
+    assert f'SOURCES = "{digest}"' in source, f"SOURCES of {module}.py has to become {digest!r}"

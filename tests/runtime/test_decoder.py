@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.kernels.interface import AttentionPlan, LayerCache
+from coppice.kernels.mkl import library
 from coppice.kernels.selection import select_backend
 from coppice.runtime.decoder import Decoder
 from coppice.runtime.model_config import load_model_config
@@ -75,12 +76,23 @@ TRITON = pytest.param(
 )
 
 
+COMPILED = pytest.param(
+    "compiled",
+    marks=pytest.mark.skipif(library() is None, reason="this build of torch brings no MKL"),
+)
+
+
 class Run:
     """A few sequences that a decoder extends step by step, in pages dealt out in random order."""
 
     def __init__(self, decoder: Decoder, backend: str, sequences: int, page_size: int) -> None:
         config = decoder.config
         self.decoder = decoder
+        if backend == "compiled":  # all layers in one call, where they have the same window
+            if decoder.layers[0].qkv.packed is None:
+                decoder.pack()
+            assert (decoder.stack is None) == (len(set(config.sliding_windows)) > 1)
+            backend = "cpu"
         self.backend = select_backend(backend, CPU)
         self.page_size = page_size
         pages = -(-64 // page_size)
@@ -160,7 +172,7 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", COMPILED])
 @pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=IDS)
 def test_agrees_with_transformers(
     models: Callable[..., tuple[Decoder, Any]], family: str, changes: dict[str, Any], backend: str
@@ -179,7 +191,7 @@ def test_agrees_with_transformers(
     assert_near(torch.cat([stepwise.step([(0, token)]) for token in tokens.split(1)]), theirs)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", TRITON])
+@pytest.mark.parametrize("backend", ["reference", "cpu", COMPILED, TRITON])
 def test_a_mixed_batch_keeps_sequences_apart(
     models: Callable[..., tuple[Decoder, Any]], family: str, backend: str
 ) -> None:
@@ -195,16 +207,33 @@ def test_a_mixed_batch_keeps_sequences_apart(
     assert_near(logits, torch.cat([theirs[0], theirs[3][16:], theirs[2][11:], theirs[1][8:]]))
 
 
-def test_logits_only_where_asked(models: Callable[..., tuple[Decoder, Any]], family: str) -> None:
+@pytest.mark.parametrize("backend", ["reference", COMPILED])
+def test_logits_only_where_asked(
+    models: Callable[..., tuple[Decoder, Any]], family: str, backend: str
+) -> None:
     """Leaving rows out changes neither the others nor the KV that later steps read."""
     decoder, reference = models(family, {})
     tokens = prompt(20)
     theirs = expected_logits(reference, tokens)
-    run = Run(decoder, "reference", 1, 4)
+    run = Run(decoder, backend, 1, 4)
     nothing = run.step([(0, tokens[:9])], rows=[])
     assert nothing.shape == (0, decoder.config.vocab_size)
     assert_near(run.step([(0, tokens[9:15])], rows=[5, 2]), theirs[[14, 11]])
     assert_near(run.step([(0, tokens[15:])], rows=[4]), theirs[19:])
+
+
+@pytest.mark.skipif(library() is None, reason="this build of torch brings no MKL")
+def test_compiled_layers_refuse_a_slot_that_the_cache_lacks(
+    models: Callable[..., tuple[Decoder, Any]],
+) -> None:
+    decoder, _ = models("llama", {})
+    run = Run(decoder, "compiled", 1, 16)
+    plan = run.backend.prepare(
+        AttentionPlan(16, *(np.array(each, np.int32) for each in ([0, 1], [1], [0, 1], [0])))
+    )
+    place = torch.zeros(1, dtype=torch.long)
+    with pytest.raises(IndexError, match=f"slots must be from 0 to {run.num_pages * 16 - 1}"):
+        decoder(place, place, place + run.num_pages * 16, run.kv, run.backend, plan, place)
 
 
 def test_rows_are_taken_before_the_last_layers_projections(
