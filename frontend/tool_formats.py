@@ -45,7 +45,7 @@ class ToolFormat(ABC):
         """What holds the text to the tools' schemas; None: nothing needs to."""
         if not tools.held:
             return None
-        wanted = tools.forced or tools.offered
+        wanted = tools.forced or tools.allowed
         calls = " | ".join(f"call_{index}" for index in range(len(wanted)))
         write = self.forced if tools.forced else self.optional
         rules = [write(f"({calls})", tools.parallel)]

@@ -48,9 +48,26 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """Some of the tools, and whether one of them has to be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedToolsChoice(Body):
+    """The tools that may be called, of all that the model is told of."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 ToolChoice: TypeAlias = Annotated[
-    Literal["none", "auto", "required"] | NamedTool,
-    says('"none", "auto", "required" or an object that names a function'),
+    Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice,
+    says(
+        '"none", "auto", "required", an object that names a function, or one of type '
+        '"allowed_tools"'
+    ),
 ]
 
 
@@ -59,12 +76,15 @@ class Tools:
     """The tools of one request.
 
     Attributes:
-        offered: what the model is told of; those that it may call.
+        offered: what the model is told of.
+        allowed: those of them that it may call. It is told of the others all the same, so that
+            requests that differ in this alone share their prompt's prefix.
         forced: those of which it must call one; none: it calls what it likes.
         parallel: whether it may call several in one answer.
     """
 
     offered: Sequence[Tool]
+    allowed: Sequence[Tool]
     forced: Sequence[Tool]
     parallel: bool
 
@@ -76,17 +96,17 @@ class Tools:
     @property
     def strict(self) -> bool:
         """Whether calls must fit the schemas even if none is forced."""
-        return any(tool.function.strict for tool in self.offered)
+        return any(tool.function.strict for tool in self.allowed)
 
     @property
     def held(self) -> bool:
         """Whether the text is held to a grammar of calls."""
-        return bool(self.forced) or self.strict
+        return bool(self.forced) or self.strict or len(self.allowed) < len(self.offered)
 
     def check(self) -> None:
         """Raises BadRequest if a schema that is to be followed can't be; may take a second."""
         for index, tool in enumerate(self.offered):
-            if not (tool in self.forced or self.strict):
+            if not (self.held and tool in (self.forced or self.allowed)):
                 continue
             field = f"tools[{index}].function.parameters"
             try:
@@ -110,14 +130,25 @@ def tools_of(
             raise BadRequest(f"{field} must be unique, got {name!r} again", param=field)
     if choice == "none":
         return None
+    allowed: Sequence[Tool] = tools
     forced: Sequence[Tool] = tools if choice == "required" else ()
     if isinstance(choice, NamedTool):
-        forced = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not forced:
-            field = "tool_choice.function.name"
-            raise BadRequest(
-                f"{field} must be one of {', '.join(names)}, got {choice.function.name!r:.80}",
-                param=field,
-            )
+        forced = _named(tools, [choice], "tool_choice.function.name")
+    if isinstance(choice, AllowedToolsChoice):
+        field = "tool_choice.allowed_tools.tools"
+        allowed = _named(tools, choice.allowed_tools.tools, field)
+        forced = allowed if choice.allowed_tools.mode == "required" else ()
     one_only = parallel is False or isinstance(choice, NamedTool)
-    return Tools(tuple(tools), tuple(forced), not one_only)
+    return Tools(tuple(tools), tuple(allowed), tuple(forced), not one_only)
+
+
+def _named(tools: Sequence[Tool], chosen: Sequence[NamedTool], field: str) -> list[Tool]:
+    """Those of the tools that are chosen, in their own order. Raises BadRequest."""
+    names = [tool.function.name for tool in tools]
+    wanted = [each.function.name for each in chosen]
+    for name in wanted:
+        if name not in names:
+            raise BadRequest(
+                f"{field} must be one of {', '.join(names)}, got {name!r:.80}", param=field
+            )
+    return [tool for tool in tools if tool.function.name in wanted]

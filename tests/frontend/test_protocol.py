@@ -169,6 +169,19 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         (
             {
                 "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "auto",
+                        "tools": [{"type": "function", "function": {"name": "g"}}],
+                    },
+                },
+            },
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {
+                "tools": [TOOL],
                 "tool_choice": {"type": "function", "function": {"name": "g"}},
             },
             "tool_choice.function.name",

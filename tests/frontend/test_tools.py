@@ -237,6 +237,23 @@ def asked_tools(choice: Any, strict: bool, parallel: bool = True) -> Tools:
     return tools
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_may_be_called(mode: str) -> None:
+    """All are told of, so that the prompt stays the same; the grammar knows those allowed."""
+    only_clock = {"type": "function", "function": {"name": CLOCK["function"]["name"]}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [only_clock]}}
+    tools = asked_tools(choice, strict=False)
+    assert len(tools.for_template) == 2
+    assert [tool.function.name for tool in tools.allowed] == ["clock"]
+    assert [tool.function.name for tool in tools.forced] == ["clock"] * (mode == "required")
+    assert tools.held
+    for format in FORMATS.values():
+        form = format.constraint(tools)
+        assert form is not None
+        assert "weather" not in str(form)
+        assert "clock" in str(form)
+
+
 GOOD = '{"place": "Paris", "days": 3}'
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
