@@ -74,7 +74,9 @@ class SamplingParams:
     seed: int | None = None
     """Makes a request repeatable, whatever else is in the batch; None: the engine draws one."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None: up to the model's length."""
+    """Most tokens to generate; None: up to the model's length. An
+    answer that would be longer than the context ends there, with finish reason ``length`` too.
+    """
     min_tokens: int = 0
     """Fewest tokens before an end-of-sequence token, stop token or stop string may end it."""
     stop: str | Sequence[str] | None = None
