@@ -2,7 +2,7 @@
 # requirements.lock, and made again only when that file or pyproject.toml changes.
 #
 #   make demo    answer questions over one shared document, with the cache on and off
-#   make test    run the tests
+#   make test    run the tests              make test-slow   rehearse the GPU's engine and suite
 #   make lint    ruff: rules and format        make types   mypy
 #   make gpu     on a machine with an NVIDIA GPU, each in under 10 minutes and also by itself:
 #                gpu-test, its tests; gpu-kernels, the kernel suite, into
@@ -31,7 +31,7 @@ GPU_RUN    := PYTHONPATH=$(GPU_PATH)$${PYTHONPATH:+:$$PYTHONPATH} timeout 590 $(
 # accident.
 TORCH  := 2.13.0
 
-.PHONY: demo test gpu gpu-test gpu-kernels gpu-suite lint types lock clean
+.PHONY: demo test test-slow gpu gpu-test gpu-kernels gpu-suite lint types lock clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -41,7 +41,11 @@ demo: $(READY)
 # the room `kernels` would hide Hugging Face's package of that name.
 # Two processes, each with whole files, so that a file's servers and checkpoints are made once.
 test: $(READY)
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+
+# What the tests rehearse for minutes: engines over interpreted GPU kernels, the GPU suite.
+test-slow: $(READY)
+	$(BIN)/pytest -n 2 -m slow
 
 gpu: gpu-test gpu-kernels gpu-suite
 

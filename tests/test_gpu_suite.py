@@ -50,6 +50,7 @@ def suite(monkeypatch, tmp_path):
     return import_module
 
 
+@pytest.mark.slow
 def test_every_part_runs_at_tiny_sizes(tmp_path, suite):
     file = tmp_path / "rows.jsonl"
     ran = subprocess.run(

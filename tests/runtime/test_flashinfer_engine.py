@@ -45,6 +45,7 @@ def share_all(monkeypatch) -> None:
     )
 
 
+@pytest.mark.slow
 def test_every_kind_of_request_gets_the_reference_backends_tokens(
     tiny_checkpoint, library, monkeypatch
 ):
@@ -103,6 +104,7 @@ def test_a_model_without_kernels_is_refused_by_name(tiny_checkpoint, library):
         make_engine(path, attention_backend="flashinfer", **options)
 
 
+@pytest.mark.slow
 def test_graphs_replay_with_shared_levels_and_without(tiny_checkpoint, library, monkeypatch):
     """Every size has a graph without shared levels and one with some; both are taken."""
     share_all(monkeypatch)

@@ -142,6 +142,7 @@ def test_graphs_where_there_can_be_none_are_refused(tiny_checkpoint):
         make_engine(tiny_checkpoint("llama"), device="cpu", cuda_graph_sizes=(2,))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="with a GPU test_cuda_engine.py does this")
 def test_the_triton_backend_replays_forks_beams_and_trees(tiny_checkpoint, monkeypatch):
     """A real model: its kernels are launched with one grid for all steps of a size."""
