@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from coppice.kernels import threads
+from coppice.kernels import items_torch, threads
 from coppice.kernels.checks import check_attend, check_cache, check_copy
 from coppice.kernels.cpu_rows import flat_heads, row_kernels
 from coppice.kernels.cpu_schedule import CpuSchedule, build_cpu_schedule, cpu_cost_model
@@ -68,10 +68,13 @@ class CpuBackend(AttentionBackend):
         self._kernels = _load_kernels()
         self._rows = row_kernels()
 
-    @property
-    def compiled(self) -> bool:
-        """Whether attention runs in numba's kernels, not in plain torch."""
-        return self._kernels.__name__.endswith("items_numba")
+    def compiles(self, heads: int, kv_heads: int) -> bool:
+        """Whether attention of so many heads runs in numba's kernels, not in plain torch.
+
+        More query heads of a KV head than a row of lanes has (64 with AVX-512, 24 with AVX2) run in
+        torch.
+        """
+        return self._kernels_for(heads, kv_heads) is not items_torch
 
     def schedule(
         self,
@@ -82,7 +85,11 @@ class CpuBackend(AttentionBackend):
         head_dim: int,
     ) -> CpuSchedule:
         """What ``attend`` would run for layers with that window and heads of that shape."""
-        return prepared.schedule(window, heads, kv_heads, head_dim, self._kernels)
+        kernels = self._kernels_for(heads, kv_heads)
+        return prepared.schedule(window, heads, kv_heads, head_dim, kernels)
+
+    def _kernels_for(self, heads: int, kv_heads: int) -> ModuleType:
+        return self._kernels if heads // kv_heads <= self._kernels.MOST_LANES else items_torch
 
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
@@ -132,12 +139,14 @@ class CpuBackend(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_attend(self, prepared.plan, q, k, v, cache, sliding_window, logit_softcap)
         rows, heads, dim = q.shape
+        if dim % 2:
+            raise ValueError(f"q has heads of {dim}; the cpu backend needs an even number")
         kv_heads = cache.k.shape[2]
         schedule = self.schedule(prepared, sliding_window, heads, kv_heads, dim)
         out = torch.empty(q.shape)
         lse = torch.empty(q.shape[:2])
         partials = schedule.tree.num_partials
-        self._kernels.attend_items(
+        self._kernels_for(heads, kv_heads).attend_items(
             schedule.tasks,
             schedule.shares,
             schedule.items,
@@ -170,8 +179,6 @@ def _load_kernels() -> ModuleType:
 
         _try_out(items_numba)
     except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError
-        from coppice.kernels import items_torch
-
         _log.warning(
             "CPU attention runs in plain torch, several times slower: numba's kernels could not "
             "be used (%s: %s)",

@@ -36,7 +36,7 @@ __all__ = ["LANES", "MOST_LANES", "TILE", "VECTORS", "attend_compiled", "attend_
 
 #: A digest of ``vectors.py``: numba keeps compiled code until this file changes, and does not look
 #: at the files of what is called. A test tells when it has to be renewed.
-SOURCES = "874528be40f6"
+SOURCES = "1ce6a631933a"
 
 # No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
 _FAST = {"contract", "reassoc", "arcp", "nsz"}

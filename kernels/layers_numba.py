@@ -32,7 +32,7 @@ from coppice.kernels.rows_numba import (
 __all__ = ["COLUMNS", "run_layers", "run_tasks"]
 
 #: A digest of the files whose compiled functions are called here; see ``items_numba``.
-SOURCES = "e35308a08900"
+SOURCES = "c6c06060ad3b"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 

@@ -41,27 +41,20 @@ class PackedWeight:
 @cache
 def library() -> ctypes.CDLL | None:
     """torch's library with MKL's functions; None where it has none."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so")):
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    int_, pointer = ctypes.c_int, ctypes.c_void_p
+    try:
         found = ctypes.CDLL(str(path))
-        try:
-            found.cblas_sgemm_pack_get_size.restype = ctypes.c_size_t
-            int_, pointer = ctypes.c_int, ctypes.c_void_p
-            found.cblas_sgemm_pack_get_size.argtypes = [int_] * 4
-            found.cblas_sgemm_pack.argtypes = [int_] * 6 + [ctypes.c_float, pointer, int_, pointer]
-            found.cblas_sgemm_compute.argtypes = [int_] * 6 + [
-                pointer,
-                int_,
-                pointer,
-                int_,
-                ctypes.c_float,
-                pointer,
-                int_,
-            ]
-            found.cblas_sgemm_pack.restype = found.cblas_sgemm_compute.restype = None
-        except AttributeError:
-            return None
-        return found
-    return None
+        found.cblas_sgemm_pack_get_size.restype = ctypes.c_size_t
+        found.cblas_sgemm_pack_get_size.argtypes = [int_] * 4
+        found.cblas_sgemm_pack.argtypes = [int_] * 6 + [ctypes.c_float, pointer, int_, pointer]
+        found.cblas_sgemm_compute.argtypes = (
+            [int_] * 6 + [pointer, int_, pointer, int_, ctypes.c_float, pointer, int_]
+        )
+        found.cblas_sgemm_pack.restype = found.cblas_sgemm_compute.restype = None
+    except (OSError, AttributeError):  # another file name, or a build without MKL
+        return None
+    return found
 
 
 def pack(weight: torch.Tensor) -> PackedWeight | None:
@@ -76,7 +69,8 @@ def pack(weight: torch.Tensor) -> PackedWeight | None:
     if not weight.numel():
         return None
     size = functions.cblas_sgemm_pack_get_size(_MATRIX_B, _PACKED_FOR, rows, columns)
-    # What MKL asks for is up to three times what it writes; pages that nobody writes cost nothing.
+    # MKL asks for up to nine times the weight (of 576 x 576) and writes about as much as the weight
+    # has; pages that nobody writes take no memory.
     memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
     address = memory.data_ptr() + -memory.data_ptr() % _ALIGNMENT
     weight = weight.detach().contiguous()

@@ -1,10 +1,10 @@
-"""What a step's attention costs on a GPU, and what to share and split for it to cost least.
+"""What a step's attention costs, and what to share and split for it to cost least.
 
 A stretch of pages that sequences share can be read once for all rows below it, or by each of them.
 Reading once saves bytes; it costs each row a partial result that is written and merged, and perhaps
-another launch. All is counted in bytes that move between the multiprocessors and memory, by which
-decoding is bound; a launch and the start of a program count as the bytes that move meanwhile. No
-number of sequences is special: two pay where their stretch is long.
+another launch. All is counted in bytes that move between memory and the chip's multiprocessors (of
+a CPU, threads), by which decoding is bound; a launch and the start of a program count as the bytes
+that move meanwhile. No number of sequences is special: two pay where their stretch is long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 from coppice.kernels.interface import AttentionPlan
 from coppice.kernels.tiles import Tile, Tiles
 
-# The estimates below are reckoned from data sheets and were not measured on a GPU yet.
+# The estimates below are for an H100, reckoned from its data sheet and not measured yet;
+# `cpu_schedule` has the CPU's.
 
 # One more kernel in the queue costs about 3 microseconds of idle chip, at 3.3 TB/s.
 LAUNCH_BYTES = 10_000_000

@@ -1,4 +1,4 @@
-"""The work items that the Triton kernels make of a plan: which rows walk which keys.
+"""The work items of a plan, for the CPU and for Triton: which rows walk which keys.
 
 Everything that a step attends to is items of one kind::
 

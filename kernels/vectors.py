@@ -106,7 +106,7 @@ def _power_of_2(b: Any, x: Any) -> Any:
     fraction = b.fsub(x, whole)
     power = _all(_POWER_OF_2[0])
     for coefficient in _POWER_OF_2[1:]:
-        power = _call(b, "fma", power, fraction, _all(coefficient))
+        power = _call(b, "fmuladd", power, fraction, _all(coefficient))
     biased = b.add(b.fptosi(whole, _INTS), ir.Constant(_INTS, [127] * LANES))
     return b.fmul(power, b.bitcast(b.shl(biased, ir.Constant(_INTS, [23] * LANES)), _VECTOR))
 
@@ -160,7 +160,7 @@ def _multiply_in(b: Any, sums: list[Any], vectors: list[Any], scalar: Any) -> No
     """``sums[i] += vectors[i] * scalar``."""
     factor = _splat(b, scalar)
     for total, vector in zip(sums, vectors, strict=True):
-        b.store(_call(b, "fma", vector, factor, b.load(total)), total)
+        b.store(_call(b, "fmuladd", vector, factor, b.load(total)), total)
 
 
 @intrinsic(prefer_literal=True)

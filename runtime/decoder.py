@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from coppice.kernels.cpu import CpuBackend
 from coppice.kernels.interface import AttentionBackend, LayerCache
 from coppice.runtime.layer_stack import LayerStack, stack_of
 from coppice.runtime.layers import Linear, RMSNorm, SiluMul, frozen
@@ -180,7 +179,7 @@ class Decoder(nn.Module):
         """
         angles = self.rope.angles(positions)
         x = F.embedding(token_ids, self.embedding)
-        if self.stack is not None and isinstance(attention, CpuBackend) and attention.compiled:
+        if self.stack is not None and self.stack.runs_with(attention):
             if logit_rows is None:
                 logit_rows = torch.arange(len(x))
             return self.stack.hidden_states(x, angles, slots, kv, attention, prepared, logit_rows)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
 
 from coppice.kernels.cpu import CpuBackend
 from coppice.kernels.cpu_schedule import CpuSchedule, build_cpu_schedule, cpu_cost_model
-from coppice.kernels.interface import AttentionPlan, LayerCache
+from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCache
 from coppice.kernels.threads import use_torch_threads
 from coppice.runtime.layers import Linear
 
@@ -43,7 +43,7 @@ class LayerStack:
             for column, name in enumerate(layers.COLUMNS):
                 self._weights[row, column] = self._address(layer, name)
         self._weights[-1, 0] = self._address(decoder, "norm")
-        self._caches: tuple[Sequence[LayerCache], np.ndarray] | None = None
+        self._caches: tuple[list[LayerCache], np.ndarray] | None = None
         self._compile()
 
     def _address(self, owner: Any, name: str) -> int:
@@ -61,6 +61,13 @@ class LayerStack:
         self._kept.append(tensor)
         return int(tensor.data_ptr())
 
+    def runs_with(self, attention: AttentionBackend) -> TypeGuard[CpuBackend]:
+        """Whether a step with this backend can run here."""
+        config = self._config
+        return isinstance(attention, CpuBackend) and attention.compiles(
+            config.num_heads, config.num_kv_heads
+        )
+
     def hidden_states(
         self,
         x: torch.Tensor,
@@ -73,13 +80,14 @@ class LayerStack:
     ) -> torch.Tensor:
         """What ``Decoder.hidden_states`` returns, of embedded tokens ``x [T, hidden]``.
 
-        ``x`` is overwritten. Raises ``IndexError`` for a slot that the cache does not have.
+        ``x`` is overwritten. Raises ``IndexError`` for a slot that the cache does not have, and
+        ``ValueError`` for caches that do not fit the model and the plan.
         """
         config = self._config
-        if self._caches is None or self._caches[0] is not kv:
-            addresses = [[layer.k.data_ptr(), layer.v.data_ptr()] for layer in kv]
-            self._caches = kv, np.array(addresses, np.int64)
-        pages, page_size = kv[0].k.shape[:2]
+        page_size = prepared.plan.page_size
+        if self._caches is None or self._caches[0] != list(kv):  # the same objects
+            self._caches = list(kv), self._addresses(kv, page_size)
+        pages = len(kv[0].k)
         schedule = attention.schedule(
             prepared, self._window, config.num_heads, config.num_kv_heads, config.head_dim
         )
@@ -99,6 +107,21 @@ class LayerStack:
         if not good:
             raise IndexError(f"slots must be from 0 to {pages * page_size - 1}, got {slots}")
         return out
+
+    def _addresses(self, kv: Sequence[LayerCache], page_size: int) -> np.ndarray:
+        config = self._config
+        if len(kv) != config.num_layers:
+            raise ValueError(f"kv has caches of {len(kv)} layers; it must have {config.num_layers}")
+        shape = (len(kv[0].k), page_size, config.num_kv_heads, config.head_dim)
+        for layer in kv:
+            for each in (layer.k, layer.v):
+                if each.shape != shape or each.dtype != torch.float32 or not each.is_contiguous():
+                    raise ValueError(
+                        f"kv has a cache of {each.dtype} {tuple(each.shape)}, strides "
+                        f"{each.stride()}; it must be torch.float32, contiguous {shape}"
+                    )
+        addresses = [[layer.k.data_ptr(), layer.v.data_ptr()] for layer in kv]
+        return np.array(addresses, np.int64)
 
     def _call(
         self,

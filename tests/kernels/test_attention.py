@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coppice.kernels import cpu, tree_cost
+from coppice.kernels import cpu, items_numba, tree_cost
 from coppice.kernels.flashinfer_backend import HEAD_DIMS, FlashInferBackend
 from coppice.kernels.interface import AttentionBackend, LayerCache
 from coppice.kernels.reference import ReferenceBackend
@@ -24,7 +24,7 @@ SHARE_ALL, SHARE_NONE = -(10**9), 10**9
 @pytest.fixture(scope="module")
 def compiled() -> AttentionBackend:
     backend = select_backend("cpu", torch.device("cpu"))
-    assert backend._kernels.__name__.endswith("items_numba")
+    assert backend.compiles(4, 2)
     return backend
 
 
@@ -36,7 +36,7 @@ def fallen_back() -> AttentionBackend:
         patch.delitem(sys.modules, "coppice.kernels.items_numba", raising=False)
         patch.delattr("coppice.kernels.items_numba", raising=False)
         backend = cpu.CpuBackend()
-    assert backend._kernels.__name__.endswith("items_torch")
+    assert not backend.compiles(4, 2)
     return backend
 
 
@@ -122,6 +122,22 @@ def test_shapes(make_batch, backend, size, shape, window, stretches):
             except ValueError as error:
                 pytest.skip(str(error))
     agree(batch.run(backend, window), batch.run(REFERENCE, window))
+
+
+@pytest.mark.parametrize("stretches", [(), LEVELS], ids=["private", "three levels"])
+def test_more_heads_of_a_kv_head_than_the_compiled_kernels_take(make_batch, compiled, stretches):
+    group = items_numba.MOST_LANES + 1
+    assert compiled.compiles(group - 1, 1)
+    assert not compiled.compiles(group, 1)
+    assert compiled.compiles(group, 2)
+    for heads in (group - 1, group):
+        batch = make_batch(MIXED, stretches, group=heads, kv_heads=1, head_dim=8)
+        agree(batch.run(compiled), batch.run(REFERENCE))
+
+
+def test_odd_heads_are_refused(make_batch, cpu_backend):
+    with pytest.raises(ValueError, match="q has heads of 5; the cpu backend needs an even number"):
+        make_batch(MIXED, head_dim=5).run(cpu_backend)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])

@@ -236,6 +236,56 @@ def test_compiled_layers_refuse_a_slot_that_the_cache_lacks(
         decoder(place, place, place + run.num_pages * 16, run.kv, run.backend, plan, place)
 
 
+@pytest.mark.skipif(library() is None, reason="this build of torch brings no MKL")
+def test_compiled_layers_follow_a_list_of_caches_that_is_changed_in_place(
+    models: Callable[..., tuple[Decoder, Any]],
+) -> None:
+    decoder, reference = models("llama", {})
+    run, tokens = Run(decoder, "compiled", 1, 16), prompt(20)
+    run.step([(0, tokens)])
+    for index, layer in enumerate(run.kv):
+        run.kv[index] = LayerCache(layer.k.clone(), layer.v.clone())
+        layer.k.fill_(torch.nan)
+        layer.v.fill_(torch.nan)
+    again = prompt(1, seed=1)
+    expected = expected_logits(reference, torch.cat([tokens, again]))
+    assert_near(run.step([(0, again)]), expected[20:])
+
+
+@pytest.mark.skipif(library() is None, reason="this build of torch brings no MKL")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda k: k.double(), r"kv has a cache of torch.float64"),
+        (lambda k: k.transpose(0, 1), r"it must be torch.float32, contiguous \(4, 16, "),
+        (lambda k: k.transpose(0, 1).contiguous().transpose(0, 1), r"contiguous \(4, 16, "),
+        (lambda k: k[:3].contiguous(), r"kv has a cache of torch.float32 \(3, 16, "),
+    ],
+    ids=["dtype", "shape", "strides", "pages"],
+)
+def test_compiled_layers_refuse_caches_that_do_not_fit(
+    models: Callable[..., tuple[Decoder, Any]],
+    change: Callable[[torch.Tensor], torch.Tensor],
+    message: str,
+) -> None:
+    decoder, _ = models("llama", {})
+    run = Run(decoder, "compiled", 1, 16)
+    run.kv[-1] = LayerCache(run.kv[-1].k, change(run.kv[-1].v))
+    with pytest.raises(ValueError, match=message):
+        run.step([(0, prompt(3))])
+
+
+@pytest.mark.parametrize("backend", ["reference", COMPILED])
+def test_needs_the_cache_of_every_layer(
+    models: Callable[..., tuple[Decoder, Any]], backend: str
+) -> None:
+    decoder, _ = models("llama", {})
+    run = Run(decoder, backend, 1, 16)
+    run.kv.pop()
+    with pytest.raises(ValueError, match="zip" if backend == "reference" else "kv has caches of"):
+        run.step([(0, prompt(3))])
+
+
 def test_rows_are_taken_before_the_last_layers_projections(
     models: Callable[..., tuple[Decoder, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,14 +296,6 @@ def test_rows_are_taken_before_the_last_layers_projections(
         layer.down.register_forward_hook(lambda module, args, out: seen.append(len(out)))
     Run(decoder, "reference", 1, 16).step([(0, prompt(20))], rows=[3, 19])
     assert seen == [20, 2]
-
-
-def test_needs_the_cache_of_every_layer(models: Callable[..., tuple[Decoder, Any]]) -> None:
-    decoder, _ = models("llama", {})
-    run = Run(decoder, "reference", 1, 16)
-    run.kv.pop()
-    with pytest.raises(ValueError, match="zip"):
-        run.step([(0, prompt(3))])
 
 
 def test_bfloat16_stays_near_float32(
