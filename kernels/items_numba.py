@@ -20,6 +20,7 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, prange, types
 from numba.extending import intrinsic
 
+from coppice.kernels.threads import use_torch_threads
 from coppice.kernels.vectors import (
     LANES,
     MOST_LANES,
@@ -37,6 +38,10 @@ __all__ = ["LANES", "MOST_LANES", "TILE", "VECTORS", "attend_compiled", "attend_
 #: A digest of ``vectors.py``: numba keeps compiled code until this file changes, and does not look
 #: at the files of what is called. A test tells when it has to be renewed.
 SOURCES = "1ce6a631933a"
+
+# Code that calls parallel code may come out of the cache without its wish that numba's threads run,
+# namely if what it calls came from there too when it was compiled. Without them it crashes.
+use_torch_threads()
 
 # No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
 _FAST = {"contract", "reassoc", "arcp", "nsz"}

@@ -32,7 +32,7 @@ from coppice.kernels.rows_numba import (
 __all__ = ["COLUMNS", "run_layers", "run_tasks"]
 
 #: A digest of the files whose compiled functions are called here; see ``items_numba``.
-SOURCES = "c6c06060ad3b"
+SOURCES = "8decffcb76d1"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 

@@ -48,9 +48,15 @@ def library() -> ctypes.CDLL | None:
         found.cblas_sgemm_pack_get_size.restype = ctypes.c_size_t
         found.cblas_sgemm_pack_get_size.argtypes = [int_] * 4
         found.cblas_sgemm_pack.argtypes = [int_] * 6 + [ctypes.c_float, pointer, int_, pointer]
-        found.cblas_sgemm_compute.argtypes = (
-            [int_] * 6 + [pointer, int_, pointer, int_, ctypes.c_float, pointer, int_]
-        )
+        found.cblas_sgemm_compute.argtypes = [int_] * 6 + [
+            pointer,
+            int_,
+            pointer,
+            int_,
+            ctypes.c_float,
+            pointer,
+            int_,
+        ]
         found.cblas_sgemm_pack.restype = found.cblas_sgemm_compute.restype = None
     except (OSError, AttributeError):  # another file name, or a build without MKL
         return None

@@ -16,6 +16,10 @@ import math
 import numpy as np
 from numba import njit, prange
 
+from coppice.kernels.threads import use_torch_threads
+
+use_torch_threads()  # before compiled code is loaded; see ``items_numba``
+
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
 # Numbers from which rows are shared among threads: below, it takes no longer than waking them.

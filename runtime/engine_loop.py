@@ -11,6 +11,7 @@ This is what runs in the engine's own process. What travels is plain:
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import pickle
@@ -136,6 +137,7 @@ def engine_main(config: EngineConfig, connection: Connection, more: Mapping[str,
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable()  # a crash in native code says on stderr where it was called from
     channel = Channel(connection)
     try:
         engine = Engine(config, **more)

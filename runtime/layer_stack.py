@@ -17,7 +17,6 @@ import torch
 from coppice.kernels.cpu import CpuBackend
 from coppice.kernels.cpu_schedule import CpuSchedule, build_cpu_schedule, cpu_cost_model
 from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCache
-from coppice.kernels.threads import use_torch_threads
 from coppice.runtime.layers import Linear
 
 if TYPE_CHECKING:
@@ -171,8 +170,6 @@ class LayerStack:
 
     def _compile(self) -> None:
         """Has the call compiled, or loaded from numba's cache: it is made with no layers."""
-        # Code from the cache that calls parallel code is not to run before numba's threads do.
-        use_torch_threads()
         one, upto = np.ones(1, np.int32), np.array([0, 1], np.int32)
         plan = AttentionPlan(1, upto, one, upto, one - 1)
         model = cpu_cost_model(

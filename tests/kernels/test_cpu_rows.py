@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,17 @@ def test_what_mkl_does_not_pack_is_left_as_it_is():
     assert torch.equal(
         linear(torch.ones(1, 8, dtype=torch.bfloat16)), torch.full((1, 4), 8.0).bfloat16()
     )
+
+
+@pytest.mark.parametrize("module", ["items_numba", "rows_numba"])
+def test_threads_run_before_compiled_code_is_loaded(module):
+    """Cached code that calls parallel code crashes otherwise, if two processes had compiled it."""
+    program = (
+        f"import coppice.kernels.{module}\n"
+        "from numba.np.ufunc import parallel\n"
+        "assert parallel._is_initialized\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(
