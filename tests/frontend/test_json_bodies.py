@@ -83,6 +83,11 @@ async def test_ten_megabytes_of_ids_hold_up_nobody(
         assert answer["error"]["message"].endswith("got 100000")
         status, answer = await post(json.dumps(ENDLESS | {"prompt": [*ids, "x"]}))
         assert (status, answer["error"]["param"]) == (400, "prompt")
+        for half in ("\ud800", "\udc00", "\ud800 and on", "\ud800\n"):
+            body = json.dumps(ENDLESS | {"prompt": "x" * LARGE_BYTES + half})
+            status, answer = await post(body)
+            assert (status, answer["error"]["param"]) == (400, "prompt")
+            assert "valid Unicode" in answer["error"]["message"]
 
 
 async def large(body: bytes, check: Callable[[Any], Any] = lambda body: None) -> Any:
@@ -125,7 +130,8 @@ async def test_commas_in_texts_are_no_values() -> None:
         b'{"text": "' + b"a" * LARGE_BYTES,
         b'"' + b"\xff" * LARGE_BYTES + b'"',
         b" " * LARGE_BYTES,
-        b'"\\ud800' + b"a" * LARGE_BYTES + b'"',
+        b'"\\ud800' + b"a" * LARGE_BYTES,
+        b'"\\u12' + b"x" * LARGE_BYTES + b'"',
         b'"' + b"," * (MOST_VALUES + LARGE_BYTES),
     ],
 )
