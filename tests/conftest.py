@@ -6,6 +6,8 @@ The variables are set before torch, numba or transformers can be imported: those
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,24 @@ _HIDDEN = pytest.MonkeyPatch()
 # A busy machine is slow; that says nothing about the code.
 settings.register_profile("coppice", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("coppice")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m leaves out what is slow
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked ``pairwise``, marks as slow all that is not needed to try every pair."""
+    tests: defaultdict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("pairwise"):
+            assert isinstance(item, pytest.Function)
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for members in tests.values():
+        values = [sorted((k, repr(v)) for k, v in each.callspec.params.items()) for each in members]
+        pairs = [set(combinations(each, 2)) for each in values]
+        left, chosen = set[object]().union(*pairs), set()
+        while left:
+            best = max(range(len(members)), key=lambda i: len(pairs[i] & left))
+            left -= pairs[best]
+            chosen.add(best)
+        for index, item in enumerate(members):
+            if index not in chosen:
+                item.add_marker(pytest.mark.slow)

@@ -59,6 +59,7 @@ def theirs(model, prompt, params, stop_ids):
     return list(zip(sequences, [None if s is None else float(s) for s in scores], strict=True))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -0.5])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])

@@ -98,6 +98,7 @@ def short(rows):
     return [row[:NEW_TOKENS] for row in rows]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("caching", [True, False])
