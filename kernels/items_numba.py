@@ -16,11 +16,9 @@ import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, cfunc, njit, prange, types
-from numba.extending import intrinsic
+from numba import carray, cfunc, njit, types
 
-from coppice.kernels.threads import use_torch_threads
+from coppice.kernels.tasks_numba import pointer, run_share, run_shares
 from coppice.kernels.vectors import (
     LANES,
     MOST_LANES,
@@ -35,13 +33,9 @@ from coppice.kernels.vectors import (
 
 __all__ = ["LANES", "MOST_LANES", "TILE", "VECTORS", "attend_compiled", "attend_items", "run_tasks"]
 
-#: A digest of ``vectors.py``: numba keeps compiled code until this file changes, and does not look
-#: at the files of what is called. A test tells when it has to be renewed.
-SOURCES = "1ce6a631933a"
-
-# Code that calls parallel code may come out of the cache without its wish that numba's threads run,
-# namely if what it calls came from there too when it was compiled. Without them it crashes.
-use_torch_threads()
+#: A digest of ``vectors.py`` and ``tasks_numba.py``: numba keeps compiled code until this file
+#: changes, and does not look at the files of what is called. A test tells when to renew it.
+SOURCES = "26ca8ae8f0c0"
 
 # No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
@@ -269,30 +263,6 @@ def _merge(
             lse[row, head] = high + np.float32(math.log(weight))
 
 
-@intrinsic
-def pointer(typing: Any, address: Any) -> Any:
-    """An address as a pointer."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        return b.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def _call(typing: Any, function: Any, frame: Any, begin: Any, end: Any) -> Any:
-    """Calls ``run_tasks``, whose address is given."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
-        b.call(b.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), generate
-
-
-# It is called by address, so that this one large piece of code is compiled once, and not again with
-# every function that comes to call it.
 @cfunc(types.void(*[types.int64] * 3), fastmath=_FAST, error_model="numpy", cache=True)
 def run_tasks(frame: int, begin: int, end: int) -> None:
     """Tasks ``begin .. end`` of what ``attend_items`` has laid out in a frame."""
@@ -321,12 +291,6 @@ def run_tasks(frame: int, begin: int, end: int) -> None:
             n, end - 1, tasks, items, q, q_stride, keys, values, page_indices, rows, slots,
             positions, page_size, kv_heads, dim, scale, window, out, lse, partial_out, partial_lse,
         )  # fmt: skip
-
-
-@njit(parallel=True, cache=True)
-def _run_shares(function: int, frame: int, shares: np.ndarray) -> None:
-    for share in prange(len(shares) - 1):
-        _call(function, frame, shares[share], shares[share + 1])
 
 
 @njit(cache=True)
@@ -370,9 +334,9 @@ def attend_compiled(
     frame[27], frame[28] = partial_out.ctypes.data, partial_lse.ctypes.data
     # Waking threads costs more than a small batch, so what is one share is worked right here.
     if len(shares) == 2:
-        _call(function, frame.ctypes.data, 0, len(tasks))
+        run_share(function, frame.ctypes.data, 0, len(tasks))
     else:
-        _run_shares(function, frame.ctypes.data, shares)
+        run_shares(function, frame.ctypes.data, shares)
     _merge(merges, dim, out, lse, partial_out, partial_lse)
 
 

@@ -1,11 +1,12 @@
-"""All layers of a decoder over one step, compiled into one call, on a CPU in float32.
+"""All layers of a decoder over one step, compiled into one call, on a CPU.
 
 A layer is some ten operations. Called from Python one by one, each finds its code and arguments
 gone from the caches, which a layer's weights have just passed through: of a decode step of one
 sequence by a Llama of 135 million weights the calls were a third. Here Python is entered once a
 step.
 
-Products are MKL's (``mkl``), rows are worked by ``rows_numba``, attention is ``items_numba``'s.
+Products of float32 weights are MKL's (``mkl``), those of int8 weights ``int8_numba``'s; rows are
+worked by ``rows_numba``, attention is ``items_numba``'s.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import numpy as np
 from numba import carray, njit, types
 
 from coppice.kernels import mkl
-from coppice.kernels.items_numba import attend_compiled, pointer, run_tasks
+from coppice.kernels.int8_numba import multiply_rows
+from coppice.kernels.items_numba import attend_compiled, run_tasks
 from coppice.kernels.rows_numba import (
     SHARED_FROM,
     norm_share,
@@ -28,11 +30,12 @@ from coppice.kernels.rows_numba import (
     silu_share,
     silu_shares,
 )
+from coppice.kernels.tasks_numba import pointer
 
 __all__ = ["COLUMNS", "run_layers", "run_tasks"]
 
 #: A digest of the files whose compiled functions are called here; see ``items_numba``.
-SOURCES = "8decffcb76d1"
+SOURCES = "e1b3986601c8"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
@@ -40,18 +43,22 @@ _FAST = {"contract", "reassoc", "arcp", "nsz"}
 COLUMNS = (
     "attention_norm",
     "qkv",
+    "qkv_scale",
     "qkv_bias",
     "qk_norm",
     "output",
+    "output_scale",
     "output_bias",
     "mlp_norm",
     "gate_up",
+    "gate_up_scale",
     "gate_up_bias",
     "down",
+    "down_scale",
     "down_bias",
 )
-_NORM, _QKV, _QKV_BIAS, _QK_NORM, _OUTPUT, _OUTPUT_BIAS = range(6)
-_MLP_NORM, _GATE_UP, _GATE_UP_BIAS, _DOWN, _DOWN_BIAS = range(6, 11)
+# A projection's columns are its weight, the scale of an int8 one, and its bias.
+_NORM, _QKV, _QK_NORM, _OUTPUT, _MLP_NORM, _GATE_UP, _DOWN = 0, 1, 4, 5, 8, 9, 12
 
 if (_library := mkl.library()) is None:
     raise ImportError("this build of torch brings no MKL")
@@ -71,16 +78,23 @@ def _line(address: int, length: int) -> Any:
 
 
 @njit(cache=True)
-def _multiply(x: np.ndarray, weight: int, bias: int, out: np.ndarray) -> None:
-    """``out [T, N] = x [T, K] @ weight.T + bias``; addresses, of which the bias's may be 0."""
+def _multiply(
+    x: np.ndarray, projection: np.ndarray, panels: int, panel: int, out: np.ndarray, threads: int
+) -> None:
+    """``out [T, N] = x [T, K] @ weight.T + bias``; a projection is its three columns."""
     rows, inner = x.shape
     width = out.shape[1]
+    if panels:
+        multiply_rows(
+            panels, panel, x, projection[0], projection[1], projection[2], out, threads
+        )  # fmt: skip
+        return
     _sgemm(
-        101, 111, 151, rows, width, inner, x.ctypes.data, inner, weight, inner, np.float32(0),
-        out.ctypes.data, width,
+        101, 111, 151, rows, width, inner, x.ctypes.data, inner, projection[0], inner,
+        np.float32(0), out.ctypes.data, width,
     )  # fmt: skip
-    if bias:
-        added = _line(bias, width)
+    if projection[2]:
+        added = _line(projection[2], width)
         for row in range(rows):
             mine = out[row]
             for i in range(width):
@@ -132,6 +146,8 @@ def run_layers(
     heads: int,
     eps: np.float32,
     threads: int,
+    panels: int,
+    panel: int,
     tasks: np.ndarray,
     shares: np.ndarray,
     items: np.ndarray,
@@ -150,13 +166,14 @@ def run_layers(
 ) -> bool:
     """The last norm's output of the rows that logits are wanted of; False if a slot is none.
 
-    ``weights`` int64 ``[layers + 1, 11]``: addresses as ``COLUMNS`` names them, of packed weights
+    ``weights`` int64 ``[layers + 1, 15]``: addresses as ``COLUMNS`` names them, of packed weights
     for products and of float32 for the rest, 0 for none; its last row has the last norm in its
-    first column. ``caches`` int64 ``[layers, 2]``: addresses of keys and values, of ``num_slots``
-    slots. ``x`` float32 ``[T, hidden]`` is what the first layer reads, and is overwritten; ``cos``
-    and ``signed_sin`` ``[T, dim]``; ``slots`` int64 ``[T]``, ``logit_rows`` int64 ``[R]``; ``out``
-    float32 ``[R, hidden]``. ``attention`` is the address of ``items_numba.run_tasks``,
-    and the rest is as ``attend_items`` there has it.
+    first column. Weights are int8 where ``panels`` is not 0 but the address of
+    ``int8_panels.run_panels``; ``panel`` is the outputs of one. ``caches`` int64 ``[layers, 2]``:
+    addresses of keys and values, of ``num_slots`` slots. ``x`` float32 ``[T, hidden]`` is what the
+    first layer reads, and is overwritten; ``cos`` and ``signed_sin`` ``[T, dim]``; ``slots`` int64
+    ``[T]``, ``logit_rows`` int64 ``[R]``; ``out`` float32 ``[R, hidden]``. ``attention`` is the
+    address of ``items_numba.run_tasks``, and the rest is as ``attend_items`` there has it.
     """
     layers, rows, hidden = len(caches), len(x), x.shape[1]
     dim = cos.shape[1]
@@ -177,7 +194,7 @@ def run_layers(
     _add_norm(x, nothing, weights[0, _NORM], eps, normed, threads)
     for layer in range(layers):
         mine = weights[layer]
-        _multiply(normed, mine[_QKV], mine[_QKV_BIAS], qkv)
+        _multiply(normed, mine[_QKV : _QKV + 3], panels, panel, qkv, threads)
         if mine[_QK_NORM]:
             _norm_heads(qkv, mine[_QK_NORM], qk_width, dim, eps)
         keys = _line(caches[layer, 0], num_slots * kept)
@@ -210,15 +227,15 @@ def run_layers(
             x, gathered = x[logit_rows], gathered[logit_rows]
             normed, delta = normed[:rows], delta[:rows]
             gate_up, active = gate_up[:rows], active[:rows]
-        _multiply(gathered, mine[_OUTPUT], mine[_OUTPUT_BIAS], delta)
+        _multiply(gathered, mine[_OUTPUT : _OUTPUT + 3], panels, panel, delta, threads)
         _add_norm(x, delta, mine[_MLP_NORM], eps, normed, threads)
-        _multiply(normed, mine[_GATE_UP], mine[_GATE_UP_BIAS], gate_up)
+        _multiply(normed, mine[_GATE_UP : _GATE_UP + 3], panels, panel, gate_up, threads)
         many = _shares(gate_up, threads)
         if many <= 1:
             silu_share(0, rows, gate_up, active)
         else:
             silu_shares(many, gate_up, active)
-        _multiply(active, mine[_DOWN], mine[_DOWN_BIAS], delta)
+        _multiply(active, mine[_DOWN : _DOWN + 3], panels, panel, delta, threads)
         following = out if layer == layers - 1 else normed
         _add_norm(x, delta, weights[layer + 1, _NORM], eps, following, threads)
     return True

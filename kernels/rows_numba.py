@@ -18,7 +18,7 @@ from numba import njit, prange
 
 from coppice.kernels.threads import use_torch_threads
 
-use_torch_threads()  # before compiled code is loaded; see ``items_numba``
+use_torch_threads()  # before compiled code is loaded; see ``tasks_numba``
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
@@ -242,7 +242,7 @@ def rotate_write(
 
 
 @njit(fastmath=_FAST, cache=True)
-def _quantize_share(
+def quantize_share(
     begin: int, end: int, x: np.ndarray, levels: np.ndarray, peaks: np.ndarray
 ) -> None:
     width = x.shape[1]
@@ -265,19 +265,19 @@ def _quantize_share(
 
 
 @njit(parallel=True, fastmath=_FAST, cache=True)
-def _quantize_shares(shares: int, x: np.ndarray, levels: np.ndarray, peaks: np.ndarray) -> None:
+def quantize_shares(shares: int, x: np.ndarray, levels: np.ndarray, peaks: np.ndarray) -> None:
     rows = len(x)
     for share in prange(shares):
-        _quantize_share(share * rows // shares, (share + 1) * rows // shares, x, levels, peaks)
+        quantize_share(share * rows // shares, (share + 1) * rows // shares, x, levels, peaks)
 
 
 def quantize(x: np.ndarray, levels: np.ndarray, peaks: np.ndarray, num_threads: int) -> None:
     """``levels`` int8 = ``x`` float32 ``[T, W]`` over ``peaks [T]``, each row's largest, by 127."""
     shares = _shares(x, num_threads)
     if shares <= 1:
-        _quantize_share(0, len(x), x, levels, peaks)
+        quantize_share(0, len(x), x, levels, peaks)
     else:
-        _quantize_shares(shares, x, levels, peaks)
+        quantize_shares(shares, x, levels, peaks)
 
 
 @njit(fastmath=_FAST, cache=True)

@@ -1,4 +1,4 @@
-"""A decoder's layers as one compiled call, for a CPU in float32: what it has to be told.
+"""A decoder's layers as one compiled call, for a CPU: what it has to be told.
 
 ``kernels/layers_numba.py`` runs all layers of a step at once. It takes addresses; they are gathered
 here, once, and the tensors behind them are kept.
@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from coppice.kernels.cpu import CpuBackend
+from coppice.kernels.cpu_int8 import panel_kernels
 from coppice.kernels.cpu_schedule import CpuSchedule, build_cpu_schedule, cpu_cost_model
 from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCache
 from coppice.runtime.layers import Linear
+from coppice.runtime.quantization import Int8Linear
 
 if TYPE_CHECKING:
     from coppice.runtime.decoder import Decoder
@@ -31,6 +33,8 @@ class LayerStack:
     def __init__(self, decoder: Decoder, layers: ModuleType) -> None:
         self._run = layers.run_layers
         self._attention = layers.run_tasks.address
+        panels = panel_kernels() if isinstance(decoder.layers[0].qkv, Int8Linear) else None
+        self._panels = (0, 0) if panels is None else (panels.run_panels.address, panels.PANEL)
         config = decoder.config
         self._config = config
         self._eps = np.float32(config.rms_norm_eps)
@@ -46,14 +50,20 @@ class LayerStack:
         self._compile()
 
     def _address(self, owner: Any, name: str) -> int:
-        module = getattr(owner, name.removesuffix("_bias"))
+        """Of what a column names, a module or the scale or bias of one; 0 for none."""
+        owned, _, part = (
+            name.rpartition("_") if name.endswith(("_scale", "_bias")) else (name, "", "")
+        )
+        module = getattr(owner, owned)
         if module is None:
             return 0
-        if isinstance(module, Linear) and not name.endswith("_bias"):
+        if isinstance(module, Linear) and not part:
             assert module.packed is not None
             self._kept.append(module.packed)
             return module.packed.address
-        tensor = module.bias if name.endswith("_bias") else module.weight
+        tensor = getattr(
+            module, {"scale": "weight_scale", "bias": "bias"}.get(part, "weight"), None
+        )
         if tensor is None:
             return 0
         assert tensor.dtype == torch.float32 and tensor.is_contiguous()
@@ -150,6 +160,7 @@ class LayerStack:
             config.num_heads,
             self._eps,
             threads,
+            *self._panels,
             schedule.tasks,
             schedule.shares,
             schedule.items,

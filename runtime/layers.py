@@ -8,7 +8,7 @@ part straight from the checkpoint, so that no second copy of the weights ever ex
 from __future__ import annotations
 
 from types import ModuleType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,16 @@ from torch import nn
 from coppice.kernels import mkl
 from coppice.kernels.cpu_rows import RowKernels, row_kernels
 
+if TYPE_CHECKING:
+    from coppice.kernels.int8_panels import PackedInt8
+
 
 class Linear(nn.Module):
     """``x [T, in_features] -> [T, out_features]``, in the type of its weights."""
 
     bias: nn.Parameter | None
     #: The weight as ``pack`` laid it out.
-    packed: mkl.PackedWeight | None = None
+    packed: mkl.PackedWeight | PackedInt8 | None = None
     #: Whether a decoder with these projections has such a language-model head, too.
     serves_head: ClassVar[bool] = True
 
@@ -41,7 +44,7 @@ class Linear(nn.Module):
         self.bias = frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.packed is None:
+        if not isinstance(self.packed, mkl.PackedWeight):
             return F.linear(x, self.weight, self.bias)
         product = mkl.multiply(x, self.packed)
         return product if self.bias is None else product.add_(self.bias)

@@ -13,10 +13,11 @@ random layers 4.3%. Of this the language-model head adds a tenth of a percent, w
 be 40% of those that a decode step reads, so it is quantized as well. On one AVX-512 VNNI core, with
 weights that no cache holds, a product of 1 to 32 tokens takes 0.2 to 0.3 of the time of float32.
 
-The product is ``torch._int_mm``, oneDNN's. Of the alternatives in torch, the prepacked
-``qlinear_pointwise`` costs 50 microseconds a call more, though it is up to 1.7 times faster for 2
-to 16 tokens and matrices of many megabytes, and those that need quantized tensors are announced for
-removal.
+Where the processor has VNNI, the product is our own (``kernels/int8_panels.py``), which the compiled
+layers call as well; elsewhere it is ``torch._int_mm``, oneDNN's. Of the alternatives in torch, the
+prepacked ``qlinear_pointwise`` costs 50 microseconds a call more than that, though it is up to 1.7
+times faster for 2 to 16 tokens and matrices of many megabytes, and those that need quantized
+tensors are announced for removal.
 
 **fp8**: half the bytes of bfloat16, and twice its matrix rate where a GPU has such units. The
 product is ``torch._scaled_mm`` with a scale for each row of both sides, which adds up in float32
@@ -36,7 +37,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from coppice.kernels.cpu_rows import row_kernels
+from coppice.kernels import cpu_int8
+from coppice.kernels.mkl import PackedWeight
 from coppice.runtime.layers import Linear, frozen, gpu_rows
 
 _LEVELS = 127
@@ -65,17 +67,25 @@ class Int8Linear(Linear):
         self.weight = frozen(torch.empty(out_features, in_features, dtype=torch.int8))
         self.weight_scale = frozen(torch.empty(out_features))
         self.bias = frozen(torch.empty(out_features)) if bias else None
-        self._transposed = self.weight.t()
         self._dtype = dtype
-        self._rows = row_kernels()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        levels, peaks = self._rows.quantize(x.float())
-        product = torch._int_mm(levels, self._transposed)
-        return self._rows.rescale(product, peaks, self.weight_scale, self.bias).to(self._dtype)
+        x, packed = x.float(), self.packed
+        if packed is None:
+            product = cpu_int8.multiply_plain(x, self.weight, self.weight_scale, self.bias)
+        else:
+            assert not isinstance(packed, PackedWeight)
+            product = cpu_int8.multiply(x, packed, self.weight_scale, self.bias)
+        return product.to(self._dtype)
 
     def pack(self) -> None:
-        """Nothing to do: the int8 product takes the weight as it is."""
+        """Lays out the weight as our own product wants it, where the processor has VNNI.
+
+        The weight itself is given up then. Call it when the weight is complete.
+        """
+        self.packed = cpu_int8.pack(self.weight)
+        if self.packed is not None:
+            del self.weight
 
     def fill_weight(self, first_row: int, part: torch.Tensor) -> None:
         """Quantize ``part [rows, in_features]`` into the rows from ``first_row`` on."""

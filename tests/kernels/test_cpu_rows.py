@@ -167,7 +167,12 @@ def test_threads_run_before_compiled_code_is_loaded(module):
 
 @pytest.mark.parametrize(
     ("module", "called"),
-    [("items_numba", ["vectors"]), ("layers_numba", ["items_numba", "rows_numba"])],
+    [
+        ("items_numba", ["vectors", "tasks_numba"]),
+        ("int8_panels", ["tasks_numba"]),
+        ("int8_numba", ["rows_numba", "tasks_numba"]),
+        ("layers_numba", ["items_numba", "rows_numba", "int8_numba", "tasks_numba"]),
+    ],
 )
 def test_compiled_code_is_renewed_with_what_it_calls(module, called):
     """numba would go on with the old code of a checkout in which only the other file changed."""
