@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coppice.frontend.conversation import check_characters, turns
+from coppice.runtime.lean_transformers import leave_out_models
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
@@ -41,6 +42,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
+        leave_out_models()
         try:
             self.wrapped: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError, KeyError) as error:

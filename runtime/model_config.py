@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from coppice.runtime.lean_transformers import leave_out_models
 from coppice.runtime.rope import RopeConfig, read_rope_config
 
 #: Architectures by the `model_type` that stands for them where a config names no architecture.
@@ -71,6 +72,7 @@ def load_model_config(path: Path) -> ModelConfig:
             f"quantization_config in {path / 'config.json'} has quant_method {method!r}; "
             "checkpoints that are stored quantized are not supported: give an unquantized one"
         )
+    leave_out_models()
     try:
         hf = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises many types, and each one means a bad file

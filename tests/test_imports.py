@@ -149,6 +149,26 @@ def test_importing_the_package_loads_no_room() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def test_configs_and_tokenizers_come_without_transformers_models() -> None:
+    """With those come torch's compiler and its distributed tensors, seconds of every start."""
+    ran = python(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from coppice.frontend.tokenizer import Tokenizer, model_source\n"
+        "from coppice.runtime.model_config import load_model_config\n"
+        "Tokenizer(model_source('demo'))\n"
+        "load_model_config(Path(model_source('demo')))\n"
+        "unwanted = {'torch._dynamo', 'transformers.modeling_utils'} & set(sys.modules)\n"
+        "assert not unwanted, unwanted\n"
+        "from transformers.utils import import_utils, type_validators\n"
+        "assert import_utils.is_torch_available() and type_validators.is_torch_available()\n"
+        "type_validators.device_validator(type_validators.torch.device('cpu'))\n"
+        "import transformers\n"
+        "assert transformers.LlamaForCausalLM\n"
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_every_public_name_is_there() -> None:
     import coppice
 

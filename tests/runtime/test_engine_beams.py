@@ -76,35 +76,41 @@ def eos(tiny_checkpoint):
     return outputs[4].new_token_ids[0]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("search", [(2, 1.0, False), (4, 0.5, True), (8, 2.0, "never")], ids=str)
 @pytest.mark.parametrize(
-    ("width", "length_penalty", "early_stopping"),
-    [(2, 1.0, False), (4, 0.5, True), (8, 2.0, "never")],
+    "options",
+    [
+        pytest.param({"page_size": 4}, id="roomy"),
+        pytest.param({"page_size": 1, "max_num_batched_tokens": 16}, id="chunks"),
+        pytest.param({"page_size": 4, "kv_cache_tokens": None}, id="tiny-pool"),
+        pytest.param({"page_size": 16, "enable_prefix_caching": False}, id="no-cache"),
+    ],
 )
 def test_sequences_and_scores_are_those_of_transformers(
-    tiny_checkpoint, family, width, length_penalty, early_stopping, eos
+    tiny_checkpoint, family, search, options, eos
 ):
     path = tiny_checkpoint(family)
+    width, length_penalty, early_stopping = search
     params = BeamSearchParams(
         width, 9, length_penalty=length_penalty, early_stopping=early_stopping,
         stop_token_ids=(eos,), ignore_eos=True,
     )  # fmt: skip
     expected = [theirs(path, prompt, params, eos) for prompt in PROMPTS]
-    roomy = {"page_size": 4}
-    chunks = {"page_size": 1, "max_num_batched_tokens": 16}
-    pages = -(-(max(map(len, PROMPTS)) + 9) // 4) + width * 5
-    tiny = {"page_size": 4, "kv_cache_tokens": 4 * pages}
-    for options in (roomy, chunks, tiny, {"page_size": 16, "enable_prefix_caching": False}):
-        engine = make(path, **options)
-        for number, prompt in enumerate(PROMPTS):
-            engine.add_beam_search(f"beams {number}", prompt, params)
-            engine.add_request(f"plain {number}", prompt, GREEDY)
-        results = run(engine)
-        for number in range(len(PROMPTS)):
-            outputs = results[f"beams {number}"]
-            assert [output.index for output in outputs] == list(range(width))
-            found = [(list(output.new_token_ids), output.score) for output in outputs]
-            assert found == expected[number], options
+    if "kv_cache_tokens" in options:
+        pages = -(-(max(map(len, PROMPTS)) + 9) // 4) + width * 5
+        options = options | {"kv_cache_tokens": 4 * pages}
+    engine = make(path, **options)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_beam_search(f"beams {number}", prompt, params)
+        engine.add_request(f"plain {number}", prompt, GREEDY)
+    results = run(engine)
+    for number in range(len(PROMPTS)):
+        outputs = results[f"beams {number}"]
+        assert [output.index for output in outputs] == list(range(width))
+        found = [(list(output.new_token_ids), output.score) for output in outputs]
+        assert found == expected[number]
 
 
 def test_beams_share_pages_and_prompt_and_winners_stay_cached(tiny_checkpoint):

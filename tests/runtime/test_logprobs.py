@@ -156,6 +156,7 @@ def test_others_tokens_do_not_depend_on_logprobs(tiny_checkpoint) -> None:
     assert [len(result.prompt) for result in mixed] == [0, 1] * 3
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
