@@ -63,9 +63,12 @@ class PackedInt8:
 
 
 def pack(weight: np.ndarray) -> PackedInt8 | None:
-    """An int8 weight ``[N, K]`` in panels, N filled up to whole ones; None if 4 divides not K."""
+    """An int8 weight ``[N, K]`` in panels, N filled up to whole ones.
+
+    None if 4 does not divide K, and above 2^16, where a sum might not fit an int32.
+    """
     width, inner = weight.shape
-    if inner % 4 or not weight.size:
+    if inner % 4 or inner > 2**16 or not weight.size:
         return None
     panels = -(-width // PANEL)
     memory = np.full((panels, inner // 4, PANEL, 4), 128, np.uint8)
@@ -128,7 +131,7 @@ def _multiply_panel(
 
 @cfunc(types.void(*[types.int64] * 3), fastmath={"contract"}, error_model="numpy", cache=True)
 def run_panels(frame: int, begin: int, end: int) -> None:
-    """Panels ``begin .. end`` of what ``int8_numba.multiply_compiled`` has laid out in a frame."""
+    """Panels ``begin .. end`` of what ``int8_numba.multiply_rows`` has laid out in a frame."""
     f = carray(pointer(frame), (_FRAME,), np.int64)
     rows, inner, width = f[0], f[1], f[2]
     levels = carray(pointer(f[3]), (rows, inner), np.int8)
@@ -149,7 +152,7 @@ def run_panels(frame: int, begin: int, end: int) -> None:
         weights = f[5] + panel * groups * (4 * PANEL)
         first = panel * PANEL
         count = min(PANEL, width - first)
-        row = np.int64(0)
+        row = 0
         while row < rows:
             start = f[3] + row * inner
             to = sums.ctypes.data

@@ -13,11 +13,11 @@ random layers 4.3%. Of this the language-model head adds a tenth of a percent, w
 be 40% of those that a decode step reads, so it is quantized as well. On one AVX-512 VNNI core, with
 weights that no cache holds, a product of 1 to 32 tokens takes 0.2 to 0.3 of the time of float32.
 
-Where the processor has VNNI, the product is our own (``kernels/int8_panels.py``), which the compiled
-layers call as well; elsewhere it is ``torch._int_mm``, oneDNN's. Of the alternatives in torch, the
-prepacked ``qlinear_pointwise`` costs 50 microseconds a call more than that, though it is up to 1.7
-times faster for 2 to 16 tokens and matrices of many megabytes, and those that need quantized
-tensors are announced for removal.
+Where the processor has VNNI, the product is our own (``kernels/int8_panels.py``), which the layers
+compiled into one call have as well; elsewhere it is ``torch._int_mm``, oneDNN's. Of the
+alternatives in torch, the prepacked ``qlinear_pointwise`` costs 50 microseconds a call more than
+that, though it is up to 1.7 times faster for 2 to 16 tokens and matrices of many megabytes, and
+those that need quantized tensors are announced for removal.
 
 **fp8**: half the bytes of bfloat16, and twice its matrix rate where a GPU has such units. The
 product is ``torch._scaled_mm`` with a scale for each row of both sides, which adds up in float32
