@@ -40,7 +40,7 @@ def multiply_rows(
     levels, peaks = np.empty((rows, inner), np.int8), np.empty(rows, np.float32)
     shares = min(rows, threads) if x.size >= SHARED_FROM else 1
     if shares <= 1:
-        quantize_share(0, rows, x, levels, peaks)
+        quantize_share(np.int64(0), rows, x, levels, peaks)
     else:
         quantize_shares(shares, x, levels, peaks)
     frame = np.empty(9, np.int64)

@@ -35,7 +35,7 @@ from coppice.kernels.tasks_numba import pointer
 __all__ = ["COLUMNS", "run_layers", "run_tasks"]
 
 #: A digest of the files whose compiled functions are called here; see ``items_numba``.
-SOURCES = "e1b3986601c8"
+SOURCES = "ea13824746a4"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
@@ -112,7 +112,8 @@ def _add_norm(
 ) -> None:
     shares, weights = _shares(x, threads), _line(weight, x.shape[1])
     if shares <= 1:
-        norm_share(0, len(x), x, added, weights, eps, out)
+        # Not a literal 0, which would be compiled once more.
+        norm_share(np.int64(0), len(x), x, added, weights, eps, out)
     else:
         norm_shares(shares, x, added, weights, eps, out)
 
@@ -204,8 +205,8 @@ def run_layers(
         many = _shares(rotated, threads)
         if many <= 1:
             good = rotate_share(
-                0, rows, flat, stride, flat[qk_width:], stride, cos, signed_sin, k_slots, v_slots,
-                slots, rotated,
+                np.int64(0), rows, flat, stride, flat[qk_width:], stride, cos, signed_sin, k_slots,
+                v_slots, slots, rotated,
             )  # fmt: skip
         else:
             good = rotate_shares(
@@ -232,7 +233,7 @@ def run_layers(
         _multiply(normed, mine[_GATE_UP : _GATE_UP + 3], panels, panel, gate_up, threads)
         many = _shares(gate_up, threads)
         if many <= 1:
-            silu_share(0, rows, gate_up, active)
+            silu_share(np.int64(0), rows, gate_up, active)
         else:
             silu_shares(many, gate_up, active)
         _multiply(active, mine[_DOWN : _DOWN + 3], panels, panel, delta, threads)

@@ -273,8 +273,15 @@ def test_text_of_prompts_is_shown_and_does_nothing(opened: Callable[..., Window]
     assert window.page.locator("main img, main i i, .near b, #pin-table i").count() == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [DESK, PHONE])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (DESK, "light"),
+        (PHONE, "dark"),
+        pytest.param(DESK, "dark", marks=pytest.mark.slow),
+        pytest.param(PHONE, "light", marks=pytest.mark.slow),
+    ],
+)
 def test_it_is_accessible_and_fits(
     opened: Callable[..., Window], scheme: str, width: int, tmp_path: Path
 ) -> None:

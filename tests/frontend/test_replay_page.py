@@ -146,8 +146,15 @@ def opened(
         assert elsewhere == [made[0].as_uri()]
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        (400, "dark"),
+        pytest.param(1280, "dark", marks=pytest.mark.slow),
+        pytest.param(400, "light", marks=pytest.mark.slow),
+    ],
+)
 def test_every_chart_is_drawn_and_fits(opened: Any, width: int, scheme: str) -> None:
     window = opened(width, scheme)
     for name, marks in CHARTS.items():

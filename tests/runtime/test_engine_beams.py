@@ -166,7 +166,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", [*RULES, "bad words", "all"])
-@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_rules_act_as_those_of_transformers(tiny_checkpoint, eos, name, width):
     path = tiny_checkpoint("llama")
     prompt = PROMPTS[0] if name == "min_tokens" else [56, 91, *range(101, 320, 3), *PROMPTS[0]]
