@@ -35,7 +35,7 @@ __all__ = ["LANES", "MOST_LANES", "TILE", "VECTORS", "attend_compiled", "attend_
 
 #: A digest of ``vectors.py`` and ``tasks_numba.py``: numba keeps compiled code until this file
 #: changes, and does not look at the files of what is called. A test tells when to renew it.
-SOURCES = "26ca8ae8f0c0"
+SOURCES = "197d8b83ce77"
 
 # No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
 _FAST = {"contract", "reassoc", "arcp", "nsz"}

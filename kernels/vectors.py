@@ -4,8 +4,8 @@ Queries lie transposed, ``[dim, vectors * LANES]``: a lane is one query head of 
 element is multiplied with a whole vector of them. So scores come out with the lanes side by side,
 their softmax needs nothing across lanes, and keys and values are read where they lie, whatever page
 that is, an element at a time. All query heads that share a KV head, of as many rows as there are,
-fill the lanes; one row alone leaves most of them idle, which still takes less time than its keys
-take to come from memory.
+fill the lanes. One row alone leaves most of them idle: with heads of 64 that still takes about as
+long as its keys take to come from memory, with heads of 128 and two query heads twice as long.
 
 numba has no vector types, and LLVM would not keep a tile's sums in registers of its own accord,
 hence these functions written in LLVM's own operations, for numba's compiled functions to call. They
