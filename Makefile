@@ -2,7 +2,7 @@
 # requirements.lock, and made again only when that file or pyproject.toml changes.
 #
 #   make demo    answer questions over one shared document, with the cache on and off
-#   make test    run the tests              make test-slow   rehearse the GPU's engine and suite
+#   make test    run the tests              make test-slow   the GPU's rehearsals, all variants
 #   make lint    ruff: rules and format        make types   mypy
 #   make gpu     on a machine with an NVIDIA GPU, each in under 10 minutes and also by itself:
 #                gpu-test, its tests; gpu-kernels, the kernel suite, into
@@ -43,7 +43,8 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
-# What the tests rehearse for minutes: engines over interpreted GPU kernels, the GPU suite.
+# What takes minutes: engines over interpreted GPU kernels, the GPU suite, and the combinations of
+# parameters that `make test` leaves out.
 test-slow: $(READY)
 	$(BIN)/pytest -n 2 -m slow
 

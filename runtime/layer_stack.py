@@ -94,8 +94,10 @@ class LayerStack:
         """
         config = self._config
         page_size = prepared.plan.page_size
-        if self._caches is None or self._caches[0] != list(kv):  # the same objects
+        known = self._caches is not None and self._caches[0] == list(kv)  # the same objects
+        if not known or kv[0].k.shape[1] != page_size:
             self._caches = list(kv), self._addresses(kv, page_size)
+        assert self._caches is not None
         pages = len(kv[0].k)
         schedule = attention.schedule(
             prepared, self._window, config.num_heads, config.num_kv_heads, config.head_dim

@@ -68,7 +68,7 @@ def test_results_and_scores_are_those_of_transformers(model, width, length_penal
         width, 12, length_penalty=length_penalty, early_stopping=early_stopping
     )
     greedy = theirs(model, [5, 6, 7], BeamSearchParams(1, 12), set())[0][0]
-    for prompt in ([5, 6, 7], [9, 3, 3, 8, 2]):
+    for prompt in ([1], [9, 3, 3, 8, 2]):
         for stop_ids in ({greedy[3]}, {greedy[1], greedy[5]}):
             expected = theirs(model, prompt, params, stop_ids)
             found = ours(model, prompt, params, stop_ids)

@@ -275,6 +275,18 @@ def test_compiled_layers_refuse_caches_that_do_not_fit(
         run.step([(0, prompt(3))])
 
 
+@pytest.mark.skipif(library() is None, reason="this build of torch brings no MKL")
+def test_compiled_layers_refuse_a_plan_of_other_pages(
+    models: Callable[..., tuple[Decoder, Any]],
+) -> None:
+    decoder, _ = models("llama", {})
+    run = Run(decoder, "compiled", 1, 16)
+    run.step([(0, prompt(3))])
+    run.page_size = 32
+    with pytest.raises(ValueError, match=r"it must be torch.float32, contiguous \(4, 32, "):
+        run.step([(0, prompt(3))])
+
+
 @pytest.mark.parametrize("backend", ["reference", COMPILED])
 def test_needs_the_cache_of_every_layer(
     models: Callable[..., tuple[Decoder, Any]], backend: str
