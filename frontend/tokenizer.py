@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coppice.frontend.conversation import check_characters, turns
 from coppice.runtime.lean_transformers import leave_out_models
@@ -43,6 +43,8 @@ class Tokenizer:
 
     def __init__(self, path: str | Path) -> None:
         leave_out_models()
+        from transformers import AutoTokenizer
+
         try:
             self.wrapped: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError, KeyError) as error:

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from coppice.kernels.transfer import send
+from coppice.runtime.lean_transformers import leave_out_models
 from coppice.runtime.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -132,6 +131,11 @@ class Grammars:
     def _load(self) -> LLTokenizer:
         if not self._eos:
             raise ValueError("structured_outputs needs a model with an end-of-text token")
+        # Engines without grammars need none of this.
+        leave_out_models()
+        from llguidance.hf import from_tokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
         wrapped = AutoTokenizer.from_pretrained(self._path)
         if not isinstance(wrapped, PreTrainedTokenizerFast):
             raise ValueError("structured_outputs needs a fast tokenizer, which this model has not")

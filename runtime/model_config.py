@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from coppice.runtime.lean_transformers import leave_out_models
 from coppice.runtime.rope import RopeConfig, read_rope_config
@@ -73,6 +72,8 @@ def load_model_config(path: Path) -> ModelConfig:
             "checkpoints that are stored quantized are not supported: give an unquantized one"
         )
     leave_out_models()
+    from transformers import AutoConfig
+
     try:
         hf = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises many types, and each one means a bad file

@@ -163,8 +163,23 @@ def test_configs_and_tokenizers_come_without_transformers_models() -> None:
         "from transformers.utils import import_utils, type_validators\n"
         "assert import_utils.is_torch_available() and type_validators.is_torch_available()\n"
         "type_validators.device_validator(type_validators.torch.device('cpu'))\n"
+        "read = import_utils.define_import_structure\n"
+        "assert read.cache_info().hits == 1, 'the files of all models were read again'\n"
         "import transformers\n"
         "assert transformers.LlamaForCausalLM\n"
+        "models = transformers.models\n"
+        "own = type(models)(models.__name__, models.__file__, read(models.__file__))\n"
+        "assert own._class_to_module == models._class_to_module and dir(own) == dir(models)\n"
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_an_engine_is_imported_without_what_only_some_requests_need() -> None:
+    ran = python(
+        "import sys\n"
+        "from coppice import Engine\n"
+        "unwanted = {'torch._dynamo', 'transformers.models', 'llguidance.hf'} & set(sys.modules)\n"
+        "assert not unwanted, unwanted\n"
     )
     assert ran.returncode == 0, ran.stderr
 
