@@ -13,7 +13,7 @@ from coppice.frontend.conversation import MessageBody
 from coppice.frontend.forms import Form, Formed, form_of
 from coppice.frontend.tokenizer import Message
 from coppice.frontend.tools import Tool, ToolChoice, Tools, tools_of
-from coppice.runtime.beam_search import SHARED_WITH_SAMPLING, BeamSearchParams
+from coppice.runtime.beam_search import MAX_PENALTY, SHARED_WITH_SAMPLING, BeamSearchParams
 from coppice.runtime.sampling_params import (
     MAX_BIAS,
     MAX_N,
@@ -103,7 +103,7 @@ class TextRequest(Formed):
     priority: int = 0
     use_beam_search: bool = False
     beam_width: Annotated[int, between(1, MAX_N)] | None = None
-    length_penalty: float | None = None
+    length_penalty: Annotated[float, between(-MAX_PENALTY, MAX_PENALTY)] | None = None
     early_stopping: Annotated[bool | Literal["never"], says('a boolean or "never"')] | None = None
 
 

@@ -11,10 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from coppice.runtime.sampling_params import MAX_N, LogitsProcessor, SamplingParams
+from coppice.runtime.sampling_params import (
+    GREEDY_BELOW,
+    MAX_N,
+    LogitsProcessor,
+    SamplingParams,
+)
 from coppice.runtime.structured_outputs import StructuredOutputsParams
 
 EarlyStopping = bool | Literal["never"]
+
+# Any number of tokens to this power is a float, and no sum of logprobs over it is infinite.
+MAX_PENALTY = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,7 @@ class BeamSearchParams:
         n: results to return, the best first; None: all, `beam_width`. There are fewer if what is
             forbidden leaves no more.
         length_penalty: a result's score is the sum of its tokens' logprobs over its number of
-            tokens to this power; above 0 prefers longer ones.
+            tokens to this power; above 0 prefers longer ones. From -30 to 30.
         early_stopping: True: end when `beam_width` results have ended; False: when no beam at its
             present length can beat the worst of them; "never": when no beam ever can.
         stop_token_ids: tokens that end a result beside the model's own end of sequence.
@@ -88,18 +96,27 @@ class BeamSearchParams:
             )
         if self.n is not None and (not _is_integer(self.n) or not 1 <= self.n <= self.beam_width):
             raise ValueError(f"n must be from 1 to beam_width, {self.beam_width}, got {self.n!r}")
-        if self.early_stopping not in (True, False, "never"):
+        # An integer equals a bool, but is none.
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise ValueError(
                 f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
             )
-        if isinstance(self.length_penalty, bool) or not isinstance(
-            self.length_penalty, (int, float)
-        ):
-            raise ValueError(f"length_penalty must be a number, got {self.length_penalty!r}")
+        penalty = self.length_penalty
+        number = isinstance(penalty, (int, float)) and not isinstance(penalty, bool)
+        if not number or not abs(penalty) <= MAX_PENALTY:  # a NaN fails the comparison too
+            raise ValueError(
+                f"length_penalty must be a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, "
+                f"got {penalty!r}"
+            )
         if not isinstance(self.best_so_far, bool):
             raise ValueError(f"best_so_far must be True or False, got {self.best_so_far!r}")
         shared = {name: getattr(self, name) for name in SHARED_WITH_SAMPLING}
         sampling = SamplingParams(**shared | {"n": self.num_results})
+        if 0 < sampling.temperature < GREEDY_BELOW:
+            raise ValueError(
+                f"temperature must be 0, which means 1 here, or from {GREEDY_BELOW:g} on, "
+                f"got {sampling.temperature!r}"
+            )
         object.__setattr__(self, "sampling", sampling)
         for name in SHARED_WITH_SAMPLING:
             object.__setattr__(self, name, getattr(sampling, name))

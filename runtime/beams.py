@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from array import array
 from collections.abc import Sequence as Seq
@@ -17,6 +18,8 @@ from coppice.runtime.logits import change_logits
 from coppice.runtime.logprobs import Logprobs, log_probabilities, of_tokens
 from coppice.runtime.request import BestLine, Request, Sequence, StepOutput
 from coppice.runtime.sequences import Sequences
+
+logger = logging.getLogger(__name__)
 
 Continuations = list[tuple[int, float]]
 """A beam's best next tokens with their logprobs, best first; forbidden ones are not among them."""
@@ -128,6 +131,8 @@ class BeamGroup:
         search = self.search
         picks = [(beam.parent, beam.tokens) for beam in search.beams]
         picks += [(parent, result.tokens) for parent, result in search.ended]
+        if not picks:  # nothing was left to choose
+            return
         rows = [found[parent].raw for parent, _ in picks]
         raw = torch.stack([row for row in rows if row is not None])
         top = search.params.logprobs or 0
@@ -251,11 +256,18 @@ class BeamSearches:
         """Takes a step of each search whose beams are all computed.
 
         Returns the results of those that end, and the best lines so far where they are asked for.
+        A search that fails ends with an error, and the others go on.
         """
         outputs = []
         for request_id, group in list(self._groups.items()):
-            if group.complete:
+            if not group.complete:
+                continue
+            try:
                 outputs += self._advance(request_id, group)
+            except Exception as error:  # of a watch of lines, say, which is not the engine's own
+                logger.exception("a beam search failed; its request ends")
+                why = f"the search failed: {type(error).__name__}: {error}"
+                outputs += self._fail(request_id, group, why)
         return outputs
 
     def _advance(self, request_id: str, group: BeamGroup) -> list[StepOutput]:

@@ -70,9 +70,11 @@ class EngineConfig:
         "most that prefills may stretch a step, as a multiple of what its decodes take alone; "
         "without it, or inf, there is no limit",
     )
-    max_queued_requests: int | None = _option(None, "requests that may wait; more are refused")
+    max_queued_requests: int | None = _option(
+        None, "requests that may wait to begin; more are refused"
+    )
     max_queued_tokens: int | None = _option(
-        None, "tokens of all requests that may wait; more are refused"
+        None, "tokens of all requests that may wait to begin; more are refused"
     )
     eviction_policy: str = _option(
         "lru", f"what goes first when pages run out: {', '.join(POLICIES)}"

@@ -154,7 +154,7 @@ class Engine:
 
         Raises as `add_request` does; ValueError also if `beam_width` beams can't run together.
         """
-        self.intake.check_beams(params, len(prompt_token_ids), self.free_of_pins)
+        self.intake.check_beams(params, prompt_token_ids, self.free_of_pins)
         self._searches.check(params)
         request = self._add(
             request_id,

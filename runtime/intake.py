@@ -91,8 +91,10 @@ class Intake:
         sequence.prompt_logprobs = self.known_logprobs.begin(request)
         return sequence
 
-    def check_beams(self, params: BeamSearchParams, prompt: int, pages: int) -> None:
-        """Raises ValueError if so many beams can't run together behind `prompt` tokens."""
+    def check_beams(self, params: BeamSearchParams, prompt_token_ids: Seq[int], pages: int) -> None:
+        """Raises ValueError if so many beams can't run together behind this prompt."""
+        longest = self.longest(pages)
+        self._check_prompt(prompt_token_ids, longest, pages)
         if params.beam_width > self._config.max_num_seqs:
             raise ValueError(
                 f"beam_width must be at most max_num_seqs, {self._config.max_num_seqs}, "
@@ -101,11 +103,12 @@ class Intake:
         size = self._config.page_size
         # Each beam has pages of its own behind the prompt, one for the copy of its last page, and
         # one more while it forks.
-        own = -(-params.max_tokens // size) + 2
-        needed = prompt // size + params.beam_width * own
+        tokens = min(params.max_tokens, longest - len(prompt_token_ids))
+        own = -(-tokens // size) + 2
+        needed = len(prompt_token_ids) // size + params.beam_width * own
         if needed > pages:
             raise ValueError(
-                f"beam_width: {params.beam_width} beams of {params.max_tokens} tokens behind this "
+                f"beam_width: {params.beam_width} beams of {tokens} tokens behind this "
                 f"prompt take up to {needed} pages, the KV cache has {pages} that no pin keeps"
             )
 
@@ -159,9 +162,10 @@ class Intake:
             )
 
     def _check_queue(self, queue: WaitingQueue, compiling: Seq[Sequence], tokens: int) -> None:
+        # Preempted sequences, and siblings and beams that lack a place, are of requests that began.
         wait = sum(len(each.tokens) for each in compiling)
         for limit, waits, more in (
-            ("max_queued_requests", len(queue) + len(compiling), 1),
+            ("max_queued_requests", queue.requests + len(compiling), 1),
             ("max_queued_tokens", queue.tokens + wait, tokens),
         ):
             allowed = getattr(self._config, limit)

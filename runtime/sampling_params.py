@@ -13,6 +13,8 @@ MAX_STOP_STRINGS = 16
 MAX_N = 1024
 MAX_SEED = 2**63 - 1
 MAX_BIAS = 100.0
+# Logits over a temperature below this may be no float32 any more; the choice is certain by then.
+GREEDY_BELOW = 1e-5
 
 LogitsProcessor = Callable[..., Any]
 """`(generated, logits) -> logits` or `(prompt, generated, logits) -> logits`.
@@ -34,7 +36,7 @@ class SamplingParams:
     best_of: int | None = None
     """So many are sampled, and the `n` with the highest logprob per token returned, best first."""
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the most probable token (greedy)."""
+    """Logits are divided by it; below 1e-5, as 0, it takes the most probable token (greedy)."""
     top_p: float = 1.0
     """Only the most probable tokens that together reach this probability; in (0, 1]."""
     top_k: int = 0
@@ -193,7 +195,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < GREEDY_BELOW
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

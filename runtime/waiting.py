@@ -107,7 +107,7 @@ class WaitingQueue:
                 f"scheduling_policy must be one of {', '.join(_RANKS)}, got {policy!r}"
             )
         self.policy = policy
-        self.tokens = 0  # of all that wait
+        self.tokens = 0  # of the requests that wait to begin
         self._slack = slack
         self._overtaking = overtaking
         self._places: dict[int, _Place] = {}  # by ticket
@@ -132,6 +132,11 @@ class WaitingQueue:
         for place in self._places.values():
             yield place.sequence
 
+    @property
+    def requests(self) -> int:
+        """How many wait to begin: none of their sequences ran, so each has one."""
+        return len(self._places)
+
     # -- coming and going --------------------------------------------------------------------
 
     def add(self, sequence: Sequence, hit: int, cached: int | None = None) -> None:
@@ -139,11 +144,11 @@ class WaitingQueue:
 
         `cached` of its tokens are in the tree: None for as many, more if it may not hit them all.
         """
-        self.tokens += len(sequence.tokens)
         ticket = self._ticket(sequence)
         if sequence.preempted:
             self._resuming[self._resumption(sequence)] = sequence
             return
+        self.tokens += len(sequence.tokens)
         group = self._class(ticket)
         work = len(sequence.tokens) - hit + _OWN_WORK
         place = _Place(
@@ -159,18 +164,17 @@ class WaitingQueue:
 
         That is a beam that waits for the others of its search.
         """
-        self.tokens += len(sequence.tokens)
         self._parked[self._ticket(sequence)] = sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Takes it out: it was admitted, or has ended, or is to be added anew."""
-        self.tokens -= len(sequence.tokens)
         ticket = self._ticket(sequence)
         if self._resuming.pop(self._resumption(sequence), None) is not None:
             return
         if self._parked.pop(ticket, None) is not None:
             return
         place = self._places.pop(ticket)
+        self.tokens -= len(sequence.tokens)
         group = self._class(ticket)
         group.tickets.remove(ticket)
         group.left += place.work

@@ -154,7 +154,11 @@ def test_what_sampling_has_too_is_checked_and_kept_as_there():
         ("early_stopping", "always"),
         ("min_tokens", 17),
         ("temperature", -1.0),
+        ("early_stopping", 1),  # equal to True, but transformers takes it for none
+        ("temperature", 1e-9),
         ("length_penalty", "long"),
+        ("length_penalty", float("nan")),
+        ("length_penalty", 31),  # a number of tokens to such a power may be no float
         ("beam_width", 1025),
         ("repetition_penalty", 0),
         ("allowed_token_ids", []),

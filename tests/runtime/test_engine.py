@@ -487,6 +487,22 @@ def test_load_is_shed_with_a_clear_refusal(tiny_checkpoint):
         made.check()
 
 
+def test_only_requests_that_wait_to_begin_fill_the_queue(tiny_checkpoint):
+    """Siblings without a place and preempted sequences are of requests that were let in."""
+    limits = {"max_queued_requests": 1, "max_queued_tokens": 20}
+    made = engine(tiny_checkpoint("llama"), max_num_seqs=2, **limits)
+    made.add_request("a", [1] * 20, SamplingParams(n=6, max_tokens=5, ignore_eos=True))
+    made.step()
+    made.step()
+    assert len(made.scheduler.waiting) == 4
+    made.add_request("b", [1] * 20, GREEDY)
+    with pytest.raises(QueueFull, match="1 of max_queued_requests 1 wait"):
+        made.add_request("c", [1], GREEDY)
+    while made.has_unfinished():
+        made.step()
+        made.check()
+
+
 def test_a_better_class_goes_first_and_takes_the_place_of_a_worse_one(tiny_checkpoint, expected):
     made = engine(tiny_checkpoint("llama"), max_num_seqs=2, scheduling_policy="priority")
     for name in ("a", "b"):

@@ -258,16 +258,18 @@ def test_logprobs_are_those_of_the_results_own_lines(tiny_checkpoint, eos, top):
             assert found.top_ids.tolist() == best.indices.tolist()
 
 
-def test_fewer_results_come_where_no_more_are_allowed(tiny_checkpoint):
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_fewer_results_come_where_no_more_are_allowed(tiny_checkpoint, logprobs):
     engine = make(tiny_checkpoint("llama"))
-    params = BeamSearchParams(4, 3, ignore_eos=True, allowed_token_ids=[9])
+    params = BeamSearchParams(4, 3, ignore_eos=True, allowed_token_ids=[9], logprobs=logprobs)
     engine.add_beam_search("a", PROMPTS[0], params)
     (output,) = run(engine)["a"]
     assert output.new_token_ids == (9, 9, 9)
     assert output.num_results == 1
     no_more = BeamSearchParams(
-        4, 3, ignore_eos=True, allowed_token_ids=[9], bad_words_token_ids=[[9, 9]]
-    )
+        4, 3, ignore_eos=True, allowed_token_ids=[9], bad_words_token_ids=[[9, 9]],
+        logprobs=logprobs,
+    )  # fmt: skip
     engine.add_beam_search("b", PROMPTS[0], no_more)
     outputs = []
     while engine.has_unfinished():
@@ -302,6 +304,72 @@ def test_a_function_that_fails_ends_its_own_search_only(tiny_checkpoint, broken)
     assert [output.finish_reason for output in found["good"]] == ["length", "length"]
     assert engine.cache_report().pages_held == 0
     assert not any(node.draft for node in engine.tree.nodes())
+
+
+class Broken:
+    """A watch of lines that fails at their third token."""
+
+    def __init__(self, length=0):
+        self.length = length
+
+    def follow(self, token):
+        if self.length == 2:
+            raise ArithmeticError("on purpose")
+        return Broken(self.length + 1), None
+
+
+def test_a_search_that_fails_ends_alone(tiny_checkpoint):
+    config = EngineConfig(
+        model=str(tiny_checkpoint("llama")), dtype="float32", kv_cache_tokens=2048, max_num_seqs=16
+    )
+    engine = Engine(config, watch_lines=lambda params: Broken())
+    engine.add_beam_search("bad", PROMPTS[0], BeamSearchParams(3, 6, stop="x", ignore_eos=True))
+    engine.add_beam_search("good", PROMPTS[0], BeamSearchParams(3, 6, ignore_eos=True))
+    engine.add_request("plain", PROMPTS[0], GREEDY)
+    found = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            found.setdefault(output.request_id, []).append(output)
+        engine.check()
+    assert [output.index for output in found["bad"]] == [0, 1, 2]
+    assert all("search failed: ArithmeticError: on purpose" in o.error for o in found["bad"])
+    assert [output.finish_reason for output in found["good"]] == ["length"] * 3
+    assert len(found["plain"]) == 10 and found["plain"][-1].finish_reason == "length"
+    assert engine.cache_report().pages_held == 0
+    assert not any(node.draft for node in engine.tree.nodes())
+
+
+def test_a_step_is_one_forward_and_copies_a_page_for_each_beam_that_diverges(tiny_checkpoint):
+    """All live beams of two searches, and an ordinary request beside them; the first is a hit."""
+    engine = make(tiny_checkpoint("llama"), page_size=4)
+    engine.add_request("before", PROMPTS[0], GREEDY)
+    run(engine)
+    rows, copied, forked = [], 0, 0
+    forward = engine.runner.decoder.forward
+    engine.runner.decoder.forward = lambda ids, *rest: rows.append(len(ids)) or forward(ids, *rest)
+    scheduler, fork = engine.scheduler, engine.scheduler.fork
+    schedule = scheduler.schedule
+
+    def counted_fork(parent, child):
+        nonlocal forked
+        forked += 1
+        return fork(parent, child)
+
+    def counted_schedule():
+        nonlocal copied
+        made = schedule()
+        copied += len(made.copies)
+        return made
+
+    scheduler.fork, scheduler.schedule = counted_fork, counted_schedule
+    engine.add_beam_search("a", PROMPTS[0], BeamSearchParams(4, 8, ignore_eos=True))
+    engine.add_beam_search("b", PROMPTS[0], BeamSearchParams(3, 8, ignore_eos=True))
+    engine.add_request("c", PROMPTS[0], GREEDY)
+    results = run(engine)
+    assert rows[:2] == [3, 8] and set(rows[1:8]) == {8}, "a row a beam, and one of the other"
+    assert [output.cached_tokens for output in results["a"]] == [len(PROMPTS[0]) - 1] * 4
+    # Those of the start are three copies of the prompt's last page, which is cached.
+    assert 5 <= forked and copied <= forked + 3
 
 
 def test_the_best_line_so_far_is_told_when_it_changes(tiny_checkpoint, eos):
@@ -474,6 +542,14 @@ def test_what_another_request_has_hit_outlives_its_beam(tiny_checkpoint):
     assert not any(node.draft for node in engine.tree.nodes())
 
 
+def test_a_search_ends_where_the_context_does(tiny_checkpoint):
+    engine = make(tiny_checkpoint("llama"), max_model_len=32, page_size=4)
+    engine.add_beam_search("a", [3] * 26, BeamSearchParams(3, 10**6, ignore_eos=True))
+    outputs = run(engine)["a"]
+    assert [len(output.new_token_ids) for output in outputs] == [6, 6, 6]
+    assert {output.finish_reason for output in outputs} == {"length"}
+
+
 def test_a_beam_search_can_be_aborted(tiny_checkpoint):
     engine = make(tiny_checkpoint("llama"))
     engine.add_beam_search("a", PROMPTS[0], BeamSearchParams(4, 20))
@@ -491,6 +567,8 @@ def test_what_can_not_run_is_refused_by_name(tiny_checkpoint):
         engine.add_beam_search("a", [1, 2], BeamSearchParams(17))
     with pytest.raises(ValueError, match=r"beam_width: 4 beams of 16 tokens .* up to 12 pages"):
         engine.add_beam_search("a", [1, 2], BeamSearchParams(4, 16))
+    with pytest.raises(ValueError, match="prompt must be shorter than 128 tokens"):
+        engine.add_beam_search("a", [1] * 200, BeamSearchParams(4, 16))
     with pytest.raises(ValueError, match="stop must be token ids here"):
         engine.add_beam_search("a", [1, 2], BeamSearchParams(2, 4, stop="x"))
     with pytest.raises(ValueError, match="bad_words must be token ids here"):

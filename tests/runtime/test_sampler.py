@@ -32,6 +32,13 @@ def test_greedy_takes_the_most_probable():
     assert Sampler(()).sample(LOGITS[None].clone(), made).read().tokens == [4]
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-10, 2e-5])
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}])
+def test_a_temperature_next_to_none_takes_the_most_probable_too(temperature, options):
+    made = [sequence(SamplingParams(temperature=temperature, **options))]
+    assert Sampler(()).sample(LOGITS[None].clone(), made).read().tokens == [4]
+
+
 @pytest.mark.parametrize(
     ("params", "kept"),
     [

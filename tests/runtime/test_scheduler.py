@@ -305,3 +305,60 @@ def test_nobody_of_a_worse_class_is_admitted_past_one_that_does_not_fit():
     passing = equal.add([3] * 4, max_new=2)
     equal.step()
     assert passing.status is Status.RUNNING, "of equals one that fits goes past one that does not"
+
+
+def test_preempted_is_whoever_is_cheapest_to_bring_back():
+    """What two share stays, so each of these loses less than a third one that came last."""
+    machine = Machine(pages=20, page_size=4, seqs=4, tokens=64)
+    machine.add([9] * 8, max_new=60)
+    machine.step()
+    document = list(range(100, 120))
+    first = machine.add([*document, 1, 1], max_new=20)
+    machine.step()
+    second = machine.add([*document, 2, 2], max_new=20)
+    last = machine.add(list(range(200, 222)), max_new=20)
+    computed = 0
+    while not machine.scheduler.preemptions:
+        computed = second.computed
+        machine.step()
+    assert machine.scheduler.preemptions == 1
+    assert second.status is Status.WAITING, "it has least of its own"
+    assert first.status is last.status is Status.RUNNING
+    assert machine.paging.cached(second) > computed - 4, "all but the page that was needed"
+    machine.drain()
+    for sequence in machine.finished:
+        prompt = sequence.request.prompt_token_ids
+        new = sequence.request.max_length - len(prompt)
+        assert list(sequence.tokens) == expected(prompt, new)
+
+
+def test_one_that_does_not_fit_is_passed_only_within_the_bound():
+    machine = Machine(pages=32, page_size=4, seqs=2, tokens=64)
+    machine.add([9] * 40, max_new=80)  # it holds more and more pages
+    machine.step()
+    large = machine.add([1] * 80, max_new=2)
+    passed = 0
+    while large.status is Status.WAITING:
+        machine.add([2 + passed] * 20, max_new=2)
+        machine.step()
+        passed = len(machine.finished)
+        assert passed < 40
+    assert 1 < passed <= 5, "some went past it, and then none"
+    machine.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_leaders_and_followers_at_any_depth(depth):
+    """Branches of a tree of which nothing is cached: each is computed once, by one of many."""
+    machine = Machine(pages=512, page_size=4, seqs=64, tokens=4096)
+    prompts = [[7] * 24]
+    for level in range(depth):
+        prompts = [[*p, *range(100 * n, 100 * n + 24)] for p in prompts
+                   for n in (level + 1, level + 11)]  # fmt: skip
+    for prompt in prompts:
+        for question in range(4):
+            machine.add([*prompt, 5000 + question, 6000], max_new=1)
+    steps = machine.drain()
+    assert steps == depth + 2, "a level a step, and the followers at the end"
+    branches = 24 * sum(2**level for level in range(depth + 1))
+    assert machine.computed == branches + 2 * 4 * len(prompts)
