@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from coppice.radix.tree import RadixTree
 
 
+def refuse(begin: int, held: int, total: int, pages: int, size: int) -> None:
+    """Raises ValueError with what of an insert's sizes does not fit."""
+    if not 0 <= begin <= held:
+        raise ValueError(f"begin must be in 0 .. {held}, what the hold covers, got {begin}")
+    if total < held:
+        raise ValueError(f"tokens: {total} of them, but the hold covers {held} already")
+    raise ValueError(f"table: {pages} pages of {size} can't hold {total} tokens")
+
+
 def adopt(tree: RadixTree, hold: Hold, node: Node, table: array[int], matched: int) -> None:
     """Replaces the full pages of positions held .. matched by the tree's; frees the copies."""
     first, last = hold.length // tree.page_size, matched // tree.page_size
@@ -49,23 +58,24 @@ def extend(
     page gets one more, since the sequence goes on writing there.
     """
     size = tree.page_size
-    total = matched + len(edge) // TOKEN_BYTES
-    pages = table[matched // size : -(-total // size)]
-    inside = matched % size != 0  # the first of them holds tokens of `node` as well
-    same_page = inside and node.shares(pages[0], matched - matched % size)
+    new_tokens = len(edge) // TOKEN_BYTES
+    total = matched + new_tokens
+    first = matched // size
+    pages = table[first : -(-total // size)]
+    inside = matched % size  # tokens of the first page that are those of `node`
+    same_page = inside and node.shares(pages[0], matched - inside)
     if (
         node is bottom
         and node.locks == 1
-        and not (node.hits or node.marks)
+        and not (node.hits or node.marks or node.children)
         and node.draft == draft
-        and not node.children
         and node.parent is not None
         and (not inside or node.pages[-1] == pages[0])
     ):
         # A leaf that this sequence alone has used grows, so that chunks make no chain. One that
         # was hit or marked keeps its end, since that is what was hit or is wanted.
         if same_page:
-            if total // size > matched // size:
+            if total // size > first:
                 # The claim on the page passes to the node, which has one reference already.
                 tree.pool.release(pages[:1])
             del pages[0]
@@ -76,38 +86,28 @@ def extend(
     else:
         grown = Node(node, edge, matched, pages)
         grown.stamp = node.stamp
-        grown.draft = True  # `insert` says at the end if it is none, for all of the path
+        grown.draft = draft or node.draft  # what is above a draft `insert` keeps, and it with it
         node.children[edge[:TOKEN_BYTES]] = grown
         grown.own_pages = 0
         tree.num_nodes += 1
-        if same_page and total // size == matched // size:
+        if same_page and total // size == first:
             tree.pool.share(pages)  # child and sequence both, in an ancestor's tail page
         if same_page:
             pages = pages[1:]
-    if pages and total % size:
+    own = len(pages)
+    if own and total % size:
         tree.pool.share(pages[-1:])
-    grown.own_pages += len(pages)
-    tree.cached_pages += len(pages)
-    tree.cached_tokens += total - matched
+    grown.own_pages += own
+    tree.cached_pages += own
+    tree.cached_tokens += new_tokens
     if grown.locks:
-        tree.locked_pages += len(pages)
-    tree.order.inserted(grown, total - matched)
+        tree.locked_pages += own
+    tree.order.inserted(grown, new_tokens)
     if tree.events is not None:
         tree.events.stored(grown)
     if tree.watcher is not None:
         tree.watcher.stored(grown)
     return grown
-
-
-def descend(tree: RadixTree, bottom: Node, node: Node) -> None:
-    """Locks the nodes from below `bottom` down to `node`, for a hold that moves on."""
-    walk = node
-    while walk is not bottom:
-        if not walk.locks:
-            tree.locked_pages += walk.own_pages
-        walk.locks += 1
-        assert walk.parent is not None
-        walk = walk.parent
 
 
 def split(tree: RadixTree, node: Node, tokens: int) -> Node:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def offer(tree: RadixTree, node: Node) -> None:
     """Enters an unlocked leaf into the order of eviction (an empty root goes at once)."""
-    if isinstance(node, Root):
+    if node.parent is None:
+        assert isinstance(node, Root)
         del tree.roots[node.namespace]
         tree.epoch += 1
         return
@@ -30,12 +31,15 @@ def reclaim(tree: RadixTree, count: int) -> array[int]:
     while (missing := count - len(pages)) > 0:
         gone = array("i")
         while (wanted := missing - len(gone)) > 0 and (leaf := order.pop()) is not None:
-            tail = order.tail(leaf)
-            if tail < leaf.length:
+            if (tail := order.tail(leaf)) < leaf.length:
                 # The page in which the tail begins goes as well, so that no crumb of it stays.
                 begin = (leaf.end - tail) // tree.page_size - leaf.start // tree.page_size
                 wanted = min(wanted, len(leaf.pages) - begin)
-            gone += cut(tree, leaf, wanted)
+            part = cut(tree, leaf, wanted)
+            if gone:
+                gone += part
+            else:
+                gone = part
         if not gone:
             break
         # Those that running sequences write to as well are not to be had: then more leaves go.

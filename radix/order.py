@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from coppice.radix.node import Node
@@ -92,15 +92,16 @@ class LeafHeap:
     def add(self, key: Any, leaf: Node) -> None:
         """Enters an unlocked leaf; keys of one heap must be comparable."""
         self._serial += 1
-        heapq.heappush(self._entries, (key, self._serial, leaf.stamp, leaf))
-        if len(self._entries) > self._limit:
+        entries = self._entries
+        heappush(entries, (key, self._serial, leaf.stamp, leaf))
+        if len(entries) > self._limit:
             self._compact()
 
     def pop(self) -> Node | None:
         """Takes out the leaf with the least key; None if no entry is live."""
         entries = self._entries
         while entries:
-            _, _, stamp, node = heapq.heappop(entries)
+            _, _, stamp, node = heappop(entries)
             # As `_live` says.
             if node.stamp == stamp and not (node.locks or node.children or node.parent is None):
                 return node
@@ -110,7 +111,7 @@ class LeafHeap:
         """Drops dead and double entries; as many additions as are left paid for it."""
         entries = {id(entry[3]): entry for entry in self._entries if _live(entry)}
         self._entries = list(entries.values())
-        heapq.heapify(self._entries)
+        heapify(self._entries)
         self._limit = 64 + 4 * len(entries)
 
 

@@ -102,26 +102,28 @@ class PagePool:
 
     def _take(self, start: int, length: int, count: int) -> array[int]:
         """The first `count` pages of the free run at `start`, each with one reference."""
-        rest = length - count
-        if rest and rest.bit_length() == length.bit_length():
+        rest, begin = length - count, start + count
+        size_class = length.bit_length() - 1
+        if rest >> size_class:
             # What is left takes the run's place in the list of its class.
-            begin, after, before = start + count, self._next[start], self._prev[start]
-            self._head[start] = 0
-            self._head[begin] = self._tail[start + length - 1] = rest
-            self._next[begin], self._prev[begin] = after, before
+            heads, following, preceding = self._head, self._next, self._prev
+            after, before = following[start], preceding[start]
+            heads[start] = 0
+            heads[begin] = self._tail[start + length - 1] = rest
+            following[begin], preceding[begin] = after, before
             if after >= 0:
-                self._prev[after] = begin
+                preceding[after] = begin
             if before >= 0:
-                self._next[before] = begin
+                following[before] = begin
             else:
-                self._first[rest.bit_length() - 1] = begin
+                self._first[size_class] = begin
         else:
             self._unlink(start, length)
             if rest:
-                self._link(start + count, rest)
+                self._link(begin, rest)
         self.free_pages -= count
-        self.refs[start : start + count] = _ONE * count
-        return self._ids[start : start + count]
+        self.refs[start:begin] = _ONE * count
+        return self._ids[start:begin]
 
     # -- the public face ---------------------------------------------------------------------
 
@@ -137,27 +139,27 @@ class PagePool:
             raise ValueError(f"after must be -1 or a page, 0 .. {self.num_pages - 1}, got {after}")
         if count > self.free_pages:
             raise OutOfPages(count, self.free_pages)
-        pages = array("i")
-        if after >= 0 and count:
-            length = self._head[after + 1]
-            if length:
-                pages = self._take(after + 1, length, min(count, length))
-        head, tail, firsts = self._head, self._tail, self._first
-        refs, ids = self.refs, self._ids
-        while (need := count - len(pages)) > 0:
+        head = self._head
+        pages = None
+        need = count
+        if after >= 0 and need and (length := head[after + 1]):
+            pages = self._take(after + 1, length, min(need, length))
+            need -= len(pages)
+        tail, firsts, refs, ids = self._tail, self._first, self.refs, self._ids
+        while need > 0:
             # Any run of class (need - 1).bit_length() or above is long enough; take the smallest
             # such class so that long runs stay whole. With none, take the longest class there is.
-            fitting = self._classes >> (need - 1).bit_length() << (need - 1).bit_length()
+            size_class = (need - 1).bit_length()
+            fitting = self._classes >> size_class << size_class
             if fitting:
-                start = firsts[(fitting & -fitting).bit_length() - 1]
-                pages += self._take(start, head[start], need)
-                break
-            size_class = self._classes.bit_length() - 1
+                size_class = (fitting & -fitting).bit_length() - 1
+            else:
+                size_class = self._classes.bit_length() - 1
             start = firsts[size_class]
             length = head[start]
             if length >= need:
-                pages += self._take(start, length, need)
-                break
+                taken = self._take(start, length, need)
+                return pages + taken if pages else taken
             # All of a run that heads its list: what _take does, without the general case. A pool
             # that is always full is in pieces, and this loop is where that is felt.
             head[start] = tail[start + length - 1] = 0
@@ -168,8 +170,13 @@ class PagePool:
                 self._classes ^= 1 << size_class
             self.free_pages -= length
             refs[start : start + length] = _ONE * length
-            pages += ids[start : start + length]
-        return pages
+            taken = ids[start : start + length]
+            if pages:
+                pages += taken
+            else:
+                pages = taken
+            need -= length
+        return pages or array("i")
 
     def share(self, pages: Sequence[int]) -> None:
         """One more reference for each page; ValueError, with nothing changed, if one is free."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from coppice.radix import drafts, edges, eviction
 from coppice.radix.events import PageEvents
-from coppice.radix.node import Hold, Inserted, Match, Node, Root
+from coppice.radix.node import Hold, Inserted, Match, Node, Root, new_tuple
 from coppice.radix.policies import make_order
 from coppice.radix.pool import OutOfPages, PagePool
 from coppice.radix.tokens import TOKEN_BYTES, Tokens, common_prefix, token_bytes
@@ -95,14 +95,14 @@ class RadixTree:
         if limit is not None and limit < 0:
             raise ValueError(f"limit must be at least 0, got {limit}")
         query = token_bytes(tokens)
-        root = self.roots.get(namespace)
-        if root is None:
-            return Match(namespace, None, 0, self.epoch)
-        node, at = self._descend(root, query, 0)
-        length = at // TOKEN_BYTES
-        if limit is not None and length > limit:
-            node, length = node.ending(limit), limit
-        return Match(namespace, node, length, self.epoch)
+        node: Node | None = self.roots.get(namespace)
+        length = 0
+        if node is not None:
+            node, at = self._descend(node, query, 0)
+            length = at // TOKEN_BYTES
+            if limit is not None and length > limit:
+                node, length = node.ending(limit), limit
+        return new_tuple(Match, (namespace, node, length, self.epoch))
 
     @staticmethod
     def _descend(node: Node, query: bytes, at: int) -> tuple[Node, int]:
@@ -112,12 +112,11 @@ class RadixTree:
             if child is None:
                 return node, at
             node, edge = child, child.edge
-            same = len(edge) if query.startswith(edge, at) else common_prefix(query, at, edge)
             full = node.length * TOKEN_BYTES
-            if same < full:
+            # An edge that was cut by eviction may match beyond its length; it has no children.
+            if not query.startswith(edge, at) and (same := common_prefix(query, at, edge)) < full:
                 return node, at + same
             at += full
-            # An edge that was cut by eviction may match beyond its length; it has no children.
 
     # -- locking -----------------------------------------------------------------------------
 
@@ -129,16 +128,15 @@ class RadixTree:
         as a use (a pin's). What is a draft stays one only with `draft`. Raises ValueError if the
         tree has changed since the match was made.
         """
-        if match.epoch != self.epoch:
+        namespace, node, length, epoch = match
+        if epoch != self.epoch:
             raise ValueError("match: the tree has changed since this match was made; match again")
-        node = match.node
         if node is None:
-            node = self.roots.get(match.namespace)
-            if node is None:
-                node = self.roots[match.namespace] = Root(match.namespace)
-        node = node.ending(match.length)
-        if match.length < node.end:
-            node = edges.split(self, node, match.length - node.start)
+            node = self.roots.get(namespace) or self.roots.setdefault(namespace, Root(namespace))
+        if length <= node.start:
+            node = node.ending(length)
+        if length < node.start + node.length:
+            node = edges.split(self, node, length - node.start)
         if node.draft and not draft:
             drafts.keep(node)
         if use:
@@ -153,7 +151,7 @@ class RadixTree:
                 walk.stamp = clock
                 walk.hits += 1
             walk = walk.parent
-        return Hold(match.namespace, node, match.length)
+        return Hold(namespace, node, length)
 
     def fork(self, hold: Hold) -> Hold:
         """A second lock on the same path, for a sequence that continues from the same tokens.
@@ -184,22 +182,22 @@ class RadixTree:
         clock = self._clock
         walk: Node | None = node
         while walk is not None:
-            walk.locks -= 1
-            if not walk.locks:
+            walk.locks = locks = walk.locks - 1
+            if not locks:
                 self.locked_pages -= walk.own_pages
             if use:
                 walk.stamp = clock
             walk = walk.parent
-        if not (drop and node.draft):
-            if not node.children and not node.locks:
-                eviction.offer(self, node)
-        else:
+        if drop and node.draft:
             drafts.drop(self, node)
+        elif not node.children and not node.locks:
+            eviction.offer(self, node)
 
     def release(self, hold: Hold, table: array[int], *, drop: bool = False) -> None:
         """Ends a sequence: gives back its own pages, then its lock (`drop` as in `unlock`)."""
         self._held(hold)
-        self.pool.release(table[hold.length // self.page_size :])
+        if own := table[hold.length // self.page_size :]:
+            self.pool.release(own)
         self.unlock(hold, drop=drop)
 
     @staticmethod
@@ -212,11 +210,13 @@ class RadixTree:
 
     def page_table(self, hold: Hold) -> array[int]:
         """The `ceil(hold.length / page_size)` pages of the held tokens, in order (a new array)."""
-        table = array("i")
-        for node in self._held(hold).path():
-            if node.start % self.page_size:
+        size = self.page_size
+        path = self._held(hold).path()
+        table = path[0].pages[:] if path else array("i")
+        for node in path[1:]:
+            if node.start % size:
                 # Its first page is its parent's last one or a copy of it that holds more.
-                del table[node.start // self.page_size :]
+                table.pop()
             table += node.pages
         return table
 
@@ -254,9 +254,10 @@ class RadixTree:
             covering += 1
             node = node.parent
         # Any reference beyond the nodes of this path is another writer, or a node further down.
-        if self.pool.refs[page] != covering:
+        refs = self.pool.refs
+        if refs[page] != covering:
             return False
-        self.pool.share((page,))
+        refs[page] += 1
         return True
 
     def allocate(self, count: int, after: int = -1) -> array[int]:
@@ -267,7 +268,7 @@ class RadixTree:
         missing = count - self.pool.free_pages
         if missing <= 0:
             return self.pool.allocate(count, after)
-        if missing > self.evictable_pages:
+        if missing > self.cached_pages - self.locked_pages:
             raise OutOfPages(count, self.pool.free_pages + self.evictable_pages)
         # Evicted pages are handed on as they are: in a full pool they would be given back in
         # pieces only to be taken again.
@@ -306,21 +307,15 @@ class RadixTree:
         query = token_bytes(tokens)
         total = begin + len(query) // TOKEN_BYTES
         bottom, held = self._held(hold), hold.length
-        if not 0 <= begin <= held:
-            raise ValueError(f"begin must be in 0 .. {held}, what the hold covers, got {begin}")
-        if total < held:
-            raise ValueError(f"tokens: {total} of them, but the hold covers {held} already")
-        if len(table) * self.page_size < total:
-            raise ValueError(
-                f"table: {len(table)} pages of {self.page_size} can't hold {total} tokens"
-            )
+        if not 0 <= begin <= held <= total <= len(table) * self.page_size:
+            edges.refuse(begin, held, total, len(table), self.page_size)
         if total == held:
             if not draft:
                 drafts.keep(bottom)
             return Inserted(0, 0)
         node, at = self._descend(bottom, query, (held - begin) * TOKEN_BYTES)
         matched = begin + at // TOKEN_BYTES
-        if matched < node.end:
+        if matched < node.start + node.length:
             node = edges.split(self, node, matched - node.start)
         if matched > held:
             edges.adopt(self, hold, node, table, matched)
@@ -329,11 +324,16 @@ class RadixTree:
             self.epoch += 1
         if node.draft and not draft:
             drafts.keep(node)
-        edges.descend(self, bottom, node)
         hold.node, hold.length = node, total
+        while node is not bottom:
+            if not node.locks:
+                self.locked_pages += node.own_pages
+            node.locks += 1
+            assert node.parent is not None
+            node = node.parent
         if draft:
             drafts.share_copies(self, bottom)
-        return Inserted(total - matched, matched - held)
+        return new_tuple(Inserted, (total - matched, matched - held))
 
     # -- drafts ------------------------------------------------------------------------------
 
