@@ -70,6 +70,7 @@ class Accounting:
         self._taken = 0  # serial number of the first that waits
         # The curve's ages are those of a batch, which should not be many times the pool.
         self._batch_tokens = max(_LEAST_BATCH_TOKENS, min(pool_tokens, _BATCH_TOKENS))
+        self._most_tokens = _MOST_BATCHES * self._batch_tokens
 
     @property
     def nbytes(self) -> int:
@@ -142,9 +143,8 @@ class Accounting:
             raise ValueError("account: its request was finished already")
         self._pass(now)
         account.finished = True
-        if not added:
-            return
-        self._log(Growth(account, added, now), len(added) // TOKEN_BYTES)
+        if added:
+            self._log(Growth(account, added, now), len(added) // TOKEN_BYTES)
 
     def abandoned(
         self, account: RequestAccount, tokens: bytes, computed: int, *, now: float
@@ -192,13 +192,11 @@ class Accounting:
         self._now = now
 
     def _log(self, item: RequestAccount | Growth | Abandonment, tokens: int) -> None:
-        self._waiting.append((item, tokens))
+        waiting = self._waiting
+        waiting.append((item, tokens))
         self._waiting_tokens += tokens
         # Memory is bounded: if nobody settles, whoever adds to a full log processes a batch of it.
-        if (
-            len(self._waiting) >= MOST_WAITING
-            or self._waiting_tokens >= _MOST_BATCHES * self._batch_tokens
-        ):
+        if self._waiting_tokens >= self._most_tokens or len(waiting) >= MOST_WAITING:
             self._settle_batch()
 
     # -- asking ------------------------------------------------------------------------------
