@@ -13,6 +13,7 @@ from coppice.radix.accounts import RequestAccount
 from coppice.radix.anchors import AnchorFinder, Anchors
 from coppice.radix.causes import Prompts
 from coppice.radix.hashes import Blocks, Borders, Hashes, Ints, PrefixHasher, Tokens, keys
+from coppice.radix.node import Node
 from coppice.radix.tokens import TOKEN_BYTES
 
 
@@ -79,18 +80,24 @@ class BatchHasher:
         known: list[array[int]] = []
         chains: list[int] = []
         flat: list[int] = []
+        unknown: list[tuple[Node, int, int]] = []  # where hits end, borders there, and the piece
         for item in items:
             if isinstance(item, RequestAccount):
-                tokens = item.tokens
-                before = _known_borders(item, size) if item.node is not None else _NOTHING
+                tokens, prompt, hit = item.tokens, item.prompt_tokens, item.hit_tokens
+                before = _NOTHING
+                if item.node is not None:
+                    # Something of the prompt is always left to be hashed.
+                    whole = (hit if hit < prompt else prompt - 1) // size
+                    before = _known_borders(item.node, whole, size)
+                    if len(before) < whole:
+                        unknown.append((item.node, whole, len(requests)))
                 count = len(before)
                 requests.append(item)
                 known.append(before)
                 chains.append(before[-1] if count else 0)
                 pieces.append(memoryview(tokens)[count * width :] if count else tokens)
-                prompt = item.prompt_tokens
-                flat += (count, -1, item.hit_tokens, prompt, prompt, item.hit_tokens,
-                         item.in_flight_tokens, item.hit_limit)  # fmt: skip
+                flat += (count, -1, hit, prompt, prompt, hit, item.in_flight_tokens,
+                         item.hit_limit)  # fmt: skip
             else:
                 account, added = item.account, item.added
                 prompt, tail, chain = account.prompt_tokens, account.tokens, account.chain
@@ -104,12 +111,12 @@ class BatchHasher:
                 length = len(added) // TOKEN_BYTES
                 flat += (count, account.place - first, prompt, length, 0, 0, 0, 0)
         counts, parents, content_from, lengths, prompt_tokens, hits, in_flight, limits = (
-            np.array(flat, np.int64).reshape(-1, 8).T.copy()
+            np.frombuffer(array("q", flat), np.int64).reshape(-1, 8).T.copy()
         )
-        hashed = self._prefixes.blocks(pieces, counts, np.array(chains, np.uint64), parents)
-        for number, request in enumerate(requests):
-            if request is not None and request.node is not None:
-                _keep(request, known[number], hashed, number, size)
+        starts = np.frombuffer(array("Q", chains), np.uint64)
+        hashed = self._prefixes.blocks(pieces, counts, starts, parents)
+        for node, whole, number in unknown:
+            _keep(node, whole, known[number], hashed, number)
         borders = self._prefixes.borders(hashed, known)
         anchors = self._contents.find(pieces, (content_from - counts * size).tolist())
         salt = np.array(salts, np.uint64)
@@ -123,7 +130,7 @@ class BatchHasher:
             borders,
             keys(borders.hashes, salt[borders.piece]),
             hashed.chain.tolist(),
-            [bytes(piece[len(piece) // width * width :]) for piece in pieces],
+            [bytes(piece[-rest:]) if (rest := len(piece) % width) else b"" for piece in pieces],
             anchors,
             keys(anchors.hashes, salt[anchors.piece]),
         )
@@ -132,31 +139,24 @@ class BatchHasher:
 _NOTHING: array[int] = array("Q")
 
 
-def _known_borders(account: RequestAccount, block_tokens: int) -> array[int]:
-    """The hashes at the borders up to the end of its hit, as far as the tree has them.
+def _known_borders(end: Node, count: int, block_tokens: int) -> array[int]:
+    """The first `count` hashes at the borders before a hit's `end`, as far as the tree has them.
 
-    O(nodes without them above the hit's end).
+    O(nodes without them above it).
     """
-    node = account.node
+    node: Node | None = end
     while node is not None and node.borders is None:
         node = node.parent
     if node is None:
         return _NOTHING
     assert node.borders is not None
-    # An edge that was cut by eviction may have grown anew; something of the prompt is always left.
-    count = min(node.end, account.hit_tokens, account.prompt_tokens - 1) // block_tokens
-    return node.borders[:count]
+    # An edge that was cut by eviction may have grown anew.
+    return node.borders[: min(count, node.end // block_tokens)]
 
 
-def _keep(
-    account: RequestAccount, known: array[int], hashed: Blocks, piece: int, block_tokens: int
-) -> None:
-    """Leaves the hashes up to the end of the hit in the node where it ended."""
-    node = account.node
-    assert node is not None
-    count = min(account.hit_tokens, account.prompt_tokens - 1) // block_tokens
-    have = len(node.borders) if node.borders is not None else 0
-    if count > have:
+def _keep(node: Node, count: int, known: array[int], hashed: Blocks, piece: int) -> None:
+    """Leaves the first `count` hashes in the node where the hit ended, if it has fewer."""
+    if node.borders is None or count > len(node.borders):
         row = int(hashed.first_row[piece])
         fresh = hashed.hashes[row : row + count - len(known)]
         node.borders = known + array("Q", fresh.tobytes())

@@ -182,9 +182,10 @@ class PrefixHasher:
             if count:
                 begin = filled * width
                 end = begin + len(piece) - at
-                scratch[begin:end] = memoryview(piece)[at:]
+                scratch[begin:end] = memoryview(piece)[at:] if at else piece
                 filled += count
-                scratch[end : filled * width] = bytes(filled * width - end)
+                if end < filled * width:
+                    scratch[end : filled * width] = bytes(filled * width - end)
                 places.append((row, count))
                 row += count
         hash_scratch()
