@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from datetime import UTC, datetime
 from typing import Any
+
+_encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def configure(log_format: str) -> None:
@@ -38,12 +41,12 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return _encode(line)
 
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        when = time.strftime("%H:%M:%S", time.localtime(record.created))
         words = [when, record.levelname.lower(), record.getMessage()]
         # A value that could break the line, or begin one that looks like another, is quoted.
         words += [f"{name}={_value(value)}" for name, value in _fields(record).items()]
@@ -56,4 +59,4 @@ class _Text(logging.Formatter):
 def _value(value: Any) -> str:
     if isinstance(value, str) and value.isprintable() and value and not set(value) & set(' "='):
         return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return _encode(value)

@@ -39,6 +39,7 @@ from coppice.frontend.protocol import (
     ChatBody,
     CompletionBody,
     CompletionRequest,
+    PromptInput,
     bad_value,
     parse_chat,
     parse_completion,
@@ -278,16 +279,12 @@ class Server:
         """
         much = size is None or size > MUCH_BYTES or asked.form is not None
         much = much or (asked.tools is not None and asked.tools.held)
-        engine = self._engine
-        return await asyncio.get_running_loop().run_in_executor(
-            self._tokenizing_much if much else self._tokenizing,
-            prepare,
-            asked,
-            engine.tokenizer,
-            engine.texts.token_texts,
-            self._tool_format,
-            self._longest(),
-        )
+        engine, texts = self._engine, self._engine.texts.token_texts
+        given = (asked, engine.tokenizer, texts, self._tool_format, self._longest())
+        if not (much or asked.messages or asked.echo or any(map(_is_text, asked.prompts))):
+            return prepare(*given)  # token ids that need no work: another thread would cost more
+        threads = self._tokenizing_much if much else self._tokenizing
+        return await asyncio.get_running_loop().run_in_executor(threads, prepare, *given)
 
     async def _stream(
         self,
@@ -303,6 +300,7 @@ class Server:
         )
         await response.prepare(request)
         outputs: list[RequestOutput] = []
+        ending: list[dict[str, Any]] = []
         so_far = UsageSoFar(prompts)
 
         def counted(chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -317,14 +315,15 @@ class Server:
                 opening = (chunk for index in choices for chunk in shape.opening(index))
                 await _send(request, response, counted(opening))
                 async for place, delta in deltas:
-                    so_far.add(place, delta)
+                    if asked.continuous_usage:
+                        so_far.add(place, delta)
                     chunks = shape.chunks(place * asked.params.n + delta.index, delta)
                     await _send(request, response, counted(chunks))
                     if delta.output is not None:
                         outputs.append(delta.output)
             request[NOTE].fields |= _counts(usage(outputs))
             if asked.include_usage:
-                await _send(request, response, [shape.usage_chunk(outputs)])
+                ending.append(shape.usage_chunk(outputs))
         except ConnectionError:
             raise
         except Exception as error:  # the status line is out; the stream itself must tell
@@ -335,10 +334,13 @@ class Server:
                     log.exception("%s failed", request.path)
                 body = error_body(str(error), kind="server_error")
             request[NOTE].fields["error"] = body["error"]["message"]
-            await _send(request, response, [body])
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+            ending.append(body)
+        await _send(request, response, ending, last=True)
         return response
+
+
+def _is_text(prompt: PromptInput) -> bool:
+    return isinstance(prompt, str)
 
 
 def _counts(usage: dict[str, Any]) -> dict[str, int]:
@@ -351,20 +353,30 @@ def _counts(usage: dict[str, Any]) -> dict[str, int]:
 
 
 async def _send(
-    request: web.Request, response: web.StreamResponse, chunks: Sequence[dict[str, Any]]
+    request: web.Request,
+    response: web.StreamResponse,
+    chunks: Sequence[dict[str, Any]],
+    *,
+    last: bool = False,
 ) -> None:
-    """Sends them in one write. Raises ConnectionError if the client has stopped reading."""
-    if not chunks:
+    """Sends them in one write, the `last` ones with the end of the stream.
+
+    Raises ConnectionError if the client has stopped reading.
+    """
+    data = b"".join([b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks])
+    if last:
+        data += b"data: [DONE]\n\n"
+    if not data:
         return
-    data = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
+    write = response.write_eof if last else response.write
     transport = request.transport
     if transport is not None:
         low, _ = transport.get_write_buffer_limits()
         if transport.get_write_buffer_size() + len(data) <= low:  # there is nothing to wait for
-            await response.write(data)
+            await write(data)
             return
     try:
         async with asyncio.timeout(STALLED_SECONDS):
-            await response.write(data)
+            await write(data)
     except TimeoutError:
         raise ConnectionError(f"the client has read nothing for {STALLED_SECONDS:g} s") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import shlex
 import signal
@@ -21,6 +22,8 @@ from coppice.frontend.server_options import ServerOptions
 from coppice.frontend.tokenizer import Tokenizer, model_source
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.weights import resolve_model
+
+YOUNG_OBJECTS = 20_000  # between collections: hundreds of streams live on through each of them
 
 
 def serve(
@@ -73,6 +76,8 @@ async def _serve(
     )
     await runner.setup()
     await web.SockSite(runner, listener).start()
+    gc.freeze()  # what is loaded stays: no collection needs to look through it
+    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
     print(_greeting(engine, model, *listener.getsockname()[:2]), flush=True)
     await stop.wait()
     print(f"stopping; requests still running: {engine.running}", flush=True)

@@ -21,10 +21,11 @@ class StopStrings:
         matched: the stop string that was found, or None.
     """
 
-    __slots__ = ("_include", "_searched", "_shown", "_stop", "matched", "text")
+    __slots__ = ("_include", "_longest", "_searched", "_shown", "_stop", "matched", "text")
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
         self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=1) - 1  # beginning of one of them
         self._include = include
         self._searched = 0  # no match ends within so many characters
         self._shown = 0
@@ -72,8 +73,7 @@ class StopStrings:
 
     def _possible_beginning(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        longest = max(map(len, self._stop), default=0) - 1
-        for length in range(min(longest, len(self.text)), 0, -1):
+        for length in range(min(self._longest, len(self.text)), 0, -1):
             end = self.text[-length:]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stop):
                 return length

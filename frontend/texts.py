@@ -24,7 +24,7 @@ from coppice.runtime.sampling_params import SamplingParams
 Params = TypeVar("Params", SamplingParams, BeamSearchParams)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, for speed: see StepOutput
 class TextDelta:
     """What a step did to one continuation of a request.
 

@@ -12,6 +12,7 @@ This is what runs in the engine's own process. What travels is plain:
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import pickle
@@ -145,6 +146,7 @@ def engine_main(config: EngineConfig, connection: Connection, more: Mapping[str,
         channel.send(_portable(error))
         channel.close()
     else:
+        gc.freeze()  # what is loaded stays: no collection needs to look through it
         EngineLoop(engine, channel).run()
     logging.shutdown()
     # Nothing is left to be saved. An orderly end would run the destructors of native libraries
