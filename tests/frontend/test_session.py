@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,47 @@ def test_open_sessions_stay_cached_and_closed_ones_may_go(llm: LLM) -> None:
     for number in range(8):
         llm.generate([[20 + number, 7] * 200], SamplingParams(max_tokens=1))
     assert engine.tree.match(kept, engine.intake.namespace(None)).length == 0
+
+
+def test_sessions_end_in_any_order_and_leave_no_pin(llm: LLM) -> None:
+    """A fork may outlive what it was forked from, and nothing is computed again for that."""
+    pins = llm._text_engine.engine.pins
+    root = llm.session(TEXT)
+    root.generate(sampled(0))
+    child = root.fork()[0]
+    root.close()
+    grandchildren = child.fork(2)
+    child.close()
+    before = llm.cache_report().computed_tokens
+    Session.generate_all(grandchildren, [sampled(1), sampled(2)])
+    assert llm.cache_report().computed_tokens - before <= 2 + 2 * 6
+    grandchildren[1].close()
+    with pytest.raises(ValueError, match="it was closed"):
+        Session.generate_all(grandchildren)
+    assert len(pins) == 1
+    again = grandchildren[0].append(" and").fork(2)
+    grandchildren[0].close()
+    for each in reversed(again):
+        each.close()
+    assert len(pins) == 0
+    llm._text_engine.engine.reset_cache()
+
+
+def test_the_example_searches_a_tree_and_closes_all_but_the_best(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(benchmarks)
+    example = import_module("tree_of_thoughts")
+    best = example.search(llm, TEXT, depth=2, branches=3)
+    assert best.text.startswith(TEXT) and len(best.text) > len(TEXT)
+    assert len(llm._text_engine.engine.pins) == 1
+    best.close()
+    counts = llm.cache_report().accounts.overall.since_start
+    assert counts.evicted == 0
+    assert counts.hit_tokens > 0.95 * counts.ideal_tokens, "branches share what they can"
+    lines = (benchmarks / "tree_of_thoughts.py").read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) <= 40
 
 
 def test_what_does_not_fit_the_budget_still_works(checkpoint: Path) -> None:
