@@ -195,11 +195,12 @@ def _try_out(kernels: ModuleType) -> None:
     One row of two query heads over four keys, all ones, in two items that are merged; and as many
     rows as fill each width of lanes.
     """
-    cache = np.ones(4 * 8, np.float32)
+    dim = kernels.LANES
+    cache = np.ones(4 * dim, np.float32)
     table = np.zeros(1, np.int32)
     for rows in sorted({1, kernels.LANES, *(kernels.LANES * n // 2 for n in kernels.VECTORS)}):
-        q = np.ones((rows, 16), np.float32)
-        out, partial_out = np.empty_like(q), np.empty((2 * rows, 16), np.float32)
+        q = np.ones((rows, 2 * dim), np.float32)
+        out, partial_out = np.empty_like(q), np.empty((2 * rows, 2 * dim), np.float32)
         lse, partial_lse = np.empty((rows, 2), np.float32), np.empty((2 * rows, 2), np.float32)
         items = np.array([[0, rows, 0, 0, 2, 0, 0, 0], [0, rows, 0, 2, 4, 0, 0, rows]], np.int32)
         slots = np.concatenate([np.arange(rows) * 2, np.arange(rows) * 2 + 1]).astype(np.int32)
@@ -208,8 +209,8 @@ def _try_out(kernels: ModuleType) -> None:
             out[:] = 0
             kernels.attend_items(
                 np.array([[0, 0, 1], [1, 0, 1]], np.int32), np.array(shares), items,
-                merges.astype(np.int32), q.reshape(-1), 16, cache, cache, table,
-                np.arange(rows, dtype=np.int32), slots, np.full(rows, 3, np.int32), 4, 1, 8,
+                merges.astype(np.int32), q.reshape(-1), 2 * dim, cache, cache, table,
+                np.arange(rows, dtype=np.int32), slots, np.full(rows, 3, np.int32), 4, 1, dim,
                 np.float32(1), 0, out, lse, partial_out, partial_lse,
             )  # fmt: skip
             if not np.allclose(out, 1):

@@ -15,8 +15,8 @@ from coppice.kernels.tree_schedule import TreeSchedule, build_tree_schedule
 # microseconds for the merge's memory and its call.
 _LAUNCH_BYTES = 50_000
 
-# Keys times vectors of lanes times KV heads from which work is shared among threads: below, waking
-# them takes longer. One such unit is 20 to 30 ns with heads of 64.
+# Keys times half vectors of lanes times KV heads from which work is shared among threads: below,
+# waking them takes longer. One such unit is some 30 ns with heads of 64.
 _SHARED_FROM = 2048
 
 
@@ -53,7 +53,7 @@ def cpu_cost_model(
     few = -(-group // lanes) * lanes
     if few > most_lanes:
         raise ValueError(f"q has {group} heads for each KV head; it must have up to {most_lanes}")
-    tiles = Tiles(*(Tile(queries, keys, 1, 1, 1) for queries in (few, most_lanes)))
+    tiles = Tiles(Tile(few, keys, 1, 1, 1, kv_heads), Tile(most_lanes, keys, 1, 1, 1))
     return CostModel(
         tiles, group, kv_heads, head_dim, 8 * head_dim, threads, launch_bytes=_LAUNCH_BYTES
     )
@@ -66,10 +66,14 @@ def build_cpu_schedule(
     tree = build_tree_schedule(plan, window, model)
     items = np.concatenate([launch.items for launch in tree.launches])
     threads = model.multiprocessors
+    threads = model.multiprocessors
+    # A key of few lanes (`few_lanes`) takes about half as long as one of a whole vector.
+    halves = -(-items[:, 1] * model.group // (lanes // 2))
+    costs = (items[:, 4] - items[:, 3] + START_KEYS) * np.where(halves > 1, halves + halves % 2, 1)
     # Items of many rows are worked head by head, so that a head's keys stay in the cache for the
     # next item of the same sequence; those of few, all heads at once: keys are read in order.
     many = items[:, 1] * model.group > lanes
-    if len(items) < threads:
+    if len(items) < threads and costs.sum() * model.kv_heads >= _SHARED_FROM:
         many[:] = True
     alone = np.flatnonzero(many)
     alone = alone[np.argsort(items[alone, 2], kind="stable")]
@@ -83,9 +87,7 @@ def build_cpu_schedule(
             ),
         ]
     ).astype(np.int32)
-    chosen = items[tasks[:, 0]].astype(np.int64)
-    vectors = -(-chosen[:, 1] * model.group // lanes)
-    cost = (chosen[:, 4] - chosen[:, 3] + START_KEYS) * vectors * (tasks[:, 2] - tasks[:, 1])
+    cost = costs[tasks[:, 0]].astype(np.int64) * (tasks[:, 2] - tasks[:, 1])
     return CpuSchedule(tree, items, tasks, _shares(cost, threads))
 
 

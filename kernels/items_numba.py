@@ -2,9 +2,10 @@
 
 An item is some rows of the batch over a range of one page table's keys (``tree_schedule``). It is
 walked tile by tile with an online softmax in base 2 (scale carries log2 e), all query heads of a KV
-head and all rows of the item at once (``vectors``), straight from the pages, whose next tile is
-fetched meanwhile. Tasks are items, or one KV head of an item, dealt out among threads beforehand.
-A row with several items is merged from their results by log-sum-exp, in the order of keys.
+head and all rows of the item at once (``vectors``, or ``few_lanes`` where they are few), straight
+from the pages, whose next tile is fetched meanwhile. Tasks are items, or one KV head of an item,
+dealt out among threads beforehand. A row with several items is merged from their results by
+log-sum-exp, in the order of keys.
 
 Compiled on first use and kept on disk by numba (beside this file or, where that cannot be written,
 in the user's cache folder; NUMBA_CACHE_DIR moves it).
@@ -18,12 +19,12 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, njit, types
 
+from coppice.kernels.few_lanes import FEW, few_gather, few_scores, few_weigh
 from coppice.kernels.tasks_numba import pointer, run_share, run_shares
+from coppice.kernels.vector_code import LANES, VECTORS
 from coppice.kernels.vectors import (
-    LANES,
     MOST_LANES,
     TILE,
-    VECTORS,
     gather,
     lay_across,
     lay_along,
@@ -33,9 +34,9 @@ from coppice.kernels.vectors import (
 
 __all__ = ["LANES", "MOST_LANES", "TILE", "VECTORS", "attend_compiled", "attend_items", "run_tasks"]
 
-#: A digest of ``vectors.py`` and ``tasks_numba.py``: numba keeps compiled code until this file
-#: changes, and does not look at the files of what is called. A test tells when to renew it.
-SOURCES = "197d8b83ce77"
+#: A digest of the modules whose compiled functions are called here: numba keeps compiled code until
+#: this file changes, and does not look at the files of what is called. A test tells when to renew.
+SOURCES = "d3c8bc300549"
 
 # No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
@@ -44,6 +45,11 @@ _LOG2E = np.float32(1.4426950408889634)
 _LN2 = np.float32(0.6931471805599453)
 _NEG_INF = np.float32(-np.inf)
 _V0, _V1, _V2, _V3 = VECTORS
+_F0, _F1 = FEW
+# Keys that fill a vector of the fewest lanes.
+_SIDE = LANES // _F0
+# Keys and values of a tile of few lanes.
+_FEW_BYTES = 1 << 16
 # Floats of a cache line.
 _LINE = 16
 # Numbers and addresses that ``run_tasks`` is given.
@@ -84,6 +90,22 @@ def _hide(
                 mine[lane] = _NEG_INF
 
 
+@njit(cache=True)
+def _hide_few(
+    s: np.ndarray,
+    begin: int,
+    count: int,
+    vectors: int,
+    partly: bool,
+    seen_from: np.ndarray,
+    seen_to: np.ndarray,
+) -> None:
+    """The same for few lanes: keys that only fill the last vector are hidden from all."""
+    if partly:
+        _hide(s, begin, count, seen_from, seen_to)
+    s[count : vectors * LANES // s.shape[1]] = _NEG_INF
+
+
 # Becomes part of ``run_tasks``, and is compiled nowhere else.
 @njit(inline="always")
 def _work(
@@ -118,23 +140,28 @@ def _work(
     heads = last_head - first_head
     needed = -(-count * group // LANES)
     wide = _V0 if needed <= _V0 else _V1 if needed <= _V1 else _V2 if needed <= _V2 else _V3
-    lanes = wide * LANES
+    lanes = across = wide * LANES
+    few = count * group <= _F1 and dim % LANES == 0
+    if few:
+        lanes = _F0 if count * group <= _F0 else _F1
 
     # Vectors that lie across two cache lines take twice as long to load.
-    scratch: Any = np.empty((2 * heads * (dim + 1) + TILE) * lanes + _LINE, np.float32)
+    size = (2 * heads * dim + TILE) * lanes + 2 * heads * across
+    scratch: Any = np.empty(size + _LINE, np.float32)
     used: Any = -(scratch.ctypes.data // 4) % _LINE
     size = heads * dim * lanes
-    queries = scratch[used : used + size].reshape(heads, dim, lanes)
+    # [dim, lanes] of each head; of few lanes [lanes, dim].
+    queries = scratch[used : used + size].reshape(heads, dim * lanes)
     used += size
-    sums = scratch[used : used + size].reshape(heads, dim, lanes)
+    sums = scratch[used : used + size].reshape(heads, dim * lanes)
     sums[:] = np.float32(0)
     used += size
-    top = scratch[used : used + heads * lanes].reshape(heads, lanes)
+    top = scratch[used : used + heads * across].reshape(heads, across)
     top[:] = _NEG_INF
-    used += heads * lanes
-    total = scratch[used : used + heads * lanes].reshape(heads, lanes)
+    used += heads * across
+    total = scratch[used : used + heads * across].reshape(heads, across)
     total[:] = np.float32(0)
-    used += heads * lanes
+    used += heads * across
     s = scratch[used : used + TILE * lanes].reshape(TILE, lanes)
     # A lane without a row sees all.
     seen_from, seen_to = np.zeros(lanes, np.int64), np.full(lanes, end)
@@ -154,37 +181,60 @@ def _work(
             # A lane without a row asks what the first one asks, and nobody reads its result.
             at_row, at_head = (mine[i], g) if i < count else (mine[0], 0)
             start = np.int64(at_row) * q_stride + ((first_head + h) * group + at_head) * dim
+            if few:
+                along = queries[h, lane * dim : lane * dim + dim]
+                for d in range(dim):
+                    along[d] = q[start + d] * factor
+                continue
             lines[lane] = q.ctypes.data + 4 * start
             for d in range(whole, dim):
-                queries[h, d, lane] = q[start + d] * factor
-        for lane in range(0, lanes, LANES):
+                queries[h, d * lanes + lane] = q[start + d] * factor
+        for lane in range(0, 0 if few else lanes, LANES):
             to = queries[h].ctypes.data + 4 * lane
             lay_across(lanes, lines.ctypes.data + 8 * lane, whole, factor, to)
 
+    tile: Any = TILE
+    if few:
+        # They wait for memory: what is fetched ahead of them has to stay in the second-level cache.
+        fitting: Any = _FEW_BYTES // (8 * dim * heads) // _SIDE * _SIDE
+        tile = min(TILE, max(fitting, _SIDE))
     at, following = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     width = kv_heads * dim
-    # Keys of all heads lie side by side: where all are read they come in the order of memory.
+    # Keys of all heads lie side by side: where all are read they come in the order of memory. Few
+    # lanes are through with a head's keys in no time, and fetch the next ones head by head.
     fetched = 4 * dim * heads
-    _locate(table, begin, begin + TILE, end, page_size, width, following)
-    for start in range(begin, end, TILE):
-        many = min(TILE, end - start)
+    _locate(table, begin, begin + tile, end, page_size, width, following)
+    for start in range(begin, end, tile):
+        many = min(tile, end - start)
         at, following = following, at
-        if start + TILE < end:
-            _locate(table, start + TILE, start + 2 * TILE, end, page_size, width, following)
+        if start + tile < end:
+            _locate(table, start + tile, start + 2 * tile, end, page_size, width, following)
         elif n < last:
             other = items[tasks[n + 1, 0]]
             begun, table = np.int64(other[3]), page_indices[other[2] :]
-            _locate(table, begun, begun + TILE, np.int64(other[4]), page_size, width, following)
+            _locate(table, begun, begun + tile, np.int64(other[4]), page_size, width, following)
         partly = start + many - 1 > lowest or (window > 0 and start <= highest - window)
+        # Whole vectors of few lanes' scores, several keys side by side in each.
+        full = -(-many * lanes // LANES)
         here, ahead, to = at.ctypes.data, following.ctypes.data, s.ctypes.data
         for h in range(heads):
             k = keys.ctypes.data + 4 * (first_head + h) * dim
             v = values.ctypes.data + 4 * (first_head + h) * dim
             asked, result = queries[h].ctypes.data, sums[h].ctypes.data
             best, weight = top[h].ctypes.data, total[h].ctypes.data
-            fetch = fetched if h == 0 else 0
-            # The first argument is a constant of what is compiled, hence four of each.
-            if wide == _V0:
+            fetch = 4 * dim if few else fetched if h == 0 else 0
+            # The first argument is a constant of what is compiled, hence one call for each.
+            if few and lanes == _F0:
+                few_scores(_F0, asked, k, v, here, many, ahead, fetch, dim, to)
+                _hide_few(s, start, many, full, partly, seen_from, seen_to)
+                few_weigh(_F0, to, full, best, weight, result, dim)
+                few_gather(_F0, to, v, here, many, result, dim)
+            elif few:
+                few_scores(_F1, asked, k, v, here, many, ahead, fetch, dim, to)
+                _hide_few(s, start, many, full, partly, seen_from, seen_to)
+                few_weigh(_F1, to, full, best, weight, result, dim)
+                few_gather(_F1, to, v, here, many, result, dim)
+            elif wide == _V0:
                 scores(_V0, asked, k, v, here, many, ahead, fetch, dim, to)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to)
@@ -214,6 +264,9 @@ def _work(
         for lane in range(lanes):
             i, g = lane // group, lane % group
             weight = total[h, lane]
+            if few:
+                for other in range(lane + lanes, LANES, lanes):
+                    weight += total[h, other]
             # A row that sees none of these keys has no weight, and a result of 0.
             inverse = np.float32(1) / weight if weight > 0 else np.float32(0)
             total[h, lane] = inverse
@@ -226,9 +279,14 @@ def _work(
             to_out, to_lse = (out, lse) if slot < 0 else (partial_out, partial_lse)
             lines[lane] = to_out.ctypes.data + 4 * (place * out.shape[1] + head * dim)
             to_lse[place, head] = top[h, lane] * _LN2 + np.float32(math.log(weight))
+            if few:
+                along, line = sums[h, lane * dim : lane * dim + dim], to_out[place]
+                for d in range(dim):
+                    line[head * dim + d] = along[d] * inverse
+                continue
             for d in range(whole, dim):
-                to_out[place, head * dim + d] = sums[h, d, lane] * inverse
-        for lane in range(0, lanes, LANES):
+                to_out[place, head * dim + d] = sums[h, d * lanes + lane] * inverse
+        for lane in range(0, 0 if few else lanes, LANES):
             columns, factors = sums[h].ctypes.data + 4 * lane, total[h].ctypes.data + 4 * lane
             lay_along(lanes, columns, whole, factors, lines.ctypes.data + 8 * lane)
 

@@ -13,7 +13,7 @@ class Tile:
     """``queries`` packed rows by ``keys`` keys at a time, computed by ``warps`` warps.
 
     ``stages`` tiles of keys are in flight. ``resident`` programs fit on a multiprocessor, by their
-    registers and shared memory.
+    registers and shared memory. A program works so many KV ``heads``.
     """
 
     queries: int
@@ -21,6 +21,7 @@ class Tile:
     warps: int
     stages: int
     resident: int
+    heads: int = 1
 
 
 @dataclass(frozen=True, slots=True)

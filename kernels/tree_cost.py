@@ -218,13 +218,13 @@ def best_split(
         if split > length.max():
             break
         pieces = -(-length // split)
-        programs = int(pieces.sum()) * model.kv_heads
+        programs = int(pieces.sum()) * model.kv_heads // tile.heads
         waves = programs / held
         waves = waves + 0.5 if waves > _MANY_WAVES else -(-programs // held)
         mean = float(length.sum()) / int(pieces.sum())
         longest = float((length / pieces).max())
         walk = max(waves * (mean + START_KEYS), longest + START_KEYS)
-        cost = walk * held * model.key_bytes
+        cost = walk * held * model.key_bytes * tile.heads
         partials = int((rows * pieces)[pieces > 1].sum())
         total = cost + (model.merge_cost(partials) if partials else 0.0)
         if best is None or total < best[1]:

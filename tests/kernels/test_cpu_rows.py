@@ -168,7 +168,7 @@ def test_threads_run_before_compiled_code_is_loaded(module):
 @pytest.mark.parametrize(
     ("module", "called"),
     [
-        ("items_numba", ["vectors", "tasks_numba"]),
+        ("items_numba", ["few_lanes", "vectors", "vector_code", "tasks_numba"]),
         ("int8_panels", ["tasks_numba"]),
         ("int8_numba", ["rows_numba", "tasks_numba"]),
         ("layers_numba", ["items_numba", "rows_numba", "int8_numba", "tasks_numba"]),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from coppice.kernels import tree_cost, tree_schedule
+from coppice.kernels.cpu_schedule import build_cpu_schedule, cpu_cost_model
 from coppice.kernels.interface import AttentionPlan, SharedStretch
 from coppice.kernels.tiles import Tile, Tiles, choose_tiles
 from coppice.kernels.tree_cost import CostModel, choose_shared
@@ -200,6 +201,16 @@ def test_one_long_sequence_fills_the_chip():
     made = build_tree_schedule(plan, None, LLAMA)
     programs = sum(len(launch.items) for launch in made.launches) * LLAMA.kv_heads
     assert programs >= LLAMA.multiprocessors
+
+
+def test_threads_share_one_sequence_by_its_keys_where_heads_are_worked_together():
+    """Eight KV heads alone would occupy two threads, each of which read a part of every token."""
+    model = cpu_cost_model(16, 8, 128, lanes=16, most_lanes=64, keys=48, threads=2)
+    made = build_cpu_schedule(tree([], 8192, 1), None, model, lanes=16)
+    assert made.tasks.tolist() == [[0, 0, 8], [1, 0, 8]]
+    assert made.shares.tolist() == [0, 1, 2]
+    first, second = made.items[:, 4] - made.items[:, 3]
+    assert first + second == 8192 and abs(first - second) <= 2 * 48
 
 
 def test_prefill_is_not_split_where_it_fills_the_chip():
