@@ -215,7 +215,8 @@ class Paging:
         draft = _drafts(sequence)
         prompt = len(sequence.request.prompt_token_ids)
         if draft and hold.length < prompt:
-            self._enter_to(sequence, hold, prompt, draft=False)
+            # A beam that lost its prompt computes it again in chunks: not all may be there yet.
+            self._enter_to(sequence, hold, min(prompt, sequence.computed), draft=False)
         self._enter_to(sequence, hold, sequence.computed, draft=draft)
 
     def _enter_to(self, sequence: Sequence, hold: Hold, end: int, *, draft: bool) -> None:

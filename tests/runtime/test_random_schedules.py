@@ -122,6 +122,33 @@ def test_beams_that_do_not_fit_together_take_turns(checkpoint, monkeypatch):
     assert len(found[0]) == 4 and found[0] == found[1]
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_beam_computes_its_prompt_again_in_chunks(checkpoint, page_size):
+    """It was preempted and its prompt evicted: no more enters the tree than has been computed."""
+    params, prompt = BeamSearchParams(3, 6, ignore_eos=True), list(range(3, 33))
+    found = []
+    for disturbed in (False, True):
+        engine, model = fake_engine(
+            checkpoint, page_size=page_size, kv_cache_tokens=512, max_num_seqs=4,
+            max_num_batched_tokens=7,
+        )  # fmt: skip
+        engine.add_beam_search("a", prompt, params)
+        while len(engine.scheduler.running) < 3:
+            assert engine.step() == []
+        if disturbed:
+            for sequence in list(engine.scheduler.running):
+                engine.scheduler.preempt(sequence)
+            engine.tree.evict(engine.num_pages)
+            assert engine.tree.cached_tokens == 0
+        outputs = []
+        while engine.has_unfinished():
+            outputs += engine.step()
+            engine.check()
+            model.check_cache()
+        found.append([(each.new_token_ids, pytest.approx(each.score)) for each in outputs])
+    assert len(found[0]) == 3 and found[0] == found[1]
+
+
 def test_forks_of_a_private_sequence_keep_out_of_the_tree_until_the_last_has_ended(checkpoint):
     """A request as long as the pool whose hit needs a page more than there is starts privately."""
     engine, _ = fake_engine(checkpoint, page_size=4, kv_cache_tokens=24, max_num_seqs=4)
