@@ -39,6 +39,10 @@ SOURCES = "375b4c389059"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
+# Rows that pass the feed-forward part together: what lies between its products takes 9 MB of a
+# Llama of 135 million weights then, where 2,048 rows at once take 38.
+_TOGETHER = 512
+
 #: The columns of ``weights`` of ``run_layers``.
 COLUMNS = (
     "attention_norm",
@@ -189,8 +193,8 @@ def run_layers(
     lse = np.empty((rows, heads), np.float32)
     partial_out = np.empty((num_partials, query_width), np.float32)
     partial_lse = np.empty((num_partials, heads), np.float32)
-    gate_up = np.empty((rows, 2 * inner), np.float32)
-    active = np.empty((rows, inner), np.float32)
+    gate_up = np.empty((min(rows, _TOGETHER), 2 * inner), np.float32)
+    active = np.empty((len(gate_up), inner), np.float32)
 
     _add_norm(x, nothing, weights[0, _NORM], eps, normed, threads)
     for layer in range(layers):
@@ -227,16 +231,23 @@ def run_layers(
                 return True
             x, gathered = x[logit_rows], gathered[logit_rows]
             normed, delta = normed[:rows], delta[:rows]
-            gate_up, active = gate_up[:rows], active[:rows]
         _multiply(gathered, mine[_OUTPUT : _OUTPUT + 3], panels, panel, delta, threads)
         _add_norm(x, delta, mine[_MLP_NORM], eps, normed, threads)
-        _multiply(normed, mine[_GATE_UP : _GATE_UP + 3], panels, panel, gate_up, threads)
-        many = _shares(gate_up, threads)
-        if many <= 1:
-            silu_share(np.int64(0), rows, gate_up, active)
-        else:
-            silu_shares(many, gate_up, active)
-        _multiply(active, mine[_DOWN : _DOWN + 3], panels, panel, delta, threads)
+        parts = -(-rows // _TOGETHER)
+        for part in range(parts):
+            begin, end = part * rows // parts, (part + 1) * rows // parts
+            both, product = gate_up[: end - begin], active[: end - begin]
+            _multiply(
+                normed[begin:end], mine[_GATE_UP : _GATE_UP + 3], panels, panel, both, threads
+            )  # fmt: skip
+            many = _shares(both, threads)
+            if many <= 1:
+                silu_share(np.int64(0), end - begin, both, product)
+            else:
+                silu_shares(many, both, product)
+            _multiply(
+                product, mine[_DOWN : _DOWN + 3], panels, panel, delta[begin:end], threads
+            )  # fmt: skip
         following = out if layer == layers - 1 else normed
         _add_norm(x, delta, weights[layer + 1, _NORM], eps, following, threads)
     return True

@@ -207,6 +207,21 @@ def test_a_mixed_batch_keeps_sequences_apart(
     assert_near(logits, torch.cat([theirs[0], theirs[3][16:], theirs[2][11:], theirs[1][8:]]))
 
 
+@pytest.mark.parametrize("backend", [COMPILED])
+def test_a_step_of_more_rows_than_pass_the_feed_forward_part_together(
+    models: Callable[..., tuple[Decoder, Any]], family: str, backend: str
+) -> None:
+    """1,036 rows, which pass in three parts that are not equally long, and 17 in the last layer."""
+    decoder, reference = models(family, {})
+    prompts = [prompt(60 + seed % 3, seed) for seed in range(17)]
+    together = sum(map(len, prompts))
+    assert together > 1024 and together % 3
+    ends = [sum(map(len, prompts[: at + 1])) - 1 for at in range(len(prompts))]
+    theirs = torch.cat([expected_logits(reference, tokens) for tokens in prompts])
+    assert_near(Run(decoder, backend, 17, 4).step(list(enumerate(prompts))), theirs)
+    assert_near(Run(decoder, backend, 17, 4).step(list(enumerate(prompts)), ends), theirs[ends])
+
+
 @pytest.mark.parametrize("backend", ["reference", COMPILED])
 def test_logits_only_where_asked(
     models: Callable[..., tuple[Decoder, Any]], family: str, backend: str
