@@ -68,11 +68,12 @@ def build_cpu_schedule(
     threads = model.multiprocessors
     threads = model.multiprocessors
     # A key of few lanes (`few_lanes`) takes about half as long as one of a whole vector.
-    halves = -(-items[:, 1] * model.group // (lanes // 2))
-    costs = (items[:, 4] - items[:, 3] + START_KEYS) * np.where(halves > 1, halves + halves % 2, 1)
+    used = items[:, 1] * model.group
+    halves = np.where(2 * used <= lanes, 1, 2 * -(-used // lanes))
+    costs = (items[:, 4] - items[:, 3] + START_KEYS) * halves
     # Items of many rows are worked head by head, so that a head's keys stay in the cache for the
     # next item of the same sequence; those of few, all heads at once: keys are read in order.
-    many = items[:, 1] * model.group > lanes
+    many = used > lanes
     if len(items) < threads and costs.sum() * model.kv_heads >= _SHARED_FROM:
         many[:] = True
     alone = np.flatnonzero(many)
