@@ -55,7 +55,7 @@ class EngineConfig:
     )
     max_model_len: int | None = _option(None, "longest prompt and output together, in tokens")
     max_num_seqs: int = _option(64, "most sequences in one step")
-    max_num_batched_tokens: int = _option(2048, "most tokens in one step")
+    max_num_batched_tokens: int = _option(1024, "most tokens in one step")
     enable_prefix_caching: bool = _option(True, "reuse the KV of prefixes seen before")
     scheduling_policy: str = _option(
         "lpm", f"who is admitted next: {', '.join(SCHEDULING_POLICIES)}"
