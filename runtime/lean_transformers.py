@@ -52,16 +52,16 @@ def _scan_once() -> None:
         return
     read = import_utils.define_import_structure
     folder = Path(transformers.__file__).parent / "models"
-    prefix = f"{folder.name}."
+    inside = f"{folder.name}."
 
-    def known(path: str, of: str | None = None) -> Any:
-        if of is not None or Path(path) != folder / "__init__.py":
-            return read(path, of)
+    def known(path: str, prefix: str | None = None) -> Any:
+        if prefix is not None or Path(path) != folder / "__init__.py":
+            return read(path, prefix)
         return {
             backends: {
-                name.removeprefix(prefix): exported
+                name.removeprefix(inside): exported
                 for name, exported in modules.items()
-                if name.startswith(prefix)
+                if name.startswith(inside)
             }
             for backends, modules in read(folder, prefix=folder.name).items()
         }
