@@ -291,9 +291,7 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
         for batch in (2, 8, 32):
             for shared in (16, 64, 256, 1024):
                 data = _Batch(batch, shared, 64, 1, heads, kv_heads, dim)
-                schedule = cpu_schedule.build_cpu_schedule(
-                    data.tree.plan, None, model, vectors.LANES
-                )
+                schedule = cpu_schedule.build_cpu_schedule(data.tree.plan, None, model)
                 # Partial results that cost less than nothing: whatever can be shared is.
                 cpu_schedule.CostModel.row_bytes = -(10**9)  # type: ignore[assignment, method-assign]
                 data.attend(data.tree)  # its schedule is made now, and kept

@@ -49,7 +49,7 @@ class PreparedPlan:
                 keys=kernels.TILE,
                 threads=self.num_threads,
             )
-            self._schedules[key] = build_cpu_schedule(self.plan, window, model, kernels.LANES)
+            self._schedules[key] = build_cpu_schedule(self.plan, window, model)
         return self._schedules[key]
 
 

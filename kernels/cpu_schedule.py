@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -15,9 +16,27 @@ from coppice.kernels.tree_schedule import TreeSchedule, build_tree_schedule
 # microseconds for the merge's memory and its call.
 _LAUNCH_BYTES = 50_000
 
-# Keys times half vectors of lanes times KV heads from which work is shared among threads: below,
-# waking them takes longer. One such unit is some 30 ns with heads of 64.
+# Keys of few lanes times KV heads from which work is shared among threads: below, waking them takes
+# longer. One is some 30 to 40 ns with heads of 64.
 _SHARED_FROM = 2048
+
+
+# A key takes a whole vector of lanes so much longer than few of them, for which memory is waited
+# for (`few_lanes`): 66 ns for a head of 64, not 40.
+_VECTOR_WORK = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCostModel(CostModel):
+    """A processor with vectors of so many ``lanes``: it computes as long as it reads."""
+
+    lanes: int = 1
+
+    merge_work: ClassVar[int] = 2  # by one thread
+
+    def key_work(self, rows: np.ndarray) -> np.ndarray:
+        used = rows * self.group
+        return np.where(2 * used <= self.lanes, 1.0, _VECTOR_WORK * -(-used // self.lanes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +62,10 @@ def cpu_cost_model(
     most_lanes: int,
     keys: int,
     threads: int,
-) -> CostModel:
+) -> CpuCostModel:
     """The cost model of a CPU on which an item has up to ``most_lanes`` query heads and rows.
 
-    What fits one vector of ``lanes`` costs no more than a single row. A KV head may have
+    What fits one vector of ``lanes`` is worked with all heads together. A KV head may have
     ``most_lanes`` query heads: ``ValueError``.
     """
     group = heads // kv_heads
@@ -54,26 +73,21 @@ def cpu_cost_model(
     if few > most_lanes:
         raise ValueError(f"q has {group} heads for each KV head; it must have up to {most_lanes}")
     tiles = Tiles(Tile(few, keys, 1, 1, 1, kv_heads), Tile(most_lanes, keys, 1, 1, 1))
-    return CostModel(
-        tiles, group, kv_heads, head_dim, 8 * head_dim, threads, launch_bytes=_LAUNCH_BYTES
+    return CpuCostModel(
+        tiles, group, kv_heads, head_dim, 8 * head_dim, threads, _LAUNCH_BYTES, lanes
     )
 
 
-def build_cpu_schedule(
-    plan: AttentionPlan, window: int | None, model: CostModel, lanes: int
-) -> CpuSchedule:
+def build_cpu_schedule(plan: AttentionPlan, window: int | None, model: CpuCostModel) -> CpuSchedule:
     """The schedule of a checked plan for layers with that sliding window; O(rows + pages)."""
     tree = build_tree_schedule(plan, window, model)
     items = np.concatenate([launch.items for launch in tree.launches])
     threads = model.multiprocessors
     threads = model.multiprocessors
-    # A key of few lanes (`few_lanes`) takes about half as long as one of a whole vector.
-    used = items[:, 1] * model.group
-    halves = np.where(2 * used <= lanes, 1, 2 * -(-used // lanes))
-    costs = (items[:, 4] - items[:, 3] + START_KEYS) * halves
+    costs = (items[:, 4] - items[:, 3] + START_KEYS) * model.key_work(items[:, 1])
     # Items of many rows are worked head by head, so that a head's keys stay in the cache for the
     # next item of the same sequence; those of few, all heads at once: keys are read in order.
-    many = used > lanes
+    many = items[:, 1] * model.group > model.lanes
     if len(items) < threads and costs.sum() * model.kv_heads >= _SHARED_FROM:
         many[:] = True
     alone = np.flatnonzero(many)
@@ -88,7 +102,7 @@ def build_cpu_schedule(
             ),
         ]
     ).astype(np.int32)
-    cost = costs[tasks[:, 0]].astype(np.int64) * (tasks[:, 2] - tasks[:, 1])
+    cost = costs[tasks[:, 0]] * (tasks[:, 2] - tasks[:, 1])
     return CpuSchedule(tree, items, tasks, _shares(cost, threads))
 
 

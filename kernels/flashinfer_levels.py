@@ -27,7 +27,6 @@ from coppice.kernels.tree_cost import (
     CostModel,
     SharedRange,
     choose_shared,
-    lone_reads,
     saved_bytes,
 )
 
@@ -110,7 +109,7 @@ def choose_levels(
         levels[at].append(each)
         depth[each.members] += 1
     counts = np.diff(plan.query_start)
-    reads = lone_reads(counts, model)
+    reads = model.reads(counts)
 
     def pays(level: Sequence[SharedRange]) -> bool:
         saved = sum(

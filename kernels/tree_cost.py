@@ -10,6 +10,7 @@ that move meanwhile. No number of sequences is special: two pay where their stre
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -49,6 +50,9 @@ class CostModel:
     multiprocessors: int = H100_MULTIPROCESSORS
     launch_bytes: int = LAUNCH_BYTES
 
+    #: How much longer merging takes than its bytes.
+    merge_work: ClassVar[int] = 1
+
     def __post_init__(self) -> None:
         if self.group > self.tiles.few.queries:
             raise ValueError(
@@ -67,11 +71,19 @@ class CostModel:
     @property
     def row_bytes(self) -> int:
         """A partial result of one row, all heads in float32, written once and read once."""
-        return 2 * 4 * self.group * self.kv_heads * (self.head_dim + 1)
+        return self.merge_work * 2 * 4 * self.group * self.kv_heads * (self.head_dim + 1)
 
-    def blocks(self, rows: int) -> int:
-        """Tiles that so many rows fill: how often they read the keys that they share."""
-        return 1 if rows <= self.few_rows else -(-rows // self.many_rows)
+    def key_work(self, rows: np.ndarray) -> np.ndarray:
+        """What a key of an item of so many rows takes, in those of a lone row.
+
+        The same, wherever reading is all that takes time.
+        """
+        return np.ones(rows.shape)
+
+    def reads(self, rows: np.ndarray) -> np.ndarray:
+        """How often so many rows read the keys that they share, weighted with the work of each."""
+        blocks = np.where(rows <= self.few_rows, 1, -(-rows // self.many_rows))
+        return blocks * self.key_work(-(-rows // blocks))
 
     def merge_cost(self, partials: int) -> float:
         return self.launch_bytes + partials * self.row_bytes
@@ -145,7 +157,7 @@ def choose_shared(
     seen_from = np.zeros(plan.num_sequences, np.int64)
     if window is not None:
         seen_from = np.maximum(plan.context_len.astype(np.int64) - window, 0)
-    alone = lone_reads(counts, model)
+    alone = model.reads(counts)
 
     able, rows, reads, parent = [], [], [], []
     owner = np.full(plan.num_sequences, -1)
@@ -153,7 +165,7 @@ def choose_shared(
         members = stretch.members[seen_from[stretch.members] <= stretch.first_page * size]
         able.append(members)
         rows.append(int(counts[members].sum()))
-        reads.append(int(alone[members].sum()))
+        reads.append(float(alone[members].sum()))
         parent.append(int(owner[stretch.members[0]]))
         owner[stretch.members] = index
 
@@ -165,9 +177,9 @@ def choose_shared(
             continue
         tokens = (stretches[index].num_pages + stretches[above].num_pages) * size
         if saved_bytes(rows[index], reads[index], tokens, 1, model) > 0:
-            reads[above] += model.blocks(rows[index]) - int(alone[able[index]].sum())
+            reads[above] += float(model.reads(np.array(rows[index]))) - alone[able[index]].sum()
         else:
-            reads[above] += reads[index] - int(alone[able[index]].sum())
+            reads[above] += reads[index] - alone[able[index]].sum()
 
     cursor = np.zeros(plan.num_sequences, np.int64)
     chosen = []
@@ -188,18 +200,12 @@ def choose_shared(
     return tuple(chosen)
 
 
-def lone_reads(counts: np.ndarray, model: CostModel) -> np.ndarray:
-    """How often sequences of so many rows read their keys, each by itself, int64."""
-    many = -(-counts.astype(np.int64) // model.many_rows)
-    return np.where(counts <= model.few_rows, 1, many)
-
-
-def saved_bytes(rows: int, reads: int, tokens: int, parts: int, model: CostModel) -> int:
+def saved_bytes(rows: int, reads: float, tokens: int, parts: int, model: CostModel) -> float:
     """Bytes saved by reading ``tokens`` once for ``rows`` instead of ``reads`` times.
 
     ``parts``: partial results that it costs each row.
     """
-    fewer = reads - model.blocks(rows)
+    fewer = reads - float(model.reads(np.array(rows)))
     return fewer * tokens * model.key_bytes * model.kv_heads - rows * parts * model.row_bytes
 
 
@@ -214,6 +220,7 @@ def best_split(
     """
     held = model.multiprocessors * tile.resident
     best: tuple[int, float] | None = None
+    work = length * model.key_work(rows)
     for split in (int(length.max()), *SPLITS):
         if split > length.max():
             break
@@ -221,8 +228,8 @@ def best_split(
         programs = int(pieces.sum()) * model.kv_heads // tile.heads
         waves = programs / held
         waves = waves + 0.5 if waves > _MANY_WAVES else -(-programs // held)
-        mean = float(length.sum()) / int(pieces.sum())
-        longest = float((length / pieces).max())
+        mean = float(work.sum()) / int(pieces.sum())
+        longest = float((work / pieces).max())
         walk = max(waves * (mean + START_KEYS), longest + START_KEYS)
         cost = walk * held * model.key_bytes * tile.heads
         partials = int((rows * pieces)[pieces > 1].sum())

@@ -204,7 +204,7 @@ class LayerStack:
             place,
             place,
             1,
-            build_cpu_schedule(plan, None, model, 1),
+            build_cpu_schedule(plan, None, model),
             plan,
             torch.empty_like(x),
         )

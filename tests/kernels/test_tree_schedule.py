@@ -206,7 +206,7 @@ def test_one_long_sequence_fills_the_chip():
 def test_threads_share_one_sequence_by_its_keys_where_heads_are_worked_together():
     """Eight KV heads alone would occupy two threads, each of which read a part of every token."""
     model = cpu_cost_model(16, 8, 128, lanes=16, most_lanes=64, keys=48, threads=2)
-    made = build_cpu_schedule(tree([], 8192, 1), None, model, lanes=16)
+    made = build_cpu_schedule(tree([], 8192, 1), None, model)
     assert made.tasks.tolist() == [[0, 0, 8], [1, 0, 8]]
     assert made.shares.tolist() == [0, 1, 2]
     first, second = made.items[:, 4] - made.items[:, 3]
