@@ -18,7 +18,7 @@ from coppice.runtime.paging import PageCopy, copy_batches
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.waiting import SCHEDULING_POLICIES
 
-_SCHEDULES = int(os.environ.get("COPPICE_SCHEDULES", "40"))
+_SCHEDULES = int(os.environ.get("COPPICE_SCHEDULES", "24"))
 
 
 @pytest.fixture(scope="module")
