@@ -213,6 +213,14 @@ def test_threads_share_one_sequence_by_its_keys_where_heads_are_worked_together(
     assert first + second == 8192 and abs(first - second) <= 2 * 48
 
 
+@pytest.mark.parametrize(("tokens", "shared"), [(64, False), (1024, True)])
+def test_a_cpu_shares_a_stretch_where_that_saves_more_than_memory(tokens, shared):
+    """Seven query heads of a KV head: many of these rows together compute as long as one by one."""
+    model = cpu_cost_model(14, 2, 64, lanes=16, most_lanes=64, keys=48, threads=2)
+    made = build_cpu_schedule(tree([(range(32), tokens)], 64, 32), None, model)
+    assert bool(made.tree.shared) is shared
+
+
 def test_prefill_is_not_split_where_it_fills_the_chip():
     plan = tree([], 8192, 1, rows=8192)
     made = build_tree_schedule(plan, None, LLAMA)
