@@ -47,4 +47,6 @@ def use_torch_threads() -> int:
     except ImportError:
         return count  # plain torch does the work then
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    if torch.get_num_threads() != count:  # numba's pool sets it to all cores when it starts
+        torch.set_num_threads(count)
     return count

@@ -156,11 +156,17 @@ def test_what_mkl_does_not_pack_is_left_as_it_is():
 
 @pytest.mark.parametrize("module", ["items_numba", "rows_numba"])
 def test_threads_run_before_compiled_code_is_loaded(module):
-    """Cached code that calls parallel code crashes otherwise, if two processes had compiled it."""
+    """Cached code that calls parallel code crashes otherwise, if two processes had compiled it.
+
+    Their start leaves torch the number of threads that it was told.
+    """
     program = (
+        "import torch\n"
+        "torch.set_num_threads(3)\n"
         f"import coppice.kernels.{module}\n"
         "from numba.np.ufunc import parallel\n"
         "assert parallel._is_initialized\n"
+        "assert torch.get_num_threads() == 3, torch.get_num_threads()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
