@@ -6,9 +6,9 @@
 
 The first form sends a workload of `tree.py` through the tree and tells the accounting of each
 request. A row gives times a request, as medians over rounds: of the accounts while the request
-waits, of settling them between requests, and of the miss-ratio curve (a part of settling), each as
-a multiple of the tree's. The second compares the curve to exact LRU stack distances of all blocks:
-on Zipf popularity, and on the trace if one is given.
+waits, of settling them between requests, and of the miss-ratio curve (a part of settling, with all
+that is done for it alone), each as a multiple of the tree's. The second compares the curve to exact
+LRU stack distances of all blocks: on Zipf popularity, and on the trace if one is given.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from tree_workloads import Work, requests_of, workload_f
 
 from coppice.radix import PagePool, RadixTree
 from coppice.radix.accounting import Accounting
-from coppice.radix.curve import FACTORS, MissRatioCurve
+from coppice.radix.curve import FACTORS
 from coppice.radix.hashes import PrefixHasher, keys
+from coppice.radix.uses import Uses
 
 PAGE_SIZE = 16
 
@@ -36,7 +37,7 @@ def measure(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
     tree = RadixTree(PagePool(-(-pool_tokens // PAGE_SIZE), PAGE_SIZE))
     accounts = Accounts(pool_tokens)
     accounting = accounts.accounting
-    in_curve = _timed(accounting._settler.curve)
+    in_curve = _timed(accounting._settler.uses)
     in_requests = 0.0
     count = 0
     for work in requests:
@@ -68,8 +69,8 @@ def measure(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
     }
 
 
-def _timed(curve: MissRatioCurve) -> list[float]:
-    """Seconds spent in the curve, as its methods are called from now on."""
+def _timed(uses: Uses) -> list[float]:
+    """Seconds spent for the curve, as uses are told of, and it is asked for, from now on."""
     spent = [0.0]
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,8 +82,8 @@ def _timed(curve: MissRatioCurve) -> list[float]:
 
         return timed
 
-    curve.use = wrap(curve.use)  # type: ignore[method-assign]
-    curve.prompts = wrap(curve.prompts)  # type: ignore[method-assign]
+    uses.tell = wrap(uses.tell)  # type: ignore[method-assign]
+    uses.points = wrap(uses.points)  # type: ignore[method-assign]
     return spent
 
 

@@ -213,7 +213,7 @@ class Accounting:
             self._settler.counts.overall(second),
             namespaces,
             others,
-            self._settler.curve.points(),
+            self._settler.uses.points(),
             self._settler.near_misses.top(_NEAR_MISSES),
         )
 

@@ -47,7 +47,7 @@ class Batch:
     lengths: Ints  # tokens that each used: its prompt, or what it has added
     times: NDArray[np.float64]
     prompts: Prompts
-    cross: NDArray[np.bool_]
+    counted: NDArray[np.bool_]  # not a further sequence of a request, or one that came back
     salts: Hashes
     borders: Borders
     border_keys: Hashes
@@ -125,7 +125,7 @@ class BatchHasher:
             lengths,
             np.array([item.time for item in items]),
             Prompts(prompt_tokens, hits, in_flight, limits, content_from),
-            np.array([request is not None and request.kind == "cross" for request in requests]),
+            np.array([request is None or request.kind == "cross" for request in requests]),
             salt,
             borders,
             keys(borders.hashes, salt[borders.piece]),

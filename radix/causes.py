@@ -55,8 +55,7 @@ def split(
     O(borders + anchors).
     """
     total, hit = prompts.tokens, prompts.hit
-    first_row = np.searchsorted(borders.piece, np.arange(len(total)))
-    row = _last(seen, first_row)
+    row = _last(seen, borders.first_row)
     found = (row >= 0) & (total > 0)
     known = np.where(found, borders.end[row], 0)
     last_seen = np.where(found, seen[row], np.uint64(0))
@@ -86,7 +85,7 @@ def split(
     again = at - np.minimum(at, np.maximum(reached, prompts.hit_limit))
     evicted = at - reached - again
     if elsewhere is not None:
-        row = _last(elsewhere, first_row)
+        row = _last(elsewhere, borders.first_row)
         over = np.where(row >= 0, borders.end[row], 0)
         reached, at = at, np.maximum(at, np.minimum(over, total))
         namespace = at - reached

@@ -58,7 +58,7 @@ class Borders:
     hashes: Hashes  # of the whole prefix, before a salt; see `keys`
     piece: Ints  # each has one at least
     end: Ints  # position in the prompt
-    tokens: Ints  # that it stands for: up to the one before; 0 at the end of a partial block
+    first_row: Ints  # of each piece
 
 
 class PrefixHasher:
@@ -127,29 +127,23 @@ class PrefixHasher:
         `known[i]` are the hashes at the borders before piece i, from its prompt's beginning on.
         """
         size = self.block_tokens
-        index = (blocks.end - 1) // size
-        count = spacing(index)
-        count[~blocks.full] = 0
-        kept = count > 0
+        kept = _remembered((blocks.end - 1) // size) & blocks.full
         kept[blocks.first_row[1:] - 1] = True
         kept[-1:] = True
-        hashes, piece = blocks.hashes[kept], blocks.piece[kept]
-        end, count = blocks.end[kept], count[kept]
+        hashes, piece, end = blocks.hashes[kept], blocks.piece[kept], blocks.end[kept]
         counts = np.array([len(each) for each in known], np.int64)
         if counts.any():
             before = np.cumsum(counts)
             index = np.arange(before[-1]) - np.repeat(before - counts, counts)
-            their_count = spacing(index)
-            kept = their_count > 0
+            kept = _remembered(index)
             kept[before[counts > 0] - 1] = True
             theirs = np.frombuffer(b"".join(known), np.uint64)
             hashes = np.concatenate((theirs[kept], hashes))
             piece = np.concatenate((np.repeat(np.arange(len(known)), counts)[kept], piece))
             end = np.concatenate(((index[kept] + 1) * size, end))
-            count = np.concatenate((their_count[kept], count))
             order = np.argsort(piece.astype(np.uint16), kind="stable")
-            hashes, piece, end, count = hashes[order], piece[order], end[order], count[order]
-        return Borders(hashes, piece, end, count * size)
+            hashes, piece, end = hashes[order], piece[order], end[order]
+        return Borders(hashes, piece, end, piece.searchsorted(np.arange(len(known))))
 
     def _hash_rows(self, pieces: Sequence[Tokens], rows: Ints) -> Hashes:
         """The hash of each block by itself; a partial one is filled up with zeros."""
@@ -192,9 +186,15 @@ class PrefixHasher:
         return hashes
 
 
-def spacing(index: Ints) -> Ints:
-    """Blocks that the end of block number `index` stands for; 0: no prefix is remembered there."""
-    return np.where(index < FINE_BLOCKS, 1, np.where(index % COARSE == COARSE - 1, COARSE, 0))
+def _remembered(index: Ints) -> NDArray[np.bool_]:
+    """Whether the prefix that ends with block number `index` is remembered."""
+    return (index < FINE_BLOCKS) | (index % COARSE == COARSE - 1)
+
+
+def last_border(positions: Ints, block_tokens: int) -> Ints:
+    """The last of a prompt's positions up to each of these where a prefix is remembered."""
+    fine, coarse = (positions // size * size for size in (block_tokens, COARSE * block_tokens))
+    return np.where(coarse < FINE_BLOCKS * block_tokens, fine, coarse)
 
 
 def mix(hashes: Hashes) -> Hashes:

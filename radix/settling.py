@@ -18,6 +18,7 @@ from coppice.radix.near_misses import SHOWN_TOKENS, SKETCH, NearMisses, Sighting
 from coppice.radix.stamps import StampClock
 from coppice.radix.timeline import Timeline
 from coppice.radix.tokens import TOKEN_BYTES
+from coppice.radix.uses import Uses
 from coppice.radix.windows import CAUSES, FIELDS, RollingCounts
 
 _LEAST_ENTRIES = 1 << 12
@@ -33,7 +34,7 @@ class Settler:
     def __init__(self, pool_tokens: int, start: float) -> None:
         """For a pool of so many tokens; `start` is the time in seconds from which is counted."""
         self.block_tokens = _block_tokens(pool_tokens)
-        self.curve = MissRatioCurve(pool_tokens)
+        self.uses = Uses(MissRatioCurve(pool_tokens), self.block_tokens)
         self.counts = RollingCounts()
         self.near_misses = NearMisses()
         self.gone = Timeline()  # marks: last uses of what was evicted
@@ -56,7 +57,7 @@ class Settler:
         """What was seen counts as never seen; the sums stay."""
         self._memory.clear()
         self._contents.clear()
-        self.curve.clear()
+        self.uses.clear()
 
     def process(self, items: list[RequestAccount | Growth], first: int) -> None:
         """Settles requests and what they added; the first has the serial number `first`.
@@ -65,19 +66,19 @@ class Settler:
         """
         batch = self._hasher.hash(items, first, self._salts_of(items))
         try:
-            begins, stamps = self._stamps.stamp(batch.lengths, batch.times - self._start)
+            begun, stamps = self._stamps.stamp(batch.lengths, batch.times - self._start)
         except OverflowError:  # after 65,536 pools' worth of tokens
             self.forget()
             self._stamps.restart()
-            begins, stamps = self._stamps.stamp(batch.lengths, batch.times - self._start)
+            begun, stamps = self._stamps.stamp(batch.lengths, batch.times - self._start)
         seen, elsewhere = self._see(batch, stamps)
         seen_anchors = self._contents.see(batch.anchor_keys, batch.anchors.piece)
         causes = split(
             batch.prompts, batch.borders, batch.anchors, seen, elsewhere, seen_anchors,
             self.block_tokens,
         )  # fmt: skip
-        self._refer(batch, begins, stamps, seen, causes)
-        missed = batch.cross & (causes.diverged >= _NEAR_MISS_TOKENS)
+        self.uses.tell(batch, begun, stamps, seen, causes.ideal_tokens)
+        missed = batch.counted & (causes.diverged >= _NEAR_MISS_TOKENS)
         for number in np.flatnonzero(missed).tolist():
             self._near_miss(batch, number, causes)
         self._close(batch, stamps, causes)
@@ -115,33 +116,6 @@ class Settler:
         seen = np.empty_like(both)
         seen[order] = self._memory.see(both[order], piece, stamps[piece], writes[order])
         return seen[:rows], np.maximum(seen[rows : 2 * rows], seen[2 * rows :])
-
-    def _refer(
-        self, batch: Batch, begins: Hashes, stamps: Hashes, seen: Hashes, causes: Causes
-    ) -> None:
-        """Shows the curve what was used, and how long ago before that."""
-        borders, cross, prompts = batch.borders, batch.cross, batch.prompts
-        used = (borders.tokens > 0) & (cross | (prompts.tokens == 0))[borders.piece]
-        whole = np.bincount(borders.piece, borders.tokens * used, len(cross))
-        at = np.flatnonzero(whole)
-        rows = np.flatnonzero(used & (seen > 0))
-        piece, before, tokens = borders.piece[rows], seen[rows], borders.tokens[rows]
-        self.curve.use(stamps[at], whole[at], before, tokens)
-        known = np.flatnonzero(cross[piece])
-        piece, before, tokens = piece[known], before[known], tokens[known]
-        # The rest of what was known of each prompt, behind its last border. A hit that ends before
-        # the first one leaves no trace of its last use. It is taken for recent: a prefix is used at
-        # least as recently as whatever continues it.
-        rest = causes.ideal_tokens - np.bincount(piece, tokens, len(cross)).astype(np.int64)
-        traced = causes.last_seen > 0
-        at = np.flatnonzero(cross & (rest != 0) & (traced | (prompts.hit > 0)))
-        ages = np.where(traced, begins - np.minimum(causes.last_seen, begins), np.uint64(0))
-        self.curve.prompts(
-            np.concatenate((begins[piece] - before, ages[at])),
-            np.concatenate((borders.end[rows[known]], causes.ideal_tokens[at])),
-            np.concatenate((tokens, rest[at])),
-            int(prompts.tokens[cross].sum()),
-        )
 
     def _close(self, batch: Batch, stamps: Hashes, causes: Causes) -> None:
         """Fills in the accounts of the batch, and adds them to the sums."""

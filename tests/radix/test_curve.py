@@ -58,7 +58,8 @@ def feed(curve: MissRatioCurve, told: list[tuple[list[int], bool]], batch: int) 
         curve.use(stamp, size, used[used > 0], size[used > 0])
         hits = (used > 0) & np.array(counts)
         ages = (stamp - 1 - used)[hits]
-        curve.prompts(ages, np.array(ends)[hits], size[hits], BLOCK * sum(counts))
+        end = np.array(ends)[hits]
+        curve.prompts(ages, end - BLOCK, end, BLOCK * sum(counts))
 
 
 @pytest.mark.parametrize("batch", [7, 64])
@@ -129,16 +130,18 @@ def test_stretches_of_uneven_lengths_weigh_as_much_as_they_hold() -> None:
         used = at - 10 if now > 10 else at - at
         known = used > 0
         curve.use(at, size, used[known], size[known])
-        curve.prompts((at - 1 - used)[known], size[known], size[known], int(size[0]))
+        curve.prompts((at - 1 - used)[known], 0 * size[known], size[known], int(size[0]))
     rates = {point.factor: point.hit_rate for point in curve.points()}
     assert rates[4.0] == 0
     assert rates[8.0] == rates[16.0] == pytest.approx(39 / 40)
 
 
-def test_the_curve_never_falls() -> None:
+def test_a_pool_hits_as_much_of_a_stretch_as_it_has_room_for() -> None:
     curve = MissRatioCurve(1000)
-    none = np.zeros(1, np.uint64)
-    curve.prompts(none, np.array([100]), np.array([100]), 200)
-    curve.prompts(none, np.array([2000]), np.array([-50]), 0)  # fewer than borders said
-    rates = [point.hit_rate for point in curve.points()]
-    assert rates == sorted(rates)
+    now, size = np.array([1], np.uint64), np.array([1500])
+    curve.use(now, size, now[:0], size[:0])
+    stretches = np.array([0, 600]), np.array([600, 1500])
+    curve.prompts(np.array([0, 0], np.uint64), *stretches, 1600)
+    hits = [point.hit_rate * 1600 for point in curve.points()]
+    assert hits == sorted(hits)
+    assert hits == pytest.approx([min(1500, 1000 * factor) for factor in FACTORS])

@@ -99,15 +99,12 @@ def test_prefixes_are_remembered_at_all_borders_first_and_at_one_of_eight_then()
     zeros = np.zeros(3, np.int64)
     blocks = hasher.blocks(pieces, zeros, zeros.astype(np.uint64), zeros - 1)
     borders = hasher.borders(blocks, [array("Q")] * 3)
-    rows = {
-        piece: list(zip(borders.end[own].tolist(), borders.tokens[own].tolist(), strict=True))
-        for piece in range(3)
-        for own in [borders.piece == piece]
-    }
-    first = [(end, 4) for end in range(4, 129, 4)]
-    assert rows[0] == [*first, (160, 32), (192, 32), (224, 32), (243, 0)]
-    assert rows[1] == [*first, (160, 32), (192, 32), (200, 0)]
-    assert rows[2] == [(2, 0)]
+    rows = {piece: borders.end[borders.piece == piece].tolist() for piece in range(3)}
+    first = list(range(4, 129, 4))
+    assert rows[0] == [*first, 160, 192, 224, 243]
+    assert rows[1] == [*first, 160, 192, 200]
+    assert rows[2] == [2]
+    assert borders.first_row.tolist() == [0, len(rows[0]), len(rows[0]) + len(rows[1])]
     every = dict(zip(zip(blocks.piece, blocks.end, strict=True), blocks.hashes, strict=True))
     kept = zip(borders.piece, borders.end, borders.hashes, strict=True)
     assert all(every[piece, end] == found for piece, end, found in kept)
@@ -130,9 +127,9 @@ def test_what_is_known_of_a_prefix_need_not_be_hashed() -> None:
         )
         found = hasher.borders(rest, [known, array("Q")])
         ours = set(zip(found.piece.tolist(), found.end.tolist(), found.hashes.tolist(),
-                       found.tokens.tolist(), strict=True))  # fmt: skip
+                       strict=True))  # fmt: skip
         theirs = set(zip(expected.piece.tolist(), expected.end.tolist(), expected.hashes.tolist(),
-                         expected.tokens.tolist(), strict=True))  # fmt: skip
+                         strict=True))  # fmt: skip
         assert theirs <= ours, count
         assert {row[1] for row in ours - theirs} <= {4 * count}
         assert (np.diff(found.piece) >= 0).all()
