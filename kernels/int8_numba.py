@@ -12,7 +12,7 @@ from coppice.kernels.rows_numba import SHARED_FROM, quantize_share, quantize_sha
 from coppice.kernels.tasks_numba import run_share, run_shares
 
 #: A digest of ``rows_numba.py`` and ``tasks_numba.py``; see ``items_numba``.
-SOURCES = "6edc1091f276"
+SOURCES = "8dac3e8f888d"
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19
@@ -40,9 +40,9 @@ def multiply_rows(
     levels, peaks = np.empty((rows, inner), np.int8), np.empty(rows, np.float32)
     shares = min(rows, threads) if x.size >= SHARED_FROM else 1
     if shares <= 1:
-        quantize_share(np.int64(0), rows, x, levels, peaks)
+        quantize_share(np.int64(0), rows, x, np.int32(128), levels, peaks)
     else:
-        quantize_shares(shares, x, levels, peaks)
+        quantize_shares(shares, x, np.int32(128), levels, peaks)
     frame = np.empty(9, np.int64)
     frame[0], frame[1], frame[2] = rows, inner, width
     frame[3], frame[4], frame[5] = levels.ctypes.data, peaks.ctypes.data, weight

@@ -4,8 +4,8 @@
 products to an int32: four times the multiplications of float32 in an instruction, exact. A weight
 is laid out in panels: of ``PANEL`` outputs, four inputs of each side by side, so that a panel is
 read once, in order, whatever the rows; up to ``ROWS`` rows are worked at a time, with their sums in
-registers, and their levels are read where they lie. The weights are the unsigned side, with 128
-added, of which each row's sum of levels takes away what is too much.
+registers, and their levels are read where they lie. The levels are the unsigned side, with 128
+added; what that adds to an output, 128 times the sum of its weights, lies behind the panel.
 
 A result depends on its row and nothing else. Importing this where a processor has no VNNI is an
 ``ImportError``; ``int8_numba`` has the call.
@@ -43,18 +43,23 @@ LANES, ROWS = _layout()
 _WIDE = 3
 #: Outputs of a panel.
 PANEL = _WIDE * LANES
+# Bytes: of a line of the cache, and of a register.
+_ALIGNMENT = 64
 # Numbers and addresses that ``run_panels`` is given.
 _FRAME = 9
 
-_BYTE, _INT, _LONG = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_INTS = ir.VectorType(_INT, LANES)
+_BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_INTS, _FLOATS = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
 # What the instruction's function takes its bytes as.
 _BYTES = ir.VectorType(_BYTE, 4 * LANES) if llvm.llvm_version_info >= (21,) else _INTS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedInt8:
-    """An int8 weight in panels; ``memory`` uint8 ``[panels, in_features / 4, PANEL, 4]``."""
+    """An int8 weight in panels; ``memory`` int8 ``[panels, in_features / 4 + 1, PANEL, 4]``.
+
+    The last of a panel are int32 ``[PANEL]``: 128 times the sum of an output's weights.
+    """
 
     out_features: int
     in_features: int
@@ -70,12 +75,16 @@ def pack(weight: np.ndarray) -> PackedInt8 | None:
     width, inner = weight.shape
     if inner % 4 or inner > 2**16 or not weight.size:
         return None
-    panels = -(-width // PANEL)
-    memory = np.full((panels, inner // 4, PANEL, 4), 128, np.uint8)
+    panels, groups = -(-width // PANEL), inner // 4
+    size = panels * (groups + 1) * PANEL * 4
+    buffer = np.zeros(size + _ALIGNMENT, np.int8)
+    first = -buffer.ctypes.data % _ALIGNMENT
+    memory = buffer[first : first + size].reshape(panels, groups + 1, PANEL, 4)
     for panel in range(panels):
         part = weight[panel * PANEL : (panel + 1) * PANEL]
-        raised = part.view(np.uint8) ^ np.uint8(128)  # adds 128
-        memory[panel, :, : len(part)] = raised.reshape(len(part), inner // 4, 4).swapaxes(0, 1)
+        memory[panel, :groups, : len(part)] = part.reshape(len(part), groups, 4).swapaxes(0, 1)
+        raised = memory[panel, groups].view(np.int32).reshape(PANEL)
+        raised[: len(part)] = 128 * part.sum(axis=1, dtype=np.int32)
     return PackedInt8(width, inner, memory.ctypes.data, memory)
 
 
@@ -85,97 +94,117 @@ def _at(b: Any, address: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _multiply_panel(
-    typing: Any, rows: Any, levels: Any, stride: Any, weights: Any, groups: Any, out: Any
+    typing: Any,
+    rows: Any,
+    levels: Any,
+    inner: Any,
+    weights: Any,
+    peaks: Any,
+    scales: Any,
+    bias: Any,
+    out: Any,
+    width: Any,
 ) -> Any:
-    """``out`` int32 ``[rows, PANEL]`` = levels times a panel's weights, all by address.
+    """``out`` float32 ``[rows, PANEL]``, rows ``width`` apart: levels times a panel, rescaled.
 
-    How many rows is a constant. ``levels`` are int8, rows ``stride`` bytes apart; ``weights`` is
-    uint8 ``[groups, PANEL, 4]``.
+    How many rows is a constant, the others are addresses and sizes. ``levels`` uint8
+    ``[rows, inner]``, 128 added; ``peaks`` float32 ``[rows]``; ``scales`` and ``bias`` float32
+    ``[PANEL]``.
     """
     many = rows.literal_value
-    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 5)
+    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 8)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, levels, stride, weights, groups, out = arguments
+        _, levels, inner, weights, peaks, scales, bias, out, width = arguments
         kind = ir.FunctionType(_INTS, [_INTS, _BYTES, _BYTES])
         name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
         multiply_in = cgutils.get_or_insert_function(b.module, kind, name)
         zeros = ir.Constant(_INTS, [0] * LANES)
+
+        def load(address: Any, offset: int, kind: Any) -> Any:
+            value = b.load(_at(b, b.add(address, ir.Constant(_LONG, offset)), kind))
+            value.align = 4 if kind is not _INT else 1
+            return value
+
+        def splat(value: Any, kind: Any) -> Any:
+            one = b.insert_element(ir.Constant(kind, ir.Undefined), value, _INT(0))
+            return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
+
         sums = [[cgutils.alloca_once_value(b, zeros) for _ in range(_WIDE)] for _ in range(many)]
-        starts = [b.add(levels, b.mul(stride, ir.Constant(_LONG, row))) for row in range(many)]
-        with cgutils.for_range(b, groups, intp=_LONG) as loop:
+        starts = [b.add(levels, b.mul(inner, ir.Constant(_LONG, row))) for row in range(many)]
+        with cgutils.for_range(b, b.lshr(inner, ir.Constant(_LONG, 2)), intp=_LONG) as loop:
             place = b.add(weights, b.mul(loop.index, ir.Constant(_LONG, 4 * PANEL)))
-            vectors = []
-            for i in range(_WIDE):
-                at = b.add(place, ir.Constant(_LONG, 4 * LANES * i))
-                vector = b.load(_at(b, at, _INTS))
-                vector.align = 4
-                vectors.append(b.bitcast(vector, _BYTES))
+            vectors = [b.bitcast(load(place, 4 * LANES * i, _INTS), _BYTES) for i in range(_WIDE)]
             offset = b.shl(loop.index, ir.Constant(_LONG, 2))
             for start, mine in zip(starts, sums, strict=True):
-                four = b.load(_at(b, b.add(start, offset), _INT))
-                four.align = 1
-                one = b.insert_element(ir.Constant(_INTS, ir.Undefined), four, _INT(0))
-                splat = b.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), zeros)
+                four = b.bitcast(splat(load(b.add(start, offset), 0, _INT), _INTS), _BYTES)
                 for total, vector in zip(mine, vectors, strict=True):
-                    values = (b.load(total), vector, b.bitcast(splat, _BYTES))
-                    b.store(b.call(multiply_in, values), total)
+                    b.store(b.call(multiply_in, (b.load(total), four, vector)), total)
+        # Here and not in a loop of numba's, which takes longer than the products of 576 inputs.
+        factors = [load(scales, 4 * LANES * i, _FLOATS) for i in range(_WIDE)]
+        behind = b.add(weights, b.mul(inner, ir.Constant(_LONG, PANEL)))
+        raised = [load(behind, 4 * LANES * i, _INTS) for i in range(_WIDE)]
+        added = [load(bias, 4 * LANES * i, _FLOATS) for i in range(_WIDE)]
         for row, mine in enumerate(sums):
+            peak = splat(load(peaks, 4 * row, _FLOAT), _FLOATS)
+            to = b.add(out, b.mul(width, ir.Constant(_LONG, 4 * row)))
             for i, total in enumerate(mine):
-                at = b.add(out, ir.Constant(_LONG, 4 * (row * PANEL + i * LANES)))
-                b.store(b.load(total), _at(b, at, _INTS)).align = 4
+                product = b.sitofp(b.sub(b.load(total), raised[i]), _FLOATS)
+                product = b.fmul(b.fmul(product, factors[i]), peak)
+                at = _at(b, b.add(to, ir.Constant(_LONG, 4 * LANES * i)), _FLOATS)
+                b.store(b.fadd(product, added[i]), at).align = 4
         return context.get_dummy_value()
 
     return signature, generate
 
 
-@cfunc(types.void(*[types.int64] * 3), fastmath={"contract"}, error_model="numpy", cache=True)
+@cfunc(types.void(*[types.int64] * 3), error_model="numpy", cache=True)
 def run_panels(frame: int, begin: int, end: int) -> None:
     """Panels ``begin .. end`` of what ``int8_numba.multiply_rows`` has laid out in a frame."""
     f = carray(pointer(frame), (_FRAME,), np.int64)
     rows, inner, width = f[0], f[1], f[2]
-    levels = carray(pointer(f[3]), (rows, inner), np.int8)
-    peaks = carray(pointer(f[4]), (rows,), np.float32)
-    scale = carray(pointer(f[6]), (width,), np.float32)
     biased = f[7] != 0
-    bias = carray(pointer(f[7]), (width if biased else 0,), np.float32)
-    out = carray(pointer(f[8]), (rows, width), np.float32)
-    groups = inner // 4
-    sums = np.empty(ROWS * PANEL, np.int32)
-    excess = np.empty(rows, np.int32)
-    for row in range(rows):
-        total = np.int32(0)
-        for d in range(inner):
-            total += np.int32(levels[row, d])
-        excess[row] = total * np.int32(128)
+    # The last panel's outputs that there are, and its scales and biases.
+    edge = np.empty((ROWS, PANEL), np.float32)
+    edge_scales, edge_bias = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float32)
     for panel in range(begin, end):
-        weights = f[5] + panel * groups * (4 * PANEL)
+        weights = f[5] + panel * (inner + 4) * PANEL
         first = panel * PANEL
         count = min(PANEL, width - first)
+        whole = count == PANEL
+        scales, bias = f[6] + 4 * first, f[7] + 4 * first
+        if not whole:
+            edge_scales[:count] = carray(pointer(scales), (count,), np.float32)
+            scales = edge_scales.ctypes.data
+            if biased:
+                edge_bias[:count] = carray(pointer(bias), (count,), np.float32)
+        if not (whole and biased):
+            bias = edge_bias.ctypes.data
         row = 0
         while row < rows:
-            start = f[3] + row * inner
-            to = sums.ctypes.data
+            start, peaks = f[3] + row * inner, f[4] + 4 * row
+            to, stride = f[8] + 4 * (row * width + first), width
+            if not whole:
+                to, stride = edge.ctypes.data, PANEL
             left = rows - row
             # The first argument is a constant of what is compiled.
             if ROWS == 8 and left >= 8:
                 many = 8
-                _multiply_panel(8, start, inner, weights, groups, to)
+                _multiply_panel(8, start, inner, weights, peaks, scales, bias, to, stride)
             elif left >= 4:
                 many = 4
-                _multiply_panel(4, start, inner, weights, groups, to)
+                _multiply_panel(4, start, inner, weights, peaks, scales, bias, to, stride)
             elif left >= 2:
                 many = 2
-                _multiply_panel(2, start, inner, weights, groups, to)
+                _multiply_panel(2, start, inner, weights, peaks, scales, bias, to, stride)
             else:
                 many = 1
-                _multiply_panel(1, start, inner, weights, groups, to)
-            for i in range(many):
-                peak, less = peaks[row + i], excess[row + i]
-                mine, result = sums[i * PANEL : (i + 1) * PANEL], out[row + i, first:]
-                for j in range(count):
-                    result[j] = np.float32(mine[j] - less) * scale[first + j] * peak
-                if biased:
-                    for j in range(count):
-                        result[j] += bias[first + j]
+                _multiply_panel(1, start, inner, weights, peaks, scales, bias, to, stride)
+            if not whole:
+                for i in range(many):
+                    out = carray(
+                        pointer(f[8] + 4 * ((row + i) * width + first)), (count,), np.float32
+                    )
+                    out[:] = edge[i, :count]
             row += many
+    edge[0, 0] = edge_scales[0] = edge_bias[0] = 0

@@ -35,7 +35,7 @@ from coppice.kernels.tasks_numba import pointer
 __all__ = ["COLUMNS", "run_layers", "run_tasks"]
 
 #: A digest of the files whose compiled functions are called here; see ``items_numba``.
-SOURCES = "375b4c389059"
+SOURCES = "3141c131e2e8"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 

@@ -243,9 +243,10 @@ def rotate_write(
 
 @njit(fastmath=_FAST, cache=True)
 def quantize_share(
-    begin: int, end: int, x: np.ndarray, levels: np.ndarray, peaks: np.ndarray
+    begin: int, end: int, x: np.ndarray, raised: int, levels: np.ndarray, peaks: np.ndarray
 ) -> None:
-    width = x.shape[1]
+    """``quantize`` of some rows; ``raised`` is added to each level, 128 makes it unsigned."""
+    width, less = x.shape[1], np.int32(np.int32(127) - np.int32(raised))
     top = np.empty(1, np.int32)
     for row in range(begin, end):
         mine, result = x[row], levels[row]
@@ -253,31 +254,35 @@ def quantize_share(
         # maximum of floats would not vectorise.
         bits, most = mine.view(np.int32), np.int32(0)
         for d in range(width):
-            most = max(most, bits[d] & np.int32(0x7FFFFFFF))
+            # Numba's & gives int64, of which a register holds half as many.
+            most = max(most, np.int32(bits[d] & np.int32(0x7FFFFFFF)))
         top[0] = most
         peak = max(top.view(np.float32)[0], np.float32(1e-30))  # of zeros any scale will do
         peaks[row] = peak
         scale = np.float32(127) / peak
         for d in range(width):
             # To the nearest: what is cut off is positive.
-            level = np.int32(mine[d] * scale + np.float32(127.5)) - np.int32(127)
+            level = np.int32(mine[d] * scale + np.float32(127.5)) - less
             result[d] = np.int8(level)
 
 
 @njit(parallel=True, fastmath=_FAST, cache=True)
-def quantize_shares(shares: int, x: np.ndarray, levels: np.ndarray, peaks: np.ndarray) -> None:
+def quantize_shares(
+    shares: int, x: np.ndarray, raised: int, levels: np.ndarray, peaks: np.ndarray
+) -> None:
     rows = len(x)
     for share in prange(shares):
-        quantize_share(share * rows // shares, (share + 1) * rows // shares, x, levels, peaks)
+        begin, end = share * rows // shares, (share + 1) * rows // shares
+        quantize_share(begin, end, x, raised, levels, peaks)
 
 
 def quantize(x: np.ndarray, levels: np.ndarray, peaks: np.ndarray, num_threads: int) -> None:
     """``levels`` int8 = ``x`` float32 ``[T, W]`` over ``peaks [T]``, each row's largest, by 127."""
     shares = _shares(x, num_threads)
     if shares <= 1:
-        quantize_share(0, len(x), x, levels, peaks)
+        quantize_share(np.int64(0), len(x), x, np.int32(0), levels, peaks)
     else:
-        quantize_shares(shares, x, levels, peaks)
+        quantize_shares(shares, x, np.int32(0), levels, peaks)
 
 
 @njit(fastmath=_FAST, cache=True)
