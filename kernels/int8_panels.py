@@ -24,9 +24,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from coppice.kernels.tasks_numba import pointer
+from coppice.kernels.vector_code import prefetch
 
-#: A digest of ``tasks_numba.py``; see ``items_numba``.
-SOURCES = "3542f99e1a9a"
+#: A digest of ``vector_code.py`` and ``tasks_numba.py``; see ``items_numba``.
+SOURCES = "2aadb1ed2502"
 
 
 def _layout() -> tuple[int, int]:
@@ -43,8 +44,8 @@ LANES, ROWS = _layout()
 _WIDE = 3
 #: Outputs of a panel.
 PANEL = _WIDE * LANES
-# Bytes: of a line of the cache, and of a register.
-_ALIGNMENT = 64
+# Bytes of a line of the cache.
+_LINE = 64
 # Numbers and addresses that ``run_panels`` is given.
 _FRAME = 9
 
@@ -77,8 +78,8 @@ def pack(weight: np.ndarray) -> PackedInt8 | None:
         return None
     panels, groups = -(-width // PANEL), inner // 4
     size = panels * (groups + 1) * PANEL * 4
-    buffer = np.zeros(size + _ALIGNMENT, np.int8)
-    first = -buffer.ctypes.data % _ALIGNMENT
+    buffer = np.zeros(size + _LINE, np.int8)
+    first = -buffer.ctypes.data % _LINE
     memory = buffer[first : first + size].reshape(panels, groups + 1, PANEL, 4)
     for panel in range(panels):
         part = weight[panel * PANEL : (panel + 1) * PANEL]
@@ -99,6 +100,7 @@ def _multiply_panel(
     levels: Any,
     inner: Any,
     weights: Any,
+    ahead: Any,
     peaks: Any,
     scales: Any,
     bias: Any,
@@ -108,14 +110,15 @@ def _multiply_panel(
     """``out`` float32 ``[rows, PANEL]``, rows ``width`` apart: levels times a panel, rescaled.
 
     How many rows is a constant, the others are addresses and sizes. ``levels`` uint8
-    ``[rows, inner]``, 128 added; ``peaks`` float32 ``[rows]``; ``scales`` and ``bias`` float32
+    ``[rows, inner]``, 128 added; ``ahead`` is what will be read next, of which a line of the cache
+    is fetched with each four inputs; ``peaks`` float32 ``[rows]``; ``scales`` and ``bias`` float32
     ``[PANEL]``.
     """
     many = rows.literal_value
-    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 8)
+    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 9)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, levels, inner, weights, peaks, scales, bias, out, width = arguments
+        _, levels, inner, weights, ahead, peaks, scales, bias, out, width = arguments
         kind = ir.FunctionType(_INTS, [_INTS, _BYTES, _BYTES])
         name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
         multiply_in = cgutils.get_or_insert_function(b.module, kind, name)
@@ -135,6 +138,8 @@ def _multiply_panel(
         with cgutils.for_range(b, b.lshr(inner, ir.Constant(_LONG, 2)), intp=_LONG) as loop:
             place = b.add(weights, b.mul(loop.index, ir.Constant(_LONG, 4 * PANEL)))
             vectors = [b.bitcast(load(place, 4 * LANES * i, _INTS), _BYTES) for i in range(_WIDE)]
+            if many == ROWS:
+                prefetch(b, b.add(ahead, b.mul(loop.index, ir.Constant(_LONG, _LINE))))
             offset = b.shl(loop.index, ir.Constant(_LONG, 2))
             for start, mine in zip(starts, sums, strict=True):
                 four = b.bitcast(splat(load(b.add(start, offset), 0, _INT), _INTS), _BYTES)
@@ -183,6 +188,10 @@ def run_panels(frame: int, begin: int, end: int) -> None:
         row = 0
         while row < rows:
             start, peaks = f[3] + row * inner, f[4] + 4 * row
+            # While rows are worked with this panel the next one comes, a third with each.
+            ahead = start
+            if ROWS <= row < 4 * ROWS and panel + 1 < end:
+                ahead = weights + (inner + 4) * PANEL + _LINE * (inner // 4) * (row // ROWS - 1)
             to, stride = f[8] + 4 * (row * width + first), width
             if not whole:
                 to, stride = edge.ctypes.data, PANEL
@@ -190,16 +199,16 @@ def run_panels(frame: int, begin: int, end: int) -> None:
             # The first argument is a constant of what is compiled.
             if ROWS == 8 and left >= 8:
                 many = 8
-                _multiply_panel(8, start, inner, weights, peaks, scales, bias, to, stride)
+                _multiply_panel(8, start, inner, weights, ahead, peaks, scales, bias, to, stride)
             elif left >= 4:
                 many = 4
-                _multiply_panel(4, start, inner, weights, peaks, scales, bias, to, stride)
+                _multiply_panel(4, start, inner, weights, ahead, peaks, scales, bias, to, stride)
             elif left >= 2:
                 many = 2
-                _multiply_panel(2, start, inner, weights, peaks, scales, bias, to, stride)
+                _multiply_panel(2, start, inner, weights, ahead, peaks, scales, bias, to, stride)
             else:
                 many = 1
-                _multiply_panel(1, start, inner, weights, peaks, scales, bias, to, stride)
+                _multiply_panel(1, start, inner, weights, ahead, peaks, scales, bias, to, stride)
             if not whole:
                 for i in range(many):
                     out = carray(

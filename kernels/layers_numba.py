@@ -5,8 +5,8 @@ gone from the caches, which a layer's weights have just passed through: of a dec
 sequence by a Llama of 135 million weights the calls were a third. Here Python is entered once a
 step.
 
-Products of float32 weights are MKL's (``mkl``), those of int8 weights ``int8_numba``'s; rows are
-worked by ``rows_numba``, attention is ``items_numba``'s.
+Products of float32 weights are MKL's (``mkl``), those of bfloat16 weights ``half_numba``'s, those
+of int8 weights ``int8_numba``'s; rows are worked by ``rows_numba``, attention is ``items_numba``'s.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from numba import carray, njit, types
 
-from coppice.kernels import mkl
-from coppice.kernels.int8_numba import multiply_rows
+from coppice.kernels import half_numba, int8_numba, mkl
 from coppice.kernels.items_numba import attend_compiled, run_tasks
 from coppice.kernels.rows_numba import (
     SHARED_FROM,
@@ -35,7 +34,7 @@ from coppice.kernels.tasks_numba import pointer
 __all__ = ["COLUMNS", "run_layers", "run_tasks"]
 
 #: A digest of the files whose compiled functions are called here; see ``items_numba``.
-SOURCES = "3141c131e2e8"
+SOURCES = "0ef5b27e5d43"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
@@ -64,6 +63,11 @@ COLUMNS = (
 # A projection's columns are its weight, the scale of an int8 one, and its bias.
 _NORM, _QKV, _QK_NORM, _OUTPUT, _MLP_NORM, _GATE_UP, _DOWN = 0, 1, 4, 5, 8, 9, 12
 
+#: Kinds of weights: float32 that MKL has laid out, ``half_panels``'s and ``int8_panels``'s.
+FLOAT, HALF, INT8 = 0, 1, 2
+
+_multiply_half, _multiply_int8 = half_numba.multiply_rows, int8_numba.multiply_rows
+
 if (_library := mkl.library()) is None:
     raise ImportError("this build of torch brings no MKL")
 llvm.add_symbol("cblas_sgemm_compute", mkl.address_of(_library.cblas_sgemm_compute))
@@ -83,15 +87,24 @@ def _line(address: int, length: int) -> Any:
 
 @njit(cache=True)
 def _multiply(
-    x: np.ndarray, projection: np.ndarray, panels: int, panel: int, out: np.ndarray, threads: int
+    x: np.ndarray,
+    projection: np.ndarray,
+    kind: int,
+    panels: int,
+    panel: int,
+    out: np.ndarray,
+    threads: int,
 ) -> None:
     """``out [T, N] = x [T, K] @ weight.T + bias``; a projection is its three columns."""
     rows, inner = x.shape
     width = out.shape[1]
-    if panels:
-        multiply_rows(
+    if kind == INT8:
+        _multiply_int8(
             panels, panel, x, projection[0], projection[1], projection[2], out, threads
         )  # fmt: skip
+        return
+    if kind == HALF:
+        _multiply_half(panels, panel, x, projection[0], projection[2], out, threads)
         return
     _sgemm(
         101, 111, 151, rows, width, inner, x.ctypes.data, inner, projection[0], inner,
@@ -151,6 +164,7 @@ def run_layers(
     heads: int,
     eps: np.float32,
     threads: int,
+    kind: int,
     panels: int,
     panel: int,
     tasks: np.ndarray,
@@ -173,9 +187,9 @@ def run_layers(
 
     ``weights`` int64 ``[layers + 1, 15]``: addresses as ``COLUMNS`` names them, of packed weights
     for products and of float32 for the rest, 0 for none; its last row has the last norm in its
-    first column. Weights are int8 where ``panels`` is not 0 but the address of
-    ``int8_panels.run_panels``; ``panel`` is the outputs of one. ``caches`` int64 ``[layers, 2]``:
-    addresses of keys and values, of ``num_slots`` slots. ``x`` float32 ``[T, hidden]`` is what the
+    first column. Weights are of a ``kind``; ``panels`` is the address of ``run_panels`` of those in
+    panels, ``panel`` the outputs of one. ``caches`` int64 ``[layers, 2]``: addresses of keys and
+    values, of ``num_slots`` slots. ``x`` float32 ``[T, hidden]`` is what the
     first layer reads, and is overwritten; ``cos`` and ``signed_sin`` ``[T, dim]``; ``slots`` int64
     ``[T]``, ``logit_rows`` int64 ``[R]``; ``out`` float32 ``[R, hidden]``. ``attention`` is the
     address of ``items_numba.run_tasks``, and the rest is as ``attend_items`` there has it.
@@ -199,7 +213,7 @@ def run_layers(
     _add_norm(x, nothing, weights[0, _NORM], eps, normed, threads)
     for layer in range(layers):
         mine = weights[layer]
-        _multiply(normed, mine[_QKV : _QKV + 3], panels, panel, qkv, threads)
+        _multiply(normed, mine[_QKV : _QKV + 3], kind, panels, panel, qkv, threads)
         if mine[_QK_NORM]:
             _norm_heads(qkv, mine[_QK_NORM], qk_width, dim, eps)
         keys = _line(caches[layer, 0], num_slots * kept)
@@ -231,14 +245,17 @@ def run_layers(
                 return True
             x, gathered = x[logit_rows], gathered[logit_rows]
             normed, delta = normed[:rows], delta[:rows]
-        _multiply(gathered, mine[_OUTPUT : _OUTPUT + 3], panels, panel, delta, threads)
+        _multiply(
+            gathered, mine[_OUTPUT : _OUTPUT + 3], kind, panels, panel, delta, threads
+        )  # fmt: skip
         _add_norm(x, delta, mine[_MLP_NORM], eps, normed, threads)
         parts = -(-rows // _TOGETHER)
         for part in range(parts):
             begin, end = part * rows // parts, (part + 1) * rows // parts
             both, product = gate_up[: end - begin], active[: end - begin]
             _multiply(
-                normed[begin:end], mine[_GATE_UP : _GATE_UP + 3], panels, panel, both, threads
+                normed[begin:end], mine[_GATE_UP : _GATE_UP + 3], kind, panels, panel, both,
+                threads,
             )  # fmt: skip
             many = _shares(both, threads)
             if many <= 1:
@@ -246,7 +263,7 @@ def run_layers(
             else:
                 silu_shares(many, both, product)
             _multiply(
-                product, mine[_DOWN : _DOWN + 3], panels, panel, delta[begin:end], threads
+                product, mine[_DOWN : _DOWN + 3], kind, panels, panel, delta[begin:end], threads
             )  # fmt: skip
         following = out if layer == layers - 1 else normed
         _add_norm(x, delta, weights[layer + 1, _NORM], eps, following, threads)

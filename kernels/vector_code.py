@@ -103,7 +103,7 @@ def power_of_2(b: Any, x: Any) -> Any:
     return b.fmul(power, b.bitcast(b.shl(biased, ir.Constant(INTS, [23] * LANES)), VECTOR))
 
 
-def _prefetch(b: Any, address: Any) -> None:
+def prefetch(b: Any, address: Any) -> None:
     pointer = b.inttoptr(address, ir.IntType(8).as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, INT, INT, INT])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
@@ -140,8 +140,8 @@ def fetch(b: Any, keys: Any, values: Any, place: Any, count: Any) -> None:
     """Brings ``count`` bytes of the key and the value that lie ``place`` floats on near."""
     ahead = b.shl(place, constant(2))
     with counting(b, 0, count, _CACHE_LINE) as line:
-        _prefetch(b, b.add(b.add(keys, ahead), line))
-        _prefetch(b, b.add(b.add(values, ahead), line))
+        prefetch(b, b.add(b.add(keys, ahead), line))
+        prefetch(b, b.add(b.add(values, ahead), line))
 
 
 def transposed(b: Any, rows: list[Any]) -> list[Any]:

@@ -109,7 +109,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         place: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.embedding = frozen(torch.empty(config.vocab_size, config.hidden_size, **place))
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = frozen(torch.empty(shape, dtype=linear.kept or dtype, device=device))
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, linear=linear, **place)
             for index in range(config.num_layers)
@@ -121,11 +122,12 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding
         self.rope = RotaryEmbedding(config.rope, **place)
         self.stack: LayerStack | None = None
+        self._dtype = dtype
 
     @property
     def head_is_embedding(self) -> bool:
         """Whether the head reads the embedding's own tensor."""
-        return self.config.tie_word_embeddings and type(self.head) is Linear
+        return self.config.tie_word_embeddings and self.head.shares_embedding
 
     def pack(self) -> None:
         """Lays out the projections for their products, and compiles the layers where it can."""
@@ -178,7 +180,7 @@ class Decoder(nn.Module):
         step's plan. Run it under ``torch.inference_mode()``; without, it is slower, not wrong.
         """
         angles = self.rope.angles(positions)
-        x = F.embedding(token_ids, self.embedding)
+        x = F.embedding(token_ids, self.embedding).to(self._dtype)
         if self.stack is not None and self.stack.runs_with(attention):
             if logit_rows is None:
                 logit_rows = torch.arange(len(x))

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from coppice.kernels.cpu import CpuBackend
+from coppice.kernels.cpu_half import half_kernels
 from coppice.kernels.cpu_int8 import panel_kernels
 from coppice.kernels.cpu_schedule import CpuSchedule, build_cpu_schedule, cpu_cost_model
 from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCache
+from coppice.runtime.half_linear import HalfLinear
 from coppice.runtime.layers import Linear
 from coppice.runtime.quantization import Int8Linear
 
@@ -33,8 +35,15 @@ class LayerStack:
     def __init__(self, decoder: Decoder, layers: ModuleType) -> None:
         self._run = layers.run_layers
         self._attention = layers.run_tasks.address
-        panels = panel_kernels() if isinstance(decoder.layers[0].qkv, Int8Linear) else None
-        self._panels = (0, 0) if panels is None else (panels.run_panels.address, panels.PANEL)
+        linear = decoder.layers[0].qkv
+        kind, panels = layers.FLOAT, None
+        if isinstance(linear, Int8Linear):
+            kind, panels = layers.INT8, panel_kernels()
+        elif isinstance(linear, HalfLinear):
+            kind, panels = layers.HALF, half_kernels()
+        self._panels = (kind, 0, 0)
+        if panels is not None:
+            self._panels = (kind, panels.run_panels.address, panels.PANEL)
         config = decoder.config
         self._config = config
         self._eps = np.float32(config.rms_norm_eps)

@@ -18,6 +18,7 @@ from coppice.kernels import mkl
 from coppice.kernels.cpu_rows import RowKernels, row_kernels
 
 if TYPE_CHECKING:
+    from coppice.kernels.half_panels import PackedHalf
     from coppice.kernels.int8_panels import PackedInt8
 
 
@@ -26,9 +27,13 @@ class Linear(nn.Module):
 
     bias: nn.Parameter | None
     #: The weight as ``pack`` laid it out.
-    packed: mkl.PackedWeight | PackedInt8 | None = None
+    packed: mkl.PackedWeight | PackedHalf | PackedInt8 | None = None
     #: Whether a decoder with these projections has such a language-model head, too.
     serves_head: ClassVar[bool] = True
+    #: Whether its weight can be the embedding's own tensor.
+    shares_embedding: ClassVar[bool] = True
+    #: What the embedding is kept in, None for the model's type.
+    kept: ClassVar[torch.dtype | None] = None
 
     def __init__(
         self,

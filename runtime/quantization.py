@@ -34,12 +34,18 @@ of a call: prefills, and decodes of a large batch, would be slower than in bfloa
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from coppice.kernels import cpu_int8
-from coppice.kernels.mkl import PackedWeight
+from coppice.kernels.cpu_half import half_kernels
+from coppice.runtime.half_linear import HalfLinear
 from coppice.runtime.layers import Linear, frozen, gpu_rows
+
+if TYPE_CHECKING:
+    from coppice.kernels.int8_panels import PackedInt8
 
 _LEVELS = 127
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -53,6 +59,9 @@ class Int8Linear(Linear):
     ``weight_scale`` is float32 ``[out_features]`` and already divided by the 127 levels of the
     activations. Parts are quantized as they are filled in; no float copy is kept.
     """
+
+    packed: PackedInt8 | None = None
+    shares_embedding = False
 
     def __init__(
         self,
@@ -74,7 +83,6 @@ class Int8Linear(Linear):
         if packed is None:
             product = cpu_int8.multiply_plain(x, self.weight, self.weight_scale, self.bias)
         else:
-            assert not isinstance(packed, PackedWeight)
             product = cpu_int8.multiply(x, packed, self.weight_scale, self.bias)
         return product.to(self._dtype)
 
@@ -163,9 +171,12 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def linear_class(
-    quantization: str | None, device: torch.device, dtype: torch.dtype
+    quantization: str | None, device: torch.device, dtype: torch.dtype, *, halves: bool = False
 ) -> type[Linear]:
     """The class of projections for ``quantization``: None for float weights, ``int8`` or ``fp8``.
+
+    ``halves`` says that the checkpoint's weights all are bfloat16: computed in float32 on a CPU
+    they are kept so, where such products can be compiled.
 
     Raises ``ValueError`` for other names and, by name, where the device, the type of the model or
     torch's product does not serve: ``int8`` on anything but a CPU whose int8 products are exact (on
@@ -173,6 +184,8 @@ def linear_class(
     products of 8-bit floats, in bfloat16.
     """
     if quantization is None:
+        if halves and device.type == "cpu" and dtype == torch.float32 and half_kernels():
+            return HalfLinear
         return Linear
     if quantization == "int8":
         if device.type != "cpu":

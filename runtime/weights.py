@@ -104,13 +104,15 @@ def load_decoder(
     """
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format is {load_format!r}; it must be 'auto' or 'dummy'")
-    linear = linear_class(quantization, device, dtype)
+    dummy = load_format == "dummy"
+    files = {} if dummy else _tensor_files(path)
+    halves = bool(files) and quantization is None and _all_bfloat16(files)
+    linear = linear_class(quantization, device, dtype, halves=halves)
     decoder = Decoder(config, linear=linear, dtype=dtype, device=device)
     places = _places(decoder)
-    if load_format == "dummy":
+    if dummy:
         _fill_randomly(places, device, seed)
         return decoder
-    files = _tensor_files(path)
     _check_names(path, set(files), set(places), config.tie_word_embeddings)
     for name, tensor in _read_tensors(path, files):
         if name.endswith(_IGNORED_SUFFIXES):
@@ -223,6 +225,17 @@ def _tensor_files(path: Path) -> dict[str, Path]:
         raise ValueError(f"{path} holds neither {_SINGLE} nor {_INDEX}{hint}")
     with _open(single) as tensors:
         return dict.fromkeys(tensors.keys(), single)
+
+
+def _all_bfloat16(files: dict[str, Path]) -> bool:
+    """Whether all matrices are bfloat16, by the headers of their files."""
+    for file in set(files.values()):
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                part = tensors.get_slice(name)
+                if len(part.get_shape()) > 1 and part.get_dtype() != "BF16":
+                    return False
+    return True
 
 
 def _open(file: Path) -> safe_open:

@@ -175,9 +175,14 @@ def test_threads_run_before_compiled_code_is_loaded(module):
     ("module", "called"),
     [
         ("items_numba", ["few_lanes", "vectors", "vector_code", "tasks_numba"]),
-        ("int8_panels", ["tasks_numba"]),
+        ("int8_panels", ["vector_code", "tasks_numba"]),
         ("int8_numba", ["rows_numba", "tasks_numba"]),
-        ("layers_numba", ["items_numba", "rows_numba", "int8_numba", "tasks_numba"]),
+        ("half_panels", ["vector_code", "tasks_numba"]),
+        ("half_numba", ["tasks_numba"]),
+        (
+            "layers_numba",
+            ["items_numba", "rows_numba", "int8_numba", "half_numba", "tasks_numba"],
+        ),
     ],
 )
 def test_compiled_code_is_renewed_with_what_it_calls(module, called):

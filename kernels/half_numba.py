@@ -1,0 +1,55 @@
+"""Products of float32 rows with bfloat16 weights, as a call for compiled code.
+
+``half_panels`` has the product of a panel, which is called by its address.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from coppice.kernels.tasks_numba import run_share, run_shares
+
+#: A digest of ``tasks_numba.py``; see ``items_numba``.
+SOURCES = "3542f99e1a9a"
+
+# Multiplications from which panels are shared among threads: below, waking them takes longer.
+_SHARED_FROM = 1 << 19
+# Bytes of rows that are worked together, for the second-level cache to hold them for all panels.
+_TOGETHER = 600_000
+
+
+@njit(cache=True)
+def multiply_rows(
+    function: int,
+    panel: int,
+    x: np.ndarray,
+    weight: int,
+    bias: int,
+    out: np.ndarray,
+    threads: int,
+) -> None:
+    """``out`` float32 ``[T, N]`` = ``x`` float32 ``[T, K]`` times a packed weight, plus bias.
+
+    ``function`` is the address of ``half_panels.run_panels``, ``panel`` the outputs of a panel,
+    ``weight`` the address of a packed one and ``bias`` that of float32 ``[N]`` or 0.
+    """
+    rows, inner = x.shape
+    width = out.shape[1]
+    panels = -(-width // panel)
+    frame = np.empty(7, np.int64)
+    frame[1], frame[2], frame[4], frame[5] = inner, width, weight, bias
+    cuts = np.empty(threads + 1, np.int64)
+    for i in range(threads + 1):
+        cuts[i] = panels * i // threads
+    parts = -(-4 * rows * inner // _TOGETHER)
+    for part in range(parts):
+        begin, end = part * rows // parts, (part + 1) * rows // parts
+        frame[0] = end - begin
+        frame[3], frame[6] = x[begin:].ctypes.data, out[begin:].ctypes.data
+        if (end - begin) * inner * width < _SHARED_FROM or threads <= 1:
+            run_share(function, frame.ctypes.data, 0, panels)
+        else:
+            run_shares(function, frame.ctypes.data, cuts)
+    # Numba frees what is not named any more, and addresses are no names.
+    frame[0], cuts[0] = 0, 0
