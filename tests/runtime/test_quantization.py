@@ -153,7 +153,7 @@ def test_long_weights_are_quantized_in_blocks(
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Linear]], None]:
     """Decoders are made with projections of this kind from then on, whatever is asked for."""
-    return lambda kind: monkeypatch.setattr(weights, "linear_class", lambda *_: kind)
+    return lambda kind: monkeypatch.setattr(weights, "linear_class", lambda *_, **__: kind)
 
 
 @pytest.mark.parametrize("tied", [False, True])

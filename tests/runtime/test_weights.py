@@ -105,14 +105,14 @@ def test_reading_keeps_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
 
 def test_casts_to_the_asked_type(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16)
     model.save_pretrained(tmp_path)
-    assert load_model_config(tmp_path).torch_dtype == torch.bfloat16
+    assert load_model_config(tmp_path).torch_dtype == torch.float16
     decoder = load(tmp_path)
     assert decoder.embedding.dtype == torch.float32
     assert torch.equal(decoder.embedding, model.model.embed_tokens.weight.float())
-    narrow = load(folder, dtype=torch.bfloat16)
-    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
+    narrow = load(folder, dtype=torch.float16)
+    assert {p.dtype for p in narrow.parameters()} == {torch.float16}
     assert torch.equal(narrow.embedding, model.model.embed_tokens.weight)
 
 

@@ -1,0 +1,159 @@
+"""A bfloat16 checkpoint on a CPU: weights stay in 16 bits, and results are float32's."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from coppice import Engine, EngineConfig, SamplingParams
+from coppice.kernels import cpu_half
+from coppice.runtime.half_linear import HalfLinear
+from coppice.runtime.layers import Linear
+from coppice.runtime.model_config import load_model_config
+from coppice.runtime.quantization import Int8Linear
+from coppice.runtime.weights import load_decoder
+
+pytestmark = pytest.mark.skipif(
+    cpu_half.half_kernels() is None, reason="no compiled products of bfloat16 weights"
+)
+CPU = torch.device("cpu")
+
+
+def make(weight: torch.Tensor, bias: torch.Tensor | None = None) -> HalfLinear:
+    rows, columns = weight.shape
+    linear = HalfLinear(columns, rows, bias=bias is not None, dtype=torch.float32, device=CPU)
+    linear.fill_weight(0, weight)
+    if bias is not None:
+        linear.fill_bias(0, bias)
+    return linear
+
+
+@pytest.fixture
+def halved(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """A tiny checkpoint whose tensors have become bfloat16, but for those named."""
+
+    def make(family: str, keep: tuple[str, ...] = (), **changes: Any) -> Path:
+        source = tiny_checkpoint(family, **changes)
+        folder = tmp_path / "halved"
+        shutil.copytree(source, folder)
+        tensors = load_file(source / "model.safetensors")
+        save_file(
+            {name: t if name in keep else t.bfloat16() for name, t in tensors.items()},
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("outputs", [48, 150])
+def test_a_product_is_that_of_float32_weights(biased: bool, outputs: int) -> None:
+    """For every number of rows that is compiled apart, over whole panels and a part of one."""
+    generator = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(outputs, 72, generator=generator).bfloat16()
+    bias = torch.randn(outputs, generator=generator) if biased else None
+    linear = make(weight, bias)
+    linear.pack()
+    assert not hasattr(linear, "weight"), "the memory of the weight is given up"
+    for rows in (0, 1, 2, 3, 4, 7, 8, 15, 16, 41, 3000):
+        x = torch.randn(rows, 72, generator=generator)
+        exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+        torch.testing.assert_close(linear(x), exact.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    """Nor on how many threads work, or in which part of many rows it is."""
+    linear = make(torch.randn(200, 640).bfloat16(), torch.randn(200))
+    linear.pack()
+    x = torch.randn(900, 640)
+    together = linear(x)
+    for row in (0, 7, 450, 899):
+        assert torch.equal(linear(x[row : row + 1])[0], together[row])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(linear(x), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_cannot_be_laid_out_is_multiplied_all_the_same() -> None:
+    linear = make(torch.ones(4, 7).bfloat16(), torch.arange(4.0))
+    linear.pack()
+    assert linear.packed is None
+    assert torch.equal(linear(torch.ones(2, 7)), 7 + torch.arange(4.0).expand(2, 4))
+
+
+def test_numbers_that_are_none_stay_visible() -> None:
+    linear = make(torch.ones(48, 16).bfloat16())
+    linear.pack()
+    x = torch.ones(3, 16)
+    x[1, 5] = torch.nan
+    x[2, 5] = torch.inf
+    assert torch.equal(linear(x)[0], torch.full((48,), 16.0))
+    assert linear(x)[1].isnan().all()
+    assert linear(x)[2].isinf().all()
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)]
+)
+def test_answers_are_those_of_transformers(
+    halved: Callable[..., Path], family: str, tied: bool
+) -> None:
+    folder = halved(family, tie_word_embeddings=tied)
+    engine = Engine(EngineConfig(model=str(folder), kv_cache_tokens=1024))
+    decoder = engine.runner.decoder
+    assert isinstance(decoder.head, HalfLinear)
+    assert decoder.embedding.dtype == torch.bfloat16
+    assert decoder.stack is not None, "the layers are compiled"
+    matrices = [
+        name for name, p in decoder.named_parameters() if p.dim() > 1 and "norm" not in name
+    ]
+    assert matrices == ["embedding"], "the other weights are laid out, and not kept twice"
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    shared = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = [[*shared, 5 + i, 9] for i in range(5)]
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for index, each in enumerate(prompts):
+        engine.add_request(str(index), each, greedy)
+    answers: dict[str, list[int]] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            answers.setdefault(output.request_id, []).extend(output.new_token_ids)
+    for index, each in enumerate(prompts):
+        with torch.inference_mode():
+            expected = reference.generate(
+                torch.tensor([each]), max_new_tokens=8, min_new_tokens=8, do_sample=False
+            )
+        assert answers[str(index)] == expected[0, len(each) :].tolist()
+
+
+def test_a_checkpoint_with_one_wider_matrix_is_float32(halved: Callable[..., Path]) -> None:
+    """Its numbers would not survive in 16 bits."""
+    wide = "model.layers.0.mlp.down_proj.weight"
+    folder = halved("llama", keep=(wide,))
+    decoder = load_decoder(folder, load_model_config(folder), dtype=torch.float32, device=CPU)
+    down = decoder.layers[0].down
+    assert type(down) is Linear
+    assert torch.equal(down.weight, load_file(folder / "model.safetensors")[wide])
+    assert decoder.embedding.dtype == torch.float32
+
+
+def test_other_kinds_of_weights_are_as_before(halved: Callable[..., Path]) -> None:
+    folder = halved("llama")
+    config = load_model_config(folder)
+    place: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
+    assert type(load_decoder(folder, config, quantization="int8", **place).head) is Int8Linear
+    assert type(load_decoder(folder, config, load_format="dummy", **place).head) is Linear
+    bfloat16 = load_decoder(folder, config, dtype=torch.bfloat16, device=CPU)
+    assert type(bfloat16.head) is Linear
