@@ -2,17 +2,19 @@
 
     python benchmarks/cpu_peers.py [--quick] [--json FILE] [--models S M] [--workloads W1 ...]
         [--sides NAME ...] [--precisions float32 int8] [--seeds N] [--long SECONDS]
-        [--peer NAME=PYTHON ...] [--threads N] [--cache DIR] [--no-steps]
+        [--stored bfloat16] [--peer NAME=PYTHON ...] [--threads N] [--cache DIR] [--no-steps]
 
 Workloads W1 to W6 (`cpu/workloads.py`) on two models of random weights: the same token ids for all
 sides, greedy, end of sequence ignored, all requests of a turn submitted at once. Each side is a
 process of its own, alone on the machine while it runs; in each of the passes (one a seed) all sides
 come in turn, and answer all workloads after a short one that warms up. A workload that took a side
 longer than `--long` seconds is not repeated for it in later passes. float32 and each engine's own
-int8 are apart. Rows: every side's seconds and time to first token (median over the requests), its
-start-up, its most resident memory, its time as a multiple of the floor (`cpu/floor.py`) at the
-rates measured in the same pass; ratios of each peer to Coppice; and single steps of Coppice with
-where their time goes (`cpu/steps.py`). Read `min` first: what else runs on the machine adds only.
+int8 are apart. `--stored bfloat16` has the checkpoint in the type of most models that one finds;
+everybody computes in float32 all the same (llama.cpp's conversion reads float32 only). Rows:
+every side's seconds and time to first token (median over the requests), its start-up, its most
+resident memory, its time as a multiple of the floor (`cpu/floor.py`) at the rates measured in the
+same pass; ratios of each peer to Coppice; and single steps of Coppice with where their time goes
+(`cpu/steps.py`). Read `min` first: what else runs on the machine adds only.
 
 Peers conflict with each other, so each is installed into an environment of its own, which `--peer`
 names; those that are not named are left out, and listed. Converted checkpoints and the peers' logs
@@ -56,7 +58,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpu.checkpoints import MODELS, VOCABULARY, checkpoint
+from cpu.checkpoints import MODELS, STORED, VOCABULARY, checkpoint
 from cpu.floor import Shape, floor_seconds
 from cpu.rates import Rates
 from cpu.sides import KINDS, PEERS, Failed, Side, Unsupported
@@ -92,7 +94,7 @@ class Yardstick:
 
     def __init__(self, args: argparse.Namespace, model: str) -> None:
         self.args, self.model = args, model
-        self.checkpoint = checkpoint(model, args.cache)
+        self.checkpoint = checkpoint(model, args.cache, args.stored)
         self.shape = Shape.of(self.checkpoint)
         self.workloads = [workloads(args.quick)[name] for name in args.workloads]
         self.found: dict[tuple[str, str, str], Found] = defaultdict(Found)
@@ -167,7 +169,7 @@ class Yardstick:
         lines = max(each.requests * each.lines for each in self.workloads)
         options = {
             "checkpoint": str(self.checkpoint),
-            "folder": str(self.args.cache / f"{self.model}-{kind.peer}"),
+            "folder": str(self.args.cache / f"{self._name()}-{kind.peer}"),
             "precision": precision,
             "threads": self.args.threads,
             "lines": lines,
@@ -176,8 +178,11 @@ class Yardstick:
             "tokens_shared": self._pool_tokens(),
             "tokens_separate": max(each.tokens_separate for each in self.workloads) + 32 * lines,
         }
-        log = self.args.cache / "logs" / f"{self.model}-{name}-{precision}.log"
+        log = self.args.cache / "logs" / f"{self._name()}-{name}-{precision}.log"
         return Side(kind, python, options, log, self.args.limit)
+
+    def _name(self) -> str:
+        return self.checkpoint.name.removeprefix("model-")
 
     def _pool_tokens(self) -> int:
         lines = max(each.requests * each.lines for each in self.workloads)
@@ -206,7 +211,12 @@ class Yardstick:
         return Rates(**json.loads(subprocess.run(script, check=True, capture_output=True).stdout))
 
     def report(self, rows: Rows) -> None:
-        common = {"benchmark": "cpu_peers", "model": self.model, "quick": self.args.quick}
+        common = {
+            "benchmark": "cpu_peers",
+            "model": self.model,
+            "stored": self.args.stored,
+            "quick": self.args.quick,
+        }
         machine = {**processor(), "threads": self.args.threads}
         rows.add(
             **common,
@@ -257,9 +267,11 @@ class Yardstick:
         rows.add(**common, **row, machine=machine)
 
     def _least_bytes(self, precision: str) -> float:
-        """Bytes of Coppice's weights and KV pool; the embedding is float32 beside an int8 head."""
+        """Bytes of Coppice's weights and KV pool; the embedding is as stored beside an int8 head."""
         layers, head = self.shape.layer_parameters, self.shape.head_parameters
-        weights = 4 * (layers + head) if precision == "float32" else layers + 5 * head
+        weights = self.shape.stored * (layers + head)
+        if precision == "int8":
+            weights = layers + (1 + self.shape.stored) * head
         return weights + 8 * self._pool_tokens() * self.shape.kv_width * self.shape.layers
 
     def _report_ratios(
@@ -323,6 +335,8 @@ def _options() -> argparse.Namespace:
     options.add_argument("--models", nargs="+", default=["S"], choices=MODELS)
     options.add_argument("--workloads", nargs="+", choices=list(workloads(False)),
                          default=list(workloads(False)))  # fmt: skip
+    options.add_argument("--stored", choices=STORED, default=STORED[0],
+                         help="type of the checkpoint's numbers (default: float32)")  # fmt: skip
     options.add_argument("--precisions", nargs="+", choices=("float32", "int8"),
                          default=["float32", "int8"])  # fmt: skip
     options.add_argument("--sides", nargs="+", choices=list(KINDS), help="default: all there are")

@@ -94,7 +94,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The model. Its weights are empty until ``weights.load_decoder`` has filled them.
 
-    ``linear`` is the class of all projections, the language-model head included if it serves that.
+    ``linear`` is the class of all projections, the language-model head included if it serves that;
+    ``embedding_dtype`` what the embedding is kept in, if not ``dtype``.
     Tied embeddings are one tensor, unless the head is of another type than the embedding.
     """
 
@@ -105,12 +106,13 @@ class Decoder(nn.Module):
         linear: type[Linear] = Linear,
         dtype: torch.dtype,
         device: torch.device,
+        embedding_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         shape = (config.vocab_size, config.hidden_size)
-        self.embedding = frozen(torch.empty(shape, dtype=linear.kept or dtype, device=device))
+        self.embedding = frozen(torch.empty(shape, dtype=embedding_dtype or dtype, device=device))
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, linear=linear, **place)
             for index in range(config.num_layers)

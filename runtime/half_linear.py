@@ -23,7 +23,6 @@ class HalfLinear(Linear):
     """
 
     packed: PackedHalf | None = None
-    kept = torch.bfloat16
 
     def __init__(
         self,
@@ -36,7 +35,8 @@ class HalfLinear(Linear):
     ) -> None:
         nn.Module.__init__(self)
         assert dtype == torch.float32
-        self.weight = frozen(torch.empty(out_features, in_features, dtype=self.kept, device=device))
+        shape = (out_features, in_features)
+        self.weight = frozen(torch.empty(shape, dtype=torch.bfloat16, device=device))
         self.bias = frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -32,8 +32,6 @@ class Linear(nn.Module):
     serves_head: ClassVar[bool] = True
     #: Whether its weight can be the embedding's own tensor.
     shares_embedding: ClassVar[bool] = True
-    #: What the embedding is kept in, None for the model's type.
-    kept: ClassVar[torch.dtype | None] = None
 
     def __init__(
         self,

@@ -106,9 +106,12 @@ def load_decoder(
         raise ValueError(f"load_format is {load_format!r}; it must be 'auto' or 'dummy'")
     dummy = load_format == "dummy"
     files = {} if dummy else _tensor_files(path)
-    halves = bool(files) and quantization is None and _all_bfloat16(files)
+    halves = bool(files) and dtype == torch.float32 and _all_bfloat16(files)
     linear = linear_class(quantization, device, dtype, halves=halves)
-    decoder = Decoder(config, linear=linear, dtype=dtype, device=device)
+    embedding_dtype = torch.bfloat16 if halves and linear is not Linear else dtype
+    decoder = Decoder(
+        config, linear=linear, dtype=dtype, device=device, embedding_dtype=embedding_dtype
+    )
     places = _places(decoder)
     if dummy:
         _fill_randomly(places, device, seed)

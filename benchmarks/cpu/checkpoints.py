@@ -1,7 +1,8 @@
 """The two models of the CPU yardstick as checkpoints: random weights, and a tokenizer of numbers.
 
 S is a Llama in the shape of SmolLM-135M, M a Qwen2 in the shape of Qwen2.5-0.5B; both with 32,000
-tokens. They are written once and found again later.
+tokens. They are written once and found again later. Stored in bfloat16, as most models are that
+one finds, their numbers are those of float32 rounded.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ import shutil
 from pathlib import Path
 
 MODELS = ("S", "M")
+STORED = ("float32", "bfloat16")
 VOCABULARY = 32_000
 LENGTH = 8192
 
 
-def checkpoint(name: str, cache: Path) -> Path:
+def checkpoint(name: str, cache: Path, stored: str = "float32") -> Path:
     """The folder of a model's checkpoint below `cache`, written if it is not there yet."""
     if name not in MODELS:
         raise ValueError(f"model is {name!r}; it must be one of {', '.join(MODELS)}")
-    folder = cache / f"model-{name}"
+    folder = cache / (f"model-{name}" if stored == "float32" else f"model-{name}-{stored}")
     if not folder.exists():
         # Written beside and renamed, so that one that was interrupted is not taken for whole.
-        partial = cache / f"model-{name}.{os.getpid()}"
-        _write_model(name, partial)
+        partial = cache / f"{folder.name}.{os.getpid()}"
+        _write_model(name, partial, stored)
         _write_tokenizer(partial)
         try:
             partial.rename(folder)
@@ -32,7 +34,7 @@ def checkpoint(name: str, cache: Path) -> Path:
     return folder
 
 
-def _write_model(name: str, folder: Path) -> None:
+def _write_model(name: str, folder: Path, stored: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
@@ -68,7 +70,7 @@ def _write_model(name: str, folder: Path) -> None:
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.02)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, stored)).save_pretrained(folder)
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -27,6 +27,7 @@ class Shape:
     query_width: int
     kv_width: int  # of keys, and of values
     layers: int
+    stored: int  # bytes of a number in the checkpoint
 
     @classmethod
     def of(cls, checkpoint: Path) -> Shape:
@@ -36,7 +37,8 @@ class Shape:
         head_dim = config.get("head_dim") or hidden // heads
         query, kv = heads * head_dim, config["num_key_value_heads"] * head_dim
         each = hidden * (query + 2 * kv) + query * hidden + 3 * hidden * inner
-        return cls(layers * each, hidden * config["vocab_size"], query, kv, layers)
+        stored = {"float32": 4, "bfloat16": 2}[config["dtype"]]
+        return cls(layers * each, hidden * config["vocab_size"], query, kv, layers, stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,10 @@ class Step:
         return cls(sum(new), len(new), pairs, distinct)
 
     def seconds(self, shape: Shape, precision: str, rates: Rates) -> float:
-        """Its floor. With int8 the weights are int8; KV and attention are float32 all the same."""
+        """Its floor. With int8 the weights are int8, else as stored; KV and attention float32."""
         small = precision == "int8"
         weights = shape.layer_parameters + shape.head_parameters * (self.sampled > 0)
-        read = weights * (1 if small else 4)
+        read = weights * (1 if small else shape.stored)
         read += self.kv_tokens * 2 * shape.kv_width * shape.layers * 4
         products = 2 * (shape.layer_parameters * self.rows + shape.head_parameters * self.sampled)
         attention = 4 * self.pairs * shape.query_width * shape.layers

@@ -124,6 +124,7 @@ def _write_int8(checkpoint: Path, target: Path) -> None:
     tensors = {}
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if name.endswith("_proj.weight"):
+            tensor = tensor.float()
             scale = tensor.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
             tensors[name] = (tensor / scale).round().to(torch.int8)
             tensors[name + "_scale"] = scale

@@ -151,6 +151,7 @@ def report(
     row = {
         "benchmark": "cpu_steps",
         "precision": precision,
+        "stored_bytes": shape.stored,
         "step": kind,
         "size": size,
         "times_the_floor": {

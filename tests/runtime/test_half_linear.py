@@ -153,7 +153,9 @@ def test_other_kinds_of_weights_are_as_before(halved: Callable[..., Path]) -> No
     folder = halved("llama")
     config = load_model_config(folder)
     place: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
-    assert type(load_decoder(folder, config, quantization="int8", **place).head) is Int8Linear
+    int8 = load_decoder(folder, config, quantization="int8", **place)
+    assert type(int8.head) is Int8Linear
+    assert int8.embedding.dtype == torch.bfloat16
     assert type(load_decoder(folder, config, load_format="dummy", **place).head) is Linear
     bfloat16 = load_decoder(folder, config, dtype=torch.bfloat16, device=CPU)
     assert type(bfloat16.head) is Linear
