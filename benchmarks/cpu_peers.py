@@ -267,7 +267,7 @@ class Yardstick:
         rows.add(**common, **row, machine=machine)
 
     def _least_bytes(self, precision: str) -> float:
-        """Bytes of Coppice's weights and KV pool; the embedding is as stored beside an int8 head."""
+        """Bytes of Coppice's weights and KV pool; beside an int8 head the embedding as stored."""
         layers, head = self.shape.layer_parameters, self.shape.head_parameters
         weights = self.shape.stored * (layers + head)
         if precision == "int8":
