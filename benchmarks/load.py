@@ -25,6 +25,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class Mix:
         rng = random.Random(0)
         self._tokens = range(vocabulary // 8, vocabulary)  # no special tokens
         self._documents = [rng.choices(self._tokens, k=shared) for _ in range(DOCUMENTS)]
+        self._written = [", ".join(map(str, document)) for document in self._documents]
         self._own = own
         self._out = out
 
@@ -65,55 +67,78 @@ class Mix:
     def prompt(self, rng: random.Random) -> list[int]:
         return rng.choice(self._documents) + rng.choices(self._tokens, k=self._own)
 
+    def prompt_json(self, rng: random.Random) -> str:
+        """One as JSON, the document's written once for all."""
+        own = rng.choices(self._tokens, k=self._own)
+        return f"[{rng.choice(self._written)}, {', '.join(map(str, own))}]"
+
+
+class Asking(asyncio.Protocol):
+    """One request. A bare protocol, since the cores are to serve and not to be a client."""
+
+    def __init__(self, raw: bytes, leaves: bool, tally: Tally) -> None:
+        self.over = asyncio.get_running_loop().create_future()
+        self._raw, self._leaves, self._tally = raw, leaves, tally
+        self._begun = time.monotonic()
+        self._last: float | None = None
+        self._head, self._tail = b"", b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._raw)
+
+    def data_received(self, piece: bytes) -> None:
+        now = time.monotonic()
+        self._head = self._head or piece
+        self._tail = (self._tail + piece)[-2000:]
+        if b'"text"' in piece:
+            if self._last is None:
+                self._tally.ttft.append(now - self._begun)
+            else:
+                self._tally.gaps.append(now - self._last)
+            self._last = now
+            if self._leaves:
+                self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        used = re.search(rb'"completion_tokens":\s*(\d+)', self._tail)
+        if self._leaves and self._last is not None:
+            self._tally.left += 1
+        elif error is not None:
+            self._tally.errors.append(repr(error))
+        elif b" 200 " not in self._head[:20] or b"data: [DONE]" not in self._tail or used is None:
+            self._tally.errors.append((self._head + self._tail).decode(errors="replace")[-300:])
+        else:
+            self._tally.answers += 1
+            self._tally.tokens += int(used.group(1))
+        self.over.set_result(None)
+
 
 async def client(
     address: tuple[str, int], model: str, mix: Mix, end: float, rng: random.Random, tally: Tally
 ) -> None:
-    """Asks until `end`. A bare socket, since the cores are to serve and not to be a client."""
+    """Asks until `end`."""
+    loop = asyncio.get_running_loop()
     while time.monotonic() < end:
-        body = {"model": model, "prompt": mix.prompt(rng), "max_tokens": mix.length(rng)}
-        body |= {
+        body = {
+            "model": model,
+            "max_tokens": mix.length(rng),
             "stream": True,
             "temperature": 0,
             "ignore_eos": True,
             "stream_options": {"include_usage": True},
         }
-        raw = json.dumps(body).encode()
-        leaves = rng.random() < LEFT_EARLY
+        raw = f'{json.dumps(body)[:-1]}, "prompt": {mix.prompt_json(rng)}}}'.encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n"
-        begun = time.monotonic()
-        reader, writer = await asyncio.open_connection(*address)
+        raw = head.encode() + b"Connection: close\r\n\r\n" + raw
+        make = partial(Asking, raw, rng.random() < LEFT_EARLY, tally)
         try:
-            writer.write(head.encode() + b"Connection: close\r\n\r\n" + raw)
-            status = await reader.readline()
-            if b" 200 " not in status:
-                tally.errors.append((status + await reader.read()).decode(errors="replace")[-300:])
-                continue
-            tail, last = b"", None
-            while piece := await reader.read(65536):
-                now = time.monotonic()
-                if b'"text"' in piece:
-                    if last is None:
-                        tally.ttft.append(now - begun)
-                    else:
-                        tally.gaps.append(now - last)
-                    last = now
-                tail = (tail + piece)[-2000:]
-                if leaves and last is not None:
-                    break
-            if leaves:
-                tally.left += 1
-                continue
-            used = re.search(rb'"completion_tokens":\s*(\d+)', tail)
-            if b"data: [DONE]" not in tail or used is None:
-                tally.errors.append(tail.decode(errors="replace")[-300:])
-                continue
-            tally.answers += 1
-            tally.tokens += int(used.group(1))
+            _, asking = await loop.create_connection(make, *address)
         except OSError as error:
             tally.errors.append(repr(error))
-        finally:
-            writer.close()
+        else:
+            await asking.over
 
 
 class Watched:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from coppice.frontend.ids import fresh_id
 from coppice.frontend.openai_logprobs import (
     Place,
     chat_logprobs,
@@ -46,7 +46,7 @@ class Completion:
         self._echoes = prepared.echoes
         self._texts = texts
         self._format = format
-        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._id = f"{self.prefix}-{fresh_id()}"
         self._model = model
         self._created = int(time.time())
 
@@ -277,7 +277,7 @@ def _piece(piece: Piece) -> dict[str, Any]:
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": f"call_{fresh_id()[:24]}", "type": "function", "function": function}
 
 
 def _read(pieces: Sequence[Piece]) -> tuple[str, list[dict[str, Any]]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 
 from coppice.frontend.outputs import RequestOutput
 from coppice.frontend.texts import TextDelta
@@ -36,6 +35,8 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
         self._failure: Exception | None = None
         self._news = asyncio.Event()
         self._taken: deque[TextDelta] = deque()
+        self._idle = False  # whether somebody waits for the next one, and nothing is there
+        self._take: Callable[[int, TextDelta], bool] | None = None
 
     async def __aenter__(self) -> Deltas:
         return self
@@ -49,14 +50,40 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
             self._abandon(name)
         self._running.clear()
 
+    @property
+    def hurried(self) -> bool:
+        """Whether the next one, or the end, can be had without waiting."""
+        return bool(self._taken or self._arrived or self._failure or not self._running)
+
+    def take_by(self, take: Callable[[int, TextDelta], bool]) -> None:
+        """From now on `take` is offered, with its place, what comes while the next is waited for.
+
+        It saves waking whoever waits. What it declines by False, and every delta with an `output`,
+        goes the usual way, and so does what it raises.
+        """
+        self._take = take
+
     def put(self, item: TextDelta | RequestFailed) -> None:
         """Takes what the engine made; in the event loop's thread."""
         if isinstance(item, RequestFailed):
             self._failure = item
         else:
+            if self._idle and self._take is not None and item.output is None:
+                try:
+                    if self._take(self._places[item.request_id], item):
+                        return
+                except Exception as error:
+                    self._failure = error
+                    self._wake()
+                    return
             key = (item.request_id, item.index)
-            before = self._arrived.get(key)
-            self._arrived[key] = item if before is None else _joined(before, item)
+            if key in self._arrived:
+                item.follow(self._arrived[key])
+            self._arrived[key] = item
+        self._wake()
+
+    def _wake(self) -> None:
+        self._idle = False
         self._news.set()
 
     async def __anext__(self) -> tuple[int, TextDelta]:
@@ -70,14 +97,19 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
             if not self._running:
                 raise StopAsyncIteration
             self._news.clear()
-            await self._news.wait()
+            self._idle = True
+            try:
+                await self._news.wait()
+            finally:
+                self._idle = False
         delta = self._taken.popleft()
         if delta.output is not None:
             self._running.discard(delta.request_id)
             self._abandon(delta.request_id)  # it has ended: this only forgets it
             for completion in delta.output.outputs:
-                if completion.finish_reason == "error":
-                    raise RequestFailed(str(completion.stop_reason))
+                if completion.finish_reason == "error":  # only the text before it is left to tell
+                    self._failure = RequestFailed(str(completion.stop_reason))
+                    delta.completion = delta.output = None
         return self._places[delta.request_id], delta
 
     async def outputs(self) -> list[RequestOutput]:
@@ -87,15 +119,3 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
             if delta.output is not None:
                 found[place] = delta.output
         return [found[place] for place in sorted(found)]
-
-
-def _joined(first: TextDelta, second: TextDelta) -> TextDelta:
-    """Two deltas of one continuation, the second right behind the first."""
-    return replace(
-        second,
-        text=first.text + second.text,
-        new_token_ids=first.new_token_ids + second.new_token_ids,
-        logprobs=first.logprobs + second.logprobs,
-        text_offsets=first.text_offsets + second.text_offsets,
-        best_so_far=second.best_so_far or first.best_so_far,
-    )

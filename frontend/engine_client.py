@@ -2,7 +2,7 @@
 
 event loop   submit -> channel -> | engine's process: calls, step, step, ...
 Deltas <- event loop <- reader <- | outputs of each step
-           (thread: tokens to text, stop strings)
+           (thread: tokens to text, stop strings; most wait there for a round, see rounds.py)
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from coppice.frontend.deltas import Deltas, EngineStopped, RequestFailed
+from coppice.frontend.rounds import Rounds
 from coppice.frontend.texts import TextDelta, Texts
 from coppice.frontend.tokenizer import Tokenizer
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.channel import Channel
-from coppice.runtime.engine_loop import Ready, step_outputs
+from coppice.runtime.engine_loop import Ready, is_short, step_output
 from coppice.runtime.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; each doubles the last
 STEADY_SECONDS = 60.0  # an engine that ran so long begins with the first pause again
 STOP_SECONDS = 10.0  # for the step that runs when the engine is to stop
+
+Item: TypeAlias = tuple[str, TextDelta | RequestFailed]
+"""What became of a request, by its name."""
 
 
 class Launched(Protocol):
@@ -47,6 +51,7 @@ class EngineClient:
     Args:
         launch: starts an engine; called again after each death.
         tokenizer: of the model.
+        longest_delay: seconds that tokens wait at most so that several leave together; 0: none.
 
     Attributes:
         tokenizer: the same.
@@ -56,13 +61,16 @@ class EngineClient:
         restarts: engines that were started after the first one.
     """
 
-    def __init__(self, launch: Callable[[], Launched], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, launch: Callable[[], Launched], tokenizer: Tokenizer, *, longest_delay: float = 0.0
+    ) -> None:
         self.tokenizer = tokenizer
         self.texts = Texts(tokenizer)
         self.ready: Ready | None = None
         self.trouble: str | None = "the engine has not been started"
         self.restarts = 0
         self._launch = launch
+        self._longest_delay = longest_delay
         self._names = count()
         self._numbers = count()
         self._running: dict[str, Deltas] = {}
@@ -120,10 +128,12 @@ class EngineClient:
         cache_salt: str | None = None,
         tenant: str | None = None,
         priority: int = 0,
+        in_pieces: bool = True,
     ) -> Deltas:
         """Queues a request for each prompt (its text if there is one, its token ids), all at once.
 
-        Arguments are those of `Engine.add_request`, and of `Engine.add_beam_search` for `beam`.
+        Arguments are those of `Engine.add_request`, and of `Engine.add_beam_search` for `beam`. If
+        nobody wants it `in_pieces`, there is one delta for each prompt, with the whole.
 
         Raises:
             ValueError, QueueFull: the engine refuses one of them; then none runs.
@@ -136,7 +146,7 @@ class EngineClient:
         given = self.texts.for_engine(params) if beam is None else self.texts.for_engine(beam)
         for name, (text, ids) in zip(names, prompts, strict=True):
             self._running[name] = deltas
-            self.texts.add(name, text, ids, params)
+            self.texts.add(name, text, ids, params, in_pieces=in_pieces)
         try:
             more = {"cache_salt": cache_salt, "tenant": tenant, "priority": priority}
             answers = [
@@ -256,46 +266,83 @@ class EngineClient:
             deltas.put(EngineStopped(reason))
         self._running.clear()
 
-    def _deliver(self, items: Sequence[tuple[str, TextDelta | RequestFailed]]) -> None:
+    def _deliver(self, items: Sequence[Item]) -> None:
         for name, item in items:
             deltas = self._running.get(name)
             if deltas is not None:  # somebody still waits for it
                 deltas.put(item)
 
+    def _deliver_round(self, items: Sequence[Item], rounds: Rounds, cost: float) -> None:
+        """`cost` is what the round took before."""
+        begun = time.thread_time()
+        try:
+            self._deliver(items)
+        finally:
+            rounds.end(cost + time.thread_time() - begun)
+
     # -- in the reader's thread ------------------------------------------------------------------
 
     def _read(self, engine: Launched, channel: Channel) -> None:
+        rounds = Rounds(self._longest_delay)
         begun = time.monotonic()
         try:
             while True:
-                for item in channel.receive():
-                    if isinstance(item, list):
-                        self._tell(self._deliver, self._advance(item, channel))
-                    else:
-                        self._tell(self._handle, item)
+                left = rounds.left()
+                if left is None or channel.wait(left):
+                    for item in channel.receive():
+                        if isinstance(item, list):
+                            self._advance(item, rounds, channel)
+                        else:
+                            self._tell(self._handle, item)
+                if rounds.due:
+                    self._send_round(rounds, channel)
         except EOFError:
             reason = engine.wait()
+            self._send_round(rounds, channel)  # what it made before it died
             channel.close()
             self._tell(self._ended, reason, time.monotonic() - begun)
 
-    def _advance(
-        self, rows: Sequence[tuple[Any, ...]], channel: Channel
-    ) -> list[tuple[str, TextDelta | RequestFailed]]:
-        items: list[tuple[str, TextDelta | RequestFailed]] = []
-        for output in step_outputs(rows):
+    def _advance(self, rows: Sequence[tuple[Any, ...]], rounds: Rounds, channel: Channel) -> None:
+        """Makes text of what does not wait for a round."""
+        items: list[Item] = []
+        patient = self._longest_delay > 0
+        for row in rows:
+            if is_short(row) and self.texts.keep(*row[:3], patient=patient):
+                continue
+            output = step_output(row)
             name = output.request_id
             try:
-                delta, stopped = self.texts.advance(output)
+                delta, stopped = self.texts.advance(output, patient=patient)
             except Exception as error:  # whoever else waits must not suffer from it
-                log.exception("the text of %s could not be made", name)
-                channel.send((None, "abort", (name,), {}))
-                items.append((name, RequestFailed(f"no text: {type(error).__name__}: {error}")))
+                items.append((name, self._no_text(name, error, channel)))
                 continue
             if stopped:
                 channel.send((None, "abort", (name, output.index), {}))
             if delta is not None:
                 items.append((name, delta))
-        return items
+        if items:
+            self._tell(self._deliver, items)
+        if self.texts.waiting:
+            rounds.came()
+
+    def _send_round(self, rounds: Rounds, channel: Channel) -> None:
+        rounds.begin()
+        begun = time.thread_time()
+        items: list[Item] = []
+        for name, index in self.texts.waiting:
+            try:
+                delta = self.texts.release(name, index)
+            except Exception as error:
+                items.append((name, self._no_text(name, error, channel)))
+                continue
+            if delta is not None:
+                items.append((name, delta))
+        self._tell(self._deliver_round, items, rounds, time.thread_time() - begun)
+
+    def _no_text(self, name: str, error: Exception, channel: Channel) -> RequestFailed:
+        log.error("the text of %s could not be made", name, exc_info=error)
+        channel.send((None, "abort", (name,), {}))
+        return RequestFailed(f"no text: {type(error).__name__}: {error}")
 
     def _tell(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None

@@ -47,7 +47,7 @@ class JsonBodies:
         """
         raw = await request.read()
         if len(raw) < LARGE_BYTES:
-            body = _parsed(json.loads, raw)
+            body = _parsed(_small, raw)
             return body, check(body)
         most = max(MOST_VALUES, 2 * self._longest())
         loop = asyncio.get_running_loop()
@@ -66,6 +66,13 @@ def _large(raw: bytes, check: Callable[[Any], Checked], most: int) -> tuple[Any,
         raise BadRequest(f"the body must have at most {most:,} JSON values, got {commas + 1:,}")
     body = _parsed(_fast, raw)
     return body, check(body)
+
+
+def _small(raw: bytes) -> Any:
+    try:
+        return from_json(raw)
+    except ValueError:  # the other parser takes more, and says better what is wrong
+        return json.loads(raw)
 
 
 def _fast(raw: bytes) -> Any:

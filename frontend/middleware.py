@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from aiohttp.typedefs import Middleware
 from coppice.frontend.access import Access, Guest
 from coppice.frontend.bodies import BadRequest, error_body
 from coppice.frontend.deltas import EngineStopped, RequestFailed
+from coppice.frontend.ids import fresh_id
 from coppice.frontend.routes import Handler
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ async def written_down(request: web.Request, handler: Handler) -> web.StreamResp
     """Gives each request an id and, when it ends, a line in the log."""
     given = request.headers.get("X-Request-Id", "")
     usable = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
-    note = request[NOTE] = Note(given if usable else uuid.uuid4().hex)
+    note = request[NOTE] = Note(given if usable else fresh_id())
     begun, status = time.monotonic(), CLIENT_IS_GONE
     try:
         response = await handler(request)

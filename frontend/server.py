@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from aiohttp import web
-from pydantic_core import to_json
 
 from coppice import __version__
 from coppice.frontend.access import Access
@@ -23,17 +22,17 @@ from coppice.frontend.answer_schemas import (
     Version,
     either,
 )
-from coppice.frontend.answers import ChatCompletion, Completion, UsageSoFar, usage
-from coppice.frontend.bodies import BadRequest, error_body, schema_of
+from coppice.frontend.answers import ChatCompletion, Completion, usage
+from coppice.frontend.bodies import BadRequest, schema_of
 from coppice.frontend.cache_routes import CacheRoutes
 from coppice.frontend.dashboard_files import Dashboard
-from coppice.frontend.deltas import Deltas, EngineStopped, RequestFailed
+from coppice.frontend.deltas import EngineStopped
 from coppice.frontend.engine_client import EngineClient
+from coppice.frontend.event_stream import EventStream, counts
 from coppice.frontend.json_bodies import JsonBodies
 from coppice.frontend.metrics import Metrics
 from coppice.frontend.middleware import NOTE, Note, cors_headers, middlewares
 from coppice.frontend.openapi import with_description
-from coppice.frontend.outputs import RequestOutput
 from coppice.frontend.prepare import Prepared, prepare
 from coppice.frontend.protocol import (
     ChatBody,
@@ -54,7 +53,6 @@ from coppice.runtime.request import QueueFull
 log = logging.getLogger(__name__)
 
 MUCH_BYTES = 256 * 2**10  # from here on a body is much to tokenize
-STALLED_SECONDS = 120.0  # that a client may leave a full buffer unread
 
 
 class Server:
@@ -241,6 +239,7 @@ class Server:
                     cache_salt=asked.cache_salt,
                     tenant=self._tenant(note),
                     priority=asked.priority,
+                    in_pieces=asked.stream,
                 )
         except TimeoutError:
             raise self._too_late() from None
@@ -252,14 +251,14 @@ class Server:
         shape = answers(self._model, asked, prepared, texts, self._tool_format)
         async with deltas:
             if asked.stream:
-                prompts = [ids for _, ids in prepared.prompts]
-                return await self._stream(request, shape, deltas, prompts, asked, deadline)
+                stream = EventStream(request, shape, deltas, asked, prepared, self._too_late)
+                return await stream.run(deadline)
             try:
                 async with asyncio.timeout_at(deadline):
                     outputs = await deltas.outputs()
             except TimeoutError:
                 raise self._too_late() from None
-        note.fields |= _counts(usage(outputs))
+        note.fields |= counts(usage(outputs))
         return web.json_response(shape.whole(outputs))
 
     def _tenant(self, note: Note) -> str | None:
@@ -286,97 +285,6 @@ class Server:
         threads = self._tokenizing_much if much else self._tokenizing
         return await asyncio.get_running_loop().run_in_executor(threads, prepare, *given)
 
-    async def _stream(
-        self,
-        request: web.Request,
-        shape: Completion,
-        deltas: Deltas,
-        prompts: Sequence[Sequence[int]],
-        asked: CompletionRequest,
-        deadline: float | None,
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
-        await response.prepare(request)
-        outputs: list[RequestOutput] = []
-        ending: list[dict[str, Any]] = []
-        so_far = UsageSoFar(prompts)
-
-        def counted(chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-            if not asked.include_usage:
-                return list(chunks)
-            counts = so_far.now() if asked.continuous_usage else None
-            return [chunk | {"usage": counts} for chunk in chunks]
-
-        try:
-            async with asyncio.timeout_at(deadline):
-                choices = range(len(prompts) * asked.params.n)
-                opening = (chunk for index in choices for chunk in shape.opening(index))
-                await _send(request, response, counted(opening))
-                async for place, delta in deltas:
-                    if asked.continuous_usage:
-                        so_far.add(place, delta)
-                    chunks = shape.chunks(place * asked.params.n + delta.index, delta)
-                    await _send(request, response, counted(chunks))
-                    if delta.output is not None:
-                        outputs.append(delta.output)
-            request[NOTE].fields |= _counts(usage(outputs))
-            if asked.include_usage:
-                ending.append(shape.usage_chunk(outputs))
-        except ConnectionError:
-            raise
-        except Exception as error:  # the status line is out; the stream itself must tell
-            if isinstance(error, TimeoutError):
-                body = error_body(str(self._too_late()), kind="timeout_error")
-            else:
-                if not isinstance(error, RequestFailed):
-                    log.exception("%s failed", request.path)
-                body = error_body(str(error), kind="server_error")
-            request[NOTE].fields["error"] = body["error"]["message"]
-            ending.append(body)
-        await _send(request, response, ending, last=True)
-        return response
-
 
 def _is_text(prompt: PromptInput) -> bool:
     return isinstance(prompt, str)
-
-
-def _counts(usage: dict[str, Any]) -> dict[str, int]:
-    """What the log tells of a request's size."""
-    return {
-        "prompt_tokens": usage["prompt_tokens"],
-        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-        "completion_tokens": usage["completion_tokens"],
-    }
-
-
-async def _send(
-    request: web.Request,
-    response: web.StreamResponse,
-    chunks: Sequence[dict[str, Any]],
-    *,
-    last: bool = False,
-) -> None:
-    """Sends them in one write, the `last` ones with the end of the stream.
-
-    Raises ConnectionError if the client has stopped reading.
-    """
-    data = b"".join([b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks])
-    if last:
-        data += b"data: [DONE]\n\n"
-    if not data:
-        return
-    write = response.write_eof if last else response.write
-    transport = request.transport
-    if transport is not None:
-        low, _ = transport.get_write_buffer_limits()
-        if transport.get_write_buffer_size() + len(data) <= low:  # there is nothing to wait for
-            await write(data)
-            return
-    try:
-        async with asyncio.timeout(STALLED_SECONDS):
-            await write(data)
-    except TimeoutError:
-        raise ConnectionError(f"the client has read nothing for {STALLED_SECONDS:g} s") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,11 @@ class ServerOptions:
     requests_per_minute: int | None = _option(
         None, "requests that one key may begin in a minute; more are refused"
     )
+    max_stream_delay: float = _option(
+        0.1,
+        "seconds that a token of a stream may wait so that several leave together, once sending "
+        "each by itself would take more than a tenth of a core; 0: none waits",
+    )
     request_timeout: float | None = _option(
         None, "seconds after which a request is given up and its client told so"
     )
@@ -87,6 +93,10 @@ class ServerOptions:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ValueError(f"request_timeout must be above 0, got {self.request_timeout!r}")
+        if not 0 <= self.max_stream_delay < math.inf:
+            raise ValueError(
+                f"max_stream_delay must be at least 0 and finite, got {self.max_stream_delay!r}"
+            )
         if not self.drain_timeout >= 0:
             raise ValueError(f"drain_timeout must be at least 0, got {self.drain_timeout!r}")
         if self.log_format not in LOG_FORMATS:

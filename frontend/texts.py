@@ -51,6 +51,14 @@ class TextDelta:
     best_so_far: CompletionOutput | None = None
     cached_tokens: int = 0
 
+    def follow(self, earlier: TextDelta) -> None:
+        """Takes in what the same continuation did before."""
+        self.text = earlier.text + self.text
+        self.new_token_ids = earlier.new_token_ids + self.new_token_ids
+        self.logprobs = earlier.logprobs + self.logprobs
+        self.text_offsets = earlier.text_offsets + self.text_offsets
+        self.best_so_far = self.best_so_far or earlier.best_so_far
+
 
 @dataclass(slots=True)
 class _Line:
@@ -59,6 +67,10 @@ class _Line:
     index: int
     decoder: IncrementalDecoder
     stops: StopStrings
+    shown: bool = False  # whether any of it was handed out
+    kept: list[int] = field(default_factory=list)  # tokens that wait to be made text of
+    held: TextDelta | None = None  # text that waits to be handed out
+    cached_tokens: int = 0  # of the prompt, as far as it is known
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
@@ -74,7 +86,12 @@ class _Running:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     lines: list[_Line]
+    in_pieces: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def may_wait(self, line: _Line, patient: bool) -> bool:
+        """Whether nobody misses what a line goes on with for a while."""
+        return (patient and line.shown) or not self.in_pieces
 
 
 class Texts:
@@ -88,6 +105,7 @@ class Texts:
         self.token_texts = TokenTexts(tokenizer)
         self._tokenizer = tokenizer
         self._running: dict[str, _Running] = {}
+        self._waiting: dict[tuple[str, int], tuple[_Running, _Line]] = {}
 
     def add(
         self,
@@ -95,8 +113,13 @@ class Texts:
         prompt: str | None,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
+        *,
+        in_pieces: bool = True,
     ) -> None:
-        """Begins a request of `params.num_sequences` continuations."""
+        """Begins a request of `params.num_sequences` continuations.
+
+        If nobody wants it `in_pieces`, there is one delta at its end, with the `output`.
+        """
         decode = partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         lines = [
             _Line(
@@ -107,7 +130,7 @@ class Texts:
             for index in range(params.num_sequences)
         ]
         ids = tuple(prompt_token_ids)
-        self._running[request_id] = _Running(request_id, prompt, ids, params, lines)
+        self._running[request_id] = _Running(request_id, prompt, ids, params, lines, in_pieces)
 
     def drop(self, request_id: str) -> bool:
         """Forgets a request; False if it is unknown or has ended."""
@@ -141,16 +164,82 @@ class Texts:
                 words.append(tuple(ids))
         return replace(params, bad_words=None, bad_words_token_ids=words)
 
-    def advance(self, step: StepOutput) -> tuple[TextDelta | None, bool]:
+    def keep(self, request_id: str, index: int, token_ids: Sequence[int], *, patient: bool) -> bool:
+        """Takes new tokens of a line that goes on, if they can wait; False: it did nothing.
+
+        They become part of the line's next delta, and cost next to nothing until then. They can't
+        wait where each may end the text, or where the next delta is to be had at once: see
+        `advance` for `patient`.
+        """
+        running = self._running.get(request_id)
+        if running is None:
+            return True  # nobody wants them
+        line, params = running.lines[index], running.params
+        if params.stop_strings or not running.may_wait(line, patient):
+            return False
+        if running.in_pieces:
+            self._waiting[request_id, index] = running, line
+        line.kept += token_ids
+        return True
+
+    def advance(self, step: StepOutput, *, patient: bool = False) -> tuple[TextDelta | None, bool]:
         """The delta that an output of the engine makes, and whether a stop string ended its line.
 
         If so, the engine does not know it yet: abort the line there. None if the line has ended
-        here already: what the engine made of it since then counts for nothing.
+        here already: what the engine made of it since then counts for nothing. With `patient` also
+        None for what may wait until it is asked for by `release`: all but the beginning of a line
+        and its end.
         """
         running = self._running.get(step.request_id)
         if running is None or running.lines[step.index].completion is not None:
             return None, False
-        return self._advance(running, step)
+        if step.best_so_far is not None and not running.in_pieces:
+            return None, False
+        line = running.lines[step.index]
+        waits = step.finish_reason is None and running.may_wait(line, patient)
+        delta, stopped = self._made(running, line, step)
+        if not running.in_pieces:
+            return delta if delta.output is not None else None, stopped
+        if waits and not stopped:
+            line.held = delta
+            self._waiting[step.request_id, step.index] = running, line
+            return None, False
+        line.shown = line.shown or bool(delta.text or delta.logprobs or delta.best_so_far)
+        return delta, stopped
+
+    @property
+    def waiting(self) -> list[tuple[str, int]]:
+        """The lines, by request and index, of which something waits."""
+        return list(self._waiting)
+
+    def release(self, request_id: str, index: int) -> TextDelta | None:
+        """What waits of a line; None if nothing does any more."""
+        running, line = self._waiting.pop((request_id, index))
+        if line.completion is not None or self._running.get(request_id) is not running:
+            return None
+        held, line.held = line.held, None
+        if not line.kept:
+            return held
+        tokens, line.kept = line.kept, []
+        line.token_ids += tokens
+        line.stops.push(line.decoder.push(tokens))
+        text, cached = line.stops.take(), line.cached_tokens
+        delta = TextDelta(request_id, text, tuple(tokens), None, index=index, cached_tokens=cached)
+        if held is not None:
+            delta.follow(held)
+        return delta
+
+    def _made(self, running: _Running, line: _Line, step: StepOutput) -> tuple[TextDelta, bool]:
+        """The delta of an output and of all that waited of its line."""
+        if line.kept:
+            step.new_token_ids = (*line.kept, *step.new_token_ids)
+            line.kept.clear()
+        line.cached_tokens = step.cached_tokens
+        delta, stopped = self._advance(running, step)
+        if line.held is not None:
+            delta.follow(line.held)
+            line.held = None
+        return delta, stopped
 
     def _advance(self, running: _Running, step: StepOutput) -> tuple[TextDelta, bool]:
         if step.best_so_far is not None:
@@ -175,19 +264,25 @@ class Texts:
             logprobs = list(self.token_texts.logprobs(step.logprobs, new))
         # The token that ended the text is part of the result, but not of the text.
         silent = _is_silent(step, params)
-        for position, token in enumerate(new):
-            line.token_ids.append(token)
-            if logprobs:
-                offsets.append(len(stops.text))  # where it begins, or what was held back before it
-            if silent and position == len(new) - 1:
-                break
-            piece = line.decoder.push((token,))
-            if logprobs and (own := self.token_texts.text(token)) and piece.endswith(own):
-                offsets[-1] += len(piece) - len(own)
-            stops.push(piece, armed=len(line.token_ids) > params.min_tokens)
-            if stops.matched is not None:
-                del new[position + 1 :], logprobs[position + 1 :]
-                break
+        if not logprobs and not params.stop_strings:  # where each begins does not matter
+            line.token_ids += new
+            stops.push(line.decoder.push(new[:-1] if silent else new))
+        else:
+            for position, token in enumerate(new):
+                line.token_ids.append(token)
+                if logprobs:
+                    offsets.append(
+                        len(stops.text)
+                    )  # where it begins, or what was held back before it
+                if silent and position == len(new) - 1:
+                    break
+                piece = line.decoder.push((token,))
+                if logprobs and (own := self.token_texts.text(token)) and piece.endswith(own):
+                    offsets[-1] += len(piece) - len(own)
+                stops.push(piece, armed=len(line.token_ids) > params.min_tokens)
+                if stops.matched is not None:
+                    del new[position + 1 :], logprobs[position + 1 :]
+                    break
         line.logprobs += logprobs
         line.text_offsets += offsets
         finish_reason, stop_reason = step.finish_reason, _stop_reason(step)

@@ -6,7 +6,7 @@ This is what runs in the engine's own process. What travels is plain:
                                            nobody waits for the answer. None: time to end
     out   Ready                            the model is loaded
           (number, failed, result)         the answer of a call, or the exception that it raised
-          [row, ...]                       outputs of a step, to be read with `step_outputs`
+          [row, ...]                       outputs of a step, to be read with `step_output`
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pickle
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from operator import attrgetter
@@ -32,8 +32,12 @@ from coppice.runtime.request import StepOutput
 
 logger = logging.getLogger(__name__)
 
-# A frozen dataclass with slots takes ten times as long to pickle as the tuple of its fields.
-_row = attrgetter(*(each.name for each in fields(StepOutput)))
+# A dataclass takes ten times as long to pickle as the tuple of its fields. Most outputs are new
+# tokens of a sequence that goes on: those travel without the fields that say nothing.
+_FIELDS = [each.name for each in fields(StepOutput)]
+_whole_row = attrgetter(*_FIELDS)
+_SHORT = ("request_id", "index", "new_token_ids", "num_prompt_tokens", "cached_tokens")
+_short_row = attrgetter(*_SHORT)
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,28 @@ class Ready:
     vocab_size: int
 
 
-def step_outputs(rows: Iterable[tuple[Any, ...]]) -> list[StepOutput]:
-    """The outputs that a message holds."""
-    return [StepOutput(*row) for row in rows]
+def step_row(output: StepOutput) -> tuple[Any, ...]:
+    """An output as it travels."""
+    whole = (
+        output.finish_reason is not None
+        or output.logprobs is not None
+        or output.prompt_logprobs is not None
+        or output.best_so_far is not None
+    )
+    return _whole_row(output) if whole else _short_row(output)
+
+
+def is_short(row: tuple[Any, ...]) -> bool:
+    """Whether the row only says which request, which sequence of it, and its new tokens."""
+    return len(row) == len(_SHORT)
+
+
+def step_output(row: tuple[Any, ...]) -> StepOutput:
+    """The output that a row stands for."""
+    if is_short(row):
+        request_id, index, tokens, prompt_tokens, cached = row
+        return StepOutput(request_id, index, tokens, None, None, None, prompt_tokens, cached)
+    return StepOutput(*row)
 
 
 class EngineLoop:
@@ -76,7 +99,7 @@ class EngineLoop:
                 if self._engine.has_unfinished():
                     outputs = self._engine.step()
                     if outputs:
-                        self._channel.send([_row(output) for output in outputs])
+                        self._channel.send([step_row(output) for output in outputs])
         finally:
             self._channel.close()
             reader.join()

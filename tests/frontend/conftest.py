@@ -126,12 +126,12 @@ class EngineInThread:
 
 
 @pytest.fixture
-def engine_client() -> Callable[[TextEngine], EngineClient]:
+def engine_client() -> Callable[..., EngineClient]:
     """Makes the server's face of an engine that runs in a thread of the test; to be started."""
     from coppice.frontend.engine_client import EngineClient
 
-    return lambda text_engine: EngineClient(
-        lambda: EngineInThread(text_engine), text_engine.tokenizer
+    return lambda text_engine, **options: EngineClient(
+        lambda: EngineInThread(text_engine), text_engine.tokenizer, **options
     )
 
 
@@ -238,8 +238,13 @@ class LiveServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.engine = EngineClient(lambda: EngineInThread(text_engine), text_engine.tokenizer)
-        self._server = Server(self.engine, "tiny", ServerOptions(**options))
+        given = ServerOptions(**options)
+        self.engine = EngineClient(
+            lambda: EngineInThread(text_engine),
+            text_engine.tokenizer,
+            longest_delay=given.max_stream_delay,
+        )
+        self._server = Server(self.engine, "tiny", given)
         self.run(self._start())
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -323,6 +323,8 @@ def test_log_lines(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
         ({"max_concurrent_requests": 0}, "max_concurrent_requests must be an integer of at least"),
         ({"requests_per_minute": True}, "requests_per_minute must be an integer of at least 1"),
         ({"request_timeout": 0}, "request_timeout must be above 0, got 0"),
+        ({"max_stream_delay": -0.1}, "max_stream_delay must be at least 0 and finite, got -0.1"),
+        ({"max_stream_delay": float("inf")}, "max_stream_delay must be at least 0 and finite"),
         ({"drain_timeout": -1}, "drain_timeout must be at least 0, got -1"),
         ({"log_format": "xml"}, "log_format must be one of text, json, got 'xml'"),
         ({"cors_origin": ("page.example",)}, "cors_origin must be * or begin with http"),

@@ -21,7 +21,7 @@ from coppice.frontend.text_engine import TextEngine
 from coppice.frontend.tokenizer import Tokenizer
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.request import QueueFull
+from coppice.runtime.request import QueueFull, StepOutput
 from coppice.runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -179,10 +179,10 @@ async def test_a_text_that_cannot_be_made_fails_alone(
     await engine.start()
     advance = engine.texts.advance
 
-    def broken(output: object) -> object:
-        if output.request_id == "request-0":  # type: ignore[attr-defined]
+    def broken(output: StepOutput, *, patient: bool) -> object:
+        if output.request_id == "request-0":
             raise LookupError("no such letter")
-        return advance(output)  # type: ignore[arg-type]
+        return advance(output, patient=patient)
 
     monkeypatch.setattr(engine.texts, "advance", broken)
     bad, good = await asyncio.gather(

@@ -20,7 +20,7 @@ import pytest
 from aiohttp import web
 
 from coppice.frontend import engine_client as client_module
-from coppice.frontend import server as server_module
+from coppice.frontend import event_stream
 from coppice.frontend.engine_client import EngineClient
 from coppice.frontend.engine_process import EngineProcess
 from coppice.frontend.server import Server
@@ -127,7 +127,7 @@ async def test_a_reader_that_is_slow(client: Client) -> None:
 
 
 async def test_a_reader_that_stopped(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STALLED_SECONDS", 0.2)
+    monkeypatch.setattr(event_stream, "STALLED_SECONDS", 0.2)
     many = ENDLESS | {
         "prompt": ["The key", "The fox", "The band", "The hall"],
         "n": 2,
