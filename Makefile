@@ -31,6 +31,10 @@ GPU_RUN    := PYTHONPATH=$(GPU_PATH)$${PYTHONPATH:+:$$PYTHONPATH} timeout 590 $(
 # accident.
 TORCH  := 2.13.0
 
+# Modules are compiled when they are first imported (see below), and the tests start dozens of
+# processes: each would compile torch again where the environment forbids to keep what it compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-slow gpu gpu-test gpu-kernels gpu-suite lint types lock clean
 .DELETE_ON_ERROR:
 

@@ -9,6 +9,7 @@ import os
 from collections import defaultdict
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -61,6 +62,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 _HIDDEN = pytest.MonkeyPatch()
+
+# They ask the same servers, each two processes that take seconds to start.
+_SERVED = {"test_cache_routes", "test_dashboard", "test_metrics", "test_report_command"}
+
+
+@pytest.hookimpl(optionalhook=True)  # there without pytest-xdist too
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``, gives files that share servers to one process, as one file."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = Path(nodeid.partition("::")[0])
+            return "served" if path.stem in _SERVED else str(path)
+
+    return Scheduling(config, log)
+
 
 # A busy machine is slow; that says nothing about the code.
 settings.register_profile("coppice", deadline=None, suppress_health_check=[HealthCheck.too_slow])

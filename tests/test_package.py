@@ -101,7 +101,7 @@ def test_every_file_of_every_room_is_in(wheel: Path) -> None:
     assert expected == {name for name in names if name.startswith("coppice/")}
 
 
-@pytest.mark.parametrize("where", ["root", "elsewhere"])
+@pytest.mark.parametrize("where", ["root", pytest.param("elsewhere", marks=pytest.mark.slow)])
 def test_beside_hugging_face_kernels(installed: Path, tmp_path: Path, where: str) -> None:
     """With the working directory kept off the import path, as in every installed command."""
     cwd = ROOT if where == "root" else tmp_path

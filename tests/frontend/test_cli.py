@@ -196,7 +196,10 @@ def test_the_installed_command_writes_plain_text_to_a_pipe(
     assert not ran.stderr
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+# A server under load gets the other signal in test_faults.
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_serve_says_where_it_is_and_stops_in_order(checkpoint: Path, signum: int) -> None:
     """A signal while a request runs: the request is answered, then the server ends with 0."""
     command = [COPPICE, "serve", checkpoint, "--port", "0", *SMALL]

@@ -152,13 +152,9 @@ def measured(name: str, variant: Variant) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage, code = (
-            subprocess.run(
-                [TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True
-            ).stdout
-            for option in ("-res-usage", "-sass")
-        )
-    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage))
+        command = [TOOLS / "cuobjdump", "-res-usage", "-sass", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", code))
     return {
         "name": name,
         "registers": int(found["REG"]),

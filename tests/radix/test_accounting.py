@@ -299,7 +299,7 @@ def longest(tokens: bytes, others: Sequence[bytes]) -> int:
     return max((common(tokens, other) for other in others), default=0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_against_a_model_that_keeps_every_prompt(data: st.DataObject) -> None:
     story = Story()

@@ -16,16 +16,18 @@ class Exact:
     def __init__(self, sizes: np.ndarray) -> None:
         self.sizes = sizes
         self.stack: list[int] = []
+        self.seen: set[int] = set()
         self.hits = np.zeros(len(sizes), np.int64)
 
     def refer(self, blocks: list[int], counted: bool) -> None:
-        for block in blocks if counted else []:
-            if block in self.stack:
-                self.hits += self.stack.index(block) + 1 <= self.sizes
-        for block in reversed(blocks):
-            if block in self.stack:
-                self.stack.remove(block)
-            self.stack.insert(0, block)
+        known = [block for block in blocks if block in self.seen]
+        if counted:
+            at = np.array([self.stack.index(block) for block in known])
+            self.hits += (at[:, None] + 1 <= self.sizes).sum(0)
+        for block in known:
+            self.stack.remove(block)
+        self.stack[:0] = blocks
+        self.seen.update(blocks)
 
 
 def requests(seed: int, documents: int, count: int) -> list[list[int]]:

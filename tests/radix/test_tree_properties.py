@@ -555,7 +555,7 @@ def random_step(world: World, rng: random.Random, max_lines: int) -> None:
 
 
 @pytest.mark.parametrize("tidy_forks", [True, False], ids=["tidy_forks", "loose_forks"])
-@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("page_size", [1, 3, pytest.param(4, marks=pytest.mark.slow), 16])
 def test_long_random_runs_agree_with_the_naive_model(page_size: int, tidy_forks: bool) -> None:
     """Longer and denser than what hypothesis draws, though it can't shrink what it finds."""
     rng = random.Random(page_size)

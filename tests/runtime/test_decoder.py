@@ -82,6 +82,18 @@ COMPILED = pytest.param(
 )
 
 
+# Interpreted, attention takes seconds, and is the same for every family.
+MIXED = [
+    pytest.param(
+        family,
+        backend.values[0],
+        marks=[*backend.marks, *[pytest.mark.slow][: backend is TRITON and family != "qwen3"]],
+    )
+    for backend in (pytest.param("reference"), pytest.param("cpu"), COMPILED, TRITON)
+    for family in ("llama", "mistral", "qwen2", "qwen3")
+]
+
+
 class Run:
     """A few sequences that a decoder extends step by step, in pages dealt out in random order."""
 
@@ -191,7 +203,7 @@ def test_agrees_with_transformers(
     assert_near(torch.cat([stepwise.step([(0, token)]) for token in tokens.split(1)]), theirs)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", COMPILED, TRITON])
+@pytest.mark.parametrize(("family", "backend"), MIXED)
 def test_a_mixed_batch_keeps_sequences_apart(
     models: Callable[..., tuple[Decoder, Any]], family: str, backend: str
 ) -> None:
