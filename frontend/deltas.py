@@ -49,6 +49,7 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
         for name in self._running:
             self._abandon(name)
         self._running.clear()
+        self._take = None  # its owner holds this object: a circle would wait for the collector
 
     @property
     def hurried(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import socket
@@ -17,6 +18,7 @@ from aiohttp import web
 
 from coppice.frontend import engine_client as client_module
 from coppice.frontend import event_stream
+from coppice.frontend.deltas import Deltas
 from coppice.frontend.engine_client import EngineClient
 from coppice.frontend.rounds import SHARE, Rounds
 from coppice.frontend.server import Server
@@ -325,6 +327,21 @@ async def test_rounds_are_written_to_who_waits(client: Client) -> None:
         assert "".join(choice["text"] for choice in choices) == whole
         assert len(choices) > 3
         assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+
+
+async def test_streams_that_ended_are_gone(client: Client) -> None:
+    """They are no circles, which would wait for a collection while thousands of others come."""
+    gc.collect()
+    gc.disable()
+    try:
+        await client.events(COMPLETIONS, {"prompt": [PROMPT, "The key"], "max_tokens": 9})
+        await client.events(CHAT, {"messages": HELLO, "max_tokens": 9})
+        await client.ok(CHAT, {"messages": HELLO, "max_tokens": 9})
+        kinds = (event_stream.EventStream, Deltas)
+        left = [each for each in gc.get_objects() if type(each) in kinds]
+    finally:
+        gc.enable()
+    assert not left
 
 
 async def test_what_waits_when_the_engine_dies_is_sent(
