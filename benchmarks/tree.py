@@ -98,18 +98,18 @@ def serve(tree: RadixTree, work: Work, accounts: Accounts | None = None) -> tupl
     prompt = work.prompt
     length = len(prompt) // TOKEN_BYTES
     match = tree.match(prompt, limit=length - 1)  # the last token's logits are needed
-    hold = tree.lock(match)
+    hold, table = tree.start(match)
     if accounts is not None:
         accounts.admitted(prompt, hold)
-    table = tree.page_table(hold)
     if match.length % size and not tree.claim_tail(hold):
         table[-1] = tree.allocate(1)[0]
     _grow(tree, table, length)
-    tree.insert(hold, prompt, table)
     if work.output:
+        tree.insert(hold, prompt, table)
         _grow(tree, table, length + len(work.output) // TOKEN_BYTES)
-        tree.insert(hold, work.output, table, begin=length)
-    tree.release(hold, table)
+        tree.finish(hold, work.output, table, begin=length)
+    else:
+        tree.finish(hold, prompt, table)
     if accounts is not None:
         accounts.finished(work.output)
     return length, match.length

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coppice.radix.eviction import cut, offer
-from coppice.radix.node import Node
+from coppice.radix.node import Match, Node
 
 if TYPE_CHECKING:
     from coppice.radix.tree import RadixTree
@@ -27,6 +27,20 @@ def keep(node: Node) -> None:
     while walk is not None and walk.draft:
         walk.draft = False
         walk = walk.parent
+
+
+def mark(tree: RadixTree, match: Match) -> None:
+    """What `RadixTree.mark` does."""
+    hold = tree.lock(match, use=False, draft=True)
+    assert hold.node is not None
+    hold.node.marks += 1
+    tree.unlock(hold, use=False)
+
+
+def unmark(match: Match) -> None:
+    """What `RadixTree.unmark` does."""
+    if (node := match.exact()) is not None and node.marks:
+        node.marks -= 1
 
 
 def drop(tree: RadixTree, node: Node) -> None:

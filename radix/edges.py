@@ -8,11 +8,27 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
+from coppice.radix import drafts, eviction
 from coppice.radix.node import Hold, Node
-from coppice.radix.tokens import TOKEN_BYTES
+from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 
 if TYPE_CHECKING:
     from coppice.radix.tree import RadixTree
+
+
+def descend(node: Node, query: bytes, at: int) -> tuple[Node, int]:
+    """Follows `query` from byte `at` on down from the end of `node`; returns where it ends."""
+    top = node
+    while (child := node.children.get(query[at : at + TOKEN_BYTES])) is not None:
+        edge = child.edge
+        if not query.startswith(edge, at):
+            return child, at + min(common_prefix(query, at, edge), child.length * TOKEN_BYTES)
+        node = child
+        at += len(edge)
+    # The edge of a leaf that was cut by eviction may match beyond its length.
+    if node is not top and (over := len(node.edge) - node.length * TOKEN_BYTES):
+        at -= over
+    return node, at
 
 
 def refuse(begin: int, held: int, total: int, pages: int, size: int) -> None:
@@ -49,13 +65,14 @@ def extend(
     matched: int,
     table: array[int],
     draft: bool,
+    ends: bool = False,
 ) -> Node:
     """Enters the tokens `edge`, from position `matched` on, below `node`, or at its end.
 
     Returns the node they end in.
 
     The references that the sequence has on full pages pass to the node; the partly filled last
-    page gets one more, since the sequence goes on writing there.
+    page gets one more, since the sequence goes on writing there, unless it ends.
     """
     size = tree.page_size
     new_tokens = len(edge) // TOKEN_BYTES
@@ -75,7 +92,7 @@ def extend(
         # A leaf that this sequence alone has used grows, so that chunks make no chain. One that
         # was hit or marked keeps its end, since that is what was hit or is wanted.
         if same_page:
-            if total // size > first:
+            if ends or total // size > first:
                 # The claim on the page passes to the node, which has one reference already.
                 tree.pool.release(pages[:1])
             del pages[0]
@@ -84,18 +101,20 @@ def extend(
         node.pages += pages
         grown = node
     else:
+        if len(node.edge) > node.length * TOKEN_BYTES:  # cut by eviction; it has no children yet
+            node.edge = node.edge[: node.length * TOKEN_BYTES]
         grown = Node(node, edge, matched, pages)
         grown.stamp = node.stamp
         grown.draft = draft or node.draft  # what is above a draft `insert` keeps, and it with it
         node.children[edge[:TOKEN_BYTES]] = grown
         grown.own_pages = 0
         tree.num_nodes += 1
-        if same_page and total // size == first:
+        if same_page and total // size == first and not ends:
             tree.pool.share(pages)  # child and sequence both, in an ancestor's tail page
         if same_page:
             pages = pages[1:]
     own = len(pages)
-    if own and total % size:
+    if own and total % size and not ends:
         tree.pool.share(pages[-1:])
     grown.own_pages += own
     tree.cached_pages += own
@@ -108,6 +127,47 @@ def extend(
     if tree.watcher is not None:
         tree.watcher.stored(grown)
     return grown
+
+
+def finish(
+    tree: RadixTree, bottom: Node, hold: Hold, query: bytes, table: array[int], begin: int
+) -> None:
+    """What `RadixTree.finish` does, for a hold that ends in `bottom`."""
+    size, held = tree.page_size, hold.length
+    total = begin + len(query) // TOKEN_BYTES
+    if not 0 <= begin <= held <= total <= len(table) * size:
+        refuse(begin, held, total, len(table), size)
+    node, spare = bottom, total // size
+    if total > held:
+        node, at = descend(bottom, query, (held - begin) * TOKEN_BYTES)
+        matched = begin + at // TOKEN_BYTES
+        if matched < node.start + node.length:
+            node = split(tree, node, matched - node.start)
+        if matched > held:
+            adopt(tree, hold, node, table, matched)
+        if matched < total:
+            node = extend(tree, node, bottom, query[at:], matched, table, False, True)
+            tree.epoch += 1
+            spare = -(-total // size)
+    if node.draft:
+        drafts.keep(node)
+    if spare < len(table):
+        tree.pool.release(table[spare:])
+    hold.node = None
+    tree._clock = clock = tree._clock + 1
+    walk: Node | None = node
+    while walk is not bottom:
+        assert walk is not None
+        walk.stamp = clock
+        walk = walk.parent
+    while walk is not None:
+        walk.stamp = clock
+        walk.locks = locks = walk.locks - 1
+        if not locks:
+            tree.locked_pages -= walk.own_pages
+        walk = walk.parent
+    if not node.children and not node.locks:
+        eviction.offer(tree, node)
 
 
 def split(tree: RadixTree, node: Node, tokens: int) -> Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from coppice.radix.node import Node, Root
+from coppice.radix.node import Match, Node, Root
 from coppice.radix.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -20,6 +20,21 @@ def offer(tree: RadixTree, node: Node) -> None:
         tree.epoch += 1
         return
     tree.order.add(node)
+
+
+def available(tree: RadixTree, match: Match) -> int:
+    """What `RadixTree.available_pages` tells."""
+    if match.epoch != tree.epoch:
+        raise ValueError("match: the tree has changed since this match was made; match again")
+    pages = tree.pool.free_pages + tree.evictable_pages
+    node = match.node and match.node.ending(match.length)
+    behind = 0  # pages of the edge that lie wholly behind the hit
+    if node is not None:
+        behind = -(-node.end // tree.page_size) - -(-match.length // tree.page_size)
+    while node is not None and not node.locks:
+        pages -= node.own_pages - behind
+        node, behind = node.parent, 0
+    return pages
 
 
 def reclaim(tree: RadixTree, count: int) -> array[int]:

@@ -30,7 +30,7 @@ class Node:
         self.parent = parent
         # Children by the first token of their edge (its four bytes).
         self.children: dict[bytes, Node] = {}
-        # May run past `length` after a partial eviction: cutting it each time would copy it.
+        # A leaf's may run past `length` after a partial eviction, since cutting it would copy it.
         self.edge = edge
         self.start = start  # position of the edge's first token
         self.length = len(edge) // TOKEN_BYTES
@@ -122,6 +122,11 @@ class Match(NamedTuple):
     node: Node | None  # None: nothing of this namespace is cached
     length: int
     epoch: int
+
+    def exact(self) -> Node | None:
+        """The node that ends with the match; None if it is inside an edge."""
+        node = self.node and self.node.ending(self.length)
+        return node if node is not None and node.end == self.length else None
 
 
 class Hold:

@@ -11,7 +11,7 @@ from coppice.radix.events import PageEvents
 from coppice.radix.node import Hold, Inserted, Match, Node, Root, new_tuple
 from coppice.radix.policies import make_order
 from coppice.radix.pool import OutOfPages, PagePool
-from coppice.radix.tokens import TOKEN_BYTES, Tokens, common_prefix, token_bytes
+from coppice.radix.tokens import TOKEN_BYTES, Tokens, token_bytes
 
 
 class TreeWatcher(Protocol):
@@ -33,13 +33,12 @@ class RadixTree:
     The life of a sequence:
 
         match = tree.match(tokens)           # changes nothing
-        hold = tree.lock(match)              # the path stays until unlock
-        table = tree.page_table(hold)        # pages of the hit
+        hold, table = tree.start(match)      # locks the path, and gives the pages of the hit
         tree.claim_tail(hold)                # may it write behind the hit, or copy the page?
         table += tree.allocate(n)            # evicts if need be
         ... KV of more tokens is written to the sequence's own pages ...
         tree.insert(hold, tokens, table)     # as often as wanted
-        tree.release(hold, table)            # gives back its own pages and its lock
+        tree.finish(hold, tokens, table)     # once more, and gives back its pages and its lock
 
     Who references a page: each node that covers it, and each sequence that may write to it or
     alone knows it. The hit's pages, and those that a sequence has inserted, are kept for it by its
@@ -98,25 +97,11 @@ class RadixTree:
         node: Node | None = self.roots.get(namespace)
         length = 0
         if node is not None:
-            node, at = self._descend(node, query, 0)
+            node, at = edges.descend(node, query, 0)
             length = at // TOKEN_BYTES
             if limit is not None and length > limit:
                 node, length = node.ending(limit), limit
         return new_tuple(Match, (namespace, node, length, self.epoch))
-
-    @staticmethod
-    def _descend(node: Node, query: bytes, at: int) -> tuple[Node, int]:
-        """Follows `query` from byte `at` on down from the end of `node`; returns where it ends."""
-        while True:
-            child = node.children.get(query[at : at + TOKEN_BYTES])
-            if child is None:
-                return node, at
-            node, edge = child, child.edge
-            full = node.length * TOKEN_BYTES
-            # An edge that was cut by eviction may match beyond its length; it has no children.
-            if not query.startswith(edge, at) and (same := common_prefix(query, at, edge)) < full:
-                return node, at + same
-            at += full
 
     # -- locking -----------------------------------------------------------------------------
 
@@ -128,17 +113,7 @@ class RadixTree:
         as a use (a pin's). What is a draft stays one only with `draft`. Raises ValueError if the
         tree has changed since the match was made.
         """
-        namespace, node, length, epoch = match
-        if epoch != self.epoch:
-            raise ValueError("match: the tree has changed since this match was made; match again")
-        if node is None:
-            node = self.roots.get(namespace) or self.roots.setdefault(namespace, Root(namespace))
-        if length <= node.start:
-            node = node.ending(length)
-        if length < node.start + node.length:
-            node = edges.split(self, node, length - node.start)
-        if node.draft and not draft:
-            drafts.keep(node)
+        node = self._end_of(match, draft)
         if use:
             self._clock = clock = self._clock + 1
             self.order.used(node, clock)
@@ -151,7 +126,47 @@ class RadixTree:
                 walk.stamp = clock
                 walk.hits += 1
             walk = walk.parent
-        return Hold(namespace, node, length)
+        return Hold(match.namespace, node, match.length)
+
+    def start(self, match: Match, *, draft: bool = False) -> tuple[Hold, array[int]]:
+        """`lock` and `page_table` in one walk, for a sequence that begins."""
+        node = walk = self._end_of(match, draft)
+        self._clock = clock = self._clock + 1
+        self.order.used(node, clock)
+        path = []
+        while True:
+            if not walk.locks:
+                self.locked_pages += walk.own_pages
+            walk.locks += 1
+            walk.stamp = clock
+            walk.hits += 1
+            if (parent := walk.parent) is None:
+                break
+            path.append(walk)
+            walk = parent
+        table = path.pop().pages[:] if path else array("i")
+        size = self.page_size
+        while path:
+            walk = path.pop()
+            if walk.start % size:
+                table.pop()  # as in `page_table`
+            table += walk.pages
+        return Hold(match.namespace, node, match.length), table
+
+    def _end_of(self, match: Match, draft: bool) -> Node:
+        """The node that ends with a match, which is about to be locked."""
+        namespace, node, length, epoch = match
+        if epoch != self.epoch:
+            raise ValueError("match: the tree has changed since this match was made; match again")
+        if node is None:
+            node = self.roots.get(namespace) or self.roots.setdefault(namespace, Root(namespace))
+        if length <= node.start:
+            node = node.ending(length)
+        if length < node.start + node.length:
+            node = edges.split(self, node, length - node.start)
+        if node.draft and not draft:
+            drafts.keep(node)
+        return node
 
     def fork(self, hold: Hold) -> Hold:
         """A second lock on the same path, for a sequence that continues from the same tokens.
@@ -200,6 +215,10 @@ class RadixTree:
             self.pool.release(own)
         self.unlock(hold, drop=drop)
 
+    def finish(self, hold: Hold, tokens: Tokens, table: array[int], *, begin: int = 0) -> None:
+        """`insert` and `release` in one walk; the table means nothing afterwards."""
+        edges.finish(self, self._held(hold), hold, token_bytes(tokens), table, begin)
+
     @staticmethod
     def _held(hold: Hold) -> Node:
         if hold.node is None:
@@ -222,17 +241,7 @@ class RadixTree:
 
     def available_pages(self, match: Match) -> int:
         """Pages that `allocate` could give while this match is locked. O(nodes on the path)."""
-        if match.epoch != self.epoch:
-            raise ValueError("match: the tree has changed since this match was made; match again")
-        available = self.pool.free_pages + self.evictable_pages
-        node = match.node and match.node.ending(match.length)
-        behind = 0  # pages of the edge that lie wholly behind the hit
-        if node is not None:
-            behind = -(-node.end // self.page_size) - -(-match.length // self.page_size)
-        while node is not None and not node.locks:
-            available -= node.own_pages - behind
-            node, behind = node.parent, 0
-        return available
+        return eviction.available(self, match)
 
     def claim_tail(self, hold: Hold) -> bool:
         """Whether the sequence may write behind its hit, in the hit's partly filled last page.
@@ -313,7 +322,7 @@ class RadixTree:
             if not draft:
                 drafts.keep(bottom)
             return Inserted(0, 0)
-        node, at = self._descend(bottom, query, (held - begin) * TOKEN_BYTES)
+        node, at = edges.descend(bottom, query, (held - begin) * TOKEN_BYTES)
         matched = begin + at // TOKEN_BYTES
         if matched < node.start + node.length:
             node = edges.split(self, node, matched - node.start)
@@ -343,26 +352,19 @@ class RadixTree:
         It is not dropped before `unmark`; like all that nobody holds it may be evicted, and loses
         the mark with its last pages. Marks add up. O(nodes on the path).
         """
-        hold = self.lock(match, use=False, draft=True)
-        self._held(hold).marks += 1
-        self.unlock(hold, use=False)
+        drafts.mark(self, match)
 
     def unmark(self, match: Match) -> None:
         """Takes one mark back, if there is one; `drop` or `lock` the match then. O(1)."""
-        if match.node is not None:
-            node = match.node.ending(match.length)
-            if node.end == match.length and node.marks:
-                node.marks -= 1
+        drafts.unmark(match)
 
     def drop(self, match: Match) -> None:
         """Lets drafts that end with a match go if nobody needs them. O(their pages).
 
         For a sequence that has given its lock back without `drop`, since it was to come again.
         """
-        if match.node is not None:
-            node = match.node.ending(match.length)
-            if node.end == match.length:  # else it is somebody else's, who may come again
-                drafts.drop(self, node)
+        if (node := match.exact()) is not None:  # else it is somebody else's, who may come again
+            drafts.drop(self, node)
 
     # -- evicting ----------------------------------------------------------------------------
 
@@ -394,6 +396,4 @@ class RadixTree:
     def nodes(self) -> Iterator[Node]:
         """All nodes below the roots, parents first."""
         for root in self.roots.values():
-            for node in root.subtree():
-                if node.parent is not None:
-                    yield node
+            yield from (node for node in root.subtree() if node.parent is not None)

@@ -92,10 +92,10 @@ class Paging:
         needed = self.pages_needed(match.length + count, match)
         if needed > (available := tree.available_pages(match)):
             raise OutOfPages(needed, available)
-        sequence.hold = hold = tree.lock(match, draft=_drafts(sequence))
+        sequence.hold, table = tree.start(match, draft=_drafts(sequence))
+        hold = sequence.hold
         if self.accounts is not None:
             self.accounts.admitted(sequence, tree, match, in_flight)
-        table = tree.page_table(hold)
         copy = None
         if hold.length % size and not tree.claim_tail(hold):
             page = tree.allocate(1)[0]
@@ -191,12 +191,18 @@ class Paging:
         # evictable, and evicting them would free nothing. The last to leave enters what it knows.
         refs = self.tree.pool.refs
         lone = not sequence.private or all(refs[page] == 1 for page in sequence.table)
+        hold, table = sequence.hold, sequence.table
+        entered = hold.length
         if entering := keep and copied and lone:
-            sequence.private = False
-            self._insert(sequence)
+            entered = sequence.computed
         sequence.private = False
-        entered = sequence.computed if entering else sequence.hold.length
-        self.tree.release(sequence.hold, sequence.table, drop=not keep)
+        if entering and self.caching and not sequence.request.beam_search:
+            tokens = sequence.tokens[hold.length : entered].tobytes()
+            self.tree.finish(hold, tokens, table, begin=hold.length)
+        else:
+            if entering:
+                self._insert(sequence)
+            self.tree.release(hold, table, drop=not keep)
         if self.accounts is not None:
             self.accounts.left(sequence, self.tree, entered)
         sequence.hold = None

@@ -65,8 +65,8 @@ class Fuzz:
         needed = -(-len(tokens) // size) - match.length // size
         if needed > tree.available_pages(match):
             return
-        hold = tree.lock(match)
-        table = tree.page_table(hold)
+        hold, table = tree.start(match)
+        assert table == tree.page_table(hold)
         if hold.length % size and not tree.claim_tail(hold):
             table[-1] = tree.allocate(1)[0]
         table += tree.allocate(-(-len(tokens) // size) - len(table), table[-1] if table else -1)
@@ -104,6 +104,11 @@ class Fuzz:
 
     def finish(self) -> None:
         hold, table, tokens, draft = self.lines.pop(self.rng.randrange(len(self.lines)))
+        if self.rng.random() < 0.5:
+            count = self.rng.randint(hold.length, len(tokens))
+            begin = self.rng.randint(0, hold.length)
+            self.tree.finish(hold, tokens[begin:count], table, begin=begin)
+            return
         if self.rng.random() < 0.8:
             self.tree.insert(hold, tokens, table, draft=draft)
         self.tree.release(hold, table, drop=draft and self.rng.random() < 0.8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import tracemalloc
 from array import array
 from collections.abc import Callable, Hashable, Sequence
@@ -389,6 +390,53 @@ def test_chunks_and_decoded_tokens_make_no_chain_of_nodes(chunk: int) -> None:
     run.release()
     assert tree.pool.free_pages == 64 - 13
     checked(tree)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_start_and_finish_do_what_their_parts_do(seed: int, page_size: int) -> None:
+    rng = random.Random(seed)
+    trees = [make_tree(64 // page_size * 4, page_size) for _ in range(2)]
+    running: list[list[tuple[Hold, array[int]]]] = []
+    lines: list[list[int]] = []
+    segments = [[rng.randrange(9) for _ in range(rng.choice((1, 3, 7, 12)))] for _ in range(6)]
+    for _ in range(300):
+        if len(running) < 4 and rng.random() < 0.6:
+            tokens = [token for _ in range(rng.randint(1, 5)) for token in rng.choice(segments)]
+            pair = []
+            for tree, fused in zip(trees, (True, False), strict=True):
+                match = tree.match(tokens, limit=len(tokens) - 1)
+                if fused:
+                    hold, table = tree.start(match)
+                else:
+                    hold = tree.lock(match)
+                    table = tree.page_table(hold)
+                if hold.length % page_size and not tree.claim_tail(hold):
+                    table[-1] = tree.allocate(1)[0]
+                table += tree.allocate(-(-len(tokens) // page_size) - len(table))
+                pair.append((hold, table))
+            running.append(pair)
+            lines.append(tokens)
+        elif running:
+            at = rng.randrange(len(running))
+            count = rng.randint(running[at][0][0].length, len(lines[at]))
+            ends = rng.random() < 0.7
+            for tree, fused, (hold, table) in zip(trees, (True, False), running[at], strict=True):
+                if ends and fused:
+                    tree.finish(hold, lines[at][:count], table)
+                else:
+                    tree.insert(hold, lines[at][:count], table)
+                    if ends:
+                        tree.release(hold, table)
+            if ends:
+                del running[at], lines[at]
+        assert trees[0].pool.refs == trees[1].pool.refs
+        assert counts(trees[0]) == counts(trees[1])
+        assert [node.prefix() for node in trees[0].nodes()] == [
+            node.prefix() for node in trees[1].nodes()
+        ]
+        for tree, pairs in zip(trees, zip(*running, strict=True), strict=False):
+            check(tree, list(pairs))
 
 
 def test_two_that_compute_the_same_in_turns_end_with_the_same_full_pages() -> None:
