@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from coppice.kernels import cpu_half
-from coppice.runtime.layers import Linear, frozen
+from coppice.runtime.layers import Linear
 
 if TYPE_CHECKING:
     from coppice.kernels.half_panels import PackedHalf
@@ -23,21 +22,7 @@ class HalfLinear(Linear):
     """
 
     packed: PackedHalf | None = None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        nn.Module.__init__(self)
-        assert dtype == torch.float32
-        shape = (out_features, in_features)
-        self.weight = frozen(torch.empty(shape, dtype=torch.bfloat16, device=device))
-        self.bias = frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+    kept = torch.bfloat16
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None:

@@ -32,6 +32,8 @@ class Linear(nn.Module):
     serves_head: ClassVar[bool] = True
     #: Whether its weight can be the embedding's own tensor.
     shares_embedding: ClassVar[bool] = True
+    #: What the weight is kept in, None for ``dtype``, which results and bias have.
+    kept: ClassVar[torch.dtype | None] = None
 
     def __init__(
         self,
@@ -43,7 +45,8 @@ class Linear(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.weight = frozen(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        shape = (out_features, in_features)
+        self.weight = frozen(torch.empty(shape, dtype=self.kept or dtype, device=device))
         self.bias = frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
