@@ -19,6 +19,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+TREE   := $(VENV)/.tree
 
 # An interpreter that has torch and triton, but not coppice, finds it in a folder of its own: in this
 # one the room `kernels` would hide Hugging Face's package.
@@ -38,18 +39,18 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-slow gpu gpu-test gpu-kernels gpu-suite lint types lock clean
 .DELETE_ON_ERROR:
 
-demo: $(READY)
+demo: $(TREE)
 	$(BIN)/coppice demo
 
 # The command `pytest`, not `python -m pytest`: the latter puts this folder on the import path, where
 # the room `kernels` would hide Hugging Face's package of that name.
 # Two processes, each with whole files, so that a file's servers and checkpoints are made once.
-test: $(READY)
+test: $(TREE)
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 # What takes minutes: engines over interpreted GPU kernels, the GPU suite, and the combinations of
 # parameters that `make test` leaves out.
-test-slow: $(READY)
+test-slow: $(TREE)
 	$(BIN)/pytest -n 2 -m slow
 
 gpu: gpu-test gpu-kernels gpu-suite
@@ -85,8 +86,17 @@ $(READY): requirements.lock pyproject.toml
 		|| { echo "coppice needs Python 3.11 or later: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -r requirements.lock
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	COPPICE_PURE_PYTHON=1 $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps \
+		--no-build-isolation -e .
 	@touch $(READY)
+
+# The core of the tree, compiled where there is a C compiler; else it runs as it is, and so it does
+# after a change, until this has run again.
+$(TREE): $(READY) setup.py $(wildcard radix/*.py)
+	@echo "compiling the tree"
+	@$(BIN)/python -P setup.py --quiet build_ext --inplace >build/tree.log 2>&1 \
+		|| { cat build/tree.log; echo "the tree is not compiled, and runs as it is" >&2; }
+	@touch $(TREE)
 
 lock:
 	rm -rf build/lock
@@ -101,3 +111,4 @@ lock:
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f radix/*.so radix/compiled.digest

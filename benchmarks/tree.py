@@ -8,8 +8,9 @@
 A request is what an engine does to the tree for it: match, lock, claim or copy the tail, allocate
 (which evicts), insert the prompt, allocate and insert the output, release, and the accounts of all
 that. Requests come one after another. A row gives milliseconds a request (mean, median, 99th
-percentile), microseconds an evict call, the hit rate (hit tokens over prompt tokens) and resident
-bytes a cached token, of a process of its own; `accounts_share` is the accounts' part of the mean.
+percentile), microseconds an allocation that evicts, the hit rate (hit tokens over prompt tokens)
+and resident bytes a cached token, of a process of its own; `accounts_share` is the accounts' part
+of the mean, `compiled` says whether the tree was (see `setup.py`; COPPICE_PURE_PYTHON=1: no).
 Libraries have loaded before what they load when first used. `bytes_without_free_heap` are the same
 once the C library (glibc only) has given back the free parts of its heap: whatever comes and goes
 leaves them between what stays, the prompts that are made here as much as the tree's edges.
@@ -51,7 +52,7 @@ import numpy as np
 from harness import Rows, parser, processor, spread
 from tree_workloads import TOKEN_BYTES, Work, requests_of, tokens
 
-from coppice.radix import Accounting, Hold, PagePool, RadixTree, RequestAccount, eviction
+from coppice.radix import Accounting, Hold, PagePool, RadixTree, RequestAccount, compiled
 
 
 class Accounts:
@@ -92,8 +93,31 @@ class Accounts:
         self.settling.append(time.perf_counter() - start)
 
 
-def serve(tree: RadixTree, work: Work, accounts: Accounts | None = None) -> tuple[int, int]:
+class Evictions:
+    """Counts and times the allocations that have to evict."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seconds = 0.0
+
+    def allocate(self, tree: RadixTree, count: int, after: int = -1) -> array[int]:
+        if count <= tree.pool.free_pages:
+            return tree.allocate(count, after)
+        start = time.perf_counter()
+        pages = tree.allocate(count, after)
+        self.seconds += time.perf_counter() - start
+        self.calls += 1
+        return pages
+
+
+def serve(
+    tree: RadixTree,
+    work: Work,
+    accounts: Accounts | None = None,
+    evictions: Evictions | None = None,
+) -> tuple[int, int]:
     """One request through the tree; returns its prompt tokens and those of them that hit."""
+    evictions = evictions or Evictions()
     size = tree.page_size
     prompt = work.prompt
     length = len(prompt) // TOKEN_BYTES
@@ -102,11 +126,11 @@ def serve(tree: RadixTree, work: Work, accounts: Accounts | None = None) -> tupl
     if accounts is not None:
         accounts.admitted(prompt, hold)
     if match.length % size and not tree.claim_tail(hold):
-        table[-1] = tree.allocate(1)[0]
-    _grow(tree, table, length)
+        table[-1] = evictions.allocate(tree, 1)[0]
+    _grow(tree, table, length, evictions)
     if work.output:
         tree.insert(hold, prompt, table)
-        _grow(tree, table, length + len(work.output) // TOKEN_BYTES)
+        _grow(tree, table, length + len(work.output) // TOKEN_BYTES, evictions)
         tree.finish(hold, work.output, table, begin=length)
     else:
         tree.finish(hold, prompt, table)
@@ -115,10 +139,10 @@ def serve(tree: RadixTree, work: Work, accounts: Accounts | None = None) -> tupl
     return length, match.length
 
 
-def _grow(tree: RadixTree, table: array[int], length: int) -> None:
+def _grow(tree: RadixTree, table: array[int], length: int, evictions: Evictions) -> None:
     missing = -(-length // tree.page_size) - len(table)
     if missing > 0:
-        table += tree.allocate(missing, table[-1] if table else -1)
+        table += evictions.allocate(tree, missing, table[-1] if table else -1)
 
 
 def reference_loop() -> float:
@@ -145,7 +169,8 @@ def warm_up() -> None:
     tree, accounts = RadixTree(PagePool(4096, 16)), Accounts(65536)
     for number in range(40):
         shared = tokens(number % 7, 3000)[: TOKEN_BYTES * (2000 + 10 * number)]
-        serve(tree, Work(shared + tokens(100 + number, 100), tokens(500 + number, 20)), accounts)
+        work = Work(shared + tokens(100 + number, 100), tokens(500 + number, 20))
+        serve(tree, work, accounts)
     accounts.between(everything=True)
 
 
@@ -153,23 +178,6 @@ def trim_heap() -> bool:
     """Gives free parts of the heap back to the system, if the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and trim(0) >= 0
-
-
-class TimedEvictions:
-    """Counts and times the evict calls of all trees from now on."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.seconds = 0.0
-        self._reclaim = eviction.reclaim
-        eviction.reclaim = self  # type: ignore[assignment]
-
-    def __call__(self, tree: RadixTree, count: int) -> array[int]:
-        start = time.perf_counter()
-        pages = self._reclaim(tree, count)
-        self.seconds += time.perf_counter() - start
-        self.calls += 1
-        return pages
 
 
 def measure(
@@ -192,13 +200,13 @@ def measure(
     before = resident()
     tree = RadixTree(PagePool(-(-pool_tokens // page_size), page_size), policy=policy)
     accounts = Accounts(pool_tokens) if with_accounts else None
-    evictions = TimedEvictions()
+    evictions = Evictions()
     times = array("d")
     prompt_tokens = hit_tokens = 0
     references = [reference_loop()]
     for work in requests_of(workload, *options):
         start = time.perf_counter()
-        length, hit = serve(tree, work, accounts)
+        length, hit = serve(tree, work, accounts, evictions)
         times.append(time.perf_counter() - start)
         prompt_tokens += length
         hit_tokens += hit
@@ -226,6 +234,7 @@ def measure(
         }
     evict_us = evictions.seconds / evictions.calls * 1e6 if evictions.calls else None
     return {
+        "compiled": compiled.in_use("coppice.radix"),
         "requests": len(times),
         "hit_rate": round(hit_tokens / prompt_tokens, 4),
         "x_reference": {name: round(value / reference, 2) for name, value in figures.items()},
@@ -250,7 +259,8 @@ def tree_of_leaves(leaves: int, policy: str) -> RadixTree:
     stems = np.random.default_rng(0).integers(0, 2**31, (leaves // 100, 16), np.int32)
     own = np.random.default_rng(1).integers(0, 2**31, (leaves, 64), np.int32)
     for leaf in range(leaves):
-        serve(tree, Work(stems[leaf % len(stems)].tobytes() + own[leaf].tobytes()))
+        work = Work(stems[leaf % len(stems)].tobytes() + own[leaf].tobytes())
+        serve(tree, work)
     return tree
 
 
@@ -270,6 +280,7 @@ def measure_evictions(policy: str, quick: bool) -> dict[str, Any]:
     ratios = [large / small for small, large in zip(*times, strict=True)]
     return {
         "leaves": sizes,
+        "compiled": compiled.in_use("coppice.radix"),
         "evictions": 100 * rounds,
         "large_over_small": spread(ratios, 2),
         "times": {f"us_at_{size}": spread(spent) for size, spent in zip(sizes, times, strict=True)},

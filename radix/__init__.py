@@ -10,18 +10,22 @@ Where to look:
     why tokens missed      accounting, accounts, windows, causes, curve, near_misses; settling does
                            the work, in batches, with hashes, anchors, memory, fingerprints, stamps
     what saved the most    prefixes, timeline
+    what is compiled       compiled
 """
 
+# `compiled` is the first, since it decides in which form the others come.
+from coppice.radix import compiled as compiled
 from coppice.radix.accounting import Accounting
 from coppice.radix.accounts import CacheAccounts, Divergence, RequestAccount
 from coppice.radix.check import check
 from coppice.radix.events import PageEvents, PagesCleared, PagesRemoved, PagesStored
 from coppice.radix.namespace import Namespace
 from coppice.radix.node import Hold, Inserted, Match, Node
+from coppice.radix.out_of_pages import OutOfPages
 from coppice.radix.page_hashes import page_hashes
 from coppice.radix.pins import Pin, PinRefused, Pins
 from coppice.radix.policies import POLICIES
-from coppice.radix.pool import OutOfPages, PagePool
+from coppice.radix.pool import PagePool
 from coppice.radix.prefixes import SharedPrefix, top_prefixes
 from coppice.radix.tree import RadixTree
 

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any
 
+from coppice.radix.compiled import mypyc_attr
 from coppice.radix.node import Node
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class EvictionOrder(ABC):
     """Keeps the unlocked leaves of a tree in the order in which they should go.
 

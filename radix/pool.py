@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from coppice.radix.out_of_pages import OutOfPages
+
 _ONE = array("i", [1])
 
 # From this many pages on, numpy's vector operations beat a Python loop.
@@ -14,15 +16,6 @@ _VECTOR = 48
 
 # From so many runs on the counts of all pages are changed at once, not run by run.
 _MANY_RUNS = 6
-
-
-class OutOfPages(RuntimeError):
-    """More pages were asked for than are free (or could be freed). No count has changed."""
-
-    def __init__(self, needed: int, available: int) -> None:
-        super().__init__(f"{needed} pages are needed, {available} can be had")
-        self.needed = needed
-        self.available = available
 
 
 class PagePool:
@@ -331,7 +324,7 @@ def _runs(pages: array[int]) -> list[tuple[int, int]]:
     """The maximal runs of neighbours in `pages`, at least one, in order: (first page, length)."""
     if len(pages) >= _VECTOR:
         ids = np.frombuffer(pages, np.int32)
-        borders = np.flatnonzero(ids[1:] - ids[:-1] != 1) + 1
+        borders: np.ndarray = np.flatnonzero(ids[1:] - ids[:-1] != 1) + 1
         firsts = [0, *borders.tolist()]
         lasts = [*firsts[1:], len(pages)]
         return [(pages[a], b - a) for a, b in zip(firsts, lasts, strict=True)]

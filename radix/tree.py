@@ -9,8 +9,9 @@ from typing import Protocol
 from coppice.radix import drafts, edges, eviction
 from coppice.radix.events import PageEvents
 from coppice.radix.node import Hold, Inserted, Match, Node, Root, new_tuple
+from coppice.radix.out_of_pages import OutOfPages
 from coppice.radix.policies import make_order
-from coppice.radix.pool import OutOfPages, PagePool
+from coppice.radix.pool import PagePool
 from coppice.radix.tokens import TOKEN_BYTES, Tokens, token_bytes
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from coppice.radix import compiled
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("radix", "kernels", "runtime", "frontend")
-TAKEN = ("pyproject.toml", "README.md", "LICENSE", "coppice", *ROOMS)
+TAKEN = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "coppice", *ROOMS)
 
 # Loads the parts of transformers that look for a top-level `kernels`, then every room.
 PROBE = """
@@ -30,9 +32,11 @@ print(kernels.__file__)
 """
 
 
-def run(*command: str | Path, cwd: Path | None = None) -> str:
-    """Standard output of `command`, which has to succeed."""
+def run(*command: str | Path, cwd: Path | None = None, compiles: bool = False) -> str:
+    """Standard output of `command`, which has to succeed; what it builds is compiled if asked."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if not compiles:
+        environment["COPPICE_PURE_PYTHON"] = "1"
     ran = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -45,21 +49,30 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     return ran.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the sources so that no earlier build can leak into it."""
-    source = tmp_path_factory.mktemp("source")
+def sources(folder: Path) -> None:
+    """Copies all that a build takes, so that no earlier build can leak into it."""
     for name in TAKEN:
         if (ROOT / name).is_dir():
-            skip = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
+            skip = shutil.ignore_patterns("__pycache__", "*.so", "*.digest")
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=skip)
         else:
-            shutil.copy2(ROOT / name, source / name)
-    out = tmp_path_factory.mktemp("wheel")
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def build(source: Path, out: Path, *, compiles: bool = False) -> Path:
+    """The wheel of a folder or source archive."""
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out)
-    run(sys.executable, "-m", "pip", "wheel", *options, source)
+    run(sys.executable, "-m", "pip", "wheel", *options, source, compiles=compiles)
     (built,) = out.glob("coppice-*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel without compiled modules."""
+    source = tmp_path_factory.mktemp("source")
+    sources(source)
+    return build(source, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +140,33 @@ def test_a_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> 
     """The archive holds the rooms as ordinary folders in coppice/, since links do not travel."""
     source = tmp_path / "source"
     source.mkdir()
-    for name in TAKEN:
-        take = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
-        options = {"symlinks": True} if (ROOT / name).is_dir() else {}
-        take(ROOT / name, source / name, **options)  # type: ignore[operator]
-    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    sources(source)
+    call = "from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     # -P, as every build front end does: Hugging Face's `kernels` brings a setuptools plugin.
-    run(sys.executable, "-P", "-c", build, tmp_path, cwd=source)
+    run(sys.executable, "-P", "-c", f"import sys; {call}", tmp_path, cwd=source)
     (archive,) = tmp_path.glob("coppice-*.tar.gz")
-    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
-    run(sys.executable, "-m", "pip", "wheel", *options, archive)
-    (rebuilt,) = tmp_path.glob("coppice-*.whl")
+    rebuilt = build(archive, tmp_path)
     assert set(zipfile.ZipFile(rebuilt).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_wheel_with_the_tree_compiled(wheel: Path, tmp_path: Path) -> None:
+    """It has the sources and the compiled modules of all of them, and uses these."""
+    source, out = tmp_path / "source", tmp_path / "wheel"
+    source.mkdir()
+    sources(source)
+    built = build(source, out, compiles=True)
+    names = set(zipfile.ZipFile(built).namelist())
+    plain = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("coppice/")}
+    added = {name.split("/")[-1].split(".")[0] for name in names - plain if "/radix/" in name}
+    assert added == {*compiled.MODULES, "compiled__mypyc", "compiled"}
+    assert plain < names
+    zipfile.ZipFile(built).extractall(tmp_path / "site")
+    told = "import sys; sys.path.insert(0, sys.argv[1]); from coppice.radix import compiled, tree; "
+    shown = "print(compiled.in_use('coppice.radix'), tree.RadixTree)"
+    command = (sys.executable, "-S", "-P", "-c")
+    site = sysconfig.get_path("purelib")
+    load = f"import sys; sys.path.append({site!r}); " + told + shown
+    assert run(*command, load, tmp_path / "site", compiles=True).startswith("True")
+    assert run(*command, load, tmp_path / "site").startswith("False")

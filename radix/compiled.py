@@ -1,0 +1,80 @@
+"""The core of the tree as compiled code, where it was built, and never out of step with its source.
+
+`setup.py` compiles `MODULES` with mypyc: the same Python, about half the time a request. Where it
+could not (no C compiler, no mypyc), or where sources have changed since, they run as they are. All
+or none of them: compiled classes have another layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mypy_extensions import mypyc_attr as mypyc_attr
+else:
+
+    def mypyc_attr(**_: bool) -> Any:
+        """Says something to the compiler only."""
+        return lambda cls: cls
+
+
+MODULES = ("drafts", "edges", "eviction", "history", "hit_density", "node", "order", "policies",
+           "pool", "tokens", "tree")  # fmt: skip
+
+# Set to 1: neither builds nor uses compiled code.
+SWITCH = "COPPICE_PURE_PYTHON"
+
+# Beside the modules: `digest` of the sources that were compiled.
+RECORD = "compiled.digest"
+
+
+def digest(folder: Path) -> str:
+    """Hash of the sources of all compiled modules in `folder`."""
+    state = hashlib.blake2b(digest_size=16)
+    for name in MODULES:
+        state.update((folder / f"{name}.py").read_bytes())
+    return state.hexdigest()
+
+
+class _Sources:
+    """Finds the sources of the modules, though compiled code lies beside them."""
+
+    def __init__(self, package: str, folder: Path) -> None:
+        self._package, self._folder = package, folder
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, name = fullname.rpartition(".")
+        if package != self._package or name not in MODULES:
+            return None
+        return spec_from_file_location(fullname, self._folder / f"{name}.py")
+
+
+def choose(package: str, folder: Path) -> None:
+    """Hides compiled modules from the import of `package` in `folder` unless they are to be used.
+
+    Has to run before any of them is imported. A millisecond where there are compiled ones.
+    """
+    record = folder / RECORD
+    if not record.exists():
+        return
+    if os.environ.get(SWITCH) == "1" or record.read_text(encoding="ascii") != digest(folder):
+        sys.meta_path.insert(0, _Sources(package, folder))
+
+
+def in_use(package: str) -> bool:
+    """Whether `package`, which has been imported, runs compiled modules."""
+    return not str(sys.modules[f"{package}.tree"].__file__).endswith(".py")
+
+
+if __package__:  # not in `setup.py`
+    choose(__package__, Path(__file__).parent)

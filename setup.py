@@ -1,0 +1,70 @@
+"""Compiles the core of the radix tree, where that is possible; all else is in pyproject.toml.
+
+Without mypyc or a C compiler, or with COPPICE_PURE_PYTHON=1, the same modules run as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+FOLDER = Path("coppice/radix")
+spec = spec_from_file_location("compiled", FOLDER / "compiled.py")
+assert spec is not None and spec.loader is not None
+compiled = module_from_spec(spec)
+spec.loader.exec_module(compiled)
+
+
+def extensions() -> list[Extension]:
+    """One library with all modules, and for each the few lines that make it importable."""
+    if os.environ.get(compiled.SWITCH) == "1":
+        return []
+    try:
+        from mypyc.build import mypycify
+    except ImportError:
+        print("coppice: mypyc is missing, the tree is not compiled", file=sys.stderr)
+        return []
+    # mypy's own settings are for the whole package, and would follow its imports into torch.
+    options = ["--config-file=", "--explicit-package-bases", "--follow-imports=skip"]
+    paths = [str(FOLDER / f"{name}.py") for name in compiled.MODULES]
+    try:
+        made = mypycify(
+            [*options, str(FOLDER / "compiled.py"), *paths],
+            only_compile_paths=paths,
+            debug_level="0",
+            target_dir="build/mypyc",
+            group_name="coppice.radix.compiled",
+        )
+    except SystemExit:  # it has said why
+        print("coppice: mypyc refuses the tree, which is not compiled", file=sys.stderr)
+        return []
+    for extension in made:
+        extension.optional = True
+    return list(made)
+
+
+class BuildAll(build_ext):
+    """Builds all of the modules or none, and leaves beside them which sources they came from."""
+
+    def run(self) -> None:
+        super().run()
+        outputs = [Path(output) for output in self.get_outputs()]
+        if not outputs:
+            return
+        if self.inplace:
+            outputs = [FOLDER / output.name for output in outputs]
+        record = outputs[0].parent / compiled.RECORD
+        if all(output.exists() for output in outputs):
+            record.write_text(compiled.digest(FOLDER), encoding="ascii")
+            return
+        for path in (record, *outputs):
+            path.unlink(missing_ok=True)
+        print("coppice: no C compiler, the tree is not compiled", file=sys.stderr)
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildAll})
