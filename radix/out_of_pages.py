@@ -1,4 +1,4 @@
-"""The error of a pool that has too few pages; apart, since no compiled class can be an exception."""
+"""The error of a pool with too few pages; apart, since no compiled class can be an exception."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from coppice.radix.hashes import Hashes, Ints, last_border
 
 # So many borders are told of together. It takes as many steps for one, each of which costs more
 # than a thousand of their numbers.
-_ROWS = 1 << 15
+_ROWS = 1 << 16
 
 
 class Uses:
@@ -71,10 +71,11 @@ class Uses:
         np.not_equal(seen[1:], seen[:-1], out=last[:-1])
         last[first_row - 1] = True
         np.logical_and(last, seen, out=last)
+        counts = np.add.reduceat(last, first_row, dtype=np.int64)
         rows = last.nonzero()[0]
         before = seen[rows].astype(np.uint64)
         ends = self._ends[rows].astype(np.int64)
-        piece = first_row.searchsorted(rows, "right") - 1
+        piece = np.arange(len(first_row)).repeat(counts)
         goes_on = piece[1:] == piece[:-1]
         begins = start[piece]
         begins[1:] = np.where(goes_on, ends[:-1], begins[1:])
