@@ -14,8 +14,10 @@ from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
 from coppice.runtime.histogram import LONG_SECONDS, Buckets, Histogram
+from coppice.runtime.paging import Paging
 from coppice.runtime.request import QueueFull, Unfinished
 from coppice.runtime.sampling_params import SamplingParams
+from coppice.runtime.sequences import Sequence
 from coppice.runtime.stats import EngineStats
 
 PROMPT = list(range(40, 77))
@@ -181,14 +183,13 @@ def test_nothing_is_lost_to_page_rounding(
     engine.add_request("logprobs", PROMPT[:20], params(2, prompt_logprobs=1))
     assert run(engine).rounded_off_tokens == 0
 
-    exact = engine.tree.match
+    exact = Paging.match
 
-    def rounded(*arguments: Any) -> Match:
-        found = exact(*arguments)
-        tokens = arguments[0][: 4 * (found.length // 16 * 16)]
-        return exact(tokens, *arguments[1:])
+    def rounded(paging: Paging, sequence: Sequence) -> Match:
+        length = exact(paging, sequence).length // 16 * 16
+        return paging.tree.match(sequence.tokens, sequence.request.namespace, length)
 
-    monkeypatch.setattr(engine.tree, "match", rounded)
+    monkeypatch.setattr(Paging, "match", rounded)
     other = list(range(150, 190))  # one node holds all of it
     engine.add_request("other", other, params(2))
     assert run(engine).rounded_off_tokens == 0
