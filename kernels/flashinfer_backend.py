@@ -145,7 +145,7 @@ class FlashInferBackend(GpuBackend):
     def cost_model(self, kind: LayerKind) -> CostModel:
         """What the levels of a step are chosen by; fa2's tiles have as many rows as our own."""
         return CostModel(
-            choose_tiles(kind.head_dim, kind.dtype.itemsize),
+            choose_tiles(kind.head_dim, kind.dtype.itemsize, kind.group),
             kind.group,
             kind.kv_heads,
             kind.head_dim,

@@ -112,16 +112,11 @@ def choose_levels(
     reads = model.reads(counts)
 
     def pays(level: Sequence[SharedRange]) -> bool:
-        saved = sum(
-            saved_bytes(
-                int(counts[each.members].sum()),
-                int(reads[each.members].sum()),
-                each.end - each.begin,
-                1,
-                model,
-            )
-            for each in level
-        )
+        saved = 0.0
+        for each in level:
+            rows = int(counts[each.members].sum())
+            fewer = float(reads[each.members].sum() - model.reads(np.array(rows)))
+            saved += saved_bytes(rows, fewer, each.end - each.begin, 1, model)
         return saved > _LEVEL_LAUNCHES * model.launch_bytes
 
     return tuple(tuple(level) for level in levels if pays(level))

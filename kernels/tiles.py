@@ -1,11 +1,11 @@
-"""How much of the work a program of the Triton attention kernel holds at once, by type and width.
+"""How much of the work a program of a Triton kernel holds at once, by type and width.
 
 The sizes are those that ``tests/kernels/test_triton_compiles.py`` finds free of spills on sm_90.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,19 @@ class Tile:
 class Tiles:
     """The tile of items with few packed queries (decoding) and that of the others.
 
-    ``few`` has the 16 rows of the smallest tensor-core product. ``many`` has the rows that prefill
-    and widely shared stretches fill: a warp group multiplies 64 at once.
+    ``few`` has the 16 rows of the smallest tensor-core product, or more where a KV head has more
+    query heads. ``many`` has the rows that prefill and widely shared stretches fill: a warp group
+    multiplies 64 at once.
     """
 
     few: Tile
     many: Tile
 
 
-def choose_tiles(head_dim: int, itemsize: int, *, deterministic: bool = False) -> Tiles:
-    """The tiles for heads that wide and queries of ``itemsize`` bytes.
+def choose_tiles(
+    head_dim: int, itemsize: int, group: int = 1, *, deterministic: bool = False
+) -> Tiles:
+    """The tiles for heads that wide, queries of ``itemsize`` bytes, so many to a KV head.
 
     Float32 products run outside the tensor cores, whose rounding of float32 is not wanted, and hold
     much in registers: its tiles are small. ``deterministic`` has one tile for everything.
@@ -53,4 +56,25 @@ def choose_tiles(head_dim: int, itemsize: int, *, deterministic: bool = False) -
         tiles = Tiles(Tile(16, 64, 4, 3, 3), Tile(128, 64, 8, 3, 1))
     else:
         tiles = Tiles(Tile(16, 32, 4, 3, 3), Tile(64, 64, 8, 2, 1))
+    # As many rows as one row's heads take, so that decoding reads a key once for all of them.
+    if itemsize < 4 and group > 32:
+        wide = Tile(64, 64, 4, 3, 2) if head_dim <= 128 else tiles.many
+        tiles = replace(tiles, few=wide)
+    elif itemsize < 4 and group > 16:
+        tiles = replace(tiles, few=replace(tiles.few, queries=32))
     return Tiles(tiles.many, tiles.many) if deterministic else tiles
+
+
+def head_blocks(head_dim: int, queries: int) -> tuple[int, int]:
+    """The powers of two that a head is multiplied in, at least 16 each; the second one may be 0.
+
+    80 is (64, 16) and 96 (64, 32): 0.63 and 0.75 of the products of 128. Only so where warp groups
+    multiply, from 64 rows on: in smaller tiles every warp would do all of two products that follow
+    one another, and decoding waits for memory, from which what pads a head is not read.
+    """
+    whole = max(16, 2 ** (head_dim - 1).bit_length())
+    first = whole // 2
+    rest = max(16, 2 ** max(head_dim - first - 1, 0).bit_length())
+    if queries >= 64 and first >= 16 and first + rest < whole:
+        return first, rest
+    return whole, 0

@@ -39,7 +39,9 @@ _MANY_WAVES = 8
 class CostModel:
     """The shape of heads, the tiles and the chip that a schedule is made for.
 
-    ``key_bytes``: one token's K and V for one KV head. ``group``: query heads of a KV head.
+    ``key_bytes``: one token's K and V for one KV head. ``group``: query heads of a KV head; where
+    they are more than the rows of the smaller tile, they are worked in ``parts``, each of
+    ``packed`` heads, which read the same keys.
     """
 
     tiles: Tiles
@@ -53,20 +55,26 @@ class CostModel:
     #: How much longer merging takes than its bytes.
     merge_work: ClassVar[int] = 1
 
-    def __post_init__(self) -> None:
-        if self.group > self.tiles.few.queries:
-            raise ValueError(
-                f"q has {self.group} heads for each KV head; it must have at most "
-                f"{self.tiles.few.queries} with heads of {self.head_dim} of this type"
-            )
+    @property
+    def parts(self) -> int:
+        return -(-self.group // self.tiles.few.queries)
+
+    @property
+    def packed(self) -> int:
+        return -(-self.group // self.parts)
+
+    @property
+    def programs(self) -> int:
+        """Those of an item, if a program works one KV head."""
+        return self.kv_heads * self.parts
 
     @property
     def few_rows(self) -> int:
-        return self.tiles.few.queries // self.group
+        return self.tiles.few.queries // self.packed
 
     @property
     def many_rows(self) -> int:
-        return self.tiles.many.queries // self.group
+        return self.tiles.many.queries // self.packed
 
     @property
     def row_bytes(self) -> int:
@@ -83,7 +91,7 @@ class CostModel:
     def reads(self, rows: np.ndarray) -> np.ndarray:
         """How often so many rows read the keys that they share, weighted with the work of each."""
         blocks = np.where(rows <= self.few_rows, 1, -(-rows // self.many_rows))
-        return blocks * self.key_work(-(-rows // blocks))
+        return blocks * self.parts * self.key_work(-(-rows // blocks))
 
     def merge_cost(self, partials: int) -> float:
         return self.launch_bytes + partials * self.row_bytes
@@ -114,31 +122,54 @@ class Tasks:
 
     @classmethod
     def of(cls, plan: AttentionPlan, shared: tuple[SharedRange, ...]) -> Tasks:
-        """The shared ranges, parents first, and then what they leave of every sequence."""
+        """What sequences walk alone before and behind the shared ranges, between which those lie.
+
+        O(rows + members) in numpy.
+        """
         size = np.diff(plan.query_start).astype(np.int64)
-        cursor = np.zeros(plan.num_sequences, np.int64)
-        rows: list[np.ndarray] = []
-        heads: list[tuple[np.ndarray, ...]] = []
-
-        def add(sequences: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
-            rows.append(plan.rows_of(sequences))
-            heads.append((size[sequences], plan.page_indptr[sequences], begin, end))
-
-        for each in shared:
-            members = each.members
-            if len(behind := members[cursor[members] < each.begin]):
-                add(behind, cursor[behind], np.full(len(behind), each.begin))
-            rows.append(plan.rows_of(members))
-            table = plan.page_indptr[members[:1]]
-            count = np.array([len(rows[-1])])
-            heads.append((count, table, np.array([each.begin]), np.array([each.end])))
-            cursor[members] = each.end
+        context = plan.context_len.astype(np.int64)
         everyone = np.arange(plan.num_sequences)
-        add(everyone, cursor, plan.context_len)
-        counts, table, begin, end = (
-            np.concatenate(column).astype(np.int64) for column in zip(*heads, strict=True)
+        # Every member's ranges in the order of keys, and behind them the end of its own.
+        members = np.concatenate([*(each.members for each in shared), everyone]).astype(np.int64)
+        lengths = np.array([len(each.members) for each in shared], np.int64)
+        begins = np.array([each.begin for each in shared], np.int64)
+        ends = np.array([each.end for each in shared], np.int64)
+        begin = np.concatenate([np.repeat(begins, lengths), context])
+        end = np.concatenate([np.repeat(ends, lengths), context])
+        order = np.argsort(members, kind="stable")
+        reached = _before(members, order, end, 0)
+        # What is left between a range and the one before it, and behind the last.
+        shared_entries = int(lengths.sum())
+        behind = np.flatnonzero((reached < begin) | (np.arange(len(members)) >= shared_entries))
+        alone = members[behind]
+        begins = np.concatenate([begins, reached[behind]])
+        heads = np.concatenate([[each.members[0] for each in shared], alone]).astype(np.int64)
+        sequences = np.concatenate([members[:shared_entries], alone])
+        lengths = np.concatenate([lengths, np.ones(len(alone), np.int64)])
+        # By their first key, so that a row's tasks come in the order of keys.
+        sort = np.argsort(begins, kind="stable")
+        rank = np.empty(len(sort), np.int64)
+        rank[sort] = np.arange(len(sort))
+        sequences = sequences[np.argsort(np.repeat(rank, lengths), kind="stable")]
+        lengths = lengths[sort]
+        return cls(
+            plan.rows_of(sequences).astype(np.int32),
+            np.add.reduceat(size[sequences], np.cumsum(lengths) - lengths),
+            plan.page_indptr[heads[sort]].astype(np.int64),
+            begins[sort],
+            np.concatenate([ends, begin[behind]])[sort],
         )
-        return cls(np.concatenate(rows).astype(np.int32), counts, table, begin, end)
+
+
+def _before(owner: np.ndarray, order: np.ndarray, values: np.ndarray, first: int) -> np.ndarray:
+    """For each entry the value of the one before it of the same owner, else ``first``.
+
+    ``order`` sorts the entries by owner, stably.
+    """
+    found = np.full(len(owner), first, values.dtype)
+    same = owner[order[1:]] == owner[order[:-1]]
+    found[order[1:][same]] = values[order[:-1][same]]
+    return found
 
 
 def choose_shared(
@@ -149,63 +180,84 @@ def choose_shared(
     From the root down, a stretch is shared where that saves more bytes than its partial results
     cost. What it saves is reckoned against its keys being read by the groups below it. A stretch
     that is not shared goes on with its children: they share it, each for its own members. With a
-    window, only sequences all of whose rows see all of the stretch can share it. O(stretches).
+    window, only sequences all of whose rows see all of the stretch can share it. O(members) in
+    numpy, with a Python loop over stretches.
     """
     stretches = sorted(plan.stretches, key=lambda s: s.first_page)
+    if not stretches:
+        return ()
     size = plan.page_size
-    counts = np.diff(plan.query_start)
-    seen_from = np.zeros(plan.num_sequences, np.int64)
-    if window is not None:
-        seen_from = np.maximum(plan.context_len.astype(np.int64) - window, 0)
+    counts = np.diff(plan.query_start).astype(np.int64)
     alone = model.reads(counts)
+    lengths = np.array([len(stretch.members) for stretch in stretches])
+    starts = np.cumsum(lengths) - lengths
+    begins = np.array([stretch.first_page for stretch in stretches]) * size
+    ends = begins + np.array([stretch.num_pages for stretch in stretches]) * size
+    members = np.concatenate([stretch.members for stretch in stretches])
+    index_of = np.repeat(np.arange(len(stretches)), lengths)
+    seen_from = np.zeros(len(members), np.int64)
+    if window is not None:
+        seen_from = np.maximum(plan.context_len.astype(np.int64) - window, 0)[members]
+    able = seen_from <= begins[index_of]
+    rows = np.add.reduceat(np.where(able, counts[members], 0), starts)
+    own_reads = np.add.reduceat(np.where(able, alone[members], 0.0), starts)
+    latest = np.maximum.reduceat(np.where(able, seen_from, 0), starts).tolist()
+    left = np.add.reduceat(able.astype(np.int64), starts).tolist()
+    above = _before(members, np.argsort(members, kind="stable"), index_of, -1)
+    parent = above[starts].tolist()
+    # Whether all members have come to the same place, whatever is chosen above them.
+    alike = np.logical_and.reduceat(able & (above == above[starts][index_of]), starts).tolist()
 
-    able, rows, reads, parent = [], [], [], []
-    owner = np.full(plan.num_sequences, -1)
-    for index, stretch in enumerate(stretches):
-        members = stretch.members[seen_from[stretch.members] <= stretch.first_page * size]
-        able.append(members)
-        rows.append(int(counts[members].sum()))
-        reads.append(float(alone[members].sum()))
-        parent.append(int(owner[stretch.members[0]]))
-        owner[stretch.members] = index
+    shared_reads = model.reads(np.maximum(rows, 1)).tolist()
+    reads, own, row_counts = own_reads.tolist(), own_reads.tolist(), rows.tolist()
+    first, last = begins.tolist(), ends.tolist()
 
     # From the leaves up: how often a stretch's keys are read if it is not shared, but those below
     # it may be. Where its parent's keys were added to it, would it be shared?
     for index in range(len(stretches) - 1, -1, -1):
-        above = parent[index]
-        if above < 0 or not len(able[index]):
+        up = parent[index]
+        if up < 0 or not left[index]:
             continue
-        tokens = (stretches[index].num_pages + stretches[above].num_pages) * size
-        if saved_bytes(rows[index], reads[index], tokens, 1, model) > 0:
-            reads[above] += float(model.reads(np.array(rows[index]))) - alone[able[index]].sum()
-        else:
-            reads[above] += reads[index] - alone[able[index]].sum()
+        tokens = last[index] - first[index] + last[up] - first[up]
+        fewer = reads[index] - shared_reads[index]
+        once = saved_bytes(row_counts[index], fewer, tokens, 1, model) > 0
+        reads[up] += (shared_reads[index] if once else reads[index]) - own[index]
 
     cursor = np.zeros(plan.num_sequences, np.int64)
+    reached = [0] * len(stretches)  # where members stand behind it, if they are alike
     chosen = []
     for index, stretch in enumerate(stretches):
-        members = able[index]
-        if len(members) < 2:
+        up = parent[index]
+        if alike[index] and (up < 0 or alike[up]):
+            low = high = 0 if up < 0 else reached[up]
+        else:
+            alike[index] = False
+            at = cursor[stretch.members]
+            ours = able[starts[index] : starts[index] + lengths[index]]
+            low, high = (int(at[ours].min()), int(at[ours].max())) if left[index] else (0, 0)
+        reached[index] = low
+        if left[index] < 2:
             continue
-        begin, end = stretch.first_page * size, (stretch.first_page + stretch.num_pages) * size
-        reached = int(cursor[members[0]])
-        parts = 1
-        if (cursor[members] == reached).all() and (seen_from[members] <= reached).all():
-            begin = reached
-        elif (cursor[members] < begin).any():
+        begin, parts = first[index], 1
+        if low == high and latest[index] <= low:
+            begin = low
+        elif low < begin:
             parts = 2
-        if saved_bytes(rows[index], reads[index], end - begin, parts, model) > 0:
-            chosen.append(SharedRange(begin, end, members))
-            cursor[members] = end
+        fewer = reads[index] - shared_reads[index]
+        if saved_bytes(row_counts[index], fewer, last[index] - begin, parts, model) > 0:
+            ours = stretch.members
+            if left[index] < len(ours):
+                ours = ours[able[starts[index] : starts[index] + lengths[index]]]
+            chosen.append(SharedRange(begin, last[index], ours))
+            cursor[ours] = reached[index] = last[index]
     return tuple(chosen)
 
 
-def saved_bytes(rows: int, reads: float, tokens: int, parts: int, model: CostModel) -> float:
-    """Bytes saved by reading ``tokens`` once for ``rows`` instead of ``reads`` times.
+def saved_bytes(rows: int, fewer: float, tokens: int, parts: int, model: CostModel) -> float:
+    """Bytes saved by reading ``tokens`` ``fewer`` times, since ``rows`` share them.
 
     ``parts``: partial results that it costs each row.
     """
-    fewer = reads - float(model.reads(np.array(rows)))
     return fewer * tokens * model.key_bytes * model.kv_heads - rows * parts * model.row_bytes
 
 
@@ -219,23 +271,18 @@ def best_split(
     costs starts, partial results and a merge.
     """
     held = model.multiprocessors * tile.resident
-    best: tuple[int, float] | None = None
+    longest = int(length.max())
+    splits = np.array([longest, *(split for split in SPLITS if split <= longest)])
     work = length * model.key_work(rows)
-    for split in (int(length.max()), *SPLITS):
-        if split > length.max():
-            break
-        pieces = -(-length // split)
-        programs = int(pieces.sum()) * model.kv_heads // tile.heads
-        waves = programs / held
-        waves = waves + 0.5 if waves > _MANY_WAVES else -(-programs // held)
-        mean = float(work.sum()) / int(pieces.sum())
-        longest = float((work / pieces).max())
-        walk = max(waves * (mean + START_KEYS), longest + START_KEYS)
-        cost = walk * held * model.key_bytes * tile.heads
-        partials = int((rows * pieces)[pieces > 1].sum())
-        total = cost + (model.merge_cost(partials) if partials else 0.0)
-        if best is None or total < best[1]:
-            best = split, total
-            walked = cost
-    assert best is not None
-    return best[0], walked
+    pieces = -(-length // splits[:, None])
+    count = pieces.sum(1)
+    programs = count * model.programs // tile.heads
+    waves = programs / held
+    waves = np.where(waves > _MANY_WAVES, waves + 0.5, -(-programs // held))
+    mean = work.sum() / count + START_KEYS
+    walk = np.maximum(waves * mean, (work / pieces).max(1) + START_KEYS)
+    cost = walk * held * model.key_bytes * tile.heads
+    partials = np.where(pieces > 1, rows * pieces, 0).sum(1)
+    total = cost + np.where(partials > 0, model.launch_bytes + partials * model.row_bytes, 0.0)
+    best = int(total.argmin())
+    return int(splits[best]), float(cost[best])

@@ -16,11 +16,54 @@ ITEM_FIELDS = tl.constexpr(8)
 
 
 @triton.jit
+def _load_part(
+    base: tl.tensor,
+    at: tl.tensor,
+    real: tl.tensor,
+    FIRST: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> tl.tensor:
+    """Elements ``FIRST .. FIRST + BLOCK`` of the rows that begin at ``at``; what is not there is 0.
+
+    In DTYPE, or float32 with UPCAST.
+    """
+    d = FIRST + tl.arange(0, BLOCK)
+    there = real[:, None]
+    if FIRST + BLOCK > HEAD_DIM:
+        there = there & (d < HEAD_DIM)[None, :]
+    part = tl.load(base + at[:, None] + d[None, :], mask=there, other=0.0)
+    return part.to(tl.float32 if UPCAST else DTYPE)
+
+
+@triton.jit
+def _store_part(
+    base: tl.tensor,
+    at: tl.tensor,
+    part: tl.tensor,
+    real: tl.tensor,
+    FIRST: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The reverse of ``_load_part``."""
+    d = FIRST + tl.arange(0, BLOCK)
+    there = real[:, None]
+    if FIRST + BLOCK > HEAD_DIM:
+        there = there & (d < HEAD_DIM)[None, :]
+    tl.store(base + at[:, None] + d[None, :], part.to(base.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def _walk(
     accumulator: tl.tensor,
+    rest: tl.tensor,
     peak: tl.tensor,
     total: tl.tensor,
     q: tl.tensor,
+    q_rest: tl.tensor,
     position: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
@@ -38,6 +81,7 @@ def _walk(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -47,9 +91,9 @@ def _walk(
 ) -> tl.tensor:
     """So many tiles of keys from ``first`` on, of which those in ``begin .. end`` are real.
 
-    Before tile number ``gap_at``, ``gap`` keys are left out.
+    Before tile number ``gap_at``, ``gap`` keys are left out. ``rest`` and ``q_rest`` are those of
+    the head's elements behind BLOCK_D, where REST_D says that there are any.
     """
-    d = tl.arange(0, BLOCK_D)
     for tile in range(tiles):
         start = first + tile * KEYS
         if MASKED:
@@ -59,16 +103,12 @@ def _walk(
         page = tl.load(table + key // PAGE_SIZE, mask=real, other=0).to(tl.int64)
         at = (page * PAGE_SIZE + key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
         # What is not real is never read: a page that nobody owns may hold anything.
-        if HEAD_DIM == BLOCK_D:
-            there = real[:, None]
-        else:
-            there = real[:, None] & (d < HEAD_DIM)[None, :]
-        k = tl.load(k_cache + at[:, None] + d[None, :], mask=there, other=0.0)
-        if UPCAST:
-            k = k.to(tl.float32)
-        else:
-            k = k.to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        k = _load_part(k_cache, at, real, 0, HEAD_DIM, BLOCK_D, q.dtype, UPCAST)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST_D:
+            k = _load_part(k_cache, at, real, BLOCK_D, HEAD_DIM, REST_D, q.dtype, UPCAST)
+            scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee")
+        scores = scores * scale
         if SOFTCAPPED:
             # cap * tanh(x / cap), with tanh from powers of two.
             x = scores / softcap
@@ -87,16 +127,14 @@ def _walk(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(v_cache + at[:, None] + d[None, :], mask=there, other=0.0)
-        if UPCAST:
-            v = v.to(tl.float32)
-        else:
-            v = v.to(q.dtype)
-        accumulator = tl.dot(
-            weights.to(v.dtype), v, accumulator * shrink[:, None], input_precision="ieee"
-        )
+        v = _load_part(v_cache, at, real, 0, HEAD_DIM, BLOCK_D, q.dtype, UPCAST)
+        weights = weights.to(v.dtype)
+        accumulator = tl.dot(weights, v, accumulator * shrink[:, None], input_precision="ieee")
+        if REST_D:
+            v = _load_part(v_cache, at, real, BLOCK_D, HEAD_DIM, REST_D, q.dtype, UPCAST)
+            rest = tl.dot(weights, v, rest * shrink[:, None], input_precision="ieee")
         peak = new_peak
-    return accumulator, peak, total
+    return accumulator, rest, peak, total
 
 
 @triton.jit
@@ -120,9 +158,11 @@ def attend_items(
     softcap: tl.tensor,
     window: tl.tensor,
     GROUP: tl.constexpr,
+    PACKED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -133,14 +173,19 @@ def attend_items(
     PHASED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """One item for one KV head: grid ``(items * KV_HEADS,)``, whose heads lie side by side.
+    """One item for PACKED of a KV head's GROUP query heads: grid ``(items * KV_HEADS * parts,)``.
+
+    The programs of an item lie side by side: where a group has several parts, all but the first
+    find its keys in the second level cache. A head's elements are those of BLOCK_D and of REST_D.
 
     ``out [T, Hq, D]`` and ``lse [T, Hq]`` take the rows whose slot is -1; the others go to their
     slot of ``partial_out`` float32 and ``partial_lse``, whose logarithms are to base 2. PARTIAL
     says whether there are any. PHASED walks the tiles that need no mask by a loop of their own.
     """
-    kv_head = tl.program_id(0) % KV_HEADS
-    item = items + tl.program_id(0) // KV_HEADS * ITEM_FIELDS
+    parts: tl.constexpr = (GROUP + PACKED - 1) // PACKED
+    unit = tl.program_id(0) % (KV_HEADS * parts)
+    item = items + tl.program_id(0) // (KV_HEADS * parts) * ITEM_FIELDS
+    kv_head = unit // parts
     first_row, rows = tl.load(item), tl.load(item + 1)
     if rows == 0:  # in a graph, whose grid does for more items than this step has
         return
@@ -149,22 +194,24 @@ def attend_items(
     clear_begin, clear_end = tl.load(item + 5), tl.load(item + 6)
 
     m = tl.arange(0, QUERIES)
-    local = m // GROUP
-    valid = local < rows
+    local = m // PACKED
+    in_group = unit % parts * PACKED + m % PACKED
+    valid = (local < rows) & (in_group < GROUP)
     row = tl.load(item_rows + first_row + local, mask=valid, other=0)
     position = tl.load(positions + row)
-    head = kv_head * GROUP + m % GROUP
-    d = tl.arange(0, BLOCK_D)
-    in_head = d < HEAD_DIM
-    stored = valid[:, None] & in_head[None, :]
+    head = kv_head * GROUP + in_group
     q_at = row.to(tl.int64) * q_stride + head * HEAD_DIM
-    queries = tl.load(q + q_at[:, None] + d[None, :], mask=stored, other=0.0)
-    if UPCAST:
-        queries = queries.to(tl.float32)
+    dtype: tl.constexpr = q.dtype.element_ty
+    queries = _load_part(q, q_at, valid, 0, HEAD_DIM, BLOCK_D, dtype, UPCAST)
+    accumulator = tl.full([QUERIES, BLOCK_D], 0.0, tl.float32)
+    # Without a rest these are names for the same, and never used.
+    queries_rest, rest = queries, accumulator
+    if REST_D:
+        queries_rest = _load_part(q, q_at, valid, BLOCK_D, HEAD_DIM, REST_D, dtype, UPCAST)
+        rest = tl.full([QUERIES, REST_D], 0.0, tl.float32)
     if SCALED:
         scale = scale * tl.load(k_scales + kv_head)
 
-    accumulator = tl.full([QUERIES, BLOCK_D], 0.0, tl.float32)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.full([QUERIES], 0.0, tl.float32)
     # Tiles lie at multiples of KEYS in the sequence, wherever the item begins: what a row adds up
@@ -174,42 +221,45 @@ def attend_items(
     gap_at, gap = tiles, 0
     if PHASED:
         clear = (clear_end - clear_begin) // KEYS
-        accumulator, peak, total = _walk(
-            accumulator, peak, total, queries, position, k_cache, v_cache, table, kv_head,
-            clear_begin, clear, 0, 0, begin, end, scale, softcap, window, KV_HEADS, HEAD_DIM,
-            BLOCK_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, False, UPCAST,
+        accumulator, rest, peak, total = _walk(
+            accumulator, rest, peak, total, queries, queries_rest, position, k_cache, v_cache,
+            table, kv_head, clear_begin, clear, 0, 0, begin, end, scale, softcap, window, KV_HEADS,
+            HEAD_DIM, BLOCK_D, REST_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, False, UPCAST,
         )  # fmt: skip
         tiles -= clear
         gap_at, gap = (clear_begin - first) // KEYS, clear_end - clear_begin
-    accumulator, peak, total = _walk(
-        accumulator, peak, total, queries, position, k_cache, v_cache, table, kv_head,
-        first, tiles, gap_at, gap, begin, end, scale, softcap, window, KV_HEADS, HEAD_DIM,
-        BLOCK_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, True, UPCAST,
+    accumulator, rest, peak, total = _walk(
+        accumulator, rest, peak, total, queries, queries_rest, position, k_cache, v_cache,
+        table, kv_head, first, tiles, gap_at, gap, begin, end, scale, softcap, window, KV_HEADS,
+        HEAD_DIM, BLOCK_D, REST_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, True, UPCAST,
     )  # fmt: skip
 
     # A row that sees nothing of this item weighs nothing in the merge: exp2(-inf).
-    result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
+    weight = tl.where(total == 0.0, 1.0, total)
+    log = peak + tl.log2(weight)
+    result = accumulator / weight[:, None]
+    if REST_D:
+        rest = rest / weight[:, None]
     if SCALED:
-        result = result * tl.load(v_scales + kv_head)
-    log = peak + tl.log2(tl.where(total == 0.0, 1.0, total))
+        v_scale = tl.load(v_scales + kv_head)
+        result = result * v_scale
+        if REST_D:
+            rest = rest * v_scale
     heads = KV_HEADS * GROUP
     if PARTIAL:
         slot = tl.load(item_slots + tl.load(item + 7) + local, mask=valid, other=-1)
         partial = valid & (slot >= 0)
         to = slot.to(tl.int64) * heads + head
         tl.store(partial_lse + to, log, mask=partial)
-        tl.store(
-            partial_out + to[:, None] * HEAD_DIM + d[None, :],
-            result,
-            mask=partial[:, None] & in_head[None, :],
-        )
+        _store_part(partial_out, to * HEAD_DIM, result, partial, 0, HEAD_DIM, BLOCK_D)
+        if REST_D:
+            _store_part(partial_out, to * HEAD_DIM, rest, partial, BLOCK_D, HEAD_DIM, REST_D)
         valid = valid & (slot < 0)
-        stored = valid[:, None] & in_head[None, :]
     to = row.to(tl.int64) * heads + head
     tl.store(lse + to, log * 0.6931471805599453, mask=valid)
-    tl.store(
-        out + to[:, None] * HEAD_DIM + d[None, :], result.to(out.dtype.element_ty), mask=stored
-    )
+    _store_part(out, to * HEAD_DIM, result, valid, 0, HEAD_DIM, BLOCK_D)
+    if REST_D:
+        _store_part(out, to * HEAD_DIM, rest, valid, BLOCK_D, HEAD_DIM, REST_D)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ import triton
 from coppice.kernels.checks import check_attend
 from coppice.kernels.gpu_backend import INTERPRETED, GpuBackend, on
 from coppice.kernels.interface import AttentionPlan, LayerCache
-from coppice.kernels.tiles import choose_tiles
+from coppice.kernels.tiles import choose_tiles, head_blocks
 from coppice.kernels.tree_cost import H100_MULTIPROCESSORS, CostModel
 from coppice.kernels.triton_attention import attend_items, merge_partials
 from coppice.kernels.triton_plans import PreparedPlan, TritonFixedPlan, fixed_plans
@@ -101,16 +101,17 @@ class TritonBackend(GpuBackend):
         partials = max(sent.num_partials, 1)
         partial_out = torch.empty((partials, heads, head_dim), **place)
         partial_lse = torch.empty((partials, heads), **place)
-        block_d = max(16, triton.next_power_of_2(head_dim))
         with on(self.device):
             for tile, phased, items in sent.launches:
-                attend_items[(len(items) * model.kv_heads,)](
+                block_d, rest_d = head_blocks(head_dim, tile.queries)
+                attend_items[(len(items) * model.programs,)](
                     q, cache.k, cache.v, *(cache.scales or (lse, lse)), out, lse, partial_out,
                     partial_lse, items, sent.rows, sent.slots, sent.positions, sent.page_indices,
                     q.stride(0), float(scale), float(logit_softcap or 0), sliding_window or 0,
-                    GROUP=model.group, KV_HEADS=model.kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
-                    QUERIES=tile.queries, KEYS=tile.keys,
-                    PAGE_SIZE=prepared.plan.page_size, WINDOWED=sliding_window is not None,
+                    GROUP=model.group, PACKED=model.packed, KV_HEADS=model.kv_heads,
+                    HEAD_DIM=head_dim, BLOCK_D=block_d, REST_D=rest_d, QUERIES=tile.queries,
+                    KEYS=tile.keys, PAGE_SIZE=prepared.plan.page_size,
+                    WINDOWED=sliding_window is not None,
                     SOFTCAPPED=logit_softcap is not None, SCALED=cache.scales is not None,
                     PARTIAL=len(sent.slots) > 0, PHASED=phased, UPCAST=upcast,
                     num_warps=tile.warps, num_stages=tile.stages,
@@ -118,7 +119,8 @@ class TritonBackend(GpuBackend):
             if len(sent.merges):
                 merge_partials[(len(sent.merges), heads)](
                     partial_out, partial_lse, sent.merges, out, lse,
-                    HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=block_d, PARTS=_PARTS, num_warps=4,
+                    HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+                    PARTS=_PARTS, num_warps=4,
                 )  # fmt: skip
         return out.to(q.dtype), lse
 
@@ -131,8 +133,7 @@ class TritonBackend(GpuBackend):
         cache_dtype: torch.dtype,
     ) -> CostModel:
         """What schedules for heads of that shape and those types are reckoned by."""
-        tiles = choose_tiles(head_dim, dtype.itemsize, deterministic=self.deterministic)
+        group = heads // kv_heads
+        tiles = choose_tiles(head_dim, dtype.itemsize, group, deterministic=self.deterministic)
         key_bytes = 2 * head_dim * cache_dtype.itemsize
-        return CostModel(
-            tiles, heads // kv_heads, kv_heads, head_dim, key_bytes, self._multiprocessors
-        )
+        return CostModel(tiles, group, kv_heads, head_dim, key_bytes, self._multiprocessors)

@@ -85,7 +85,7 @@ class _Room:
     @classmethod
     def of(cls, size: int, max_pages: int, model: CostModel, deterministic: bool) -> _Room:
         held = [
-            _WAVES * model.multiprocessors * tile.resident // model.kv_heads
+            _WAVES * model.multiprocessors * tile.resident // model.programs
             for tile in (model.tiles.few, model.tiles.many)
         ]
         wide = size > model.few_rows and not deterministic

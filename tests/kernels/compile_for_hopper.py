@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from coppice.kernels.tiles import Tile, choose_tiles
+from coppice.kernels.tiles import Tile, choose_tiles, head_blocks
 from coppice.kernels.triton_attention import attend_items, merge_partials
 from coppice.kernels.triton_cache import copy_page_words, rotate_rows, write_rows
 from coppice.kernels.triton_rows import norm_rows, quantize_rows, silu_mul_rows
@@ -76,17 +76,21 @@ def attention(
     cache: str | None = None,
     page_size: int = 16,
     group: int = 4,
+    packed: int | None = None,
     windowed: bool = False,
     softcapped: bool = False,
     partial: bool = True,
     phased: bool | None = None,
 ) -> Variant:
     cache = cache or dtype
+    block_d, rest_d = head_blocks(head_dim, tile.queries)
     constants = {
         "GROUP": group,
+        "PACKED": packed or group,
         "KV_HEADS": 8,
         "HEAD_DIM": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_D": block_d,
+        "REST_D": rest_d,
         "QUERIES": tile.queries,
         "KEYS": tile.keys,
         "PAGE_SIZE": page_size,
@@ -104,7 +108,7 @@ def attention(
 def variants() -> dict[str, Variant]:
     """Every kernel, and attention at each width, type and feature at least once in each tile."""
     made: dict[str, Variant] = {}
-    for head_dim in (64, 80, 96, 128, 256):
+    for head_dim in (64, 80, 96, 128, 192, 256):
         tiles = choose_tiles(head_dim, 2)
         made[f"prefill bf16 {head_dim}"] = attention(tiles.many, head_dim)
         made[f"decode bf16 {head_dim}"] = attention(tiles.few, head_dim)
@@ -118,8 +122,28 @@ def variants() -> dict[str, Variant]:
         made[f"{name} bf16 128 fp8 cache"] = attention(tile, 128, cache="fp8e4nv")
         made[f"{name} bf16 128 page 1"] = attention(tile, 128, page_size=1)
         made[f"{name} bf16 128 page 256 group 7"] = attention(tile, 128, page_size=256, group=7)
+    for group, packed in ((32, 32), (71, 36)):  # one KV head for all, as some models have it
+        tiles = choose_tiles(64, 2, group)
+        made[f"decode bf16 64 group {group}"] = attention(
+            tiles.few, 64, group=group, packed=packed, phased=False
+        )
+        made[f"prefill bf16 64 group {group}"] = attention(
+            tiles.many, 64, group=group, packed=packed
+        )
+    made["decode bf16 128 group 64"] = attention(
+        choose_tiles(128, 2, 64).few, 128, group=64, phased=False
+    )
+    made["decode bf16 256 group 64"] = attention(
+        choose_tiles(256, 2, 64).few, 256, group=64, phased=False
+    )
+    made["decode bf16 256 group 32"] = attention(
+        choose_tiles(256, 2, 32).few, 256, group=32, phased=False
+    )
+    made["decode bf16 128 group 32"] = attention(
+        choose_tiles(128, 2, 32).few, 128, group=32, phased=False
+    )
     made["deterministic bf16 128"] = attention(wide.many, 128, phased=False)
-    for head_dim in (64, 128, 256):
+    for head_dim in (64, 96, 128, 256):
         tiles = choose_tiles(head_dim, 4)
         made[f"prefill fp32 {head_dim}"] = attention(tiles.many, head_dim, "fp32")
         made[f"decode fp32 {head_dim}"] = attention(tiles.few, head_dim, "fp32")
@@ -162,6 +186,7 @@ def measured(name: str, variant: Variant) -> dict[str, Any]:
         "local": int(found["LOCAL"]),
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "shared": compiled.metadata.shared,
+        "queries": variant.constants.get("QUERIES"),
         "wgmma": len(re.findall(r"\bHGMMA\b", code)),
         "mma": len(re.findall(r"\bHMMA\b", code)),
         "seconds": round(time.process_time() - started, 1),

@@ -33,8 +33,8 @@ def fixed_plan(backend, num_pages, sizes=(SIZE,), max_pages=64):
     return backend.fixed_plans(sizes, page_size=4, num_pages=num_pages, max_pages=max_pages)[0][0]
 
 
-# With 8 query heads a KV head, more than two rows are a wide item.
-@pytest.mark.parametrize(("window", "group"), [(None, 8), (9, 2)])
+# With 8 query heads a KV head, more than two rows are a wide item; 20 are worked in two parts.
+@pytest.mark.parametrize(("window", "group"), [(None, 8), (9, 2), (None, 20)])
 def test_one_step_after_the_other_is_the_reference(
     make_batch, backend, fine_splits, size, window, group
 ):
@@ -56,7 +56,7 @@ def test_one_step_after_the_other_is_the_reference(
             torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
         model = backend.cost_model(2 * group, 2, 16, torch.float32, torch.float32)
         sent = fixed.schedule(window, model)
-        assert len(sent.launches) == (2 if group == 8 and not backend.deterministic else 1)
+        assert len(sent.launches) == (2 if group >= 8 and not backend.deterministic else 1)
         arrays = [sent.rows, sent.slots, sent.positions, sent.merges, sent.page_indices]
         arrays += [items for _, _, items in sent.launches]
         places.add(tuple((each.data_ptr(), tuple(each.shape)) for each in arrays))

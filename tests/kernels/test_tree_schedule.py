@@ -10,7 +10,7 @@ import pytest
 from coppice.kernels import tree_cost, tree_schedule
 from coppice.kernels.cpu_schedule import build_cpu_schedule, cpu_cost_model
 from coppice.kernels.interface import AttentionPlan, SharedStretch
-from coppice.kernels.tiles import Tile, Tiles, choose_tiles
+from coppice.kernels.tiles import Tile, Tiles, choose_tiles, head_blocks
 from coppice.kernels.tree_cost import CostModel, choose_shared
 from coppice.kernels.tree_schedule import TreeSchedule, build_tree_schedule, row_positions
 
@@ -229,6 +229,50 @@ def test_prefill_is_not_split_where_it_fills_the_chip():
     assert (np.diff(lengths) <= 0).all(), "the longest first"
 
 
-def test_too_many_heads_for_a_tile_are_refused():
-    with pytest.raises(ValueError, match=r"q has 32 heads for each KV head.*at most 16"):
-        replace(LLAMA, group=32)
+@pytest.mark.parametrize(
+    ("head_dim", "itemsize", "group", "parts", "packed", "few_rows", "many_rows"),
+    [
+        (128, 2, 4, 1, 4, 4, 32),
+        (64, 2, 32, 1, 32, 1, 4),
+        (64, 2, 71, 2, 36, 1, 3),
+        (256, 2, 71, 2, 36, 1, 1),
+        (128, 2, 200, 4, 50, 1, 2),
+        (64, 4, 71, 5, 15, 1, 2),
+    ],
+)
+def test_many_heads_of_a_kv_head_fit_the_tile_or_are_cut(
+    head_dim, itemsize, group, parts, packed, few_rows, many_rows
+):
+    model = CostModel(
+        choose_tiles(head_dim, itemsize, group), group, 1, head_dim, 2 * head_dim * itemsize
+    )
+    assert (model.parts, model.packed) == (parts, packed)
+    assert (model.few_rows, model.many_rows) == (few_rows, many_rows)
+    assert model.programs == parts and model.parts * model.packed >= group
+    plan = tree([(range(6), 4096)], 100, 6)
+    assert_covers(plan, build_tree_schedule(plan, None, model), None)
+
+
+def test_a_window_that_some_members_have_left_behind(make_batch):
+    """Members that do not see all of a stretch read it apart; those below it may still share."""
+    tails = [(1, 0), (1, 0), (1, 0), (1, 90)]
+    plan = make_batch(tails, [(range(4), 4), ([0, 1, 2], 12), ([0, 1], 3)]).plan
+    for window in (40, 70, 75, 77, 90):
+        schedule = build_tree_schedule(plan, window, replace(SMALL, launch_bytes=0))
+        assert_covers(plan, schedule, window)
+    shared = choose_shared(plan, 70, replace(SMALL, tiles=choose_tiles(16, 4)))
+    assert [(each.begin, each.end, each.members.tolist()) for each in shared] == [
+        (16, 64, [0, 1, 2]),
+        (64, 76, [0, 1]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "blocks"),
+    [(64, (64, 0)), (80, (64, 16)), (96, (64, 32)), (112, (128, 0)), (128, (128, 0)),
+     (192, (128, 64)), (20, (32, 0)), (40, (32, 16)), (8, (16, 0)), (256, (256, 0))],
+)  # fmt: skip
+def test_heads_are_multiplied_in_few_blocks(head_dim, blocks):
+    assert head_blocks(head_dim, 128) == blocks
+    whole, none = head_blocks(head_dim, 16)
+    assert none == 0 and whole >= head_dim and sum(blocks) >= head_dim

@@ -15,6 +15,8 @@ from coppice.kernels import tree_schedule
 from coppice.kernels.interface import AttentionPlan, LayerCache, SharedStretch
 from coppice.kernels.reference import ReferenceBackend
 from coppice.kernels.selection import select_backend
+from coppice.kernels.tiles import head_blocks
+from coppice.kernels.tree_cost import CostModel
 from coppice.kernels.triton_rows import quantize_e4m3, rms_norm, silu_mul
 
 REFERENCE = ReferenceBackend()
@@ -45,6 +47,42 @@ def test_16_bit_types(make_batch, triton_backend, size, dtype):
     tolerance = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "dtype"),
+    [(32, 1, torch.bfloat16), (71, 1, torch.bfloat16), (71, 1, torch.float32),
+     (20, 2, torch.float32)],
+)  # fmt: skip
+def test_more_heads_than_a_tile_has_rows(
+    make_batch, triton_backend, fine_splits, group, kv_heads, dtype, deterministic
+):
+    """One KV head for all query heads, as some models have it: packed in parts where need be."""
+    backend = select_backend("triton", triton_backend.device, deterministic=deterministic)
+    tails, levels = [(1, 0), (3, 3), (1, 17)], [(range(3), 2), ([0, 2], 2)]
+    batch = make_batch(tails, levels, group=group, kv_heads=kv_heads, dtype=dtype)
+    out, lse = batch.run(backend)
+    expected, expected_lse = batch.run(REFERENCE)
+    tolerance = 2 * torch.finfo(dtype).eps if dtype != torch.float32 else 2e-5
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads_between_powers_of_two(make_batch, triton_backend, size, head_dim, dtype):
+    """Multiplied in two blocks by wide tiles: chunks of prefill, alone and below a stretch."""
+    tails = [(70, 40 * size), (1, 5), (3, 0), (1, 33)]
+    batch = make_batch(tails, LEVELS[:0], head_dim=head_dim, dtype=dtype, page_size=16)
+    assert head_blocks(head_dim, 128)[1] or head_dim == 20
+    shared = make_batch(tails, [(range(4), 3)], head_dim=head_dim, dtype=dtype, page_size=16)
+    for each in (batch, shared):
+        out, lse = each.run(triton_backend)
+        expected, expected_lse = each.run(REFERENCE)
+        tolerance = 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
@@ -85,6 +123,56 @@ def test_8_bit_cache(make_batch, triton_backend):
     assert caches["triton"][0].flatten(0, 1)[7].max() == 448
     for ours, theirs in zip(caches["triton"][2:], caches["reference"][2:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_feature_with_every_other(
+    make_batch, triton_backend, monkeypatch, dtype, eight_bits, page_size, window, softcap, tree,
+    head_dim, deterministic,
+):  # fmt: skip
+    """Types, 8-bit caches with a scale a head, pages, windows, soft-caps: results, logarithms.
+
+    Pages that nobody owns are NaN.
+    """
+    monkeypatch.setattr(CostModel, "row_bytes", -(10**9))  # whatever can be shared is
+    backend = select_backend("triton", triton_backend.device, deterministic=deterministic)
+    levels = [(range(3), 1)] if tree else []
+    batch = make_batch(
+        [(1, 7), (6, 3), (1, 21)], levels, dtype=dtype, page_size=page_size, head_dim=head_dim
+    )
+    scales = (torch.tensor([0.01, 0.03]), torch.tensor([0.02, 0.015])) if eight_bits else None
+    stored = [batch.k_cache, batch.v_cache]
+    if scales is not None:
+        stored = [
+            (cache.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            for cache, scale in zip(stored, scales, strict=True)
+        ]
+    found = []
+    for each in (backend, REFERENCE):
+        place = getattr(each, "device", torch.device("cpu"))
+        q, k, v, slots = (one.to(place) for one in (batch.q, batch.k, batch.v, batch.slots))
+        on_it = None if scales is None else tuple(scale.to(place) for scale in scales)
+        cache = LayerCache(*(one.to(place, copy=True) for one in stored), on_it)
+        each.write_kv(k, v, cache, slots)
+        out, lse = each.attend(
+            q, k, v, cache, each.prepare(batch.plan, num_pages=batch.num_pages),
+            scale=0.5, sliding_window=window, logit_softcap=softcap,
+        )  # fmt: skip
+        assert out.dtype == dtype and lse.dtype == torch.float32
+        found.append((out.cpu(), lse.cpu()))
+    # Of 8-bit floats the interpreter rounds some to the neighbour: see test_8_bit_cache.
+    tolerance = max(2 * torch.finfo(dtype).eps, 3e-2 if eight_bits else 2e-5)
+    for ours, theirs in zip(*found, strict=True):
+        assert not ours.isnan().any()
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("head_dim", [16, 80])
