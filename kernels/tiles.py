@@ -78,3 +78,22 @@ def head_blocks(head_dim: int, queries: int) -> tuple[int, int]:
     if queries >= 64 and first >= 16 and first + rest < whole:
         return first, rest
     return whole, 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """``rows`` by ``columns`` results of a matrix product, from ``step`` inputs at a time."""
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+
+
+def product_tile(itemsize: int) -> ProductTile:
+    """The one tile of products whose results must not hang on the number of rows.
+
+    Few rows wait for the weight: 64 of them are as few as a warp group multiplies at once.
+    """
+    return ProductTile(32, 32, 32, 4, 2) if itemsize == 4 else ProductTile(64, 128, 64, 4, 4)

@@ -87,8 +87,8 @@ class EngineConfig:
     )
     deterministic: bool = _option(
         False,
-        "attention whose results hang neither on the rest of the batch nor on hits, with the "
-        "triton backend; it shares no reads",
+        "answers that hang neither on the rest of the batch nor on hits, bit for bit, with the "
+        "triton backend; attention shares no reads, products are slower",
     )
     async_scheduling: bool | None = _option(
         None,

@@ -89,6 +89,7 @@ class ModelRunner:
             device=self.device,
             load_format=config.load_format,
             quantization=config.quantization,
+            deterministic=config.deterministic,
             seed=config.seed,
         )
         self.decoder.pack()

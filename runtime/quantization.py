@@ -43,6 +43,7 @@ from coppice.kernels import cpu_int8
 from coppice.kernels.cpu_half import half_kernels
 from coppice.runtime.half_linear import HalfLinear
 from coppice.runtime.layers import Linear, frozen, gpu_rows
+from coppice.runtime.steady_linear import SteadyLinear
 
 if TYPE_CHECKING:
     from coppice.kernels.int8_panels import PackedInt8
@@ -171,18 +172,30 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def linear_class(
-    quantization: str | None, device: torch.device, dtype: torch.dtype, *, halves: bool = False
+    quantization: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    halves: bool = False,
+    deterministic: bool = False,
 ) -> type[Linear]:
     """The class of projections for ``quantization``: None for float weights, ``int8`` or ``fp8``.
 
     ``halves`` says that the checkpoint's weights all are bfloat16: computed in float32 on a CPU
-    they are kept so, where such products can be compiled.
+    they are kept so, where such products can be compiled. ``deterministic`` asks for products of a
+    token that hang on no other one, which 8-bit weights do not have.
 
     Raises ``ValueError`` for other names and, by name, where the device, the type of the model or
     torch's product does not serve: ``int8`` on anything but a CPU whose int8 products are exact (on
     those without VNNI sums of products can saturate); ``fp8`` on anything but a GPU that has
     products of 8-bit floats, in bfloat16.
     """
+    if deterministic:
+        if quantization is not None:
+            raise ValueError(
+                f"quantization is {quantization!r}; with deterministic True it must be None"
+            )
+        return SteadyLinear
     if quantization is None:
         if halves and device.type == "cpu" and dtype == torch.float32 and half_kernels():
             return HalfLinear

@@ -94,6 +94,7 @@ def load_decoder(
     device: torch.device,
     load_format: str = "auto",
     quantization: str | None = None,
+    deterministic: bool = False,
     seed: int = 0,
 ) -> Decoder:
     """A decoder with weights: those in ``path``, or random ones with ``load_format="dummy"``.
@@ -107,8 +108,9 @@ def load_decoder(
     dummy = load_format == "dummy"
     files = {} if dummy else _tensor_files(path)
     halves = bool(files) and dtype == torch.float32 and _all_bfloat16(files)
-    linear = linear_class(quantization, device, dtype, halves=halves)
-    embedding_dtype = torch.bfloat16 if halves and linear is not Linear else dtype
+    linear = linear_class(quantization, device, dtype, halves=halves, deterministic=deterministic)
+    kept_whole = linear is Linear or deterministic
+    embedding_dtype = torch.bfloat16 if halves and not kept_whole else dtype
     decoder = Decoder(
         config, linear=linear, dtype=dtype, device=device, embedding_dtype=embedding_dtype
     )

@@ -21,9 +21,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from coppice.kernels.tiles import Tile, choose_tiles, head_blocks
+from coppice.kernels.tiles import Tile, choose_tiles, head_blocks, product_tile
 from coppice.kernels.triton_attention import attend_items, merge_partials
 from coppice.kernels.triton_cache import copy_page_words, rotate_rows, write_rows
+from coppice.kernels.triton_products import multiply_rows
 from coppice.kernels.triton_rows import norm_rows, quantize_rows, silu_mul_rows
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -163,6 +164,16 @@ def variants() -> dict[str, Variant]:
     norm = {"HEADS": 1, "WEIGHT_ROWS": 1, "WIDTH": 4096, "BLOCK": 4096, "ADDS": True}
     made["norm"] = Variant(norm_rows, norm, warps=16, scalars={"x_stride": "i32", "eps": "fp32"})
     made["silu"] = Variant(silu_mul_rows, {"WIDTH": 14336, "BLOCK": 1024})
+    for dtype in ("bf16", "fp32"):
+        product = product_tile(ITEMSIZE[dtype])
+        constants = {
+            "INPUTS": 4096, "OUTPUTS": 14336, "ROWS": product.rows, "COLUMNS": product.columns,
+            "STEP": product.step, "BIASED": True, "UPCAST": False,
+        }  # fmt: skip
+        made[f"product {dtype}"] = Variant(
+            multiply_rows, constants, dtype, warps=product.warps, stages=product.stages,
+            scalars={"rows": "i32", "x_stride": "i32"},
+        )  # fmt: skip
     quantize = {"WIDTH": 14336, "BLOCK": 16384, "INTERPRETED": False}
     made["quantize"] = Variant(
         quantize_rows, quantize, warps=16, scalars={"x_stride": "i32", "levels": "*fp8e4nv"}
@@ -186,7 +197,7 @@ def measured(name: str, variant: Variant) -> dict[str, Any]:
         "local": int(found["LOCAL"]),
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "shared": compiled.metadata.shared,
-        "queries": variant.constants.get("QUERIES"),
+        "queries": variant.constants.get("QUERIES", variant.constants.get("ROWS")),
         "wgmma": len(re.findall(r"\bHGMMA\b", code)),
         "mma": len(re.findall(r"\bHMMA\b", code)),
         "seconds": round(time.process_time() - started, 1),

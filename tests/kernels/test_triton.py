@@ -17,6 +17,7 @@ from coppice.kernels.reference import ReferenceBackend
 from coppice.kernels.selection import select_backend
 from coppice.kernels.tiles import head_blocks
 from coppice.kernels.tree_cost import CostModel
+from coppice.kernels.triton_products import steady_linear
 from coppice.kernels.triton_rows import quantize_e4m3, rms_norm, silu_mul
 
 REFERENCE = ReferenceBackend()
@@ -365,3 +366,25 @@ def test_deterministic_shares_nothing(make_batch, triton_backend):
     assert not schedule.shared
     for got, expected in zip(batch.run(backend), batch.run(REFERENCE), strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (200, 130)])
+def test_steady_products(triton_backend, dtype, inputs, outputs):
+    """Right, and each row with the bits that it has alone, in a batch and at any place of it."""
+    device = triton_backend.device
+    x = torch.randn(70, 2 * inputs, device=device)[:, :inputs].to(dtype)
+    weight = torch.randn(outputs, inputs, device=device).to(dtype)
+    bias = torch.randn(outputs, device=device).to(dtype)
+    out = steady_linear(x, weight, bias)
+    exact = x.double() @ weight.double().T + bias.double()
+    # Triton's interpreter cuts bits off where a GPU rounds.
+    tolerance = 2e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance * inputs**0.5)
+    for first, last in ((0, 1), (41, 42), (3, 69), (33, 40)):
+        assert torch.equal(steady_linear(x[first:last], weight, bias), out[first:last])
+    assert steady_linear(x[:0], weight).shape == (0, outputs)
+    with pytest.raises(ValueError, match=rf"x is .* \(T, {inputs}\), contiguous within a row"):
+        steady_linear(x[:, :-1], weight)
+    with pytest.raises(ValueError, match="weight has strides"):
+        steady_linear(x, weight.T.contiguous().T)

@@ -27,6 +27,7 @@ COMPILED = (
     "write fp8e4nv",
     "rotate bf16",
     "copy",
+    "product bf16",
     "norm",
     "silu",
     "quantize",
@@ -59,10 +60,13 @@ def assert_fits(compiled: dict[str, dict]) -> None:
         assert row["shared"] <= 227 * 1024, f"{name} asks for more than a multiprocessor has"
 
 
+_MULTIPLIED = ("prefill", "decode", "deterministic", "product")
+
+
 def assert_tensor_cores(compiled: dict[str, dict]) -> None:
     """Warp groups from 64 packed rows on, the smallest product below, none for exact float32."""
     for name, row in compiled.items():
-        if "fp32" in name or name.split()[0] not in ("prefill", "decode", "deterministic"):
+        if "fp32" in name or name.split()[0] not in _MULTIPLIED:
             assert row["wgmma"] == row["mma"] == 0, row
         elif row["queries"] >= 64:
             assert row["wgmma"] > 0 and row["mma"] == 0, row

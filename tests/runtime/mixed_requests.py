@@ -12,6 +12,7 @@ import numpy as np
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
+from coppice.runtime.logprobs import Logprobs
 from coppice.runtime.request import StepOutput
 from coppice.runtime.sampling_params import SamplingParams
 
@@ -49,6 +50,21 @@ def greedy(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> list[li
         engine.add_request(str(number), prompt, params)
     found = run(engine)
     return [joined(found[str(number), 0]) for number in range(len(prompts))]
+
+
+def lines_and_bits(
+    engine: Engine, prompts: Sequence[list[int]], tokens: int, **options: Any
+) -> list[tuple[list[int], bytes]]:
+    """Tokens and the logprobs' bytes of each line of each prompt; greedy unless told otherwise."""
+    params = {"temperature": 0.0, "logprobs": 2, "max_tokens": tokens, "ignore_eos": True}
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, SamplingParams(**(params | options)))
+    made = []
+    for _, outputs in sorted(run(engine).items()):
+        told = Logprobs.joined([each.logprobs for each in outputs if each.logprobs is not None])
+        assert len(told) == tokens
+        made.append((joined(outputs), told.logprobs.tobytes() + told.top_logprobs.tobytes()))
+    return made
 
 
 def joined(outputs: Sequence[StepOutput]) -> list[int]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from mixed_requests import (
     answers,
-    greedy,
     joined,
+    lines_and_bits,
     make_engine,
     make_prompts,
     prompt_logprobs,
@@ -103,14 +103,17 @@ def test_auto_is_the_gpu_the_checkpoints_type_and_triton(tiny_checkpoint):
         make_engine(tiny_checkpoint("llama"), device="cuda", kv_cache_tokens=10**10)
 
 
-def test_deterministic_answers_do_not_hang_on_hits(tiny_checkpoint):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_answers_do_not_hang_on_hits(tiny_checkpoint, dtype):
+    """Bit for bit: together and cold, together on hits, each by itself, on other pages."""
     prompts = make_prompts(STEM)
-    engine = make_engine(
-        tiny_checkpoint("llama"), device="cuda", dtype="float32", deterministic=True, **ROOM
-    )
-    cold = greedy(engine, prompts, TOKENS)
-    assert greedy(engine, prompts, TOKENS) == cold
-    assert [greedy(engine, [prompt], TOKENS)[0] for prompt in prompts] == cold
+    options = {"device": "cuda", "dtype": dtype, "deterministic": True, **ROOM}
+    engine = make_engine(tiny_checkpoint("llama"), **options)
+    cold = lines_and_bits(engine, prompts, TOKENS)
+    assert lines_and_bits(engine, prompts, TOKENS) == cold
+    assert [lines_and_bits(engine, [prompt], TOKENS)[0] for prompt in prompts] == cold
+    other = make_engine(tiny_checkpoint("llama"), page_size=1, **options)
+    assert [lines_and_bits(other, [prompt], TOKENS)[0] for prompt in prompts] == cold
 
 
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])

@@ -59,6 +59,10 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tiny_checkpoint, built)
         ({"quantization": "int8"}, "quantization 'int8' runs on a CPU only; device is cuda"),
         ({"quantization": "fp8"}, "quantization 'fp8' computes in bfloat16; dtype is float32"),
         ({"attention_backend": "reference", "deterministic": True}, "deterministic is True"),
+        (
+            {"quantization": "fp8", "dtype": "bfloat16", "deterministic": True},
+            "quantization is 'fp8'; with deterministic True it must be None",
+        ),
     ],
 )
 def test_what_a_gpu_does_not_run_is_refused(gpu, tiny_checkpoint, options, refusal):

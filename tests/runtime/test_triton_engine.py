@@ -5,10 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from mixed_requests import answers, greedy, make_engine, make_prompts, prompt_logprobs
+from mixed_requests import (
+    answers,
+    greedy,
+    lines_and_bits,
+    make_engine,
+    make_prompts,
+    prompt_logprobs,
+)
 
 from coppice.kernels.gpu_backend import INTERPRETED
 from coppice.runtime import kv_scales
+from coppice.runtime.layers import Linear
+from coppice.runtime.steady_linear import SteadyLinear
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="with a GPU test_cuda_engine.py does this, with compiled kernels"
@@ -38,15 +47,36 @@ def test_every_kind_of_request_gets_the_cpu_backends_tokens(tiny_checkpoint, fam
     assert found["triton"]["warm"] == found["triton"]["cold"]
 
 
-def test_deterministic_is_handed_to_the_backend(tiny_checkpoint):
+def test_deterministic_is_handed_to_the_backend_and_the_projections(tiny_checkpoint):
     path, options = tiny_checkpoint("llama"), {"device": "cpu", "attention_backend": "triton"}
     engine = make_engine(path, deterministic=True, **options)
     assert engine.runner.attention.deterministic
+    products = [m for m in engine.runner.decoder.modules() if isinstance(m, Linear)]
+    assert {type(each) for each in products} == {SteadyLinear}  # the head, too
     assert not make_engine(path, **options).runner.attention.deterministic
     prompts = make_prompts(20)[:2]
     assert greedy(engine, prompts, 3) == greedy(make_engine(path, device="cpu"), prompts, 3)
     with pytest.raises(ValueError, match="deterministic is True; attention_backend 'cpu'"):
         make_engine(path, device="cpu", deterministic=True)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
+def test_deterministic_answers_have_the_bits_of_a_cold_lone_request(tiny_checkpoint, family):
+    """Logprobs of a prompt and of its answer: alone and cold, on a hit, in company, as samples."""
+    path = tiny_checkpoint(family)
+    options = {"device": "cpu", "attention_backend": "triton", "deterministic": True}
+    stem, *_, again = company = make_prompts(STEM)
+    engine = make_engine(path, **options)
+    (cold,) = lines_and_bits(engine, [stem], 2)
+    (hit,) = lines_and_bits(engine, [again], 2)  # the same tokens
+    assert len(cold[0]) == 2 and hit == cold
+    assert lines_and_bits(engine, company[:3], 2)[0] == cold  # below stretches that others hold too
+    # In one chunk, other pages, other company, nothing cached.
+    other = make_engine(path, page_size=1, max_num_batched_tokens=200, **options)
+    assert lines_and_bits(other, [company[2], stem, company[1]], 2)[1] == cold
+    # Lines of one request, sampled alike by their seed.
+    seeded = {"temperature": 0.8, "seed": 3, "n": 2}
+    assert lines_and_bits(other, [stem], 2, **seeded) == lines_and_bits(engine, [stem], 2, **seeded)
 
 
 def test_an_8_bit_cache_is_near_the_whole_one(tiny_checkpoint, monkeypatch):
