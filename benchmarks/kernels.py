@@ -1,6 +1,8 @@
 """Measure the CPU attention kernels: both sides of every comparison in turn, in one run.
 
-    python benchmarks/kernels.py [--json FILE] [--quick]
+    python benchmarks/kernels.py [--json FILE] [--quick] [--cpu]
+
+Where a GPU is at hand it is that one's kernels, by ``kernels_gpu.py``, unless ``--cpu`` is given.
 
 One JSON object a line. ``ratio`` is how many times faster a way is than the row's baseline: the
 median over rounds of baseline time / its time, each round running all ways one after another;
@@ -38,7 +40,13 @@ STEP_SETTINGS: dict[str, dict[str, str]] = {
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--step", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
+    options.add_argument("--cpu", action="store_true", help="the CPU's kernels, beside a GPU too")
     arguments = options.parse_args()
+    if not arguments.cpu and not arguments.step and "gpu" in machine():
+        import kernels_gpu
+
+        kernels_gpu.main()
+        return
     outside = dict(os.environ)
     calm_waiting_threads()
     if arguments.step:

@@ -1,59 +1,76 @@
 """Measure the attention kernels on a GPU, Triton's and FlashInfer's, against what the chip can do.
 
     python benchmarks/kernels_gpu.py --json benchmarks/results/kernels-gpu.jsonl
+    python benchmarks/kernels_gpu.py --quick
     python benchmarks/kernels_gpu.py --dry-run --json benchmarks/results/kernels-gpu-model.jsonl
 
-The first is the one command for a machine with an H100 or H200. Each case stops after so many
-seconds that all are through in under 8 minutes, by reckoning: it has not run on a GPU yet. The
-second needs none: it prints each case with the bytes and FLOP that the plan of the step moves and
-computes, and no times.
+The first is the one command for a machine with an H100 or H200. It is through in under 8 minutes:
+each case stops after so many seconds, and all of them after ``--limit``; it has not run on a GPU
+yet. ``--quick`` runs the same cases at tiny sizes, without a GPU in Triton's interpreter, to see
+that they run. ``--dry-run`` prints each case with the bytes and FLOP that the plan of the step
+moves and computes, and no times.
 
 One JSON object a line: first the roofs, a device-to-device copy and a large matrix product, then
 the cases, each measured in rounds that run all its ways in turn. ``of_copy`` and ``of_matmul`` are
 the bandwidth and the FLOP/s that a way reached, as fractions of the roofs, counted with the bytes
 that it has to move (each page that it reads once, as often as its own plan reads it) and the FLOP
 of unmasked scores. ``ratio`` is how many times faster than the first way it is, with the 10th and
-90th percentile over rounds. Ways: every sequence by itself (plain paged decode), the tree, torch's
+90th percentile over rounds; ``goal`` what is meant to be reached. ``plan_ms`` is the processor's
+time for the plan of a step. Ways: every sequence by itself (plain paged decode), the tree, torch's
 scaled_dot_product_attention over contiguous copies of the same keys where they fit, and, where
 FlashInfer imports and its kernels are there, the first two by its kernels, and the tree by its own
-cascade wrapper. Where they are not, the first line says why.
+cascade wrapper. Where they are not, the first line says why. Cases run in a process that is
+watched: a case or a way that fails is a row with ``error``, and the rest goes on.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable, Iterator
+import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from harness import Rows, machine, parser
 
-from coppice.kernels.interface import AttentionCase, AttentionPlan, LayerCache, SharedStretch
+from coppice.kernels.interface import AttentionPlan, SharedStretch
 from coppice.kernels.tiles import choose_tiles
 from coppice.kernels.tree_cost import CostModel
 from coppice.kernels.tree_schedule import TreeSchedule, build_tree_schedule, row_positions
 
-if TYPE_CHECKING:
-    from flashinfer_ways import FlashInferWays
-
 PAGE_SIZE = 16
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 ITEMSIZE = 2  # bfloat16
-SCALE = HEAD_DIM**-0.5
-MODEL = CostModel(
-    choose_tiles(HEAD_DIM, ITEMSIZE),
-    HEADS // KV_HEADS,
-    KV_HEADS,
-    HEAD_DIM,
-    2 * HEAD_DIM * ITEMSIZE,
-)
-#: The most bytes of cache that a case may take, and of contiguous copies for torch beside it.
-MOST_BYTES, MOST_COPIED = 40 * 2**30, 10 * 2**30
-#: Seconds that one case may take, beside compiling: fewer rounds are run where it would take more.
-CASE_SECONDS = 6.0
+#: Seconds for the whole suite, and for a case, beside compiling: fewer rounds are run where it
+#: would take more.
+LIMIT_SECONDS, CASE_SECONDS = 450.0, 6.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shape of heads, and what lengths and batches of the cases are divided by."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    shorter: int = 1
+    fewer: int = 1
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def model(self) -> CostModel:
+        group = self.heads // self.kv_heads
+        tiles = choose_tiles(self.head_dim, ITEMSIZE, group)
+        key_bytes = 2 * self.head_dim * ITEMSIZE
+        return CostModel(tiles, group, self.kv_heads, self.head_dim, key_bytes)
+
+
+WHOLE = Sizes(heads=32, kv_heads=8, head_dim=128)
+QUICK = Sizes(heads=4, kv_heads=2, head_dim=64, shorter=128, fewer=16)
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,29 @@ class Case:
     own: int
     rows: int = 1
     levels: tuple[tuple[int, int], ...] = ()
+    goals: tuple[tuple[str, float], ...] = ()
+
+    #: Seconds that the case may take with all that is compiled, made ready and copied for it.
+    seconds: float = 45.0
+
+    @property
+    def part(self) -> str:
+        """What tells it from the others."""
+        shape = f"{self.batch} x {self.own}" if self.rows == 1 else f"{self.rows} of {self.own}"
+        return f"{self.name}, {shape}"
+
+    def at(self, sizes: Sizes) -> Case:
+        """The case at these sizes: whole pages, and every group of two at least."""
+
+        def count(many: int) -> int:
+            return many if many == 1 else max(2, many // sizes.fewer)
+
+        def length(tokens: int) -> int:
+            return tokens if tokens == 1 else max(PAGE_SIZE, tokens // sizes.shorter)
+
+        levels = tuple((count(members), length(tokens)) for members, tokens in self.levels)
+        rows, own = length(self.rows), length(self.own)
+        return replace(self, batch=count(self.batch), own=own, rows=rows, levels=levels)
 
     def plan(self) -> AttentionPlan:
         tables: list[list[int]] = [[] for _ in range(self.batch)]
@@ -100,47 +140,67 @@ class Case:
 def cases() -> Iterator[Case]:
     for batch in (1, 8, 64, 256):
         for context in (512, 4096, 32768):
-            yield Case("decode", batch, context)
+            goals = (("of_copy", 0.85),) if batch >= 64 and context >= 4096 else ()
+            yield Case("decode", batch, context, goals=goals)
     for rows in (512, 2048, 8192):
         for cached in (0, 8192, 32768):
-            yield Case("prefill", 1, rows + cached, rows)
-    yield Case("tree: 64 under 8k", 64, 256, levels=((64, 8192),))
-    yield Case("tree: 2k, 8 x 8k, 64", 64, 256, levels=((64, 2048), (8, 8192)))
-    yield Case("tree: beam 8 at 4k", 8, 16, levels=((8, 4096),))
-    yield Case("tree: 2 under 32k", 2, 64, levels=((2, 32768),))
-    yield Case("tree: too short to share", 64, 4096, levels=((64, 32),))
+            yield Case("prefill", 1, rows + cached, rows, goals=(("of_matmul", 0.6),))
+    ten, never_slower = (("ratio", 10.0),), (("ratio", 0.98),)
+    yield Case("tree: 64 under 8k", 64, 256, levels=((64, 8192),), goals=ten)
+    three = ((64, 2048), (8, 8192))
+    yield Case("tree: 2k, 8 x 8k, 64", 64, 256, levels=three, goals=never_slower)
+    yield Case("tree: beam 8 at 4k", 8, 16, levels=((8, 4096),), goals=never_slower)
+    yield Case("tree: 2 under 32k", 2, 64, levels=((2, 32768),), goals=never_slower)
+    yield Case("tree: too short to share", 64, 4096, levels=((64, 32),), goals=never_slower)
 
 
-def bytes_moved(plan: AttentionPlan, schedule: TreeSchedule) -> dict[str, int]:
+@dataclass(frozen=True)
+class Roofs:
+    """The first part: what the chip reaches, and what is at hand."""
+
+    name: str = "roofs"
+    seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class CasePart:
+    """A case as the processes of the suite take it."""
+
+    name: str
+    seconds: float
+
+
+def bytes_moved(plan: AttentionPlan, schedule: TreeSchedule, sizes: Sizes) -> dict[str, int]:
     """K and V read, partial results written and read, queries and output, in bytes."""
-    ends = 2 * plan.num_rows * HEADS * HEAD_DIM * ITEMSIZE
-    kv = schedule.keys_read * MODEL.key_bytes * KV_HEADS
-    partials = schedule.num_partials * MODEL.row_bytes
+    ends = 2 * plan.num_rows * sizes.heads * sizes.head_dim * ITEMSIZE
+    kv = schedule.keys_read * sizes.model.key_bytes * sizes.kv_heads
+    partials = schedule.num_partials * sizes.model.row_bytes
     return {"kv": kv, "partials": partials, "all": kv + partials + ends}
 
 
-def flop(plan: AttentionPlan) -> int:
+def flop(plan: AttentionPlan, sizes: Sizes) -> int:
     """Of both products, over the keys that rows see: 4 * head_dim for each head and key."""
-    return 4 * HEAD_DIM * HEADS * int((row_positions(plan).astype(np.int64) + 1).sum())
+    seen = int((row_positions(plan).astype(np.int64) + 1).sum())
+    return 4 * sizes.head_dim * sizes.heads * seen
 
 
-def described(case: Case) -> dict[str, Any]:
+def described(case: Case, sizes: Sizes) -> dict[str, Any]:
     """A case, and what its plan moves with the tree and without."""
-    plan = case.plan()
+    plan, model = case.plan(), sizes.model
     plain_plan = replace(plan, stretches=())
-    tree = build_tree_schedule(plan, None, MODEL)
-    plain = build_tree_schedule(plain_plan, None, MODEL)
+    tree = build_tree_schedule(plan, None, model)
+    plain = build_tree_schedule(plain_plan, None, model)
     row: dict[str, Any] = {
         "benchmark": case.name,
         "batch": case.batch,
         "rows": case.rows,
         "context": int(plan.context_len[0]),
-        "flop": flop(plan),
-        "bytes": bytes_moved(plan, plain),
-        "programs": sum(len(launch.items) for launch in plain.launches) * KV_HEADS,
+        "flop": flop(plan, sizes),
+        "bytes": bytes_moved(plan, plain, sizes),
+        "programs": sum(len(launch.items) for launch in plain.launches) * sizes.kv_heads,
     }
     if case.levels:
-        row["bytes_tree"] = bytes_moved(plan, tree)
+        row["bytes_tree"] = bytes_moved(plan, tree, sizes)
         row["shared"] = [[s.begin, s.end, len(s.members)] for s in tree.shared]
         row["bytes_ratio"] = round(row["bytes"]["all"] / row["bytes_tree"]["all"], 2)
     return row
@@ -149,163 +209,42 @@ def described(case: Case) -> dict[str, Any]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--dry-run", action="store_true", help="bytes and FLOP only, no GPU")
+    options.add_argument(
+        "--cases", nargs="+", default=[], metavar="TEXT", help="only those with it"
+    )
+    options.add_argument("--limit", type=float, default=LIMIT_SECONDS, metavar="SECONDS")
     arguments = options.parse_args()
     rows = Rows(arguments.json)
     where = machine()
-    if not arguments.dry_run and "gpu" not in where:
-        options.error("no GPU is here: give --dry-run for the model of bytes and FLOP")
-    chosen = list(cases())
-    if arguments.quick:
-        chosen = [case for case in chosen if case.batch * case.own <= 8 * 4096]
+    chosen = [
+        case
+        for case in cases()
+        if not arguments.cases or any(text in case.part for text in arguments.cases)
+    ]
     if arguments.dry_run:
         for case in chosen:
-            rows.add(**described(case), machine=where)
+            rows.add(**described(case, WHOLE), machine=where)
         return
-    _measure(chosen, rows, where, arguments)
+    if "gpu" not in where:
+        if not arguments.quick:
+            options.error("no GPU is here: give --quick, or --dry-run for the bytes and FLOP")
+        os.environ["TRITON_INTERPRET"] = "1"  # for the process that measures
+    from gpu_suite.worker import run_parts
+    from kernels_gpu_measure import serve
 
+    def add(row: dict[str, Any]) -> None:
+        name = row.pop("part").partition(",")[0]
+        rows.add(**{"benchmark": name, **row, "machine": where})
 
-def _measure(
-    chosen: list[Case], rows: Rows, where: dict[str, Any], arguments: argparse.Namespace
-) -> None:
-    import torch
-    from flashinfer_ways import FlashInferWays
-
-    roofs = _roofs()
-    flashinfer, why = None, None
-    try:
-        flashinfer = FlashInferWays(
-            torch.device("cuda"),
-            AttentionCase(
-                HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, torch.bfloat16, torch.bfloat16, SCALE
-            ),
+    with tempfile.TemporaryDirectory() as folder:
+        run_parts(
+            [Roofs(), *(CasePart(case.part, case.seconds) for case in chosen)],
+            serve,
+            add,
+            folder=Path(folder),
+            quick=arguments.quick,
+            limit=arguments.limit,
         )
-    except ValueError as error:
-        why = str(error)
-    rows.add(benchmark="roofs", without_flashinfer=why, times=roofs, machine=where)
-    for case in chosen:
-        for row in _measured(case, roofs, flashinfer, 5 if arguments.quick else 25):
-            rows.add(**row, machine=where)
-
-
-def _roofs() -> dict[str, float]:
-    """GB/s of a copy, counting reads and writes, and TFLOP/s of a bfloat16 product."""
-    import torch
-
-    source = torch.empty(2**30, dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    copy = statistics.median(_times({"copy": lambda: target.copy_(source)}, 20)["copy"])
-    product = statistics.median(_times({"product": lambda: a @ b}, 20)["product"])
-    return {
-        "copy_gb_per_s": round(2 * source.nbytes / copy / 1e9, 1),
-        "matmul_tflop_per_s": round(2 * 8192**3 / product / 1e12, 1),
-    }
-
-
-def _times(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round, by events on the stream; the second level cache is swept.
-
-    Every way first runs three times, which also compiles it.
-    """
-    import torch
-
-    swept = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
-    for way in ways.values():
-        for _ in range(3):
-            way()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for done in range(rounds):
-        for name, way in ways.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            swept.zero_()
-            # The queue is kept busy while the host prepares the launch, so that its time is not
-            # counted: a step's launches are queued behind one another as well.
-            torch.cuda._sleep(3_000_000)
-            begin.record()
-            way()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end) / 1e3)
-        if done >= 4 and time.perf_counter() - started > CASE_SECONDS:
-            break
-    return times
-
-
-def _measured(
-    case: Case, roofs: dict[str, float], flashinfer: FlashInferWays | None, rounds: int
-) -> list[dict[str, Any]]:
-    import torch
-
-    from coppice.kernels.triton_backend import TritonBackend
-
-    told = described(case)
-    plan = case.plan()
-    pages = int(plan.page_indices.max()) + 1
-    shape = (pages, PAGE_SIZE, KV_HEADS, HEAD_DIM)
-    if 2 * int(np.prod(shape)) * ITEMSIZE > MOST_BYTES:
-        return [{**told, "left_out": "its cache is too large"}]
-    place: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    caches = [torch.randn(shape, **place) for _ in range(2)]
-    q = torch.randn(plan.num_rows, HEADS, HEAD_DIM, **place)
-    k, v = torch.randn(2, plan.num_rows, KV_HEADS, HEAD_DIM, **place)
-    backend = TritonBackend(torch.device("cuda"))
-    layer = LayerCache(*caches)
-
-    def attend(each: AttentionPlan) -> Callable[[], Any]:
-        prepared = backend.prepare(each, num_pages=pages)
-        return lambda: backend.attend(q, k, v, layer, prepared, scale=SCALE)[0]
-
-    ways = {"plain": attend(replace(plan, stretches=()))}
-    moved = {"plain": told["bytes"]["all"]}
-    if case.levels:
-        ways["tree"], moved["tree"] = attend(plan), told["bytes_tree"]["all"]
-    if flashinfer is not None:
-        for name, way in flashinfer.of(plan, MODEL, (q, k, v), layer).items():
-            ways[name] = way
-            moved[name] = moved["plain" if name == "flashinfer" else "tree"]
-    expected = ways["plain"]()
-    for way in ways.values():
-        torch.testing.assert_close(way(), expected, rtol=2e-2, atol=2e-2)
-    context = int(plan.context_len[0])
-    if case.batch * context * KV_HEADS * MODEL.key_bytes <= MOST_COPIED:
-        table = torch.from_numpy(plan.page_indices.reshape(case.batch, -1)).long().cuda()
-        whole = [
-            cache[table].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for cache in caches
-        ]
-        rows = q.view(case.batch, case.rows, HEADS, HEAD_DIM).transpose(1, 2).contiguous()
-        mask = None
-        if case.rows > 1 and context > case.rows:
-            from torch.nn.attention.bias import causal_lower_right
-
-            mask = causal_lower_right(case.rows, context)
-
-        def contiguous() -> Any:
-            return torch.nn.functional.scaled_dot_product_attention(
-                rows, *whole, attn_mask=mask, is_causal=case.rows == context,
-                scale=SCALE, enable_gqa=True,
-            )  # fmt: skip
-
-        ways["torch, contiguous"], moved["torch, contiguous"] = contiguous, told["bytes"]["all"]
-    times = _times(ways, rounds)
-    made = []
-    for way, measured in times.items():
-        seconds = statistics.median(measured)
-        ratios = sorted(a / b for a, b in zip(times["plain"], measured, strict=True))
-        made.append(
-            {
-                **told,
-                "way": way,
-                "ratio": round(ratios[len(ratios) // 2], 3),
-                "ratio_low": round(ratios[len(ratios) // 10], 3),
-                "ratio_high": round(ratios[-1 - len(ratios) // 10], 3),
-                "of_copy": round(moved[way] / seconds / 1e9 / roofs["copy_gb_per_s"], 3),
-                "of_matmul": round(told["flop"] / seconds / 1e12 / roofs["matmul_tflop_per_s"], 3),
-                "times": {"median_ms": round(seconds * 1e3, 4)},
-            }
-        )
-    return made
 
 
 if __name__ == "__main__":

@@ -138,6 +138,79 @@ def test_ratios_need_both_sides_to_their_end(suite):
     assert gpu.ratios([ours, row | {"error": "it failed"}]) == []
 
 
+def test_the_kernel_suite_has_every_case_and_time_for_all(suite):
+    kernels = suite("kernels_gpu")
+    cases = list(kernels.cases())
+    decodes = {(case.batch, case.own) for case in cases if case.name == "decode"}
+    assert decodes == {(b, c) for b in (1, 8, 64, 256) for c in (512, 4096, 32768)}
+    prefills = {(case.rows, case.own - case.rows) for case in cases if case.name == "prefill"}
+    assert prefills == {(r, c) for r in (512, 2048, 8192) for c in (0, 8192, 32768)}
+    trees = {case.levels: case.batch for case in cases if case.levels}
+    assert trees[((64, 8192),)] == trees[((64, 2048), (8, 8192))] == 64
+    assert trees[((8, 4096),)] == 8
+    assert len({case.part for case in cases}) == len(cases)
+    assert len(cases) * kernels.CASE_SECONDS < kernels.LIMIT_SECONDS / 2
+    assert kernels.LIMIT_SECONDS < 480
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        pytest.param([], None, marks=pytest.mark.slow),
+        (
+            ["beam", "prefill, 512 of 8704", "decode, 8 x 512"],
+            [
+                ("roofs", None),
+                ("decode", "plain"),
+                ("decode", "torch, contiguous"),
+                ("prefill", "plain"),
+                ("prefill", "torch, contiguous"),
+                ("tree: beam 8 at 4k", "plain"),
+                ("tree: beam 8 at 4k", "tree"),
+                ("tree: beam 8 at 4k", "torch, contiguous"),
+            ],
+        ),
+    ],
+    ids=["all", "some"],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU make gpu-kernels does this")
+def test_the_kernel_suite_runs_at_tiny_sizes(tmp_path, suite, chosen, expected):
+    file = tmp_path / "rows.jsonl"
+    command = [sys.executable, BENCHMARKS / "kernels_gpu.py", "--quick", "--json", file]
+    if chosen:
+        command += ["--cases", *chosen]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    assert ran.returncode == 0, ran.stderr
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [row for row in rows if "error" in row or "left_out" in row] == []
+    found = [(row["benchmark"], row.get("way")) for row in rows]
+    if expected is not None:
+        assert found == expected
+    else:
+        names = {case.name for case in suite("kernels_gpu").cases()} | {"roofs"}
+        assert {name for name, _ in found} == names
+    assert all(row["times"]["plan_ms"] > 0 for row in rows[1:])
+    assert "flashinfer" in (rows[0]["without_flashinfer"] or "flashinfer")
+    assert len(file.read_text().splitlines()) == len(rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes Triton's interpreter")
+def test_a_way_that_fails_leaves_the_others(suite, monkeypatch):
+    kernels, measure = suite("kernels_gpu"), suite("kernels_gpu_measure")
+    bench = measure.Bench(kernels.QUICK, quick=True, roofs={})
+    bench.measure_roofs()
+    (case,) = (case for case in kernels.cases() if "beam" in case.name)
+
+    def wrong(*arguments: Any) -> Any:
+        return lambda: torch.zeros(2, 4, 64, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(measure.Bench, "_contiguous", wrong)
+    rows = bench.measure(case.at(kernels.QUICK))
+    assert [row["way"] for row in rows] == ["torch, contiguous", "plain", "tree"]
+    assert rows[0]["error"].startswith("AssertionError: Tensor-likes are not close")
+    assert rows[2]["goal"] == {"ratio": 0.98} and "goal" not in rows[1]
+
+
 def test_busy_time_and_gaps(suite, tmp_path):
     trace = suite("gpu_suite.trace")
     found = trace.of_intervals([(10, 12), (0, 4), (3, 5), (1, 2)])
