@@ -79,6 +79,8 @@ class Batch:
         treatment of their own anywhere, and change nothing of the others.
         """
         plan, more = self.plan, size - len(self.token_ids)
+        if not more:
+            return self
         table_ends = plan.page_indptr[-1] + np.arange(1, more + 1, dtype=np.int32)
         ones = np.ones(more, np.int32)
         nothing = np.zeros(more, np.int64)
@@ -98,27 +100,71 @@ class Batch:
         )
 
 
-def build_batch(schedule: Schedule, page_size: int, late: LateTokens | None = None) -> Batch:
-    """Lays out the chunks of a schedule one after the other; `late` has tokens that are `LATE`."""
-    sequences = [chunk.sequence for chunk in schedule.chunks]
-    counts = np.array([chunk.count for chunk in schedule.chunks], np.int32)
-    starts = np.array([sequence.computed for sequence in sequences], np.int32)
+class BatchTree:
+    """The shared stretches of the batch before: looked for again only when they may be others.
+
+    While the same sequences run in the same order, and their page tables only grow at their ends,
+    the stretches that were found are still shared. New pages are their sequence's own.
+    """
+
+    __slots__ = ("_full", "_sequences", "_stretches", "_tables")
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._tables: list[bytes] = []
+        self._full = np.zeros(0, np.int32)
+        self._stretches: tuple[SharedStretch, ...] = ()
+
+    def stretches(
+        self, sequences: list[Sequence], tables: list[bytes], full: np.ndarray
+    ) -> tuple[SharedStretch, ...]:
+        """See `shared_stretches`; `full` is int32 `[B]`, as they are the tables of `sequences`."""
+        same = (
+            sequences == self._sequences
+            and bool((full >= self._full).all())
+            and all(map(bytes.startswith, tables, self._tables))
+        )
+        if not same:
+            self._stretches = shared_stretches(tables, full.tolist())
+            self._sequences = sequences
+        self._tables, self._full = tables, full
+        return self._stretches
+
+
+def build_batch(
+    schedule: Schedule,
+    page_size: int,
+    late: LateTokens | None = None,
+    tree: BatchTree | None = None,
+) -> Batch:
+    """Lays out the chunks of a schedule one after the other; `late` has tokens that are `LATE`.
+
+    `tree` remembers the stretches of the batch before. In a step in which all decode, Python does
+    little for each sequence: there may be hundreds, and the device waits.
+    """
+    chunks = schedule.chunks
+    sequences = [chunk.sequence for chunk in chunks]
+    counts = np.array([chunk.count for chunk in chunks], np.int32)
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
     tables = [sequence.table.tobytes() for sequence in sequences]
-    page_indptr = _offsets([len(sequence.table) for sequence in sequences])
+    page_indptr = _offsets([len(table) // TOKEN_BYTES for table in tables])
     page_indices = np.frombuffer(b"".join(tables), np.int32)
     query_start = _offsets(counts)
 
     total = int(query_start[-1])
-    owner = np.repeat(np.arange(len(sequences)), counts)
-    positions = (np.arange(total) - query_start[owner] + starts[owner]).astype(np.int64)
+    if total == len(chunks):
+        owner = np.arange(total)
+        positions = starts.astype(np.int64)
+        token_ids = np.array([s.tokens[s.computed] for s in sequences], np.int64)
+    else:
+        owner = np.repeat(np.arange(len(sequences)), counts)
+        positions = (np.arange(total) - query_start[owner] + starts[owner]).astype(np.int64)
+        tokens = b"".join(
+            chunk.sequence.tokens[chunk.start : chunk.start + chunk.count].tobytes()
+            for chunk in chunks
+        )
+        token_ids = np.frombuffer(tokens, np.int32).astype(np.int64)
     pages = page_indices[page_indptr[owner] + positions // page_size].astype(np.int64)
-    tokens = b"".join(
-        chunk.sequence.tokens[
-            chunk.sequence.computed : chunk.sequence.computed + chunk.count
-        ].tobytes()
-        for chunk in schedule.chunks
-    )
-    token_ids = np.frombuffer(tokens, np.int32).astype(np.int64)
     late_rows = np.flatnonzero(token_ids == LATE)
     token_ids[late_rows] = 0
     late_from = np.zeros(0, np.int64)
@@ -126,7 +172,7 @@ def build_batch(schedule: Schedule, page_size: int, late: LateTokens | None = No
         assert late is not None, "a token is neither here nor on the device"
         row_of = late.row_of
         late_from = np.array([row_of[sequences[each]] for each in owner[late_rows]], np.int64)
-    ends = [chunk.count == chunk.sequence.remaining for chunk in schedule.chunks]
+    ends = [chunk.start + chunk.count == len(chunk.sequence.tokens) for chunk in chunks]
     prompt_rows, scored = _prompt_rows(schedule, query_start)
     plan = AttentionPlan(
         page_size=page_size,
@@ -134,7 +180,7 @@ def build_batch(schedule: Schedule, page_size: int, late: LateTokens | None = No
         context_len=starts + counts,
         page_indptr=page_indptr,
         page_indices=page_indices,
-        stretches=shared_stretches(tables, [int(start) // page_size for start in starts]),
+        stretches=(tree or BatchTree()).stretches(sequences, tables, starts // page_size),
     )
     return Batch(
         token_ids=token_ids,
@@ -155,7 +201,12 @@ def _prompt_rows(
 ) -> tuple[np.ndarray, list[PromptRows]]:
     """The rows of a step that prompt logprobs need, int64 [S], and what they are for."""
     rows, scored = [np.zeros(0, np.int64)], []
-    for index, chunk in enumerate(schedule.chunks):
+    asked = [
+        (index, chunk)
+        for index, chunk in enumerate(schedule.chunks)
+        if chunk.sequence.prompt_logprobs is not None
+    ]
+    for index, chunk in asked:
         sequence, prompt = chunk.sequence, chunk.sequence.prompt_logprobs
         if prompt is not None and (missing := prompt.rows(sequence.computed, chunk.count)):
             offset = int(query_start[index]) - sequence.computed

@@ -46,9 +46,9 @@ class Counters:
         """Books a step that ran; returns the requests whose first chunk was in it."""
         self.steps += 1
         first = []
-        for chunk in schedule.chunks:
+        for chunk in schedule.prefills():  # who decodes was counted with its first chunk
             sequence = chunk.sequence
-            self.computed_tokens += 0 if chunk.decode else chunk.count
+            self.computed_tokens += chunk.count
             if not sequence.counted:
                 sequence.counted = True
                 self.requests += 1
@@ -59,8 +59,8 @@ class Counters:
 
     def took(self, schedule: Schedule, seconds: float) -> None:
         """Books the time of a step that ran."""
-        rows = sum(chunk.count for chunk in schedule.chunks)
-        decodes = sum(chunk.decode for chunk in schedule.chunks)
+        rows = schedule.rows()
+        decodes = len(schedule.chunks) - len(schedule.prefills())
         self.prefill_seconds += seconds * (rows - decodes) / rows
         self.decode_seconds += seconds * decodes / rows
 

@@ -15,21 +15,20 @@ from coppice.runtime.waiting import WaitingQueue
 LOOK_PAST = 8
 
 
-@dataclass(slots=True)
 class Chunk:
-    """The next `count` tokens of a sequence from `start` on, to be computed in this step."""
+    """The next `count` tokens of a sequence from `start` on, to be computed in this step.
 
-    sequence: Sequence
-    count: int
-    start: int = field(init=False)
+    `decode`: whether it is the one token that was sampled last, and not a piece of a prefill.
+    """
 
-    def __post_init__(self) -> None:
-        self.start = self.sequence.computed
+    __slots__ = ("sequence", "count", "start", "decode")
 
-    @property
-    def decode(self) -> bool:
-        """Whether it is the one token that was sampled last, and not a piece of a prefill."""
-        return self.count == 1 and self.start >= len(self.sequence.request.prompt_token_ids)
+    # By hand: one is made for each sequence in each step.
+    def __init__(self, sequence: Sequence, count: int) -> None:
+        self.sequence = sequence
+        self.count = count
+        self.start = start = sequence.computed
+        self.decode = count == 1 and start >= len(sequence.request.prompt_token_ids)
 
 
 @dataclass(slots=True)
@@ -42,6 +41,15 @@ class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
     short: bool = False
+
+    def prefills(self) -> list[Chunk]:
+        """The chunks that are not decodes: most steps have few of them, or none."""
+        return [chunk for chunk in self.chunks if not chunk.decode]
+
+    def rows(self) -> int:
+        """Tokens that the step computes."""
+        prefills = self.prefills()
+        return len(self.chunks) - len(prefills) + sum(chunk.count for chunk in prefills)
 
 
 class Scheduler:
@@ -106,9 +114,10 @@ class Scheduler:
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for each in self.running:
-            if self.late and each.late and len(each.tokens) >= each.request.max_length:
+            length = len(each.tokens)
+            if self.late and length >= each.request.max_length and each.late:
                 continue
-            (prefilling if len(each.tokens) - each.computed > 1 else decoding).append(each)
+            (prefilling if length - each.computed > 1 else decoding).append(each)
         budget, served = self._continue(decoding, schedule, budget)
         budget = self._prefill_budget(schedule, prefilling, budget)
         if prefilling:
@@ -131,13 +140,17 @@ class Scheduler:
         self, sequences: list[Sequence], schedule: Schedule, budget: int
     ) -> tuple[int, bool]:
         """Schedules running ones; the budget that is left, and whether all had their pages."""
-        chunks, served = schedule.chunks, True
+        chunks, served, size = schedule.chunks, True, self.paging.page_size
         for sequence in sequences:
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            computed = sequence.computed
+            count = len(sequence.tokens) - computed
+            if count > budget:
+                count = budget
             if sequence.status is not Status.RUNNING:  # preempted by one before it
                 served = False
             elif count:
-                if self._grow(sequence, count, schedule):
+                has_pages = computed + count <= len(sequence.table) * size  # as for most decodes
+                if has_pages or self._grow(sequence, count, schedule):
                     chunks.append(Chunk(sequence, count))
                     budget -= count
                 else:
@@ -155,15 +168,13 @@ class Scheduler:
     def observe(self, schedule: Schedule, seconds: float) -> None:
         """Tells what a step took, so that `max_step_stretch` can be kept."""
         if self._times is not None:
-            prefills = [(chunk.count, chunk.start) for chunk in schedule.chunks if not chunk.decode]
+            prefills = [(chunk.count, chunk.start) for chunk in schedule.prefills()]
             self._times.observe(len(schedule.chunks) - len(prefills), prefills, seconds)
 
     # -- running sequences -------------------------------------------------------------------
 
     def _grow(self, sequence: Sequence, count: int, schedule: Schedule) -> bool:
         """Takes its pages, if need be from sequences admitted later; False: not in this step."""
-        if sequence.computed + count <= len(sequence.table) * self.paging.page_size:
-            return True  # as for most decodes
         while True:
             if self.paging.try_grow(sequence, count):
                 return True
@@ -328,8 +339,11 @@ class Scheduler:
     def computed(self, chunk: Chunk) -> None:
         """The KV of a chunk is in its pages: what others can hit is entered in the tree."""
         sequence = chunk.sequence
-        self.paging.commit(sequence, chunk.count)
-        if len(sequence.tokens) - sequence.computed <= 1:
+        if chunk.decode:
+            sequence.computed += 1  # it enters the tree when it leaves: see `Paging.commit`
+        else:
+            self.paging.commit(sequence, chunk.count)
+        if self.waiting.leaders and len(sequence.tokens) - sequence.computed <= 1:
             self.waiting.stop_leading(sequence)
 
     def _fits(self, sequence: Sequence, match: Match) -> bool:

@@ -114,6 +114,8 @@ class Sequences:
         Makes them where they do not exist yet, puts them behind the first one in `sampled`, and
         returns the row of the logits of each of these. They come in by `enter`.
         """
+        if all(each.forked for each in sampled):
+            return list(range(len(sampled)))
         rows, all_sampled = [], []
         for row, first in enumerate(sampled):
             count = 1 if first.forked else first.request.params.n

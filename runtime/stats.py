@@ -113,7 +113,7 @@ class StatsRecorder:
     def stepped(self, schedule: Schedule, seconds: float) -> None:
         """A step ran."""
         self.step.add(seconds)
-        self.step_tokens.add(sum(chunk.count for chunk in schedule.chunks))
+        self.step_tokens.add(schedule.rows())
         self.step_sequences.add(len(schedule.chunks))
 
     def sampled(self, sequences: Iterable[Sequence]) -> None:

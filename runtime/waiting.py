@@ -254,6 +254,11 @@ class WaitingQueue:
             self._trees[led[0]].stop_leading(led[1])
             self._list(led[0])
 
+    @property
+    def leaders(self) -> int:
+        """How many sequences lead."""
+        return len(self._leading)
+
     def in_flight(self, sequence: Sequence) -> int:
         """Tokens behind a waiting sequence's hit that a leader is about to compute."""
         place = self._places.get(self._ticket(sequence))

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.runtime.batch import LateTokens, build_batch, shared_stretches
+from coppice.runtime import batch as batch_module
+from coppice.runtime.batch import BatchTree, LateTokens, build_batch, shared_stretches
 from coppice.runtime.request import LATE, Request, Sequence
 from coppice.runtime.sampling_params import SamplingParams
 from coppice.runtime.scheduler import Chunk, Schedule
@@ -44,6 +45,61 @@ def test_only_full_pages_are_shared():
     table = np.array([3, 4, 5], np.int32).tobytes()
     (stretch,) = shared_stretches([table, table], [2, 3])
     assert (stretch.first_page, stretch.num_pages) == (0, 2)
+
+
+def told(stretches):
+    return [(each.first_page, each.num_pages, each.members.tolist()) for each in stretches]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=7),
+    st.lists(st.sampled_from(["grow", "grow", "grow", "swap", "change", "leave", "shrink"])),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_remembered_of_a_batch_is_what_would_be_found_anew(tables, events, random):
+    """Whatever happens between two steps: pages are new when they are added by one sequence."""
+    sequences = [sequence(str(owner), [1] * 99, 0, table, 9) for owner, table in enumerate(tables)]
+    tree, fresh = BatchTree(), 100
+    for event in ["grow", *events]:
+        each = random.choice(sequences)
+        if event == "grow":
+            each.table.append(fresh := fresh + 1)
+        elif event == "swap":
+            random.shuffle(sequences)
+        elif event == "change" and each.table:
+            each.table[random.randrange(len(each.table))] = random.randrange(3)
+        elif event == "leave" and len(sequences) > 1:
+            sequences.remove(each)
+        elif event == "shrink":
+            del each.table[len(each.table) // 2 :]
+        given = list(sequences), [each.table.tobytes() for each in sequences]
+        full = np.array([len(each.table) for each in sequences], np.int32)
+        assert told(tree.stretches(*given, full)) == told(shared_stretches(given[1], full))
+
+
+def test_an_unchanged_tree_is_not_looked_for_again(monkeypatch):
+    calls = []
+    find = batch_module.shared_stretches
+    monkeypatch.setattr(
+        batch_module, "shared_stretches", lambda *given: calls.append(1) or find(*given)
+    )
+    both = [
+        sequence(name, [1] * 20, 16, [7, 8, 9, at, at + 2], 9) for at, name in ((4, "a"), (5, "b"))
+    ]
+    tree, found = BatchTree(), []
+    for step in range(6):
+        schedule = Schedule([Chunk(each, 1) for each in both])
+        found.append(build_batch(schedule, 4, tree=tree).plan.stretches)
+        assert found[-1] is found[0]
+        for each in both:
+            each.computed += 1
+            each.tokens.append(1)
+            if each.computed % 4 == 0:
+                each.table.append(10 + 2 * step + int(each is both[0]))
+    assert len(calls) == 1
+    assert told(found[0]) == [(0, 3, [0, 1])]
+    build_batch(Schedule([Chunk(each, 1) for each in reversed(both)]), 4, tree=tree)
+    assert len(calls) == 2
 
 
 def sequence(name, tokens, computed, table, prompt):
