@@ -23,7 +23,7 @@ from coppice.frontend.texts import TextDelta, Texts
 from coppice.frontend.tokenizer import Tokenizer
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.channel import Channel
-from coppice.runtime.engine_loop import Ready, is_short, step_output
+from coppice.runtime.engine_loop import Leaving, Ready, is_short, step_output
 from coppice.runtime.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class EngineClient:
         self._longest_delay = longest_delay
         self._names = count()
         self._numbers = count()
+        self._last_word: str | None = None  # of an engine that is about to end
         self._running: dict[str, Deltas] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._stopping = False
@@ -208,7 +209,7 @@ class EngineClient:
         return self.ready
 
     def _handle(self, item: Any) -> None:
-        """An answer, or the word that the model is or can't be loaded."""
+        """An answer, the word that the model is or can't be loaded, or why the engine ends."""
         if isinstance(item, tuple):
             number, failed, result = item
             answer = self._answers.get(number)
@@ -218,6 +219,8 @@ class EngineClient:
                 answer.set_exception(result)
             else:
                 answer.set_result(result)
+        elif isinstance(item, Leaving):
+            self._last_word = item.reason
         elif self._loaded is not None and not self._loaded.done():
             if isinstance(item, Ready):
                 self._loaded.set_result(item)
@@ -229,7 +232,8 @@ class EngineClient:
         self._channel = None
         if self._stopping:
             return
-        trouble = f"the engine died: {reason}"
+        last_word, self._last_word = self._last_word, None
+        trouble = f"the engine died: {last_word or reason}"
         was_ready = self.trouble is None
         self.trouble = trouble
         self._fail_all(trouble)

@@ -44,7 +44,8 @@ class Engine:
     """Serves one model from one KV cache. Token ids only: no text, no HTTP.
 
     Not thread-safe: one thread calls it. A step that fails ends the requests in it with an error,
-    and the engine goes on.
+    and the engine goes on; but if the device does not compute any more, that step and all later
+    calls that need it raise DeviceLost.
 
         engine = Engine(EngineConfig(model="path"))
         engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=8))
@@ -178,6 +179,7 @@ class Engine:
         *,
         beam_search: bool = False,
     ) -> Request:
+        self._steps.check_device()
         if request_id in self._sequences:
             raise ValueError(
                 f"request_id must be unique among running requests, got {request_id!r}"
@@ -234,7 +236,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Schedules, runs and commits one mixed batch; [] when there is nothing to do.
 
-        With async_scheduling the outputs are those of the batch before.
+        With async_scheduling the outputs are those of the batch before. Raises DeviceLost if the
+        device has failed for good; all requests have ended then, and the process should.
         """
         try:
             outputs = self._steps.make()

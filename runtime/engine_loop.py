@@ -7,6 +7,7 @@ This is what runs in the engine's own process. What travels is plain:
     out   Ready                            the model is loaded
           (number, failed, result)         the answer of a call, or the exception that it raised
           [row, ...]                       outputs of a step, to be read with `step_output`
+          Leaving                          the process ends, and why
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ from typing import Any
 from coppice.runtime.channel import Channel
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
-from coppice.runtime.request import StepOutput
+from coppice.runtime.request import DeviceLost, StepOutput
 
 logger = logging.getLogger(__name__)
+
+#: With what a process ends whose device has failed for good.
+LOST_STATUS = 3
 
 # A dataclass takes ten times as long to pickle as the tuple of its fields. Most outputs are new
 # tokens of a sequence that goes on: those travel without the fields that say nothing.
@@ -47,6 +51,13 @@ class Ready:
     memory: str  # the arithmetic of its memory
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The last word of a process that cannot go on: another one may."""
+
+    reason: str
 
 
 def step_row(output: StepOutput) -> tuple[Any, ...]:
@@ -86,7 +97,7 @@ class EngineLoop:
     def run(self) -> None:
         """Until the other end says so, or is gone; closes the channel.
 
-        Raises what a broken step raises.
+        Raises what a broken step raises; if that is DeviceLost, the other end has been told.
         """
         config = self._engine.model_config
         self._channel.send(
@@ -100,6 +111,9 @@ class EngineLoop:
                     outputs = self._engine.step()
                     if outputs:
                         self._channel.send([step_row(output) for output in outputs])
+        except DeviceLost as error:
+            self._channel.send(Leaving(str(error)))
+            raise
         finally:
             self._channel.close()
             reader.join()
@@ -157,12 +171,13 @@ def engine_main(config: EngineConfig, connection: Connection, more: Mapping[str,
     """The main function of the engine's process; `more` are further arguments of `Engine`.
 
     A model that can't be loaded is answered with the exception in the place of `Ready`. A step that
-    breaks ends the process with an error, so that whoever started it sees that and starts another.
+    breaks ends the process with an error, so that whoever started it sees that and starts another;
+    so does a device that has failed for good, with `LOST_STATUS`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable()  # a crash in native code says on stderr where it was called from
-    channel = Channel(connection)
+    channel, status = Channel(connection), 0
     try:
         engine = Engine(config, **more)
     except Exception as error:
@@ -170,8 +185,12 @@ def engine_main(config: EngineConfig, connection: Connection, more: Mapping[str,
         channel.close()
     else:
         gc.freeze()  # what is loaded stays: no collection needs to look through it
-        EngineLoop(engine, channel).run()
+        try:
+            EngineLoop(engine, channel).run()
+        except DeviceLost:
+            logger.exception("the engine's process ends")
+            status = LOST_STATUS
     logging.shutdown()
     # Nothing is left to be saved. An orderly end would run the destructors of native libraries
     # whose threads still wait, and now and then one of them aborts the process over that.
-    os._exit(0)
+    os._exit(status)

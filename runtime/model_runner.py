@@ -9,7 +9,7 @@ import torch
 
 from coppice.kernels.interface import AttentionCase, FixedPlan, KvScales, LayerCache
 from coppice.kernels.selection import select_backend
-from coppice.runtime.batch import Batch, LateTokens, build_batch
+from coppice.runtime.batch import Batch, BatchTree, LateTokens, build_batch
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_sizes
 from coppice.runtime.kv_scales import measure_scales
@@ -118,6 +118,7 @@ class ModelRunner:
         )
         place = shape, cache_dtype, self.device
         self.kv_cache = [LayerCache(zeroed(*place), zeroed(*place), each) for each in scales]
+        self._tree = BatchTree()
         self.graphs: DecodeGraphs | None = None
         if not config.enforce_eager and self.device.type == "cuda":
             self.capture(CudaRecorder(self.device), config.cuda_graph_sizes, config.max_num_seqs)
@@ -175,7 +176,7 @@ class ModelRunner:
             )
         if self.attention.ordered:
             schedule.chunks.sort(key=lambda each: (each.count > 1, each.sequence.table.tobytes()))
-        batch = build_batch(schedule, self.page_size, late)
+        batch = build_batch(schedule, self.page_size, late, self._tree)
         if self.graphs is not None and batch.decodes:
             hidden = self.graphs.run(batch, late)
             if hidden is not None:
@@ -197,6 +198,22 @@ class ModelRunner:
         logits = self.decoder.logits(hidden[: len(batch.sampled)])
         score_prompts(hidden[len(batch.sampled) :], batch.scored, self.decoder.logits)
         return batch, logits
+
+    def fault(self) -> str | None:
+        """Why the device is of no more use to this process; None while it computes.
+
+        After a kernel has failed (it read where nothing is, say) CUDA answers every call with that
+        error until the process ends. Other errors, such as a lack of memory, pass. To be asked
+        after a failure: waits for all that is queued.
+        """
+        if self.device.type != "cuda":
+            return None
+        try:
+            torch.cuda.synchronize(self.device)
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            return lines[0] if lines else type(error).__name__
+        return None
 
 
 def _name(dtype: torch.dtype) -> str:

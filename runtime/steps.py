@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 
@@ -15,7 +15,7 @@ from coppice.runtime.batch import Batch, LateTokens
 from coppice.runtime.beams import BeamSearches
 from coppice.runtime.model_runner import ModelRunner
 from coppice.runtime.report import Counters
-from coppice.runtime.request import LATE, Sequence, Status, StepOutput
+from coppice.runtime.request import LATE, DeviceLost, Sequence, Status, StepOutput
 from coppice.runtime.sampler import Sampled, Sampler, Sampling
 from coppice.runtime.scheduler import Chunk, Schedule
 from coppice.runtime.sequences import Sequences
@@ -55,10 +55,11 @@ class Step:
     def settle(self) -> Sampled:
         """Waits for the tokens and gives them to their sequences."""
         if self._sampled is None:
-            self._sampled = self._sampling.read()
-            for sequence, token in zip(self.sequences, self._sampled.tokens, strict=True):
+            sampled = self._sampling.read()
+            for sequence, token in zip(self.sequences, sampled.tokens, strict=True):
                 if sequence.late:  # else it has ended meanwhile
                     sequence.tokens[-1] = token
+            self._sampled = sampled
         return self._sampled
 
 
@@ -87,18 +88,21 @@ class Steps:
         self._recorder = recorder
         self._accounts = accounts
         self._overlap = overlap
-        self._eos: Container[int] = runner.model_config.eos_token_ids
+        self._eos = frozenset(runner.model_config.eos_token_ids)
         self._sampler = Sampler(runner.model_config.eos_token_ids)
         self._before: Step | None = None  # its tokens are late
         self._settled = 0.0  # when the tokens of the last step were here
         self._untold: list[StepOutput] = []  # by a call that was interrupted
+        self._lost: str | None = None  # why the device is of no more use
 
     def make(self) -> list[StepOutput]:
         """Schedules, runs and commits one mixed batch; [] when there is nothing to do.
 
         With overlap what is committed is the batch before. If it fails, the requests in it end with
-        an error; an exception that is none of `Exception` goes on from there.
+        an error; an exception that is none of `Exception` goes on from there. Raises DeviceLost,
+        and all requests have ended, if the device does not compute any more.
         """
+        self.check_device()
         outputs, self._untold = self._untold, []
         refused = [
             output
@@ -126,7 +130,11 @@ class Steps:
             failure = error
         self._accounts.settle_batch()  # a device computes meanwhile
         if before is not None:
-            outputs += self._commit(before)
+            try:
+                outputs += self._commit(before)
+            except BaseException:
+                self._untold = outputs
+                raise
         if failure is None:
             try:
                 step = self._sample(schedule, start, batch, logits)
@@ -144,7 +152,11 @@ class Steps:
             )
         if step is None:
             return outputs
-        self._enter(step)
+        try:
+            self._enter(step)
+        except Exception as error:  # as in `_commit`
+            logger.exception("the tokens of a step did not come; the requests in it end")
+            return outputs + self._fail(schedule, error)
         searching = any(chunk.sequence.request.beam_search for chunk in schedule.chunks)
         if self._overlap and not searching and not schedule.short:
             self._before = step
@@ -190,10 +202,12 @@ class Steps:
         self._sequences.enter(sequences)
         for sequence in sequences:
             sequence.tokens.append(LATE)
-        if any(sequence.preempted for sequence in sequences):  # forks that found no place
-            step.settle()  # who waits in the queue has all its tokens
-            for sequence in sequences:
-                if sequence.preempted:
+        placeless = [sequence for sequence in sequences if sequence.preempted]
+        if placeless:  # forks that found no place
+            try:
+                step.settle()  # who waits in the queue has all its tokens
+            finally:
+                for sequence in placeless:
                     self._sequences.scheduler.add(sequence)
         seconds = time.perf_counter() - step.started
         for request_id in self._counters.ran(step.schedule):
@@ -206,6 +220,9 @@ class Steps:
         except Exception as error:  # the device's, about anything since the tokens before
             logger.exception("the tokens of a step did not come; the requests in it end")
             return self._fail(step.schedule, error)
+        except BaseException:  # an interrupt: the next call waits for them again
+            self._before = step
+            raise
         now = time.perf_counter()
         # The device came to it when it was queued, or when it was through with the one before.
         seconds = now - max(step.started, self._settled)
@@ -220,12 +237,13 @@ class Steps:
             if sequence.status is not Status.FINISHED  # else aborted meanwhile
         ]
         self._recorder.sampled(each for row, each in rows if row not in errors)
+        self._counters.generated_tokens += len(rows)
         for row, sequence in rows:
             if row in errors:
+                self._counters.generated_tokens -= 1
                 self.end(sequence, "error")
                 outputs.append(StepOutput.of(sequence, (), "error", None, errors[row]))
                 continue
-            self._counters.generated_tokens += 1
             reason, stop = sequence.ending(self._eos)
             if reason is not None:
                 self.end(sequence, reason)
@@ -236,9 +254,14 @@ class Steps:
         return outputs + found
 
     def _fail(self, schedule: Schedule, error: BaseException) -> list[StepOutput]:
-        """Ends the requests of a step that failed; only what was committed before stays cached."""
+        """Ends the requests of a step that failed; only what was committed before stays cached.
+
+        Raises DeviceLost if more than the step has failed.
+        """
         self._counters.failed_steps += 1
         message = f"the step failed: {type(error).__name__}: {error}"
+        if (fault := self._runner.fault()) is not None:
+            self._lose(fault, error)
         targets = {copy.target for copy in schedule.copies}
         without_copy = [
             s for s in self._sequences.scheduler.running if not targets.isdisjoint(s.table)
@@ -246,6 +269,22 @@ class Steps:
         sequences = [*(chunk.sequence for chunk in _running(schedule)), *without_copy]
         failed = dict.fromkeys(each.request.request_id for each in sequences)
         return [output for request_id in failed for output in self._end_failed(request_id, message)]
+
+    def check_device(self) -> None:
+        """Raises DeviceLost if a step has found that the device does not compute any more."""
+        if self._lost is not None:
+            raise DeviceLost(self._lost)
+
+    def _lose(self, fault: str, error: BaseException) -> NoReturn:
+        """Ends all requests: nothing that the device holds can be trusted, or be read."""
+        self._lost = (
+            f"the device has failed, and its process has to end: {fault} "
+            f"(found by {type(error).__name__} in a step)"
+        )
+        self._before, self._untold = None, []
+        for request_id in dict.fromkeys(each.request.request_id for each in self._sequences):
+            self._end_failed(request_id, self._lost)
+        raise DeviceLost(self._lost) from error
 
     def _end_failed(self, request_id: str, message: str) -> list[StepOutput]:
         """Ends a request; an error for each of its results, those not yet begun included."""

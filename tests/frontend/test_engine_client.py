@@ -21,7 +21,7 @@ from coppice.frontend.text_engine import TextEngine
 from coppice.frontend.tokenizer import Tokenizer
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.request import QueueFull, StepOutput
+from coppice.runtime.request import DeviceLost, QueueFull, StepOutput
 from coppice.runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -167,6 +167,33 @@ async def test_a_step_that_breaks_is_a_death(
             break
         await asyncio.sleep(0.01)
     assert engine.restarts == 1
+    await engine.stop()
+
+
+async def test_a_device_that_has_failed_for_good(
+    text_engine: TextEngine,
+    engine_client: Callable[[TextEngine], EngineClient],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine ends; whoever waits learns why, and another one is started."""
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    engine = engine_client(text_engine)
+    await engine.start()
+    step = text_engine.engine.step
+
+    def broken() -> None:
+        monkeypatch.setattr(text_engine.engine, "step", step)
+        raise DeviceLost("the device has failed: CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(text_engine.engine, "step", broken)
+    with pytest.raises(EngineStopped, match="engine died: the device has failed: CUDA error"):
+        await text_of(engine, "The key")
+    for _ in range(400):
+        if engine.alive:
+            break
+        await asyncio.sleep(0.01)
+    assert engine.restarts == 1
+    assert await text_of(engine, "The key")
     await engine.stop()
 
 

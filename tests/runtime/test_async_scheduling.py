@@ -11,11 +11,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from fake_model import EOS, fake_checkpoint, fake_engine
+from fake_model import EOS, Interrupted, fake_checkpoint, fake_engine
 from mixed_requests import answers, make_engine
 
 from coppice.runtime import sampler
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.request import DeviceLost
 from coppice.runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -266,6 +267,117 @@ def test_tokens_that_do_not_come_end_their_requests_and_the_engine_goes_on(
     engine.check()
     assert len(run(engine, model)["b", 0]) == 8
     assert engine.stats().failed_steps == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_that_do_not_come_while_forks_wait_for_places(
+    checkpoint, late_device, monkeypatch, overlap
+):
+    """The step waits for them at once: what fails then ends its requests, and no others."""
+    engine, model = fake_engine(
+        checkpoint, async_scheduling=overlap, kv_cache_tokens=512, page_size=4, max_num_seqs=2
+    )
+    forks = SamplingParams(temperature=0.9, seed=1, n=4, max_tokens=5, ignore_eos=True)
+    engine.add_request("a", [5, 6, 7, 8, 9], forks)
+    engine.add_request("b", [9, 8, 7], GREEDY)
+
+    def fail(self):
+        raise RuntimeError("the tokens are gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LateFetch, "wait", fail)
+        outputs = engine.step()
+        engine.check()
+    ended = {(each.request_id, each.index) for each in outputs if each.error is not None}
+    assert {("a", index) for index in range(4)} <= ended
+    assert all("the tokens are gone" in each.error for each in outputs)
+    engine.add_request("c", [5, 6, 7, 8, 9], forks)
+    rest = run(engine, model)
+    assert {key[1] for key in rest if key[0] == "c"} == set(range(4))
+    assert engine.tree.pool.free_pages + engine.tree.cached_pages == engine.num_pages
+
+
+def test_an_interrupt_while_tokens_are_waited_for_loses_none(checkpoint, late_device, monkeypatch):
+    (plain, plain_model), (engine, model) = engine_pair(checkpoint, max_num_seqs=2)
+    forks = SamplingParams(temperature=0.9, seed=1, n=3, max_tokens=6, ignore_eos=True)
+    for each in (plain, engine):
+        each.add_request("a", [5, 6, 7, 8, 9], GREEDY)
+        each.add_request("b", [5, 6, 7, 8, 4], forks)
+    expected, outputs = told(run(plain, plain_model)), {}
+    wait, calls = LateFetch.wait, [0]
+
+    def interrupted(self):
+        calls[0] += 1
+        if calls[0] % 3 == 0:
+            raise Interrupted
+        return wait(self)
+
+    monkeypatch.setattr(LateFetch, "wait", interrupted)
+    interrupts = 0
+    while engine.has_unfinished():
+        try:
+            for output in engine.step():
+                outputs.setdefault((output.request_id, output.index), []).append(output)
+        except Interrupted:
+            interrupts += 1
+        engine.check()
+        model.check_cache()
+        model.poison()
+    assert interrupts > 2
+    assert told(outputs) == expected
+
+
+class Broken:
+    """A device that has failed for good, as CUDA does: each later call says so."""
+
+    def __init__(self, engine, monkeypatch):
+        self.failed = False
+        monkeypatch.setattr(engine.runner, "fault", self.fault)
+
+    def fail(self, *arguments):
+        self.failed = True
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def fault(self):
+        return "CUDA error: an illegal memory access was encountered" if self.failed else None
+
+
+@pytest.mark.parametrize("where", ["wait", "forward"])
+def test_a_device_that_has_failed_for_good_ends_everything(
+    checkpoint, late_device, monkeypatch, where
+):
+    _, (engine, model) = engine_pair(checkpoint, max_num_seqs=3)
+    forks = SamplingParams(temperature=0.9, seed=1, n=2, max_tokens=5, ignore_eos=True)
+    engine.add_request("a", [5, 6, 7, 8, 9], GREEDY)
+    engine.step()
+    engine.step()
+    engine.add_request("b", [5, 6, 7, 8, 4], forks)
+    engine.add_request("c", [5, 6, 7, 3, 3], GREEDY)
+    device = Broken(engine, monkeypatch)
+    if where == "wait":
+        monkeypatch.setattr(LateFetch, "wait", device.fail)
+    else:
+        monkeypatch.setattr(model, "hidden_states", device.fail)
+    with pytest.raises(DeviceLost, match=r"process has to end: CUDA error: an illegal memory acc"):
+        run(engine, model)
+    assert not engine.has_unfinished()
+    engine.check()
+    assert engine.stats().finished["error"] == 3
+    with pytest.raises(DeviceLost, match="illegal memory"):
+        engine.step()
+    with pytest.raises(DeviceLost, match="illegal memory"):
+        engine.add_request("d", [5, 6], GREEDY)
+
+
+def test_an_error_that_passes_ends_its_requests_alone(checkpoint, late_device, monkeypatch):
+    _, (engine, model) = engine_pair(checkpoint)
+    Broken(engine, monkeypatch)
+    engine.add_request("a", [5, 6, 7, 8, 9], GREEDY)
+    model.failure = "layer 1", torch.OutOfMemoryError("CUDA out of memory")
+    (output,) = engine.step()
+    assert "CUDA out of memory" in output.error
+    engine.add_request("b", [5, 6, 7, 8, 9], GREEDY)
+    assert len(run(engine, model)["b", 0]) == 8
 
 
 def test_pages_are_freed_and_reused_as_fast_as_possible(checkpoint, late_device):
