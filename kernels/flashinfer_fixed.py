@@ -3,8 +3,10 @@
 A wrapper in FlashInfer's graph mode keeps its number of groups and its arrays' addresses, and its
 grids follow from them. So the levels of a graph are fixed: each covers all rows, has as many groups
 as it ever may, of which those that a step lacks have no rows, and a level that a step lacks has one
-group without pages. Launches of such a level cost what they cost, hence two plans of every size:
-one without shared levels, for the steps in which nothing pays, and one with some.
+group without pages. Launches of such a level cost what they cost, hence several plans of every
+size: one without shared levels, for the steps in which nothing pays, and others with some. A step
+takes the one with the fewest levels that has all of its own. Of a tree that is deeper than any, the
+levels that save the most are shared; what the others share is read by each sequence.
 
 All plans share their memory, since one of them is loaded at a time, and a load is queued behind the
 replay before it.
@@ -12,7 +14,7 @@ replay before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +37,9 @@ from coppice.kernels.flashinfer_wrappers import (
 from coppice.kernels.interface import AttentionPlan, FixedPlan
 from coppice.kernels.tree_cost import CostModel
 
-#: Shared levels of a graph: of deeper trees, those that save the most.
-LEVELS = 2
+#: Shared levels of the graphs of a size, and the least size of each: fewer sequences seldom make so
+#: deep a tree, and each graph takes time at start.
+LEVELS = {0: 1, 2: 2, 4: 8}
 # Groups of a shared level, as a fraction of its rows: with fewer, FlashInfer takes larger tiles.
 _ROWS_A_GROUP = 4
 # Entries of page tables: 4 MiB.
@@ -172,9 +175,9 @@ class _Choices:
 
 
 class FlashInferFixedPlan(FixedPlan):
-    """A plan in fixed places, for each kind of layer; ``levels`` of them shared.
+    """A plan in fixed places, for each kind of layer, with so many shared ``levels``.
 
-    Without shared levels it takes the steps in which nothing would be shared, with some all steps
+    It takes the steps that would share at most as many, and the ``deepest`` of its size all steps
     whose sequences lie in depth-first order.
     """
 
@@ -185,6 +188,7 @@ class FlashInferFixedPlan(FixedPlan):
         memory: dict[LayerKind, FixedMemory],
         choices: _Choices,
         *,
+        deepest: bool,
         largest: int,
         page_size: int,
         num_pages: int,
@@ -197,6 +201,7 @@ class FlashInferFixedPlan(FixedPlan):
         self._levels = levels
         self._memory = memory
         self._choices = choices
+        self._deepest = deepest
         self._largest = largest
         self._page_size = page_size
         self._num_pages = num_pages
@@ -234,7 +239,7 @@ class FlashInferFixedPlan(FixedPlan):
     def _fill(self, kind: LayerKind) -> bool:
         plan = self.plan
         shared = self._choices.shared(kind, self._cost_model(kind))
-        if shared and not self._levels:
+        if len(shared) > self._levels and not self._deepest:
             return False
         schedule = self._fit(plan, kind.window, shared)
         room = self._memory[kind].pages
@@ -292,13 +297,16 @@ def fixed_plans(sizes: Sequence[int], **options: Any) -> list[tuple[FlashInferFi
     """See ``AttentionBackend.fixed_plans``; ``options`` are those of ``FlashInferFixedPlan``."""
     memory: dict[LayerKind, FixedMemory] = {}
     choices = _Choices()
-    return [
-        tuple(
-            FlashInferFixedPlan(size, levels, memory, choices, largest=max(sizes), **options)
-            for levels in ((0, LEVELS) if size > 1 else (0,))
-        )
-        for size in sizes
-    ]
+
+    def of_size(size: int) -> Iterator[FlashInferFixedPlan]:
+        depths = [levels for levels, least in LEVELS.items() if size >= least]
+        for levels in depths:
+            yield FlashInferFixedPlan(
+                size, levels, memory, choices,
+                deepest=levels == depths[-1], largest=max(sizes), **options,
+            )  # fmt: skip
+
+    return [tuple(of_size(size)) for size in sizes]
 
 
 def _tokens_saved(level: SharedLevel) -> int:

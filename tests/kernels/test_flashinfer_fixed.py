@@ -56,19 +56,25 @@ def test_one_step_after_the_other_is_the_reference(make_batch, backend, group):
         make_batch(TAILS, levels, seed=seed, page_size=4, group=group)
         for seed, levels in enumerate(STEPS)
     ]
-    ((plain, shared),) = plans(backend)
+    ((plain, shared, deep),) = plans(backend)
+    taken = []
     for batch in [*batches, *reversed(batches)]:
-        assert plain.load(batch.plan) == (not batch.plan.stretches) or not plain._kinds
-        for fixed in (plain, shared):
+        taken.append([fixed.load(batch.plan) for fixed in (plain, shared, deep)])
+        for fixed in (plain, shared, deep):
             if fixed.load(batch.plan):
                 agree(
                     batch.run(backend, prepared=fixed),
                     batch.run(ReferenceBackend()),
                 )
         assert fixed.load(batch.plan)
-    (wrappers,) = shared._kinds.values()
-    assert len(wrappers._shared) == LEVELS
-    assert all(level.rows == slice(0, SIZE) for level in wrappers._step.shared)
+    # The levels of each step: the first plan that takes it is the one with no more than it needs.
+    needed = [0, 1, 2, 3, 1, 2]
+    for found, levels in zip(taken[len(STEPS) :], reversed(needed), strict=True):
+        assert found == [levels == 0, levels <= 2, True]
+    for fixed, levels in zip((plain, shared, deep), LEVELS, strict=True):
+        (wrappers,) = fixed._kinds.values()
+        assert len(wrappers._shared) == levels
+        assert all(level.rows == slice(0, SIZE) for level in wrappers._step.shared)
 
 
 def record(run):
@@ -100,7 +106,7 @@ def test_a_graph_replays_whatever_is_loaded(make_batch, backend):
         for _ in range(2)
     ]
     cache = LayerCache(*pages)
-    ((_, fixed),) = plans(backend, num_pages=most)
+    ((_, _, fixed),) = plans(backend, num_pages=most)
     assert fixed.load(first.plan)
     replay = record(lambda: backend.attend(*inputs, cache, fixed, scale=first.scale))
     for batch in [*batches, *reversed(batches)]:
@@ -115,34 +121,38 @@ def test_a_graph_replays_whatever_is_loaded(make_batch, backend):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks into what stands for FlashInfer")
 def test_deeper_and_wider_trees_share_what_saves_most(make_batch, backend):
-    ((_, shared),) = plans(backend)
+    ((_, shared, deep),) = plans(backend)
 
-    def lengths(levels) -> list[list[int]]:
+    def lengths(fixed, levels) -> list[list[int]]:
         batch = make_batch(TAILS, levels, page_size=4)
-        shared.load(batch.plan)
-        batch.run(backend, prepared=shared)
-        (wrappers,) = shared._kinds.values()
+        assert fixed.load(batch.plan)
+        agree(batch.run(backend, prepared=fixed), batch.run(ReferenceBackend()))
+        (wrappers,) = fixed._kinds.values()
         return [level.kv_len.tolist() for level in wrappers._step.shared]
 
     assert num_groups(SIZE) == 3
-    assert lengths(()) == [[0, 0, 0], [0, 0, 0]]
-    assert lengths([(range(8), 3)]) == [[12, 0, 0], [0, 0, 0]]
-    assert lengths([([0, 1], 3)]) == [[12, 0, 0], [0, 0, 0]]
-    assert lengths([([4, 5], 3)]) == [[0, 12, 0], [0, 0, 0]]
-    # Of three levels the two that save the most; of four groups, and of two with gaps, the best.
-    assert lengths(STEPS[3]) == [[16, 0, 0], [12, 0, 0]]
-    assert lengths(STEPS[4]) == [[0, 20, 0], [0, 0, 0]]
+    assert lengths(shared, ()) == [[0, 0, 0], [0, 0, 0]]
+    assert lengths(shared, [(range(8), 3)]) == [[12, 0, 0], [0, 0, 0]]
+    assert lengths(shared, [([0, 1], 3)]) == [[12, 0, 0], [0, 0, 0]]
+    assert lengths(shared, [([4, 5], 3)]) == [[0, 12, 0], [0, 0, 0]]
+    # Of four groups, and of two with gaps, the best.
+    assert lengths(shared, STEPS[4]) == [[0, 20, 0], [0, 0, 0]]
+    assert lengths(deep, ()) == [[0, 0, 0]] * 4
+    assert lengths(deep, STEPS[3]) == [[16, 0, 0], [12, 0, 0], [0, 20, 0], [0, 0, 0]]
+    # Of five levels the four that save the most.
+    five = [(range(8), 1), (range(7), 5), (range(6), 2), (range(5), 3), (range(4), 4)]
+    assert lengths(deep, five) == [[20, 0, 0], [8, 0, 0], [12, 0, 0], [16, 0, 0]]
 
 
 def test_what_does_not_fit_is_not_loaded(make_batch, backend):
-    ((plain, shared),) = plans(backend, max_pages=3)
+    ((plain, _, deep),) = plans(backend, max_pages=3)
     small = make_batch(TAILS, page_size=4)
-    assert plain.load(small.plan) and shared.load(small.plan)
-    for fixed in (plain, shared):
+    assert plain.load(small.plan) and deep.load(small.plan)
+    for fixed in (plain, deep):
         small.run(backend, prepared=fixed)
     many = make_batch([(1, 30)] * SIZE, page_size=4)
     mixed_up = make_batch(TAILS, [([0, 2], 3)], page_size=4)
-    for fixed in (plain, shared):
+    for fixed in (plain, deep):
         assert not fixed.load(many.plan)
         assert not fixed.load(mixed_up.plan)
         assert fixed.load(small.plan)
@@ -153,7 +163,7 @@ def test_what_does_not_fit_is_not_loaded(make_batch, backend):
 
 def test_layers_of_two_kinds_are_loaded_together(make_batch, backend):
     first, second = (make_batch(TAILS, STEPS[at], seed=at, page_size=4) for at in (1, 2))
-    ((_, fixed),) = plans(backend)
+    ((_, fixed, _),) = plans(backend)
     assert fixed.load(first.plan)
     for scale in (0.1, 0.2):  # as in a captured pass, which learns the kinds
         first.scale = scale
@@ -170,7 +180,7 @@ def test_plans_of_all_sizes_share_their_memory(make_batch, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     backend = FlashInferBackend(torch.device("cpu"))
     made = plans(backend, (SIZE, 2, 1))
-    assert [len(each) for each in made] == [2, 2, 1]
+    assert [len(each) for each in made] == [3, 2, 1]
     options = {"page_size": 4, "dtype": torch.bfloat16, "head_dim": 64}
     for size, each in zip((SIZE, 2, 1), made, strict=True):
         batch = make_batch(TAILS[:size], **options)
@@ -181,8 +191,8 @@ def test_plans_of_all_sizes_share_their_memory(make_batch, monkeypatch):
         name: {wrapper.buffers[name].data_ptr() for wrapper in library.wrappers}
         for name in ("page_indices", "last_page_len")
     }
-    # The last level, and two shared ones.
-    assert {name: len(found) for name, found in places.items()} == dict.fromkeys(places, 3)
+    # The last level, and four shared ones.
+    assert {name: len(found) for name, found in places.items()} == dict.fromkeys(places, 5)
     assert len({wrapper.workspace.data_ptr() for wrapper in library.wrappers}) == 1
 
 

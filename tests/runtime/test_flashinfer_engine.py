@@ -14,7 +14,7 @@ from mixed_requests import answers, greedy, make_engine, make_prompts
 
 from coppice.kernels import flashinfer_backend
 from coppice.kernels.flashinfer_backend import FlashInferBackend
-from coppice.kernels.flashinfer_fixed import LEVELS, FlashInferFixedPlan
+from coppice.kernels.flashinfer_fixed import FlashInferFixedPlan
 from coppice.kernels.flashinfer_levels import build_levels
 from coppice.kernels.gpu_backend import INTERPRETED
 from coppice.kernels.tree_cost import CostModel
@@ -124,9 +124,9 @@ def test_graphs_replay_with_shared_levels_and_without(tiny_checkpoint, library, 
             engine.runner.capture(FakeRecorder(), sizes, 8)
             loaded.clear()
         together = greedy(engine, make_prompts(9), TOKENS)
-        assert loaded[LEVELS] == (0 if sizes is None else TOKENS - 1)
+        assert loaded[2] == (0 if sizes is None else TOKENS - 1)
         found.append(together + greedy(engine, [[5, 6, 7], [8, 9, 10, 11]], TOKENS))
-        assert loaded[0] == loaded[LEVELS]
+        assert loaded[0] == loaded[2]
     steps = engine.stats().decode_steps
     assert steps == {"graph": 2 * (TOKENS - 1), "too_many": 0, "too_much": 0}
     assert found[1] == found[0]
