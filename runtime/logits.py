@@ -138,33 +138,56 @@ NO_CHOICE = (
 
 
 def apply_rules(
-    logits: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: Seq[int]
+    logits: torch.Tensor,
+    sequences: Seq[Sequence],
+    eos_token_ids: Seq[int],
+    rows: Seq[int] | None = None,
 ) -> tuple[dict[int, str], list[int], torch.Tensor]:
     """Changes `logits` as `change_logits` does, for rows of which each needs a token.
 
     Returns what went wrong, by row; the rows in which no token may be left; and of these, bool on
     the device, whether there is one. What is chosen in a row without means nothing.
     """
-    errors, strict = change_logits(logits, sequences, eos_token_ids)
+    errors, strict = change_logits(logits, sequences, eos_token_ids, rows)
     for row in errors:
         logits[row] = 0.0  # the others are still to be sampled, and nothing may trip over this one
     if not strict:
         return errors, strict, torch.empty(0, dtype=torch.bool, device=logits.device)
     (index,) = send([np.array(strict, np.int64)], logits.device)
-    rows = logits.index_select(0, index)
-    choice = rows.amax(dim=-1).isfinite()
-    logits.index_copy_(0, index, rows.masked_fill_(~choice.unsqueeze(1), 0.0))
+    some = logits.index_select(0, index)
+    choice = some.amax(dim=-1).isfinite()
+    logits.index_copy_(0, index, some.masked_fill_(~choice.unsqueeze(1), 0.0))
     return errors, strict, choice
 
 
+def may_have_rules(sequence: Sequence) -> bool:
+    """Whether `change_logits` must look at a sequence, as its parameters say."""
+    request = sequence.request
+    params = request.params
+    return bool(
+        request.grammar is not None
+        or params.min_tokens
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words_token_ids
+        or params.logits_processors
+        or params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
+
+
 def change_logits(
-    logits: torch.Tensor, sequences: Seq[Sequence], eos_token_ids: Seq[int]
+    logits: torch.Tensor,
+    sequences: Seq[Sequence],
+    eos_token_ids: Seq[int],
+    rows: Seq[int] | None = None,
 ) -> tuple[dict[int, str], list[int]]:
     """Changes `logits`, float32 [R, vocabulary], in place by the rules of each row's sequence.
 
     The order is vLLM's: functions, biases, penalties (repetition, then frequency and presence);
     what is forbidden comes last here, so that nothing can lift it. `min_tokens` forbids what would
-    end a sequence early.
+    end a sequence early. `rows` are those that may have rules; None: look at all of them.
 
     Returns what went wrong, by row (a function failed; such a row's logits mean nothing), and the
     rows in which no token may be left. Costs O(entries of the rules), and O(vocabulary) for rows
@@ -172,7 +195,8 @@ def change_logits(
     """
     ruled: list[tuple[int, LogitRules]] = []
     banned: list[tuple[int, Seq[int]]] = []
-    for row, sequence in enumerate(sequences):
+    for row in range(len(sequences)) if rows is None else rows:
+        sequence = sequences[row]
         rules = sequence.logit_rules
         if rules is None:
             request = sequence.request

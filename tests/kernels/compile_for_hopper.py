@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from coppice.kernels.tiles import Tile, choose_tiles, head_blocks, product_tile
 from coppice.kernels.triton_attention import attend_items, merge_partials
 from coppice.kernels.triton_cache import copy_page_words, rotate_rows, write_rows
+from coppice.kernels.triton_choice import choose_row
 from coppice.kernels.triton_products import multiply_rows
 from coppice.kernels.triton_rows import norm_rows, quantize_rows, silu_mul_rows
 
@@ -178,6 +179,13 @@ def variants() -> dict[str, Variant]:
     made["quantize"] = Variant(
         quantize_rows, quantize, warps=16, scalars={"x_stride": "i32", "levels": "*fp8e4nv"}
     )
+    made["choice"] = Variant(
+        choose_row,
+        {"COLUMNS": 5, "BLOCK": 4096},
+        warps=8,
+        scalars={"logits": "*fp32", "columns": "*fp64", "tokens": "*i64", "stride": "i32",
+                 "vocabulary": "i32"},
+    )  # fmt: skip
     return made
 
 

@@ -31,6 +31,7 @@ COMPILED = (
     "norm",
     "silu",
     "quantize",
+    "choice",
 )
 
 
