@@ -20,6 +20,7 @@ from gpu_suite.bench import (
     weight_bytes,
 )
 from gpu_suite.beside import run_transformers
+from gpu_suite.rows import row_kernels
 from gpu_suite.shapes import QUICK, REAL, Shared
 from gpu_suite.trace import ON_CPU, ON_GPU, busy
 
@@ -56,6 +57,7 @@ def all_parts() -> list[Part]:
             _part(f"system prompt without cache, {model}", 100 * scale, uncached, model),
         ]
     made.append(_part(f"decode in fp8, {big}", 45, decode_fp8, big))
+    made.append(Part("rows", 25, row_kernels))
     made.append(_part(f"triton instead, {big}", 90, triton_instead, big))
     return made
 
