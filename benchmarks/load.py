@@ -2,30 +2,35 @@
 
     python benchmarks/load.py [--quick] [--json FILE] [--model MODEL] [--clients N] [--seconds S]
 
-Each client asks over and over: one of a few shared documents, a part of its own, tokens out between
-half and one and a half times `--out`, streamed; one request in a hundred is left in the middle. The
-row tells of errors, memory, lost pages and latencies. After that the server and the bare engine,
-without server, processes and text, take turns at the same mix with as many requests at once, a
-window each, since the machine's mood changes more between two minutes than the two differ. The
-clients run on the same cores as the server: the processor time of each process is in the row, since
-the throughput pays for all three.
+Each client asks over and over on one connection: one of a few shared documents, a part of its own,
+tokens out between half and one and a half times `--out`, streamed; one request in a hundred is left
+in the middle. The row tells of errors, memory, lost pages and latencies.
+
+After that the server and the bare engine, without server, processes and text, take turns at the
+same mix with as many requests at once. The machine's mood changes within seconds and more than the
+two differ: so both run on, and one of them is always stopped, for a second each. The clients run on
+the same cores as the server and cost it throughput that is not the server's. So in a third kind of
+turn the bare engine runs beside somebody who takes as much processor time for each token as the
+clients do; the row has the ratio to either, and the processor time of each process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
+import mmap
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,8 @@ from harness import Rows, machine, parser, spread
 
 DOCUMENTS = 4
 LEFT_EARLY = 0.01
+TURNS = ("bare", "served", "bare beside clients")
+TURN_SECONDS = 1.0
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -73,46 +80,67 @@ class Mix:
         return f"[{rng.choice(self._written)}, {', '.join(map(str, own))}]"
 
 
-class Asking(asyncio.Protocol):
-    """One request. A bare protocol, since the cores are to serve and not to be a client."""
+class Connection(asyncio.Protocol):
+    """Asks one request after another. A bare protocol, since the cores are to serve."""
 
-    def __init__(self, raw: bytes, leaves: bool, tally: Tally) -> None:
-        self.over = asyncio.get_running_loop().create_future()
-        self._raw, self._leaves, self._tally = raw, leaves, tally
-        self._begun = time.monotonic()
-        self._last: float | None = None
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._over: asyncio.Future[None] | None = None
+        self.open = False
+
+    def ask(self, raw: bytes, leaves: bool) -> asyncio.Future[None]:
+        """Done when the answer is here, or this side has left, or something went wrong."""
+        self._begun, self._last, self._leaves = time.monotonic(), 0.0, leaves
         self._head, self._tail = b"", b""
+        self._over = asyncio.get_running_loop().create_future()
+        self._transport.write(raw)
+        return self._over
+
+    def close(self) -> None:
+        self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._raw)
+        self._transport, self.open = transport, True
 
     def data_received(self, piece: bytes) -> None:
         now = time.monotonic()
         self._head = self._head or piece
         self._tail = (self._tail + piece)[-2000:]
         if b'"text"' in piece:
-            if self._last is None:
-                self._tally.ttft.append(now - self._begun)
-            else:
-                self._tally.gaps.append(now - self._last)
+            (self._tally.gaps if self._last else self._tally.ttft).append(
+                now - (self._last or self._begun)
+            )
             self._last = now
             if self._leaves:
-                self._transport.close()
+                self._tally.left += 1
+                self._end()
+                return
+        if self._tail.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            used = re.search(rb'"completion_tokens":\s*(\d+)', self._tail)
+            if b" 200 " in self._head[:20] and used is not None:
+                self._tally.answers += 1
+                self._tally.tokens += int(used.group(1))
+                self._done()
+            else:
+                self._end(self._head + self._tail)
+        elif b" 200 " not in self._head[:20]:
+            self._end(self._head)
 
     def connection_lost(self, error: Exception | None) -> None:
-        used = re.search(rb'"completion_tokens":\s*(\d+)', self._tail)
-        if self._leaves and self._last is not None:
-            self._tally.left += 1
-        elif error is not None:
-            self._tally.errors.append(repr(error))
-        elif b" 200 " not in self._head[:20] or b"data: [DONE]" not in self._tail or used is None:
-            self._tally.errors.append((self._head + self._tail).decode(errors="replace")[-300:])
-        else:
-            self._tally.answers += 1
-            self._tally.tokens += int(used.group(1))
-        self.over.set_result(None)
+        self._end(repr(error).encode() + self._tail)
+
+    def _end(self, error: bytes | None = None) -> None:
+        self.open = False
+        if error is not None and self._over is not None and not self._over.done():
+            self._tally.errors.append(error.decode(errors="replace")[-300:])
+        self._done()
+        self._transport.close()
+
+    def _done(self) -> None:
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
+        self._over = None
 
 
 async def client(
@@ -120,6 +148,7 @@ async def client(
 ) -> None:
     """Asks until `end`."""
     loop = asyncio.get_running_loop()
+    connection = Connection(tally)
     while time.monotonic() < end:
         body = {
             "model": model,
@@ -130,15 +159,17 @@ async def client(
             "stream_options": {"include_usage": True},
         }
         raw = f'{json.dumps(body)[:-1]}, "prompt": {mix.prompt_json(rng)}}}'.encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n"
-        raw = head.encode() + b"Connection: close\r\n\r\n" + raw
-        make = partial(Asking, raw, rng.random() < LEFT_EARLY, tally)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
         try:
-            _, asking = await loop.create_connection(make, *address)
+            if not connection.open:
+                connection = Connection(tally)
+                await loop.create_connection(lambda: connection, *address)  # noqa: B023
         except OSError as error:
             tally.errors.append(repr(error))
         else:
-            await asking.over
+            await connection.ask(head.encode() + raw, rng.random() < LEFT_EARLY)
+    if connection.open:
+        connection.close()
 
 
 class Watched:
@@ -161,30 +192,37 @@ class Watched:
 
 
 class Bare:
-    """The engine alone, in a process of its own that lives from window to window."""
+    """The engine alone, in a process of its own that is stopped but for its turns."""
 
     def __init__(self, args: Any) -> None:
-        command = [sys.executable, __file__, "--bare"]
+        """Starts it and waits until it runs."""
+        self._shared = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed in `close`)
+        self._shared.write(bytes(8))
+        self._shared.flush()
+        command = [sys.executable, __file__, "--bare", self._shared.name]
         for name in ("model", "clients", "shared", "own", "out", "pool"):
             command += [f"--{name}", str(getattr(args, name))]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def rate(self, warm: float, seconds: float) -> float:
-        """Tokens a second, counted for so long after warming up."""
-        assert self._process.stdin is not None
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._counter = mmap.mmap(self._shared.fileno(), 8)
         assert self._process.stdout is not None
-        print(warm, seconds, file=self._process.stdin, flush=True)
-        return float(self._process.stdout.readline())
+        self._process.stdout.readline()
+        self.pids = [self._process.pid]
+
+    @property
+    def tokens(self) -> int:
+        """All that it has generated."""
+        return int.from_bytes(self._counter[:], "little")
 
     def close(self) -> None:
+        self._process.kill()
         self._process.communicate()
+        self._counter.close()
+        self._shared.close()
 
 
 def run_bare(args: Any) -> None:
-    """Answers each line of warm-up and seconds with the tokens a second of a window."""
-    from coppice import EngineConfig
+    """Generates until it is killed; the number of tokens stands in the file `args.bare`."""
+    from coppice import EngineConfig, SamplingParams
     from coppice.frontend.text_engine import TextEngine
 
     config = EngineConfig(
@@ -197,24 +235,13 @@ def run_bare(args: Any) -> None:
     engine = TextEngine.load(config).engine
     mix = Mix(engine.model_config.vocab_size, args.shared, args.own, args.out)
     rng = random.Random(-1)
-    for line in sys.stdin:
-        warm, seconds = map(float, line.split())
-        print(bare_window(engine, mix, rng, args.clients, warm, seconds), flush=True)
-
-
-def bare_window(
-    engine: Any, mix: Mix, rng: random.Random, clients: int, warm: float, seconds: float
-) -> float:
-    from coppice import SamplingParams
-
+    with Path(args.bare).open("r+b") as file:
+        counter = mmap.mmap(file.fileno(), 8)
+    print("ready", flush=True)
     added = generated = 0
-    begun = time.monotonic()
-    counted_from = None
     running: set[str] = set()
-    while (now := time.monotonic()) < begun + warm + seconds:
-        if counted_from is None and now >= begun + warm:
-            counted_from, generated = now, 0
-        while len(running) < clients:
+    while True:
+        while len(running) < args.clients:
             running.add(str(added))
             params = SamplingParams(temperature=0, max_tokens=mix.length(rng), ignore_eos=True)
             engine.add_request(str(added), mix.prompt(rng), params)
@@ -223,11 +250,7 @@ def bare_window(
             generated += len(output.new_token_ids)
             if output.finish_reason is not None:
                 running.discard(output.request_id)
-    assert counted_from is not None
-    rate = generated / (time.monotonic() - counted_from)
-    for name in running:
-        engine.abort(name)
-    return rate
+        counter[:] = generated.to_bytes(8, "little")
 
 
 def start_server(args: Any) -> tuple[subprocess.Popen[str], tuple[str, int]]:
@@ -244,22 +267,13 @@ def start_server(args: Any) -> tuple[subprocess.Popen[str], tuple[str, int]]:
 
 
 async def crowd(
-    args: Any,
-    address: tuple[str, int],
-    mix: Mix,
-    tally: Tally,
-    warm: float,
-    seconds: float,
-    turn: int = 0,
+    args: Any, address: tuple[str, int], mix: Mix, tally: Tally, warm: float, seconds: float
 ) -> AsyncIterator[float]:
-    """Runs the clients; yields each second of what counts, and at last the tokens a second.
-
-    Each turn asks something new: what was asked before would be cached.
-    """
+    """Runs the clients; yields each second of what counts, and at last the tokens a second."""
     end = time.monotonic() + warm + seconds
     tasks = [
         asyncio.create_task(client(address, args.model, mix, end, random.Random(seed), tally))
-        for seed in range(turn * args.clients, (turn + 1) * args.clients)
+        for seed in range(args.clients)
     ]
     await asyncio.sleep(warm)
     tokens, since = tally.tokens, time.monotonic()
@@ -298,7 +312,7 @@ async def serve(args: Any, mix: Mix) -> dict[str, Any]:
                 for name, process in processes.items()
             }
         report = await asyncio.to_thread(report_when_idle, address)
-        turns = await take_turns(args, address, mix)
+        turns = await take_turns(args, address, mix, [server.pid, engine_pid])
     finally:
         server.send_signal(signal.SIGTERM)
         status = await asyncio.to_thread(server.wait, 60)
@@ -313,24 +327,88 @@ async def serve(args: Any, mix: Mix) -> dict[str, Any]:
     }
 
 
+@dataclass
+class Round:
+    """Turns of all kinds: tokens and seconds of each."""
+
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TURNS, 0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TURNS, 0.0))
+    errors: int = 0
+
+    def rate(self, kind: str) -> float:
+        return self.tokens[kind] / self.seconds[kind]
+
+    def ratio(self, kind: str) -> float:
+        return self.rate("served") / self.rate(kind)
+
+
 async def take_turns(
-    args: Any, address: tuple[str, int], mix: Mix
-) -> list[tuple[float, float, int]]:
-    """Of each round: tokens a second of the server and of the bare engine, errors of the server."""
+    args: Any, address: tuple[str, int], mix: Mix, server: list[int]
+) -> list[Round]:
+    """The server, by its processes, and the bare engine: one runs while the other is stopped.
+
+    The clients ask something new, since what was asked before would be cached.
+    """
+    tally, own = Tally(), Watched(os.getpid())
     bare = await asyncio.to_thread(Bare, args)
+    signal_all(bare.pids, signal.SIGSTOP)
+    seeds = range(args.clients, 2 * args.clients)
+    clients = [
+        asyncio.create_task(client(address, args.model, mix, math.inf, random.Random(seed), tally))
+        for seed in seeds
+    ]
+    rounds, price, spent = [], 0.0, 0.0  # seconds of the clients for each token; in the last round
     try:
-        turns = []
-        for turn in range(1, args.rounds + 1):
-            alone = await asyncio.to_thread(bare.rate, args.window / 3, args.window)
-            tally, rate = Tally(), 0.0
-            async for latest in crowd(
-                args, address, mix, tally, args.window / 3, args.window, turn
-            ):
-                rate = latest
-            turns.append((rate, alone, len(tally.errors)))
+        await asyncio.sleep(args.window / 3)
+        signal_all(server, signal.SIGSTOP)
+        signal_all(bare.pids, signal.SIGCONT)
+        await asyncio.sleep(args.window / 3)
+        signal_all(bare.pids, signal.SIGSTOP)
+        for _ in range(args.rounds + 1):  # the first one only tells what the clients cost
+            this, errors, spent = Round(), len(tally.errors), 0.0
+            while this.seconds["served"] < args.window:
+                for kind in TURNS:
+                    pids = server if kind == "served" else bare.pids
+                    tokens, seconds = (
+                        tally.tokens if kind == "served" else bare.tokens,
+                        own.seconds(),
+                    )
+                    begun = time.monotonic()
+                    signal_all(pids, signal.SIGCONT)
+                    if kind == "bare beside clients":
+                        await spend(price, bare, TURN_SECONDS)
+                    else:
+                        await asyncio.sleep(TURN_SECONDS)
+                    signal_all(pids, signal.SIGSTOP)
+                    this.seconds[kind] += time.monotonic() - begun
+                    now = tally.tokens if kind == "served" else bare.tokens
+                    this.tokens[kind] += now - tokens
+                    if kind == "served":
+                        spent += own.seconds() - seconds
+            this.errors = len(tally.errors) - errors
+            rounds.append(this)
+            price = spent / max(1, this.tokens["served"])
     finally:
+        signal_all([*server, *bare.pids], signal.SIGCONT)
         await asyncio.to_thread(bare.close)
-    return turns
+        for task in clients:
+            task.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+    return rounds[1:]
+
+
+async def spend(price: float, bare: Bare, seconds: float) -> None:
+    """Takes so much processor time for each token that the bare engine generates meanwhile."""
+    end, first, begun = time.monotonic() + seconds, bare.tokens, time.process_time()
+    while time.monotonic() < end:
+        await asyncio.sleep(0.02)
+        while time.process_time() - begun < price * (bare.tokens - first):
+            sum(range(1000))
+
+
+def signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
 
 
 def report_when_idle(address: tuple[str, int]) -> dict[str, Any]:
@@ -363,12 +441,12 @@ def main() -> None:
     options.add_argument("--pool", type=int, default=65_536, help="tokens in the KV cache")
     options.add_argument("--log", default=os.devnull, help="where the server's log goes")
     options.add_argument("--rounds", type=int, default=6, help="of server and bare engine in turn")
-    options.add_argument("--window", type=float, help="seconds counted of each turn")
-    options.add_argument("--bare", action="store_true", help="(is the bare engine)")
+    options.add_argument("--window", type=float, help="seconds of each kind of turn in a round")
+    options.add_argument("--bare", metavar="FILE", help="(is the bare engine)")
     args = options.parse_args()
     args.clients = args.clients or (16 if args.quick else 256)
     args.seconds = args.seconds or (20 if args.quick else 300)
-    args.window = args.window or (5 if args.quick else 20)
+    args.window = args.window or (5 if args.quick else 15)
     if args.bare:
         run_bare(args)
         return
@@ -383,6 +461,7 @@ def main() -> None:
     tally: Tally = result["tally"]
     for error in tally.errors[:5]:
         print(error, file=sys.stderr)
+    turns: list[Round] = result["turns"]
     pages = result["report"]["pool"]["pages"]
     rows.add(
         benchmark="load",
@@ -390,7 +469,7 @@ def main() -> None:
         **{name: getattr(args, name) for name in ("clients", "seconds", "shared", "own", "out")},
         answers=tally.answers,
         left_early=tally.left,
-        errors=len(tally.errors) + sum(errors for _, _, errors in result["turns"]),
+        errors=len(tally.errors) + sum(each.errors for each in turns),
         exit_status=result["status"],
         pages_held_at_the_end=pages["held"],
         pages_lost=2 * pages["total"] - sum(pages.values()),
@@ -398,15 +477,19 @@ def main() -> None:
             name: round(mean(values[-len(values) // 4 :]) / mean(values[: len(values) // 4]), 3)
             for name, values in result["memory"].items()
         },
-        throughput_over_bare_engine=spread([mine / bare for mine, bare, _ in result["turns"]]),
+        throughput_over_bare_engine=spread([each.ratio("bare") for each in turns]),
+        throughput_over_bare_engine_beside_clients=spread(
+            [each.ratio("bare beside clients") for each in turns]
+        ),
         cores_used={name: round(value, 2) for name, value in result["used"].items()},
         itl_p99_over_p50=round(quantiles(tally.gaps)["p99"] / quantiles(tally.gaps)["p50"], 2),
         times={
             "ttft_s": quantiles(tally.ttft),
             "itl_s": quantiles(tally.gaps),
             "tokens_per_s": round(result["rate"]),
-            "turns_tokens_per_s": [round(mine) for mine, _, _ in result["turns"]],
-            "turns_bare_tokens_per_s": [round(bare) for _, bare, _ in result["turns"]],
+            "turns_tokens_per_s": {
+                kind: [round(each.rate(kind)) for each in turns] for kind in TURNS
+            },
         },
         machine=machine(),
     )
