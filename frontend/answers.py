@@ -75,6 +75,11 @@ class Completion:
         choice = {"index": index, "text": delta.text, "logprobs": logprobs}
         return [self._object(self.object_chunk, [choice | _ending(delta.completion)])]
 
+    @property
+    def frames_text(self) -> bool:
+        """Whether the chunks of new text are alike but for the text, whatever it is."""
+        return True
+
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The last chunk, if it was asked for."""
         return self._object(self.object_chunk, []) | {"usage": usage(outputs)}
@@ -121,6 +126,10 @@ class ChatCompletion(Completion):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._readers: dict[int, ToolReader] = {}  # of each choice of a stream
+
+    @property
+    def frames_text(self) -> bool:
+        return self._asked.tools is None or self._format is None
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         return [self._chunk(index, {"role": "assistant", "content": ""}, None)]

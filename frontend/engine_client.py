@@ -154,10 +154,12 @@ class EngineClient:
                 self._call(method, name, tokens, given, **more)
                 for name, tokens in zip(names, packed, strict=True)
             ]
-            refusals = await asyncio.gather(*answers, return_exceptions=True)
-            for refusal in refusals:
-                if refusal is not None:
-                    raise refusal
+            if len(answers) == 1:
+                await answers[0]
+            else:
+                for refusal in await asyncio.gather(*answers, return_exceptions=True):
+                    if refusal is not None:
+                        raise refusal
         except BaseException:  # refused, or cancelled while the engine was busy with a step
             deltas.close()
             raise

@@ -13,6 +13,7 @@ from pydantic_core import to_json
 from coppice.frontend.answers import Completion, UsageSoFar, usage
 from coppice.frontend.bodies import error_body
 from coppice.frontend.deltas import Deltas, RequestFailed
+from coppice.frontend.ids import fresh_id
 from coppice.frontend.middleware import NOTE
 from coppice.frontend.outputs import RequestOutput
 from coppice.frontend.prepare import Prepared
@@ -56,6 +57,8 @@ class EventStream:
         self._so_far = UsageSoFar(ids for _, ids in prepared.prompts)
         self._outputs: list[RequestOutput] = []
         self._unsent: list[bytes] = []
+        self._frames: dict[int, tuple[bytes, bytes] | None] = {}
+        self._chunked = False  # whether HTTP's chunks are around what is written
         self._response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
@@ -66,6 +69,7 @@ class EventStream:
         Raises ConnectionError if the client is gone or has stopped reading.
         """
         await self._response.prepare(self._request)
+        self._chunked = "chunked" in self._response.headers.get("Transfer-Encoding", "")
         note = self._request[NOTE]
         try:
             async with asyncio.timeout_at(deadline):
@@ -116,11 +120,31 @@ class EventStream:
         transport = self._request.transport
         if transport is None or transport.is_closing() or transport.get_write_buffer_size():
             return False
-        self._add_delta(place, delta)
-        if data := self._taken():
-            chunked = "chunked" in self._response.headers.get("Transfer-Encoding", "")
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
+        if delta.is_plain and (frame := self._frame(place * self._asked.params.n + delta.index)):
+            data = to_json(delta.text).join(frame) if delta.text else b""
+        else:
+            self._add_delta(place, delta)
+            data = self._taken()
+        if data:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
         return True
+
+    def _frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the text of a choice's event; None: it is not always so.
+
+        It says the same in every event with nothing but text, so it is made once.
+        """
+        try:
+            return self._frames[index]
+        except KeyError:
+            frame = None
+            mark = fresh_id()
+            if self._shape.frames_text and not self._asked.continuous_usage:
+                self._add(self._shape.chunks(index, TextDelta("", mark, (), None)))
+                before, *after = self._taken().split(to_json(mark))
+                frame = (before, after[0]) if len(after) == 1 else None
+            self._frames[index] = frame
+            return frame
 
     async def _send(self, *, last: bool = False) -> None:
         """Sends what is unsent, and the `last` of it with the end of the stream."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from datetime import UTC, datetime
 from typing import Any
 
+_QUOTED = re.compile(r'[ "=]')
 _encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
@@ -19,6 +21,11 @@ def configure(log_format: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if log_format == "json" else _Text())
+    # Nobody asks a record from where in the code, which thread and which process it comes: what
+    # gathers that takes longer than the rest of a line.
+    logging._srcfile = None  # type: ignore[attr-defined]
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging.logAsyncioTasks = False
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
@@ -45,9 +52,13 @@ class _Json(logging.Formatter):
 
 
 class _Text(logging.Formatter):
+    _when = (0, "")  # the second of the last line, and how it is written
+
     def format(self, record: logging.LogRecord) -> str:
-        when = time.strftime("%H:%M:%S", time.localtime(record.created))
-        words = [when, record.levelname.lower(), record.getMessage()]
+        second = int(record.created)
+        if second != self._when[0]:
+            self._when = second, time.strftime("%H:%M:%S", time.localtime(second))
+        words = [self._when[1], record.levelname.lower(), record.getMessage()]
         # A value that could break the line, or begin one that looks like another, is quoted.
         words += [f"{name}={_value(value)}" for name, value in _fields(record).items()]
         line = " ".join(words)
@@ -57,6 +68,6 @@ class _Text(logging.Formatter):
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, str) and value.isprintable() and value and not set(value) & set(' "='):
+    if isinstance(value, str) and value.isprintable() and value and not _QUOTED.search(value):
         return value
-    return _encode(value)
+    return str(value) if type(value) is int else _encode(value)

@@ -48,14 +48,14 @@ class StopStrings:
         if self.matched is not None:
             raise RuntimeError(f"text goes on after the stop string {self.matched!r}")
         self.text += piece
-        if armed:
+        if armed and self._stop:
             self._search()
         self._searched = len(self.text)
 
     def take(self, *, final: bool = False) -> str:
         """The text that may be shown and was not taken before; all of it when `final`."""
         end = len(self.text)
-        if not final and self.matched is None:
+        if self._longest and not final and self.matched is None:
             end -= self._possible_beginning()
         piece = self.text[self._shown : end]
         self._shown = max(self._shown, end)

@@ -51,6 +51,11 @@ class TextDelta:
     best_so_far: CompletionOutput | None = None
     cached_tokens: int = 0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to it but text, of a continuation that goes on."""
+        return self.completion is None and self.best_so_far is None and not self.logprobs
+
     def follow(self, earlier: TextDelta) -> None:
         """Takes in what the same continuation did before."""
         self.text = earlier.text + self.text
@@ -87,6 +92,7 @@ class _Running:
     params: SamplingParams
     lines: list[_Line]
     in_pieces: bool
+    keeps: bool  # whether tokens may wait to be made text of: no stop string ends it
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def may_wait(self, line: _Line, patient: bool) -> bool:
@@ -130,7 +136,10 @@ class Texts:
             for index in range(params.num_sequences)
         ]
         ids = tuple(prompt_token_ids)
-        self._running[request_id] = _Running(request_id, prompt, ids, params, lines, in_pieces)
+        keeps = not params.stop_strings
+        self._running[request_id] = _Running(
+            request_id, prompt, ids, params, lines, in_pieces, keeps
+        )
 
     def drop(self, request_id: str) -> bool:
         """Forgets a request; False if it is unknown or has ended."""
@@ -174,10 +183,13 @@ class Texts:
         running = self._running.get(request_id)
         if running is None:
             return True  # nobody wants them
-        line, params = running.lines[index], running.params
-        if params.stop_strings or not running.may_wait(line, patient):
+        line = running.lines[index]
+        if not running.in_pieces:
+            if not running.keeps:
+                return False
+        elif not (patient and line.shown and running.keeps):
             return False
-        if running.in_pieces:
+        elif not line.kept:
             self._waiting[request_id, index] = running, line
         line.kept += token_ids
         return True
