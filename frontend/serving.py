@@ -54,7 +54,7 @@ def serve(
     logs.configure(options.log_format)
     watch = WatchStopStrings(str(source))
     launch = partial(EngineProcess, own, options.log_format, tokenizer=source, watch_lines=watch)
-    engine = EngineClient(launch, loaded, longest_delay=options.max_stream_delay)
+    engine = EngineClient(launch, loaded, longest_delay=options.max_stream_delay, gives_way=True)
     asyncio.run(_serve(engine, config.model, options, listener))
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import pytest
 from aiohttp import web
 
@@ -239,6 +241,49 @@ async def test_sigterm_under_load(checkpoint: Path) -> None:
         assert [event["completion_tokens"] for event in events if event["event"] == "request"] == [
             480
         ] * 12
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities there")
+def test_the_server_gives_way_to_its_engine_and_to_the_one_after_that(checkpoint: Path) -> None:
+    """An engine that was started by a thread of lower priority would have that, too."""
+
+    def engine() -> int | None:
+        found = [
+            int(pid)
+            for children in Path(f"/proc/{server.pid}/task").glob("*/children")
+            for pid in children.read_text().split()
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        return found[0] if found else None
+
+    def priority(thread: int) -> int:
+        return os.getpriority(os.PRIO_PROCESS, thread)
+
+    command = [Path(sys.executable).parent / "coppice", "serve", checkpoint, "--port", "0"]
+    server = subprocess.Popen(
+        [*command, "--kv-cache-tokens", "1024"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert server.stdout is not None
+        url = next(line.split()[1] for line in server.stdout if line.startswith("url"))
+        mine, first = priority(0), engine()
+        assert first is not None and priority(first) == mine
+        assert priority(server.pid) == min(19, mine + client_module.NICE)
+        os.kill(first, signal.SIGKILL)
+        for _ in range(300):
+            time.sleep(0.1)
+            second = engine()
+            if second not in (None, first) and httpx.get(url + "/health").status_code == 200:
+                break
+        assert second not in (None, first) and priority(second) == mine
+        assert priority(server.pid) == min(19, mine + client_module.NICE)
     finally:
         server.kill()
         server.wait()
