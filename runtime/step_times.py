@@ -9,6 +9,9 @@ import numpy as np
 
 _KEPT = 0.95  # of the weight of each older step when a new one of its kind is seen
 LEAST_PREFILL = 16  # tokens a step may always prefill, so that prompts go on whatever they cost
+# A step counts as so many times what was expected at most: a machine that was suspended or stopped
+# meanwhile tells nothing about steps, and would keep prompts waiting for dozens of them.
+_STRANGE = 4.0
 # What steps are made of, in units of which two steps usually differ by about one, and how
 # strongly each coefficient is pulled to 0, which decides what noise and steps that are alike leave
 # open: what comes with a prompt is laid on its tokens rather than on the constant, to be careful.
@@ -48,8 +51,10 @@ class StepTimes:
         for count, context in prefills:
             tokens += count
             pairs += count * (context + count / 2)
-        row = np.array([1.0, decodes, float(decodes > 0 < tokens), tokens, pairs]) / _UNITS
-        kind = int(tokens > 0)
+        parts = np.array([1.0, decodes, float(decodes > 0 < tokens), tokens, pairs])
+        row, kind = parts / _UNITS, int(tokens > 0)
+        if self._products[kind].any():
+            seconds = min(seconds, _STRANGE * float(parts @ self._fit()))
         self._products[kind] = _KEPT * self._products[kind] + np.outer(row, row)
         self._answers[kind] = _KEPT * self._answers[kind] + row * seconds
         self._coefficients = None

@@ -168,6 +168,20 @@ def test_step_times_find_what_each_part_costs():
     assert times.prefill_tokens(32) == LEAST_PREFILL
 
 
+def test_a_machine_that_stood_still_does_not_keep_prompts_waiting():
+    def seconds(decodes, tokens):
+        return 0.01 + 0.0002 * decodes + 0.0001 * tokens
+
+    times = StepTimes(2.5)
+    observe(times, seconds)
+    before = times.prefill_tokens(32)
+    times.observe(32, [(100, 0)], 5.0)  # suspended in the middle of it
+    assert times.prefill_tokens(32) > before / 2
+    times.observe(32, [], 5.0)
+    observe(times, seconds, 20)
+    assert times.prefill_tokens(32) == pytest.approx(before, rel=0.3)
+
+
 def test_what_any_prompt_costs_a_step_is_not_laid_on_its_tokens():
     """Else few tokens look dear, so that fewer come, which look dearer still."""
 
