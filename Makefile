@@ -94,6 +94,7 @@ $(READY): requirements.lock pyproject.toml
 # after a change, until this has run again.
 $(TREE): $(READY) setup.py $(wildcard radix/*.py)
 	@echo "compiling the tree"
+	@mkdir -p build
 	@$(BIN)/python -P setup.py --quiet build_ext --inplace >build/tree.log 2>&1 \
 		|| { cat build/tree.log; echo "the tree is not compiled, and runs as it is" >&2; }
 	@touch $(TREE)
