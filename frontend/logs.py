@@ -23,9 +23,9 @@ def configure(log_format: str) -> None:
     handler.setFormatter(_Json() if log_format == "json" else _Text())
     # Nobody asks a record from where in the code, which thread and which process it comes: what
     # gathers that takes longer than the rest of a line.
-    logging._srcfile = None  # type: ignore[attr-defined]
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging.logAsyncioTasks = False
+    logging._srcfile = None
+    for each in ("Threads", "Processes", "Multiprocessing", "AsyncioTasks"):
+        setattr(logging, f"log{each}", False)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -276,7 +276,7 @@ def test_classes_need_the_policy_that_knows_them(llm: LLM, checkpoint: Path) -> 
 
 def test_the_best_of_several_are_those_with_the_highest_logprob_per_token(llm: LLM) -> None:
     prompt = "Where is the key?"
-    common: dict[str, Any] = {"seed": 11, "max_tokens": 9, "stop": ["e"], "temperature": 1.5}
+    common: dict[str, Any] = {"seed": 12, "max_tokens": 9, "stop": ["e"], "temperature": 1.5}
     (every,) = llm.generate(prompt, SamplingParams(n=5, logprobs=0, **common))
     means = [each.cumulative_logprob / len(each.token_ids) for each in every.outputs]
     assert len({len(each.token_ids) for each in every.outputs}) > 1, "lengths must matter"
