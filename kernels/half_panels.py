@@ -6,8 +6,10 @@ become float32 in the registers, by a shift or a mask: the results are float32's
 memory.
 
 A weight is laid out in panels of ``PANEL`` outputs, two inputs of each side by side, so that a
-panel is read once, in order; up to ``ROWS`` rows are worked at a time, with their sums in
-registers. A result adds up in the order of the inputs and depends on its row and nothing else.
+panel is read once, in order; up to ``ROWS`` rows, laid side by side (``row_blocks``), are worked at
+a time, with their sums in registers. While a panel is worked the next one is fetched: products of
+up to 8 rows take no longer than memory does, 1.3 to 1.5 times less than without. A result adds up
+in the order of the inputs and depends on its row and nothing else.
 Importing this where a processor has no vectors with fused multiplication is an ``ImportError``;
 ``half_numba`` has the call.
 """
@@ -25,12 +27,13 @@ from numba import carray, cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from coppice.kernels.row_blocks import to_fetch
 from coppice.kernels.tasks_numba import pointer
 from coppice.kernels.vector_code import (
     INTS,
     LANES,
     LONG,
-    SUMS,
+    ROWS,
     VECTOR,
     at_float,
     call,
@@ -42,19 +45,18 @@ from coppice.kernels.vector_code import (
     zeros,
 )
 
-#: A digest of ``vector_code.py`` and ``tasks_numba.py``; see ``items_numba``.
-SOURCES = "2aadb1ed2502"
+#: A digest of ``row_blocks.py``, ``vector_code.py`` and ``tasks_numba.py``; see ``items_numba``.
+SOURCES = "3c09c58586e0"
 
 if not llvm.get_host_cpu_features().get("fma"):
     raise ImportError("this processor has no vectors with fused multiplication (FMA)")
 
 _WIDE = 3
-#: Rows at a time, 8 or 4: their sums stay in registers.
-ROWS = SUMS // _WIDE
 #: Outputs of a panel.
 PANEL = _WIDE * LANES
-# Bytes of a line of the cache.
+# Bytes of a line of the cache, and the lines that a panel has for each two inputs.
 _LINE = 64
+_PARTS = -(-4 * PANEL // _LINE)
 # Numbers and addresses that ``run_panels`` is given.
 _FRAME = 7
 
@@ -105,34 +107,35 @@ def _multiply_panel(
     x: Any,
     inner: Any,
     weights: Any,
-    ahead: Any,
+    first: Any,
+    second: Any,
+    third: Any,
     bias: Any,
     out: Any,
     width: Any,
 ) -> Any:
     """``out`` float32 ``[rows, PANEL]``, rows ``width`` apart: ``x`` times a panel, plus bias.
 
-    How many rows is a constant, the others are addresses and sizes. ``x`` is float32
-    ``[rows, inner]``, ``bias`` float32 ``[PANEL]``; ``ahead`` is what will be read next, of which
-    a line of the cache is fetched with each two inputs.
+    How many rows is a constant, the others are addresses and sizes. ``x`` is a block of
+    ``row_blocks``, float32 ``[inner, rows]``, ``bias`` float32 ``[PANEL]``; of what lies at
+    ``first``, ``second`` and ``third`` a line of the cache is fetched with each two inputs.
     """
     many = rows.literal_value
-    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 7)
+    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 9)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, x, inner, weights, ahead, bias, out, width = arguments
+        _, x, inner, weights, first, second, third, bias, out, width = arguments
         sums = [zeros(b, _WIDE) for _ in range(many)]
-        starts = [b.mul(inner, constant(row)) for row in range(many)]
         with cgutils.for_range(b, b.lshr(inner, constant(1)), intp=LONG) as loop:
             place = b.mul(loop.index, constant(PANEL))
             pairs = [load(b, weights, b.add(place, constant(LANES * i))) for i in range(_WIDE)]
-            if many == ROWS:
+            for ahead in (first, second, third):
                 prefetch(b, b.add(ahead, b.mul(loop.index, constant(_LINE))))
+            here = b.add(x, b.mul(loop.index, constant(2 * 4 * many)))
             for which in range(2):
                 vectors = [_widened(b, pair, which) for pair in pairs]
-                index = b.add(b.shl(loop.index, constant(1)), constant(which))
-                for start, mine in zip(starts, sums, strict=True):
-                    number = splat(b, b.load(at_float(b, x, b.add(start, index))))
+                for row, mine in enumerate(sums):
+                    number = splat(b, b.load(at_float(b, here, constant(which * many + row))))
                     for total, vector in zip(mine, vectors, strict=True):
                         b.store(call(b, "fma", vector, number, b.load(total)), total)
         added = [load(b, bias, constant(LANES * i)) for i in range(_WIDE)]
@@ -167,10 +170,11 @@ def run_panels(frame: int, begin: int, end: int) -> None:
         row = 0
         while row < rows:
             start = f[3] + 4 * row * inner
-            # While rows are worked with this panel the next one comes, a third with each.
-            ahead = start
-            if ROWS <= row < 4 * ROWS and panel + 1 < end:
-                ahead = weights + 2 * inner * PANEL + _LINE * (inner // 2) * (row // ROWS - 1)
+            # While rows are worked with this panel the next one comes.
+            one = two = three = start
+            if panel + 1 < end:
+                following, part = weights + 2 * inner * PANEL, _LINE * (inner // 2)
+                one, two, three = to_fetch(row, rows, following, part, _PARTS, start)
             to, stride = f[6] + 4 * (row * width + first), width
             if not whole:
                 to, stride = edge.ctypes.data, PANEL
@@ -178,16 +182,24 @@ def run_panels(frame: int, begin: int, end: int) -> None:
             # The first argument is a constant of what is compiled.
             if ROWS == 8 and left >= 8:
                 many = 8
-                _multiply_panel(8, start, inner, weights, ahead, bias, to, stride)
+                _multiply_panel(
+                    8, start, inner, weights, one, two, three, bias, to, stride
+                )  # fmt: skip
             elif left >= 4:
                 many = 4
-                _multiply_panel(4, start, inner, weights, ahead, bias, to, stride)
+                _multiply_panel(
+                    4, start, inner, weights, one, two, three, bias, to, stride
+                )  # fmt: skip
             elif left >= 2:
                 many = 2
-                _multiply_panel(2, start, inner, weights, ahead, bias, to, stride)
+                _multiply_panel(
+                    2, start, inner, weights, one, two, three, bias, to, stride
+                )  # fmt: skip
             else:
                 many = 1
-                _multiply_panel(1, start, inner, weights, ahead, bias, to, stride)
+                _multiply_panel(
+                    1, start, inner, weights, one, two, three, bias, to, stride
+                )  # fmt: skip
             if not whole:
                 for i in range(many):
                     at = pointer(f[6] + 4 * ((row + i) * width + first))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from coppice.kernels.row_blocks import lay_rows
 from coppice.kernels.rows_numba import SHARED_FROM, quantize_share, quantize_shares
 from coppice.kernels.tasks_numba import run_share, run_shares
 
-#: A digest of ``rows_numba.py`` and ``tasks_numba.py``; see ``items_numba``.
-SOURCES = "8dac3e8f888d"
+#: A digest of ``row_blocks.py``, ``vector_code.py``, ``rows_numba.py`` and ``tasks_numba.py``; see
+#: ``items_numba``.
+SOURCES = "cbab1f5d0f9d"
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19
@@ -43,9 +45,13 @@ def multiply_rows(
         quantize_share(np.int64(0), rows, x, np.int32(128), levels, peaks)
     else:
         quantize_shares(shares, x, np.int32(128), levels, peaks)
+    laid = levels
+    if rows > 1:
+        laid = np.empty((rows, inner), np.int8)
+        lay_rows(rows, levels.ctypes.data, inner // 4, laid.ctypes.data, threads)
     frame = np.empty(9, np.int64)
     frame[0], frame[1], frame[2] = rows, inner, width
-    frame[3], frame[4], frame[5] = levels.ctypes.data, peaks.ctypes.data, weight
+    frame[3], frame[4], frame[5] = laid.ctypes.data, peaks.ctypes.data, weight
     frame[6], frame[7], frame[8] = scale, bias, out.ctypes.data
     panels = -(-width // panel)
     if rows * inner * width < _SHARED_FROM or threads <= 1:
@@ -56,4 +62,4 @@ def multiply_rows(
             cuts[i] = panels * i // threads
         run_shares(function, frame.ctypes.data, cuts)
     # Numba frees what is not named any more, and addresses are no names.
-    levels[0, 0], peaks[0], frame[0] = 0, 0, 0
+    laid[0, 0], peaks[0], frame[0] = 0, 0, 0

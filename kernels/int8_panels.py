@@ -3,9 +3,10 @@
 ``vpdpbusd`` multiplies four unsigned bytes with four signed ones in each lane and adds the four
 products to an int32: four times the multiplications of float32 in an instruction, exact. A weight
 is laid out in panels: of ``PANEL`` outputs, four inputs of each side by side, so that a panel is
-read once, in order, whatever the rows; up to ``ROWS`` rows are worked at a time, with their sums in
-registers, and their levels are read where they lie. The levels are the unsigned side, with 128
-added; what that adds to an output, 128 times the sum of its weights, lies behind the panel.
+read once, in order, whatever the rows; up to ``ROWS`` rows, their levels laid side by side by fours
+(``row_blocks``), are worked at a time, with their sums in registers, while the next panel is
+fetched. The levels are the unsigned side, with 128 added; what that adds to an output, 128 times
+the sum of its weights, lies behind the panel.
 
 A result depends on its row and nothing else. Importing this where a processor has no VNNI is an
 ``ImportError``; ``int8_numba`` has the call.
@@ -23,29 +24,31 @@ from numba import carray, cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from coppice.kernels.row_blocks import to_fetch
 from coppice.kernels.tasks_numba import pointer
-from coppice.kernels.vector_code import prefetch
+from coppice.kernels.vector_code import ROWS, prefetch
 
-#: A digest of ``vector_code.py`` and ``tasks_numba.py``; see ``items_numba``.
-SOURCES = "2aadb1ed2502"
+#: A digest of ``row_blocks.py``, ``vector_code.py`` and ``tasks_numba.py``; see ``items_numba``.
+SOURCES = "3c09c58586e0"
 
 
-def _layout() -> tuple[int, int]:
-    """Lanes of int32 in a register, and rows at a time: their sums stay in registers."""
+def _layout() -> int:
+    """Lanes of int32 in a register."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512vnni"):
-        return 16, 8  # 24 of 32 registers
+        return 16
     if features.get("avxvnni"):
-        return 8, 4  # 12 of 16
+        return 8
     raise ImportError("this processor has no dot products of bytes (VNNI)")
 
 
-LANES, ROWS = _layout()
+LANES = _layout()
 _WIDE = 3
 #: Outputs of a panel.
 PANEL = _WIDE * LANES
-# Bytes of a line of the cache.
+# Bytes of a line of the cache, and the lines that a panel has for each four inputs.
 _LINE = 64
+_PARTS = -(-4 * PANEL // _LINE)
 # Numbers and addresses that ``run_panels`` is given.
 _FRAME = 9
 
@@ -100,7 +103,9 @@ def _multiply_panel(
     levels: Any,
     inner: Any,
     weights: Any,
-    ahead: Any,
+    first: Any,
+    second: Any,
+    third: Any,
     peaks: Any,
     scales: Any,
     bias: Any,
@@ -109,16 +114,16 @@ def _multiply_panel(
 ) -> Any:
     """``out`` float32 ``[rows, PANEL]``, rows ``width`` apart: levels times a panel, rescaled.
 
-    How many rows is a constant, the others are addresses and sizes. ``levels`` uint8
-    ``[rows, inner]``, 128 added; ``ahead`` is what will be read next, of which a line of the cache
-    is fetched with each four inputs; ``peaks`` float32 ``[rows]``; ``scales`` and ``bias`` float32
-    ``[PANEL]``.
+    How many rows is a constant, the others are addresses and sizes. ``levels`` uint8, 128 added, is
+    a block of ``row_blocks``, ``[inner / 4, rows, 4]``; of what lies at ``first``, ``second`` and
+    ``third`` a line of the cache is fetched with each four inputs; ``peaks`` float32 ``[rows]``;
+    ``scales`` and ``bias`` float32 ``[PANEL]``.
     """
     many = rows.literal_value
-    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 9)
+    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 11)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, levels, inner, weights, ahead, peaks, scales, bias, out, width = arguments
+        _, levels, inner, weights, first, second, third, peaks, scales, bias, out, width = arguments
         kind = ir.FunctionType(_INTS, [_INTS, _BYTES, _BYTES])
         name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
         multiply_in = cgutils.get_or_insert_function(b.module, kind, name)
@@ -134,15 +139,14 @@ def _multiply_panel(
             return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
 
         sums = [[cgutils.alloca_once_value(b, zeros) for _ in range(_WIDE)] for _ in range(many)]
-        starts = [b.add(levels, b.mul(inner, ir.Constant(_LONG, row))) for row in range(many)]
         with cgutils.for_range(b, b.lshr(inner, ir.Constant(_LONG, 2)), intp=_LONG) as loop:
             place = b.add(weights, b.mul(loop.index, ir.Constant(_LONG, 4 * PANEL)))
             vectors = [b.bitcast(load(place, 4 * LANES * i, _INTS), _BYTES) for i in range(_WIDE)]
-            if many == ROWS:
+            for ahead in (first, second, third):
                 prefetch(b, b.add(ahead, b.mul(loop.index, ir.Constant(_LONG, _LINE))))
-            offset = b.shl(loop.index, ir.Constant(_LONG, 2))
-            for start, mine in zip(starts, sums, strict=True):
-                four = b.bitcast(splat(load(b.add(start, offset), 0, _INT), _INTS), _BYTES)
+            here = b.add(levels, b.mul(loop.index, ir.Constant(_LONG, 4 * many)))
+            for row, mine in enumerate(sums):
+                four = b.bitcast(splat(load(here, 4 * row, _INT), _INTS), _BYTES)
                 for total, vector in zip(mine, vectors, strict=True):
                     b.store(b.call(multiply_in, (b.load(total), four, vector)), total)
         # Here and not in a loop of numba's, which takes longer than the products of 576 inputs.
@@ -188,10 +192,11 @@ def run_panels(frame: int, begin: int, end: int) -> None:
         row = 0
         while row < rows:
             start, peaks = f[3] + row * inner, f[4] + 4 * row
-            # While rows are worked with this panel the next one comes, a third with each.
-            ahead = start
-            if ROWS <= row < 4 * ROWS and panel + 1 < end:
-                ahead = weights + (inner + 4) * PANEL + _LINE * (inner // 4) * (row // ROWS - 1)
+            # While rows are worked with this panel the next one comes.
+            one = two = three = start
+            if panel + 1 < end:
+                following, part = weights + (inner + 4) * PANEL, _LINE * (inner // 4)
+                one, two, three = to_fetch(row, rows, following, part, _PARTS, start)
             to, stride = f[8] + 4 * (row * width + first), width
             if not whole:
                 to, stride = edge.ctypes.data, PANEL
@@ -199,16 +204,24 @@ def run_panels(frame: int, begin: int, end: int) -> None:
             # The first argument is a constant of what is compiled.
             if ROWS == 8 and left >= 8:
                 many = 8
-                _multiply_panel(8, start, inner, weights, ahead, peaks, scales, bias, to, stride)
+                _multiply_panel(
+                    8, start, inner, weights, one, two, three, peaks, scales, bias, to, stride
+                )  # fmt: skip
             elif left >= 4:
                 many = 4
-                _multiply_panel(4, start, inner, weights, ahead, peaks, scales, bias, to, stride)
+                _multiply_panel(
+                    4, start, inner, weights, one, two, three, peaks, scales, bias, to, stride
+                )  # fmt: skip
             elif left >= 2:
                 many = 2
-                _multiply_panel(2, start, inner, weights, ahead, peaks, scales, bias, to, stride)
+                _multiply_panel(
+                    2, start, inner, weights, one, two, three, peaks, scales, bias, to, stride
+                )  # fmt: skip
             else:
                 many = 1
-                _multiply_panel(1, start, inner, weights, ahead, peaks, scales, bias, to, stride)
+                _multiply_panel(
+                    1, start, inner, weights, one, two, three, peaks, scales, bias, to, stride
+                )  # fmt: skip
             if not whole:
                 for i in range(many):
                     out = carray(

@@ -36,7 +36,7 @@ __all__ = ["LANES", "MOST_LANES", "TILE", "VECTORS", "attend_compiled", "attend_
 
 #: A digest of the modules whose compiled functions are called here: numba keeps compiled code until
 #: this file changes, and does not look at the files of what is called. A test tells when to renew.
-SOURCES = "b114578dc624"
+SOURCES = "61b6c017d40a"
 
 # No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
 _FAST = {"contract", "reassoc", "arcp", "nsz"}

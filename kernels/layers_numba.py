@@ -34,7 +34,7 @@ from coppice.kernels.tasks_numba import pointer
 __all__ = ["COLUMNS", "run_layers", "run_tasks"]
 
 #: A digest of the files whose compiled functions are called here; see ``items_numba``.
-SOURCES = "2c13ab36a122"
+SOURCES = "d27e140fab00"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 

@@ -32,6 +32,8 @@ def _layout() -> tuple[int, tuple[int, int, int, int], int]:
 
 
 LANES, VECTORS, SUMS = _layout()
+#: Rows that a product works together: their sums with three vectors of weights stay in registers.
+ROWS = SUMS // 3
 FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, LANES)
 INTS = ir.VectorType(INT, LANES)

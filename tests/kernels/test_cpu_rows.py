@@ -175,10 +175,11 @@ def test_threads_run_before_compiled_code_is_loaded(module):
     ("module", "called"),
     [
         ("items_numba", ["few_lanes", "vectors", "vector_code", "tasks_numba"]),
-        ("int8_panels", ["vector_code", "tasks_numba"]),
-        ("int8_numba", ["rows_numba", "tasks_numba"]),
-        ("half_panels", ["vector_code", "tasks_numba"]),
-        ("half_numba", ["tasks_numba"]),
+        ("int8_panels", ["row_blocks", "vector_code", "tasks_numba"]),
+        ("row_blocks", ["vector_code"]),
+        ("int8_numba", ["row_blocks", "vector_code", "rows_numba", "tasks_numba"]),
+        ("half_panels", ["row_blocks", "vector_code", "tasks_numba"]),
+        ("half_numba", ["row_blocks", "vector_code", "tasks_numba"]),
         (
             "layers_numba",
             ["items_numba", "rows_numba", "int8_numba", "half_numba", "tasks_numba"],
