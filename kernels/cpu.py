@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from ctypes import memmove
 from dataclasses import replace
 from types import ModuleType
 
@@ -18,28 +19,43 @@ import torch
 from coppice.kernels import items_torch, threads
 from coppice.kernels.checks import check_attend, check_cache, check_copy
 from coppice.kernels.cpu_rows import flat_heads, row_kernels
-from coppice.kernels.cpu_schedule import CpuSchedule, build_cpu_schedule, cpu_cost_model
+from coppice.kernels.cpu_schedule import (
+    CpuSchedule,
+    GrowingSchedule,
+    build_cpu_schedule,
+    cpu_cost_model,
+)
 from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCache
 
 _log = logging.getLogger(__name__)
 
+#: What a schedule is for beside its plan: window, heads, KV heads, size of a head, threads.
+Shape = tuple[int | None, int, int, int, int]
+
 
 class PreparedPlan:
-    """A checked plan with its schedules, made when the first layer with that window asks."""
+    """A checked plan with its schedules, made when the first layer with that window asks.
 
-    __slots__ = ("_schedules", "num_threads", "plan")
+    ``grown`` is what is remembered of the schedules of the steps before.
+    """
 
-    def __init__(self, plan: AttentionPlan) -> None:
+    __slots__ = ("_grown", "_schedules", "num_threads", "plan")
+
+    def __init__(self, plan: AttentionPlan, grown: dict[Shape, GrowingSchedule]) -> None:
         # A copy, for the kernels are compiled for arrays that can be written to.
         self.plan = replace(plan, page_indices=plan.page_indices.copy())
         self.num_threads = threads.use_torch_threads()
-        self._schedules: dict[tuple[int | None, int, int], CpuSchedule] = {}
+        self._schedules: dict[Shape, CpuSchedule] = {}
+        self._grown = grown
 
     def schedule(
         self, window: int | None, heads: int, kv_heads: int, head_dim: int, kernels: ModuleType
     ) -> CpuSchedule:
-        key = (window, heads, head_dim)
-        if key not in self._schedules:
+        key = (window, heads, kv_heads, head_dim, self.num_threads)
+        schedule = self._schedules.get(key)
+        if schedule is None and key in self._grown:
+            schedule = self._grown[key].schedule(self.plan)
+        if schedule is None:
             model = cpu_cost_model(
                 heads,
                 kv_heads,
@@ -49,8 +65,12 @@ class PreparedPlan:
                 keys=kernels.TILE,
                 threads=self.num_threads,
             )
-            self._schedules[key] = build_cpu_schedule(self.plan, window, model)
-        return self._schedules[key]
+            schedule = build_cpu_schedule(self.plan, window, model)
+            self._grown.pop(key, None)
+            if window is None and self.plan.num_rows == self.plan.num_sequences:
+                self._grown[key] = GrowingSchedule(self.plan, schedule)
+        self._schedules[key] = schedule
+        return schedule
 
 
 class CpuBackend(AttentionBackend):
@@ -67,6 +87,7 @@ class CpuBackend(AttentionBackend):
         threads.calm_waiting_threads()
         self._kernels = _load_kernels()
         self._rows = row_kernels()
+        self._grown: dict[Shape, GrowingSchedule] = {}
 
     def compiles(self, heads: int, kv_heads: int) -> bool:
         """Whether attention of so many heads runs in numba's kernels, not in plain torch.
@@ -115,15 +136,19 @@ class CpuBackend(AttentionBackend):
     def copy_pages(
         self, caches: Sequence[LayerCache], src: Sequence[int], dst: Sequence[int]
     ) -> None:
+        for pages in {len(layer.k) for layer in caches}:
+            check_copy(pages, src, dst)
         for layer in caches:
-            check_copy(len(layer.k), src, dst)
-            for pages in (layer.k, layer.v):
-                for source, destination in zip(src, dst, strict=True):
-                    pages[destination].copy_(pages[source])
+            for cache in (layer.k, layer.v):
+                assert cache.is_contiguous()
+                # A step of a beam of 4 has some hundred in 30 layers: by torch, 0.6 ms more.
+                first, size = cache.data_ptr(), cache.stride(0) * cache.element_size()
+                for source, target in zip(src, dst, strict=True):
+                    memmove(first + target * size, first + source * size, size)
 
     def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
         plan.check(num_pages)
-        return PreparedPlan(plan)
+        return PreparedPlan(plan, self._grown)
 
     def attend(
         self,

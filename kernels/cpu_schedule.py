@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -24,6 +24,10 @@ _SHARED_FROM = 2048
 # A key takes a whole vector of lanes so much longer than few of them, for which memory is waited
 # for (`few_lanes`): 66 ns for a head of 64, not 40.
 _VECTOR_WORK = 1.5
+
+# Tokens by which sequences may grow behind a schedule: what each thread has to do, and how long a
+# range is, hardly changes meanwhile.
+_MOST_GROWTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +119,45 @@ def _shares(cost: np.ndarray, threads: int) -> np.ndarray:
     # To the nearest end of a task: the middle of the one that the target falls into decides.
     cuts = np.searchsorted(ends - cost / 2, targets)
     return np.concatenate([[0], cuts, [len(cost)]]).astype(np.int64)
+
+
+class GrowingSchedule:
+    """The schedule of a step in which all decode, for the steps after it.
+
+    While the same stretches are shared and each sequence has only grown, the items that end where a
+    sequence ended end later. For one sequence that takes a sixth of what a schedule takes, which is
+    longer than a layer does.
+    """
+
+    __slots__ = ("_growing", "_plan", "_schedule", "_sequence", "_table")
+
+    def __init__(self, plan: AttentionPlan, schedule: CpuSchedule) -> None:
+        """``schedule`` is that of ``plan``, whose sequences have a row each, without a window."""
+        self._plan, self._schedule = plan, schedule
+        items = schedule.items
+        row = schedule.tree.rows[items[:, 0]]
+        # What is shared lies below every member's cached length, and never grows.
+        self._growing = (items[:, 1] == 1) & (items[:, 4] == plan.context_len[row])
+        self._sequence = row
+        self._table = np.searchsorted(plan.page_indptr, items[:, 2], side="right") - 1
+
+    def schedule(self, plan: AttentionPlan) -> CpuSchedule | None:
+        """That of a later plan; None if it is none of such a step. O(items + rows)."""
+        before = self._plan
+        if (
+            plan.num_sequences != before.num_sequences
+            or plan.num_rows != before.num_sequences
+            or plan.page_size != before.page_size
+            # The same objects, or none.
+            or plan.stretches != before.stretches
+        ):
+            return None
+        grown = plan.context_len - before.context_len
+        if grown.min() < 0 or grown.max() > _MOST_GROWTH:
+            return None
+        items = self._schedule.items.copy()
+        items[:, 4] += np.where(self._growing, grown[self._sequence], 0)
+        items[:, 2] = plan.page_indptr[self._table]
+        tree = self._schedule.tree
+        positions = tree.positions + grown
+        return replace(self._schedule, tree=replace(tree, positions=positions), items=items)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coppice.kernels import cpu, items_numba, tree_cost
+from coppice.kernels.cpu_schedule import build_cpu_schedule
 from coppice.kernels.flashinfer_backend import HEAD_DIMS, FlashInferBackend
 from coppice.kernels.interface import AttentionBackend, LayerCache
 from coppice.kernels.reference import ReferenceBackend
@@ -184,6 +185,36 @@ def test_any_number_of_threads(make_batch, cpu_backend, threads, tails):
     try:
         batch = make_batch(tails)
         agree(batch.run(cpu_backend), batch.run(REFERENCE))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("stretches", [(), [(range(3), 12), (range(2), 5)]], ids=["flat", "tree"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_schedule_of_growing_sequences(make_batch, monkeypatch, stretches, threads):
+    """What is remembered of a step is right for later ones, and made anew where it is not."""
+    backend, made = cpu.CpuBackend(), []
+
+    def build(plan, *rest):
+        made.append(plan)
+        return build_cpu_schedule(plan, *rest)
+
+    monkeypatch.setattr(cpu, "build_cpu_schedule", build)
+    monkeypatch.setattr(tree_cost.CostModel, "row_bytes", SHARE_ALL)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        first = make_batch([(1, 300), (1, 7), (1, 20)], stretches)
+        for grown, times in [(0, 1), (1, 1), (5, 1), (32, 1), (33, 2), (34, 2), (33, 2), (1, 3)]:
+            batch = make_batch([(1, 300 + grown), (1, 7 + grown), (1, 20 + grown)], stretches)
+            batch.plan.stretches = first.plan.stretches
+            agree(batch.run(backend), batch.run(REFERENCE))
+            assert len(made) == times
+        # Others that share, and more rows: nothing that is remembered holds.
+        for tails in ([(1, 301), (1, 8), (1, 21)], [(2, 300), (1, 8), (1, 21)]):
+            batch = make_batch(tails, [(range(2), 12)])
+            agree(batch.run(backend), batch.run(REFERENCE))
+        assert len(made) == 5
     finally:
         torch.set_num_threads(before)
 
