@@ -1,4 +1,4 @@
-"""Products of float32 rows with bfloat16 weights on a CPU, where they can be compiled."""
+"""Products of float32 rows with weights of 16 bits on a CPU, where they can be compiled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def pack(weight: torch.Tensor) -> PackedHalf | None:
-    """A bfloat16 weight ``[N, K]`` as the product wants it, a copy, O(N K).
+    """A bfloat16 or float16 weight ``[N, K]`` as the product wants it, a copy, O(N K).
 
     None where ``half_kernels`` gives None, and where K is odd.
     """
@@ -43,7 +43,7 @@ def half_kernels() -> ModuleType | None:
 
         _try_out(half_panels)
     except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError
-        _log.info("bfloat16 weights become float32: %s: %s", type(error).__name__, error)
+        _log.info("weights of 16 bits become float32: %s: %s", type(error).__name__, error)
         return None
     return half_panels
 
@@ -57,17 +57,18 @@ def _multiply(
     out = torch.empty(len(x), weight.out_features)
     if len(x):
         multiply_rows(
-            panels.run_panels.address, panels.PANEL, x.numpy(), weight.address,
-            0 if bias is None else bias.data_ptr(), out.numpy(), torch.get_num_threads(),
+            panels.run_panels.address, panels.PANEL, int(weight.float16), x.numpy(),
+            weight.address, 0 if bias is None else bias.data_ptr(), out.numpy(),
+            torch.get_num_threads(),
         )  # fmt: skip
     return out
 
 
 def _try_out(panels: ModuleType) -> None:
     """Every number of rows that is compiled, over a whole panel and a part, alone and shared."""
-    weight = torch.linspace(-1, 1, (panels.PANEL + 1) * 8).bfloat16().view(-1, 8)
-    packed, bias = panels.pack(weight), torch.linspace(0.5, 1, len(weight))
-    for rows in (15, 8000):
+    for rows, kind in ((15, torch.bfloat16), (15, torch.float16), (8000, torch.bfloat16)):
+        weight = torch.linspace(-1, 1, (panels.PANEL + 1) * 8).to(kind).view(-1, 8)
+        packed, bias = panels.pack(weight), torch.linspace(0.5, 1, len(weight))
         x = torch.linspace(-3, 3, rows * 8).view(rows, 8)
         expected = torch.addmm(bias, x, weight.float().t())
         if not torch.allclose(_multiply(panels, x, packed, bias), expected, atol=1e-5):

@@ -1,4 +1,4 @@
-"""Products of float32 rows with bfloat16 weights, as a call for compiled code.
+"""Products of float32 rows with weights of 16 bits, as a call for compiled code.
 
 ``half_panels`` has the product of a panel, which is called by its address.
 """
@@ -25,6 +25,7 @@ _TOGETHER = 600_000
 def multiply_rows(
     function: int,
     panel: int,
+    float16: int,
     x: np.ndarray,
     weight: int,
     bias: int,
@@ -34,13 +35,15 @@ def multiply_rows(
     """``out`` float32 ``[T, N]`` = ``x`` float32 ``[T, K]`` times a packed weight, plus bias.
 
     ``function`` is the address of ``half_panels.run_panels``, ``panel`` the outputs of a panel,
-    ``weight`` the address of a packed one and ``bias`` that of float32 ``[N]`` or 0.
+    ``weight`` the address of a packed one, of bfloat16 where ``float16`` is 0, and ``bias`` that of
+    float32 ``[N]`` or 0.
     """
     rows, inner = x.shape
     width = out.shape[1]
     panels = -(-width // panel)
-    frame = np.empty(7, np.int64)
+    frame = np.empty(8, np.int64)
     frame[1], frame[2], frame[4], frame[5] = inner, width, weight, bias
+    frame[7] = float16
     cuts = np.empty(threads + 1, np.int64)
     for i in range(threads + 1):
         cuts[i] = panels * i // threads

@@ -1,21 +1,23 @@
-"""Products of float32 rows with bfloat16 weights, panel by panel, computed in float32.
+"""Products of float32 rows with weights of 16 bits, panel by panel, computed in float32.
 
-Most models are published in bfloat16. Their numbers as float32 are the same numbers with zeros
-behind; what a step of few tokens takes is the time to read them. So they are kept in 16 bits and
-become float32 in the registers, by a shift or a mask: the results are float32's, from half of the
-memory.
+Most models are published in bfloat16, others in float16. What a step of few tokens takes is the
+time to read them, so they are kept so and become float32 in the registers: bfloat16 by a shift or a
+mask, since its numbers are those of float32 with zeros behind, float16 by the processor's
+conversion (F16C), which is exact as well. The results are float32's, from half of the memory.
 
-A weight is laid out in panels of ``PANEL`` outputs, two inputs of each side by side, so that a
-panel is read once, in order; up to ``ROWS`` rows, laid side by side (``row_blocks``), are worked at
-a time, with their sums in registers. While a panel is worked the next one is fetched: products of
-up to 8 rows take no longer than memory does, 1.3 to 1.5 times less than without. A result adds up
-in the order of the inputs and depends on its row and nothing else.
+A weight is laid out in panels of ``PANEL`` outputs, one input after the other (of bfloat16 two of
+an output side by side), so that a panel is read once, in order; up to ``ROWS`` rows, laid side by
+side (``row_blocks``), are worked at a time, with their sums in registers. While a panel is worked
+the next one is fetched: products of up to 8 rows take no longer than memory does, 1.3 to 1.5 times
+less than without. A result adds up in the order of the inputs and depends on its row and nothing
+else.
 Importing this where a processor has no vectors with fused multiplication is an ``ImportError``;
 ``half_numba`` has the call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +50,9 @@ from coppice.kernels.vector_code import (
 #: A digest of ``row_blocks.py``, ``vector_code.py`` and ``tasks_numba.py``; see ``items_numba``.
 SOURCES = "3c09c58586e0"
 
-if not llvm.get_host_cpu_features().get("fma"):
-    raise ImportError("this processor has no vectors with fused multiplication (FMA)")
+for _name, _what in (("fma", "fused multiplication"), ("f16c", "conversion from float16")):
+    if not llvm.get_host_cpu_features().get(_name):
+        raise ImportError(f"this processor has no vectors with {_what} ({_name.upper()})")
 
 _WIDE = 3
 #: Outputs of a panel.
@@ -58,21 +61,34 @@ PANEL = _WIDE * LANES
 _LINE = 64
 _PARTS = -(-4 * PANEL // _LINE)
 # Numbers and addresses that ``run_panels`` is given.
-_FRAME = 7
+_FRAME = 8
+# A vector of float16.
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedHalf:
-    """A bfloat16 weight in panels; ``memory`` bfloat16 ``[panels, in_features / 2, PANEL, 2]``."""
+    """A weight in panels, ``memory [panels, in_features / 2, PANEL, 2]`` of its type.
+
+    Of float16 the last two are the other way round.
+    """
 
     out_features: int
     in_features: int
     address: int
     memory: torch.Tensor
 
+    @property
+    def float16(self) -> bool:
+        return self.memory.dtype == torch.float16
+
 
 def pack(weight: torch.Tensor) -> PackedHalf | None:
-    """A bfloat16 weight ``[N, K]`` in panels, N filled up to whole ones; None if K is odd or 0."""
+    """A weight ``[N, K]`` in panels, N filled up to whole ones; None if K is odd or 0.
+
+    It is bfloat16 or float16.
+    """
+    assert weight.dtype in (torch.bfloat16, torch.float16)
     width, inner = weight.shape
     if inner % 2 or not weight.numel():
         return None
@@ -80,30 +96,49 @@ def pack(weight: torch.Tensor) -> PackedHalf | None:
     numbers = panels * inner * PANEL
     buffer = torch.empty(2 * numbers + _LINE, dtype=torch.uint8)
     first = -buffer.data_ptr() % _LINE
-    memory = buffer[first : first + 2 * numbers].view(torch.bfloat16).view(panels, pairs, PANEL, 2)
+    memory = buffer[first : first + 2 * numbers].view(weight.dtype)
+    if weight.dtype == torch.bfloat16:
+        memory = laid = memory.view(panels, pairs, PANEL, 2)
+    else:
+        memory = memory.view(panels, pairs, 2, PANEL)
+        laid = memory.transpose(2, 3)
     whole = width // PANEL
     parts = weight.detach().view(width, pairs, 2)
-    memory[:whole] = parts[: whole * PANEL].view(whole, PANEL, pairs, 2).transpose(1, 2)
+    laid[:whole] = parts[: whole * PANEL].view(whole, PANEL, pairs, 2).transpose(1, 2)
     if whole < panels:
-        memory[whole] = 0
-        memory[whole, :, : width - whole * PANEL] = parts[whole * PANEL :].transpose(0, 1)
+        laid[whole] = 0
+        laid[whole, :, : width - whole * PANEL] = parts[whole * PANEL :].transpose(0, 1)
     return PackedHalf(width, inner, memory.data_ptr(), memory)
 
 
-def _widened(b: Any, pairs: Any, which: int) -> Any:
-    """The lower (0) or the upper (1) halves of 32 bits as float32."""
-    bits = b.bitcast(pairs, INTS)
-    if which == 0:
-        bits = b.shl(bits, ir.Constant(INTS, [16] * LANES))
-    else:
-        bits = b.and_(bits, ir.Constant(INTS, [-(2**16)] * LANES))
-    return b.bitcast(bits, VECTOR)
+def _from_bfloat16(b: Any, weights: Any, place: Any) -> list[list[Any]]:
+    """The weights of two inputs as float32, from the 32 bits with that number on."""
+    pairs = [
+        b.bitcast(load(b, weights, b.add(place, constant(LANES * i))), INTS) for i in range(_WIDE)
+    ]
+    shift, mask = (ir.Constant(INTS, [number] * LANES) for number in (16, -(2**16)))
+    return [
+        [b.bitcast(b.shl(pair, shift), VECTOR) for pair in pairs],
+        [b.bitcast(b.and_(pair, mask), VECTOR) for pair in pairs],
+    ]
+
+
+def _from_float16(b: Any, weights: Any, place: Any) -> list[list[Any]]:
+    """The same of float16."""
+    vectors = []
+    for i in range(2 * _WIDE):
+        address = b.add(weights, b.add(b.shl(place, constant(2)), constant(2 * LANES * i)))
+        halves = b.load(b.inttoptr(address, _HALVES.as_pointer()))
+        halves.align = 2
+        vectors.append(b.fpext(halves, VECTOR))
+    return [vectors[:_WIDE], vectors[_WIDE:]]
 
 
 @intrinsic(prefer_literal=True)
 def _multiply_panel(
     typing: Any,
     rows: Any,
+    float16: Any,
     x: Any,
     inner: Any,
     weights: Any,
@@ -116,34 +151,41 @@ def _multiply_panel(
 ) -> Any:
     """``out`` float32 ``[rows, PANEL]``, rows ``width`` apart: ``x`` times a panel, plus bias.
 
-    How many rows is a constant, the others are addresses and sizes. ``x`` is a block of
-    ``row_blocks``, float32 ``[inner, rows]``, ``bias`` float32 ``[PANEL]``; of what lies at
-    ``first``, ``second`` and ``third`` a line of the cache is fetched with each two inputs.
+    How many rows is a constant, the others are addresses and sizes, but for ``float16``: 0 where
+    the panel is of bfloat16. ``x`` is a block of ``row_blocks``, float32 ``[inner, rows]``,
+    ``bias`` float32 ``[PANEL]``; of what lies at ``first``, ``second`` and ``third`` a line of the
+    cache is fetched with each two inputs.
     """
     many = rows.literal_value
-    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 9)
+    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 10)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, x, inner, weights, first, second, third, bias, out, width = arguments
-        sums = [zeros(b, _WIDE) for _ in range(many)]
-        with cgutils.for_range(b, b.lshr(inner, constant(1)), intp=LONG) as loop:
-            place = b.mul(loop.index, constant(PANEL))
-            pairs = [load(b, weights, b.add(place, constant(LANES * i))) for i in range(_WIDE)]
-            for ahead in (first, second, third):
-                prefetch(b, b.add(ahead, b.mul(loop.index, constant(_LINE))))
-            here = b.add(x, b.mul(loop.index, constant(2 * 4 * many)))
-            for which in range(2):
-                vectors = [_widened(b, pair, which) for pair in pairs]
-                for row, mine in enumerate(sums):
-                    number = splat(b, b.load(at_float(b, here, constant(which * many + row))))
-                    for total, vector in zip(mine, vectors, strict=True):
-                        b.store(call(b, "fma", vector, number, b.load(total)), total)
-        added = [load(b, bias, constant(LANES * i)) for i in range(_WIDE)]
-        for row, mine in enumerate(sums):
-            begin = b.mul(width, constant(row))
-            for i, total in enumerate(mine):
-                value = b.fadd(b.load(total), added[i])
-                store(b, value, out, b.add(begin, constant(LANES * i)))
+        _, float16, x, inner, weights, first, second, third, bias, out, width = arguments
+
+        def work(widened: Callable[[Any, Any, Any], list[list[Any]]]) -> None:
+            sums = [zeros(b, _WIDE) for _ in range(many)]
+            with cgutils.for_range(b, b.lshr(inner, constant(1)), intp=LONG) as loop:
+                vectors = widened(b, weights, b.mul(loop.index, constant(PANEL)))
+                for ahead in (first, second, third):
+                    prefetch(b, b.add(ahead, b.mul(loop.index, constant(_LINE))))
+                here = b.add(x, b.mul(loop.index, constant(2 * 4 * many)))
+                for which, mine in enumerate(vectors):
+                    for row, totals in enumerate(sums):
+                        number = splat(b, b.load(at_float(b, here, constant(which * many + row))))
+                        for total, vector in zip(totals, mine, strict=True):
+                            b.store(call(b, "fma", vector, number, b.load(total)), total)
+            added = [load(b, bias, constant(LANES * i)) for i in range(_WIDE)]
+            for row, totals in enumerate(sums):
+                begin = b.mul(width, constant(row))
+                for i, total in enumerate(totals):
+                    value = b.fadd(b.load(total), added[i])
+                    store(b, value, out, b.add(begin, constant(LANES * i)))
+
+        with b.if_else(b.icmp_signed("!=", float16, constant(0))) as (one, other):
+            with one:
+                work(_from_float16)
+            with other:
+                work(_from_bfloat16)
         return context.get_dummy_value()
 
     return signature, generate
@@ -153,7 +195,7 @@ def _multiply_panel(
 def run_panels(frame: int, begin: int, end: int) -> None:
     """Panels ``begin .. end`` of what ``half_numba.multiply_rows`` has laid out in a frame."""
     f = carray(pointer(frame), (_FRAME,), np.int64)
-    rows, inner, width = f[0], f[1], f[2]
+    rows, inner, width, float16 = f[0], f[1], f[2], f[7]
     biased = f[5] != 0
     # The last panel's outputs that there are, and its biases.
     edge, edge_bias = np.empty((ROWS, PANEL), np.float32), np.zeros(PANEL, np.float32)
@@ -183,22 +225,22 @@ def run_panels(frame: int, begin: int, end: int) -> None:
             if ROWS == 8 and left >= 8:
                 many = 8
                 _multiply_panel(
-                    8, start, inner, weights, one, two, three, bias, to, stride
+                    8, float16, start, inner, weights, one, two, three, bias, to, stride
                 )  # fmt: skip
             elif left >= 4:
                 many = 4
                 _multiply_panel(
-                    4, start, inner, weights, one, two, three, bias, to, stride
+                    4, float16, start, inner, weights, one, two, three, bias, to, stride
                 )  # fmt: skip
             elif left >= 2:
                 many = 2
                 _multiply_panel(
-                    2, start, inner, weights, one, two, three, bias, to, stride
+                    2, float16, start, inner, weights, one, two, three, bias, to, stride
                 )  # fmt: skip
             else:
                 many = 1
                 _multiply_panel(
-                    1, start, inner, weights, one, two, three, bias, to, stride
+                    1, float16, start, inner, weights, one, two, three, bias, to, stride
                 )  # fmt: skip
             if not whole:
                 for i in range(many):

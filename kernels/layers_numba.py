@@ -5,8 +5,8 @@ gone from the caches, which a layer's weights have just passed through: of a dec
 sequence by a Llama of 135 million weights the calls were a third. Here Python is entered once a
 step.
 
-Products of float32 weights are MKL's (``mkl``), those of bfloat16 weights ``half_numba``'s, those
-of int8 weights ``int8_numba``'s; rows are worked by ``rows_numba``, attention is ``items_numba``'s.
+Products of float32 weights are MKL's (``mkl``), those of 16 bits ``half_numba``'s, those of int8
+weights ``int8_numba``'s; rows are worked by ``rows_numba``, attention is ``items_numba``'s.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from coppice.kernels.tasks_numba import pointer
 __all__ = ["COLUMNS", "run_layers", "run_tasks"]
 
 #: A digest of the files whose compiled functions are called here; see ``items_numba``.
-SOURCES = "d27e140fab00"
+SOURCES = "eacb4fdd4c5e"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
@@ -63,8 +63,8 @@ COLUMNS = (
 # A projection's columns are its weight, the scale of an int8 one, and its bias.
 _NORM, _QKV, _QK_NORM, _OUTPUT, _MLP_NORM, _GATE_UP, _DOWN = 0, 1, 4, 5, 8, 9, 12
 
-#: Kinds of weights: float32 that MKL has laid out, ``half_panels``'s and ``int8_panels``'s.
-FLOAT, HALF, INT8 = 0, 1, 2
+#: Kinds of weights: float32 that MKL has laid out, ``half_panels``'s two and ``int8_panels``'s.
+FLOAT, BFLOAT16, FLOAT16, INT8 = 0, 1, 2, 3
 
 _multiply_half, _multiply_int8 = half_numba.multiply_rows, int8_numba.multiply_rows
 
@@ -103,8 +103,9 @@ def _multiply(
             panels, panel, x, projection[0], projection[1], projection[2], out, threads
         )  # fmt: skip
         return
-    if kind == HALF:
-        _multiply_half(panels, panel, x, projection[0], projection[2], out, threads)
+    if kind != FLOAT:
+        float16 = np.int64(kind == FLOAT16)
+        _multiply_half(panels, panel, float16, x, projection[0], projection[2], out, threads)
         return
     _sgemm(
         101, 111, 151, rows, width, inner, x.ctypes.data, inner, projection[0], inner,

@@ -1,4 +1,4 @@
-"""Linear projections with bfloat16 weights on a CPU: kept as they are, computed in float32."""
+"""Linear projections with weights of 16 bits on a CPU: kept as they are, computed in float32."""
 
 from __future__ import annotations
 
@@ -38,3 +38,9 @@ class HalfLinear(Linear):
         self.packed = cpu_half.pack(self.weight)
         if self.packed is not None:
             del self.weight
+
+
+class Float16Linear(HalfLinear):
+    """The same with a weight in float16."""
+
+    kept = torch.float16

@@ -40,7 +40,8 @@ class LayerStack:
         if isinstance(linear, Int8Linear):
             kind, panels = layers.INT8, panel_kernels()
         elif isinstance(linear, HalfLinear):
-            kind, panels = layers.HALF, half_kernels()
+            float16 = linear.kept == torch.float16
+            kind, panels = layers.FLOAT16 if float16 else layers.BFLOAT16, half_kernels()
         self._panels = (kind, 0, 0)
         if panels is not None:
             self._panels = (kind, panels.run_panels.address, panels.PANEL)

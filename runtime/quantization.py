@@ -41,7 +41,7 @@ from torch import nn
 
 from coppice.kernels import cpu_int8
 from coppice.kernels.cpu_half import half_kernels
-from coppice.runtime.half_linear import HalfLinear
+from coppice.runtime.half_linear import Float16Linear, HalfLinear
 from coppice.runtime.layers import Linear, frozen, gpu_rows
 from coppice.runtime.steady_linear import SteadyLinear
 
@@ -176,14 +176,14 @@ def linear_class(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    halves: bool = False,
+    halves: torch.dtype | None = None,
     deterministic: bool = False,
 ) -> type[Linear]:
     """The class of projections for ``quantization``: None for float weights, ``int8`` or ``fp8``.
 
-    ``halves`` says that the checkpoint's weights all are bfloat16: computed in float32 on a CPU
-    they are kept so, where such products can be compiled. ``deterministic`` asks for products of a
-    token that hang on no other one, which 8-bit weights do not have.
+    ``halves`` is the type of 16 bits that all of the checkpoint's weights have, if so: computed in
+    float32 on a CPU they are kept so, where such products can be compiled. ``deterministic`` asks
+    for products of a token that hang on no other one, which 8-bit weights do not have.
 
     Raises ``ValueError`` for other names and, by name, where the device, the type of the model or
     torch's product does not serve: ``int8`` on anything but a CPU whose int8 products are exact (on
@@ -198,7 +198,7 @@ def linear_class(
         return SteadyLinear
     if quantization is None:
         if halves and device.type == "cpu" and dtype == torch.float32 and half_kernels():
-            return HalfLinear
+            return Float16Linear if halves == torch.float16 else HalfLinear
         return Linear
     if quantization == "int8":
         if device.type != "cpu":

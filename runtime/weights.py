@@ -107,10 +107,10 @@ def load_decoder(
         raise ValueError(f"load_format is {load_format!r}; it must be 'auto' or 'dummy'")
     dummy = load_format == "dummy"
     files = {} if dummy else _tensor_files(path)
-    halves = bool(files) and dtype == torch.float32 and _all_bfloat16(files)
+    halves = _half_type(files) if files and dtype == torch.float32 else None
     linear = linear_class(quantization, device, dtype, halves=halves, deterministic=deterministic)
-    kept_whole = linear is Linear or deterministic
-    embedding_dtype = torch.bfloat16 if halves and not kept_whole else dtype
+    kept_whole = linear is Linear or deterministic or not linear.serves_head
+    embedding_dtype = halves if halves and not kept_whole else dtype
     decoder = Decoder(
         config, linear=linear, dtype=dtype, device=device, embedding_dtype=embedding_dtype
     )
@@ -232,15 +232,16 @@ def _tensor_files(path: Path) -> dict[str, Path]:
         return dict.fromkeys(tensors.keys(), single)
 
 
-def _all_bfloat16(files: dict[str, Path]) -> bool:
-    """Whether all matrices are bfloat16, by the headers of their files."""
+def _half_type(files: dict[str, Path]) -> torch.dtype | None:
+    """The type of 16 bits that all matrices have, by the headers of their files; None if none."""
+    found = set()
     for file in set(files.values()):
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 part = tensors.get_slice(name)
-                if len(part.get_shape()) > 1 and part.get_dtype() != "BF16":
-                    return False
-    return True
+                if len(part.get_shape()) > 1:
+                    found.add(part.get_dtype())
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(*found) if len(found) == 1 else None
 
 
 def _open(file: Path) -> safe_open:

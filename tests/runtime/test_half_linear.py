@@ -1,4 +1,4 @@
-"""A bfloat16 checkpoint on a CPU: weights stay in 16 bits, and results are float32's."""
+"""A checkpoint of 16 bits on a CPU: weights stay in them, and results are float32's."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from transformers import AutoModelForCausalLM
 
 from coppice import Engine, EngineConfig, SamplingParams
 from coppice.kernels import cpu_half
-from coppice.runtime.half_linear import HalfLinear
+from coppice.runtime.half_linear import Float16Linear, HalfLinear
 from coppice.runtime.layers import Linear
 from coppice.runtime.model_config import load_model_config
 from coppice.runtime.quantization import Int8Linear
 from coppice.runtime.weights import load_decoder
 
 pytestmark = pytest.mark.skipif(
-    cpu_half.half_kernels() is None, reason="no compiled products of bfloat16 weights"
+    cpu_half.half_kernels() is None, reason="no compiled products of 16-bit weights"
 )
 CPU = torch.device("cpu")
+KINDS = {torch.bfloat16: HalfLinear, torch.float16: Float16Linear}
+kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
 def make(weight: torch.Tensor, bias: torch.Tensor | None = None) -> HalfLinear:
     rows, columns = weight.shape
-    linear = HalfLinear(columns, rows, bias=bias is not None, dtype=torch.float32, device=CPU)
+    linear = KINDS[weight.dtype](
+        columns, rows, bias=bias is not None, dtype=torch.float32, device=CPU
+    )
     linear.fill_weight(0, weight)
     if bias is not None:
         linear.fill_bias(0, bias)
@@ -37,15 +41,17 @@ def make(weight: torch.Tensor, bias: torch.Tensor | None = None) -> HalfLinear:
 
 @pytest.fixture
 def halved(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """A tiny checkpoint whose tensors have become bfloat16, but for those named."""
+    """A tiny checkpoint whose tensors have become ``kind``, but for those named."""
 
-    def make(family: str, keep: tuple[str, ...] = (), **changes: Any) -> Path:
+    def make(
+        family: str, keep: tuple[str, ...] = (), kind: torch.dtype = torch.bfloat16, **changes: Any
+    ) -> Path:
         source = tiny_checkpoint(family, **changes)
         folder = tmp_path / "halved"
         shutil.copytree(source, folder)
         tensors = load_file(source / "model.safetensors")
         save_file(
-            {name: t if name in keep else t.bfloat16() for name, t in tensors.items()},
+            {name: t if name in keep else t.to(kind) for name, t in tensors.items()},
             folder / "model.safetensors",
             metadata={"format": "pt"},
         )
@@ -54,12 +60,15 @@ def halved(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[...
     return make
 
 
+@kinds
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("outputs", [48, 150])
-def test_a_product_is_that_of_float32_weights(biased: bool, outputs: int) -> None:
+def test_a_product_is_that_of_float32_weights(
+    biased: bool, outputs: int, kind: torch.dtype
+) -> None:
     """For every number of rows that is compiled apart, over whole panels and a part of one."""
     generator = torch.Generator().manual_seed(outputs)
-    weight = torch.randn(outputs, 72, generator=generator).bfloat16()
+    weight = torch.randn(outputs, 72, generator=generator).to(kind)
     bias = torch.randn(outputs, generator=generator) if biased else None
     linear = make(weight, bias)
     linear.pack()
@@ -70,9 +79,10 @@ def test_a_product_is_that_of_float32_weights(biased: bool, outputs: int) -> Non
         torch.testing.assert_close(linear(x), exact.float(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_does_not_depend_on_those_beside_it() -> None:
+@kinds
+def test_a_row_does_not_depend_on_those_beside_it(kind: torch.dtype) -> None:
     """Nor on how many threads work, or in which part of many rows it is."""
-    linear = make(torch.randn(200, 640).bfloat16(), torch.randn(200))
+    linear = make(torch.randn(200, 640).to(kind), torch.randn(200))
     linear.pack()
     x = torch.randn(900, 640)
     together = linear(x)
@@ -84,6 +94,19 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
         assert torch.equal(linear(x), together)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_every_float16_becomes_itself() -> None:
+    """The smallest, which have fewer bits, those that are none, and both zeros among them."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    linear = make(numbers.view(-1, 2))
+    linear.pack()
+    x = torch.eye(2)
+    x[x == 0] = -0.0
+    weights = numbers.view(-1, 2).float()
+    finite = weights.isfinite().all(1)
+    assert torch.equal(linear(x)[:, finite], weights[finite].t())
+    assert linear(x)[:, ~finite].isfinite().logical_not().any(0).all()
 
 
 def test_what_cannot_be_laid_out_is_multiplied_all_the_same() -> None:
@@ -104,17 +127,18 @@ def test_numbers_that_are_none_stay_visible() -> None:
     assert linear(x)[2].isinf().all()
 
 
+@kinds
 @pytest.mark.parametrize(
     ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)]
 )
 def test_answers_are_those_of_transformers(
-    halved: Callable[..., Path], family: str, tied: bool
+    halved: Callable[..., Path], family: str, tied: bool, kind: torch.dtype
 ) -> None:
-    folder = halved(family, tie_word_embeddings=tied)
+    folder = halved(family, kind=kind, tie_word_embeddings=tied)
     engine = Engine(EngineConfig(model=str(folder), kv_cache_tokens=1024))
     decoder = engine.runner.decoder
-    assert isinstance(decoder.head, HalfLinear)
-    assert decoder.embedding.dtype == torch.bfloat16
+    assert type(decoder.head) is KINDS[kind]
+    assert decoder.embedding.dtype == kind
     assert decoder.stack is not None, "the layers are compiled"
     matrices = [
         name for name, p in decoder.named_parameters() if p.dim() > 1 and "norm" not in name
@@ -147,6 +171,16 @@ def test_a_checkpoint_with_one_wider_matrix_is_float32(halved: Callable[..., Pat
     assert type(down) is Linear
     assert torch.equal(down.weight, load_file(folder / "model.safetensors")[wide])
     assert decoder.embedding.dtype == torch.float32
+
+
+def test_a_checkpoint_of_both_types_is_float32(halved: Callable[..., Path]) -> None:
+    folder = halved("llama")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name].half()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    decoder = load_decoder(folder, load_model_config(folder), dtype=torch.float32, device=CPU)
+    assert type(decoder.layers[0].down) is type(decoder.head) is Linear
 
 
 def test_other_kinds_of_weights_are_as_before(halved: Callable[..., Path]) -> None:
