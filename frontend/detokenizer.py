@@ -28,16 +28,19 @@ class IncrementalDecoder:
 
     Args:
         decode: token ids to text, special tokens dropped or not as the caller wants.
+        before: tokens that the text goes on from, which are no part of it: behind them the first
+            token keeps the space that begins it (see `Tokenizer.text_before`).
     """
 
     __slots__ = ("_clean", "_decode", "_ids", "_sent", "_start")
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids: list[int] = []
+        self._ids = list(before)
         self._start = 0  # first token that is decoded again
-        self._clean = 0  # tokens before it were decoded to whole characters
-        self._sent = 0  # characters of the text from `_start` on that went out
+        self._clean = len(self._ids)  # tokens before it were decoded to whole characters
+        # Characters of the text from `_start` on that went out.
+        self._sent = len(decode(self._ids)) if self._ids else 0
 
     def copy(self) -> IncrementalDecoder:
         """One that goes on from here by itself. O(tokens that are still looked at)."""

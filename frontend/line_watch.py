@@ -7,6 +7,7 @@ knows no text, is given this; in a process of its own it loads the tokenizer the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -44,13 +45,16 @@ class WatchStopStrings:
 
     tokenizer: str
 
-    def __call__(self, params: BeamSearchParams) -> StopStringWatch:
-        """The watch of a search's beginning."""
-        decode = partial(
-            _load(self.tokenizer).decode, skip_special_tokens=params.skip_special_tokens
-        )
+    def __call__(
+        self, params: BeamSearchParams, prompt_token_ids: Sequence[int]
+    ) -> StopStringWatch:
+        """The watch of a search's beginning, behind that prompt."""
+        tokenizer = _load(self.tokenizer)
+        decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        exact = params.structured_outputs is not None
+        decoder = IncrementalDecoder(decode, tokenizer.text_before(prompt_token_ids, exact=exact))
         stops = StopStrings(params.sampling.stop_strings, include=params.include_stop_str_in_output)
-        return StopStringWatch(IncrementalDecoder(decode), stops, params.min_tokens)
+        return StopStringWatch(decoder, stops, params.min_tokens)
 
 
 @cache

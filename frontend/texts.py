@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from coppice.frontend.detokenizer import REPLACEMENT, IncrementalDecoder
+from coppice.frontend.detokenizer import IncrementalDecoder
 from coppice.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from coppice.frontend.stop_strings import StopStrings
 from coppice.frontend.token_texts import TokenTexts
@@ -126,19 +126,29 @@ class Texts:
 
         If nobody wants it `in_pieces`, there is one delta at its end, with the `output`.
         """
-        decode = partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        ids = tuple(prompt_token_ids)
+        decoder = self._decoder(ids, params)
         lines = [
             _Line(
                 index,
-                IncrementalDecoder(decode),
+                decoder.copy(),
                 StopStrings(params.stop_strings, include=params.include_stop_str_in_output),
             )
             for index in range(params.num_sequences)
         ]
-        ids = tuple(prompt_token_ids)
         keeps = not params.stop_strings
         self._running[request_id] = _Running(
             request_id, prompt, ids, params, lines, in_pieces, keeps
+        )
+
+    def _decoder(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> IncrementalDecoder:
+        """At the beginning of a text behind the prompt."""
+        decode = partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        exact = params.structured_outputs is not None
+        return IncrementalDecoder(
+            decode, self._tokenizer.text_before(prompt_token_ids, exact=exact)
         )
 
     def drop(self, request_id: str) -> bool:
@@ -336,10 +346,11 @@ class Texts:
         stopped = best.stop_reason if isinstance(best.stop_reason, str) else None
         if _is_silent(best, params):
             del ids[-1]
-        text = self._tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        if best.finish_reason is None:
-            text = text.rstrip(REPLACEMENT)  # what may become a character yet
-        elif stopped is not None:
+        decoder = self._decoder(running.prompt_token_ids, params)
+        text = decoder.push(ids)  # without what may become a character yet
+        if best.finish_reason is not None:
+            text += decoder.flush()
+        if stopped is not None:
             end = text.rfind(stopped)
             text = text[: end + len(stopped) if params.include_stop_str_in_output else end]
         return CompletionOutput(

@@ -38,7 +38,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._anchor = list(tokenizer.wrapped("a", add_special_tokens=False)["input_ids"])
+        self._anchor = tokenizer.anchor
         self._skip = len(tokenizer.decode(self._anchor, skip_special_tokens=False))
         self._texts: dict[int, str] = {}
 

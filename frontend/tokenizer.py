@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coppice.frontend.conversation import check_characters, turns
+from coppice.frontend.detokenizer import REPLACEMENT
 from coppice.runtime.lean_transformers import leave_out_models
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -29,6 +30,7 @@ def model_source(model: str) -> str:
 
 
 _CUT = 64  # more tokens than cutting a text can add to it
+_BEFORE = 4  # tokens that a text goes on from
 
 
 class Tokenizer:
@@ -57,9 +59,14 @@ class Tokenizer:
         own = getattr(type(self.wrapped), "_encode_plus", None)
         plain = own is not None and own is PreTrainedTokenizerFast._encode_plus
         self._encoder = self.wrapped.backend_tokenizer if plain else None
+        self._special = {
+            token for token, added in self.wrapped.added_tokens_decoder.items() if added.special
+        }
         # A first call settles the padding and truncation that a tokenizer file may carry, so that
         # later calls change nothing and may come from several threads.
         self.wrapped("settle")
+        # Behind it every token is decoded as it is.
+        self.anchor = self._ids("a", add_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around one.
@@ -113,6 +120,22 @@ class Tokenizer:
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
+
+    def text_before(self, prompt_token_ids: Sequence[int], *, exact: bool = False) -> list[int]:
+        """The last tokens of a prompt, as far as the text behind it goes on from them.
+
+        Some decoders drop the space at the beginning of what they are given. A text that goes on
+        from other text keeps it, so that prompt and text together read as they were meant; one
+        behind a special token, as an answer behind the mark of its speaker, begins anew, unless it
+        must be `exact`, as one that is held to a form.
+        """
+        last: list[int] = []
+        for token in reversed(prompt_token_ids[-_BEFORE:]):
+            if token in self._special:
+                break
+            last.insert(0, token)
+        whole = last and not self.decode(last).endswith(REPLACEMENT)  # no character is cut
+        return last if whole else list(self.anchor) if exact else []
 
     def encode_chat(
         self,

@@ -145,8 +145,9 @@ class LineWatch(Protocol):
         """The watch of the line with one token more, and what ended it there; this one stays."""
 
 
-WatchLines = Callable[[BeamSearchParams], LineWatch]
-"""Makes the watch of a search's beginning. Engines know no text: who does gives them this."""
+WatchLines = Callable[[BeamSearchParams, Sequence[int]], LineWatch]
+"""Makes the watch of a search's beginning behind a prompt. Engines know no text: who does gives
+them this."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ class BeamSearches:
             stop_ids.update(self._eos)
         watch = None
         if params.sampling.stop_strings and self._watch_lines is not None:
-            watch = self._watch_lines(params)
+            watch = self._watch_lines(params, request.prompt_token_ids)
         room = request.max_length - len(request.prompt_token_ids)
         search = BeamSearch(params, stop_ids=stop_ids, max_tokens=room, watch=watch)
         (first,) = self._sequences.of(request.request_id)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from coppice.frontend.detokenizer import REPLACEMENT, IncrementalDecoder
-from coppice.frontend.tokenizer import Tokenizer
+from coppice.frontend.tokenizer import DEMO_MODEL, Tokenizer
 
 Decode = Callable[[list[int]], str]
 
@@ -99,6 +99,40 @@ def test_a_byte_fallback_tokenizer(fallback_tokenizer: FastTokenizer, parts: lis
     pieces = pieces_of(fallback_tokenizer.decode, ids)
     assert "".join(pieces) == fallback_tokenizer.decode(ids)
     assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@given(words=st.lists(st.sampled_from(["▁", "▁the", "▁key", "s", "a"])), cut=st.integers(0, 20))
+def test_text_behind_other_text_keeps_its_space(
+    fallback_tokenizer: FastTokenizer, words: list[str], cut: int
+) -> None:
+    """Where the decoder would drop it: both together read as if they were one."""
+    ids = [fallback_tokenizer.token_to_id(word) for word in words]
+    before, behind = ids[:cut], ids[cut:]
+    decoder = IncrementalDecoder(fallback_tokenizer.decode, before)
+    other = decoder.copy()
+    text = "".join([decoder.push((token,)) for token in behind]) + decoder.flush()
+    assert fallback_tokenizer.decode(before) + text == fallback_tokenizer.decode(ids)
+    assert other.push(behind) + other.flush() == text
+
+
+def test_where_a_text_goes_on_from() -> None:
+    """The demo's decoder drops the first space, as those of SentencePiece models do."""
+    tokenizer = Tokenizer(DEMO_MODEL)
+    prompt = tokenizer.encode("The badge is")
+    behind = tokenizer.encode_more("NK-48")
+    assert tokenizer.decode(behind).startswith("NK")
+    before = tokenizer.text_before(prompt)
+    assert before == prompt[-len(before) :] and 1 < len(before) < len(prompt)
+    assert IncrementalDecoder(tokenizer.decode, before).push(behind).startswith(" NK")
+    # An answer begins anew behind the mark of its speaker, but where it is held to a form.
+    chat = tokenizer.encode_chat([{"role": "user", "content": "Which?"}])
+    assert tokenizer.text_before(chat) == tokenizer.text_before([]) == []
+    exact = tokenizer.text_before(chat, exact=True)
+    assert IncrementalDecoder(tokenizer.decode, exact).push(behind).startswith(" NK")
+    # What cuts a character is no text to go on from.
+    cut = tokenizer.encode("é東")[:-1]
+    assert tokenizer.decode(cut).endswith(REPLACEMENT)
+    assert tokenizer.text_before(cut) == []
 
 
 def test_text_comes_as_soon_as_it_is_certain(tokenizer: Tokenizer) -> None:

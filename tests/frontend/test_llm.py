@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coppice import LLM, SamplingParams, StructuredOutputsParams
+from coppice import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from coppice.frontend.outputs import GenerationError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -320,3 +320,20 @@ def test_structured_outputs(llm: LLM) -> None:
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
     with pytest.raises(ValueError, match=r"^regex must be"):
         llm.generate(["one", "two"], [params[0], bad])
+
+
+def test_a_text_goes_on_from_its_prompt() -> None:
+    """The demo's decoder drops the first space of what it is given; a form counts it too."""
+    llm = LLM("demo", kv_cache_tokens=1024)
+    form = StructuredOutputsParams(choice=[" yes", " no"])
+    held = SamplingParams(temperature=0.0, structured_outputs=form)
+    (free,) = llm.generate("People: The badge of", SamplingParams(temperature=0.0, max_tokens=1))
+    assert free.outputs[0].text.startswith(" ")
+    (output,) = llm.generate("Is it so? It is:", held)
+    (answer,) = llm.chat([{"role": "user", "content": "Is it so?"}], held)
+    assert {output.outputs[0].text, answer.outputs[0].text} <= {" yes", " no"}
+    beams = BeamSearchParams(2, max_tokens=8, stop=" no", include_stop_str_in_output=True,
+                             structured_outputs=form)  # fmt: skip
+    (found,) = llm.beam_search("Is it so? It is:", beams)
+    assert {each.text for each in found.sequences} == {" yes", " no"}
+    assert {each.stop_reason for each in found.sequences} == {None, " no"}

@@ -157,7 +157,7 @@ def test_every_result_has_the_form_that_was_asked_for(llm: LLM) -> None:
 
 def test_the_watch_of_stop_strings_can_be_sent_to_another_process(checkpoint: Path) -> None:
     make = pickle.loads(pickle.dumps(WatchStopStrings(str(checkpoint))))
-    watch = make(BeamSearchParams(2, stop=["key", "e q"], min_tokens=1))
+    watch = make(BeamSearchParams(2, stop=["key", "e q"], min_tokens=1), ())
     ids = Tokenizer(checkpoint).encode("key the quick")
     line, ends = watch, []
     for token in ids:

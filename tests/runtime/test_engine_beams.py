@@ -322,7 +322,7 @@ def test_a_search_that_fails_ends_alone(tiny_checkpoint):
     config = EngineConfig(
         model=str(tiny_checkpoint("llama")), dtype="float32", kv_cache_tokens=2048, max_num_seqs=16
     )
-    engine = Engine(config, watch_lines=lambda params: Broken())
+    engine = Engine(config, watch_lines=lambda params, prompt_token_ids: Broken())
     engine.add_beam_search("bad", PROMPTS[0], BeamSearchParams(3, 6, stop="x", ignore_eos=True))
     engine.add_beam_search("good", PROMPTS[0], BeamSearchParams(3, 6, ignore_eos=True))
     engine.add_request("plain", PROMPTS[0], GREEDY)
