@@ -10,6 +10,8 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
+from aiohttp.http_exceptions import HttpProcessingError
+
 _QUOTED = re.compile(r'[ "=]')
 _encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
@@ -30,6 +32,20 @@ def configure(log_format: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("coppice").setLevel(logging.INFO)
+    logging.getLogger("aiohttp.server").addFilter(_briefly)
+
+
+def _briefly(record: logging.LogRecord) -> bool:
+    """What is not HTTP is a line, not a traceback: whoever scans ports sends a lot of it."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        what = str(error.message or "")
+        fields = {"status": error.code, "why": " ".join(what.split())[:200]}
+        record.exc_info = record.exc_text = None
+        record.msg, record.args = "not HTTP", ()
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.fields = fields
+    return True
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

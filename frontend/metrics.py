@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -32,6 +32,11 @@ from coppice.runtime.stats import EngineStats
 ANSWER_SECONDS = 5.0
 """An engine that does not tell its counters within this time counts as down for this look."""
 
+# Answers that are told as 0 before the first of them: of a series that begins with 1 a rate() would
+# miss this one.
+_ANSWERS = ("200", "400", "401", "413", "429", "499", "500", "503", "504")
+_ANSWERS_ELSEWHERE = ("200", "401", "500", "503")
+
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"))
 
 
@@ -46,6 +51,17 @@ class Metrics:
         self._registry.register(self._families)
         ProcessCollector(registry=self._registry)
         self._responses = self._families.responses
+
+    def expect(self, routes: Iterable[Route]) -> None:
+        """Begins counting the answers of these routes, and of paths that there are not, at 0."""
+        for route in routes:
+            answers = (
+                _ANSWERS if route.path.startswith("/v1/") and route.body else _ANSWERS_ELSEWHERE
+            )
+            for status in answers:
+                self._responses[route.template, route.method, status] += 0
+        self._responses["other", "GET", "404"] += 0
+        self._responses["other", "POST", "404"] += 0
 
     def routes(self) -> list[Route]:
         """GET /metrics."""

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS = 5
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 CLIENT_IS_GONE = 499  # nginx's number for it; only the log sees it
+PREFLIGHT_SECONDS = 600  # that a browser need not ask again
 LONGEST_ID = 128  # characters of an id that a client brings
 
 
@@ -109,9 +110,13 @@ def cors_headers(request: web.Request, origins: tuple[str, ...]) -> dict[str, st
     return {
         "Access-Control-Allow-Origin": origin,
         "Access-Control-Allow-Methods": "GET, POST, PUT, DELETE",
-        "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Request-Id",
+        # Clients bring headers of their own, as OpenAI's for browsers does: none does any harm.
+        "Access-Control-Allow-Headers": request.headers.get(
+            "Access-Control-Request-Headers", "Authorization, Content-Type, X-Request-Id"
+        ),
         "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
-        "Vary": "Origin",
+        "Access-Control-Max-Age": str(PREFLIGHT_SECONDS),
+        "Vary": "Origin, Access-Control-Request-Headers",
     }
 
 
@@ -129,6 +134,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return web.json_response(error.body, status=error.status, headers=headers)
     except web.HTTPException as error:
         text = f"{request.method} {request.path}: {error.reason}"
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            text = f"the body must have at most {request.client_max_size:,} bytes (max_body_bytes)"
+        elif isinstance(error, web.HTTPNotFound):
+            text += "; /openapi.json names what there is"
         headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
         body = error_body(text, kind="invalid_request_error")
         return web.json_response(body, status=error.status, headers=headers)

@@ -110,7 +110,9 @@ class Server:
         )
         own = [*self._routes(), *tokenize.routes()]
         observed = [*self._metrics.routes(), *Dashboard().routes(), *self._cache.routes()]
-        add_routes(app, with_description([*own, *observed]))
+        routes = with_description([*own, *observed])
+        add_routes(app, routes)
+        self._metrics.expect(routes)
         app.cleanup_ctx.append(self._cache.run)
         app.on_cleanup.append(self._close)
         return app
@@ -158,6 +160,7 @@ class Server:
     async def _stream_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """An answer that is sent in pieces passes the middlewares after its headers are out."""
         response.headers["X-Request-Id"] = request[NOTE].request_id
+        response.headers["Server"] = "coppice"
         response.headers.update(cors_headers(request, self._options.cors_origin))
 
     def _longest(self) -> int:

@@ -34,6 +34,9 @@ class ServerOptions:
     the name, the value and what is allowed.
     """
 
+    served_model_name: str | None = _option(
+        None, "name under which requests ask for the model, instead of MODEL"
+    )
     api_key: tuple[str, ...] = _option(
         (),
         "a key that clients must present, as KEY or NAME=KEY (may be repeated); the name stands "
@@ -91,6 +94,8 @@ class ServerOptions:
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ValueError(f"served_model_name must not be empty, got {self.served_model_name!r}")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ValueError(f"request_timeout must be above 0, got {self.request_timeout!r}")
         if not 0 <= self.max_stream_delay < math.inf:

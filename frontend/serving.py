@@ -23,6 +23,7 @@ from coppice.frontend.tokenizer import Tokenizer, model_source
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.weights import resolve_model
 
+LAST_WORDS_SECONDS = 5.0  # for what is still unsent when the engine has ended
 YOUNG_OBJECTS = 20_000  # between collections: hundreds of streams live on through each of them
 
 
@@ -39,7 +40,8 @@ def serve(
     `options.drain_timeout` from there on are aborted, and a second signal aborts them at once.
 
     Args:
-        config: of the engine; its model is the name under which requests ask for it.
+        config: of the engine; its model is the name under which requests ask for it, unless the
+            options have another.
         tokenizer: where the tokenizer is, if not with the model.
         options: of the server itself.
         listener: bound to the address to serve at; it is closed at the end.
@@ -55,6 +57,8 @@ def serve(
     watch = WatchStopStrings(str(source))
     launch = partial(EngineProcess, own, options.log_format, tokenizer=source, watch_lines=watch)
     engine = EngineClient(launch, loaded, longest_delay=options.max_stream_delay, gives_way=True)
+    # At once, since loading takes a while; the rest of the greeting comes when it is done.
+    print(f"model   {config.model}", flush=True)
     asyncio.run(_serve(engine, config.model, options, listener))
 
 
@@ -67,22 +71,22 @@ async def _serve(
         loop.add_signal_handler(signum, lambda: (hurry if stop.is_set() else stop).set())
     if not await _started(engine, stop):
         return
-    server = Server(engine, model, options)
+    server = Server(engine, options.served_model_name or model, options)
     runner = web.AppRunner(
         server.application(),
         handler_cancellation=True,
         access_log=None,
-        shutdown_timeout=options.drain_timeout,
+        shutdown_timeout=options.drain_timeout + LAST_WORDS_SECONDS,
     )
     await runner.setup()
     await web.SockSite(runner, listener).start()
     gc.freeze()  # what is loaded stays: no collection needs to look through it
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
-    print(_greeting(engine, model, *listener.getsockname()[:2]), flush=True)
+    print(_greeting(engine, model, options, *listener.getsockname()[:2]), flush=True)
     await stop.wait()
     print(f"stopping; requests still running: {engine.running}", flush=True)
     server.drain()
-    await _drain(runner, engine, hurry)
+    await _drain(runner, engine, hurry, options.drain_timeout)
 
 
 async def _started(engine: EngineClient, stop: asyncio.Event) -> bool:
@@ -98,17 +102,22 @@ async def _started(engine: EngineClient, stop: asyncio.Event) -> bool:
     return True
 
 
-async def _drain(runner: web.AppRunner, engine: EngineClient, hurry: asyncio.Event) -> None:
+async def _drain(
+    runner: web.AppRunner, engine: EngineClient, hurry: asyncio.Event, timeout: float
+) -> None:
     """Waits for the running requests, until the time is over or a second signal comes."""
     closing = asyncio.create_task(runner.cleanup())
     hurried = asyncio.create_task(hurry.wait())
-    await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({closing, hurried}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()
     await engine.stop()  # whatever still runs ends with an error that says so
     await closing
 
 
-def _greeting(engine: EngineClient, model: str, host: str, port: int) -> str:
+def _greeting(
+    engine: EngineClient, model: str, options: ServerOptions, host: str, port: int
+) -> str:
+    """All but the first line."""
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{port}"
     assert engine.ready is not None
@@ -122,15 +131,17 @@ def _greeting(engine: EngineClient, model: str, host: str, port: int) -> str:
                 "user": "Which badge does Mara Ellison carry?",
             }
         messages = [{"role": role, "content": content} for role, content in talk.items()]
-        body: dict[str, object] = {"model": model, "messages": messages}
+        body: dict[str, object] = {"messages": messages}
     else:
-        path, body = "/v1/completions", {"model": model, "prompt": "Hello"}
+        path, body = "/v1/completions", {"prompt": "Hello"}
+    body = {"model": options.served_model_name or model} | body
+    key = '-H "Authorization: Bearer $KEY" ' if options.keys() else ""
     return "\n".join(
         [
-            f"model   {model}",
             f"memory  {engine.ready.memory}",
             f"url     {url}",
-            f"try     curl {url}{path} -H 'Content-Type: application/json' "
+            f"try     curl {url}{path} {key}-H 'Content-Type: application/json' "
             f"-d {shlex.quote(json.dumps(body))}",
+            f"report  {url}/cache",
         ]
     )

@@ -231,6 +231,14 @@ async def test_pages_of_other_origins(serving: Callable[..., Any]) -> None:
             assert response.status == 204
             assert response.headers["Access-Control-Allow-Origin"] == page["Origin"]
             assert "Authorization" in response.headers["Access-Control-Allow-Headers"]
+        # As OpenAI's client for browsers sends them.
+        wanted = {"Access-Control-Request-Headers": "authorization,x-stainless-os"}
+        async with client.session.options(
+            client.url + COMPLETIONS, headers=preflight | wanted
+        ) as response:
+            assert (
+                response.headers["Access-Control-Allow-Headers"] == "authorization,x-stainless-os"
+            )
         for body in (BODY, BODY | {"stream": True}):
             headers = page | {"Authorization": "Bearer a"}
             async with client.session.post(

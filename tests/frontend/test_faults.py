@@ -246,6 +246,50 @@ async def test_sigterm_under_load(checkpoint: Path) -> None:
         server.wait()
 
 
+async def test_what_still_runs_when_the_time_to_drain_is_over_is_told(checkpoint: Path) -> None:
+    """Beside it: the greeting of a server with keys and a name, and what is not HTTP."""
+    command = [Path(sys.executable).parent / "coppice", "serve", checkpoint, "--port", "0"]
+    server = subprocess.Popen(
+        [*command, "--kv-cache-tokens", "8192", "--drain-timeout", "0.05", "--log-format", "json",
+         "--api-key", "secret", "--served-model-name", "small"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        lines = [await asyncio.to_thread(server.stdout.readline) for _ in range(5)]
+        greeting = dict(line.strip().split(maxsplit=1) for line in lines)
+        url = greeting["url"]
+        assert greeting["model"] == str(checkpoint)
+        assert '-H "Authorization: Bearer $KEY"' in greeting["try"]
+        assert '"model": "small"' in greeting["try"]
+        assert "secret" not in greeting["try"]
+        assert greeting["report"] == url + "/cache"
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+        body = ENDLESS | {"model": "small", "stream": True}
+        key = {"Authorization": "Bearer secret"}
+        async with aiohttp.ClientSession(headers=key) as session:
+            streams = [await session.post(url + COMPLETIONS, json=body) for _ in range(12)]
+            server.send_signal(signal.SIGTERM)
+            texts = [(await stream.read()).decode() for stream in streams]
+        assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+        assert "the engine was stopped" in texts[-1]
+        _, err = await asyncio.to_thread(server.communicate, None, 60)
+        assert server.returncode == 0, err
+        events = [json.loads(line) for line in err.splitlines()]
+        assert not any("traceback" in event for event in events)
+        assert [event["status"] for event in events if event["event"] == "not HTTP"] == [400]
+        assert [event["status"] for event in events if event["event"] == "request"] == [200] * 12
+    finally:
+        server.kill()
+        server.wait()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities there")
 def test_the_server_gives_way_to_its_engine_and_to_the_one_after_that(checkpoint: Path) -> None:
     """An engine that was started by a thread of lower priority would have that, too."""

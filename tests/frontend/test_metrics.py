@@ -101,6 +101,17 @@ def test_answers_are_counted_by_route_and_status(url: str) -> None:
     assert not any("nowhere" in route for route in routes), "what clients make up is no label"
 
 
+def test_answers_that_never_were_are_told_as_0(url: str) -> None:
+    """rate() sees nothing of a series that begins with 1."""
+    found = samples(url)
+    name = "coppice_http_responses_total"
+    for status in ("429", "499", "500", "503", "504"):
+        assert value(found, name, route="/v1/completions", status=status, method="POST") == 0
+    path = "/cache/pins/{name}"
+    assert value(found, name, route=path, status="200", method="DELETE") == 0
+    assert len([sample for sample in found if sample.name == name]) < 150
+
+
 def test_a_client_that_asks_for_openmetrics_gets_it(url: str) -> None:
     answer = httpx.get(url + "/metrics", headers={"Accept": "application/openmetrics-text"})
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
