@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
@@ -58,10 +59,10 @@ class LocalPartner:
         self._turns = 0
 
     def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        ids = self._engine.tokenizer.encode_chat(messages)
         self._turns += 1
         name = f"turn-{self._turns}"
         try:
+            ids = self._engine.tokenizer.encode_chat(messages)
             self._engine.add(name, None, ids, self._params)
         except ValueError as error:
             raise ChatFailed(str(error)) from error
@@ -102,10 +103,7 @@ class RemotePartner:
         self._options = options
         if model is None:
             with self._request("/v1/models") as response:
-                named = json.load(response).get("data", [])
-            if not named:
-                raise ChatFailed(f"{self._url} names no model; use --model")
-            model = named[0]["id"]
+                model = _first_model(self._url, response)
         self.model = model
 
     def _request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -116,7 +114,7 @@ class RemotePartner:
         except urllib.error.HTTPError as error:
             with error:
                 raise ChatFailed(f"{error.code}: {_message(error.read())}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise ChatFailed(f"{self._url} can't be reached: {reason}") from None
 
@@ -124,10 +122,7 @@ class RemotePartner:
         body = {"model": self.model, "messages": messages, "stream": True, **self._options}
         body["stream_options"] = {"include_usage": True}
         with closing(self._request("/v1/chat/completions", body)) as response:
-            for line in response:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                event = json.loads(line.removeprefix(b"data: "))
+            for event in _events(response):
                 if "error" in event:
                     raise ChatFailed(str(event["error"].get("message")))
                 if usage := event.get("usage"):
@@ -139,6 +134,31 @@ class RemotePartner:
                     )
                 for choice in event.get("choices", []):
                     yield choice["delta"].get("content") or ""
+
+
+def _first_model(url: str, response: Any) -> str:
+    try:
+        named = json.load(response)["data"]
+        model = named[0]["id"] if named else None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ChatFailed(f"{url} does not answer as an OpenAI-compatible server does") from error
+    if model is None:
+        raise ChatFailed(f"{url} names no model; use --model")
+    return str(model)
+
+
+def _events(response: Any) -> Iterator[dict[str, Any]]:
+    """The events of a stream. Raises ChatFailed where it breaks off."""
+    reason = "there is no end to it"
+    try:
+        for line in response:
+            if line.startswith(b"data: [DONE]"):
+                return
+            if line.startswith(b"data: "):
+                yield json.loads(line.removeprefix(b"data: "))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = str(error)
+    raise ChatFailed(f"the answer broke off: {reason}")
 
 
 def _message(raw: bytes) -> str:
@@ -157,6 +177,7 @@ class Conversation:
     console: Console
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
+    failed: bool = False  # whether a line had no answer
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -170,14 +191,21 @@ class Conversation:
             return False
         if command == "/new":
             self.turns.clear()
+            self._tell("a new conversation")
         elif command == "/system":
             self.system = rest.strip() or None
             self.turns.clear()
+            self._tell(f"a new conversation, {'with this' if self.system else 'without a'} "
+                       f"system prompt")  # fmt: skip
         elif command.startswith("/"):
             self.console.print(HELP, style="dim", markup=False)
         else:
             self._answer(line)
         return True
+
+    def _tell(self, text: str) -> None:
+        if self.console.is_terminal:
+            self.console.print(text, style="dim")
 
     def _answer(self, line: str) -> None:
         """Asks, shows the answer as it comes, and keeps both; Ctrl-C keeps what has come."""
@@ -192,36 +220,53 @@ class Conversation:
             self.console.out(" [stopped]", end="")
         except ChatFailed as error:
             self.turns.pop()
-            self.console.out()
-            self.console.print(f"error: {error}", style="red", markup=False)
+            self.failed = True
+            if pieces:
+                self.console.out()
+            where = self.console if self.console.is_terminal else Console(stderr=True)
+            where.print(f"error: {error}", style="red", markup=False, highlight=False)
             return
         finally:
             answer.close()  # type: ignore[attr-defined]
         self.console.out()
         self.turns.append({"role": "assistant", "content": "".join(pieces)})
         usage = self.partner.usage
-        if self.console.is_terminal and usage.prompt:
-            self.console.print(
+        if usage.prompt:
+            self._tell(
                 f"{usage.generated} tokens; {usage.cached} of {usage.prompt} prompt tokens "
-                "from the cache",
-                style="dim",
+                "from the cache"
             )
 
 
 def run(partner: Partner, console: Console, lines: TextIO, system: str | None) -> int:
-    """Answers line after line until they end, or /quit; the exit status."""
+    """Answers line after line until they end, or /quit; the exit status.
+
+    That is 1 if nobody sat there and a line had no answer. Ctrl-C at the prompt drops what was
+    typed, and ends the conversation when it comes twice.
+    """
     conversation = Conversation(partner, console, system)
-    if lines.isatty():
-        console.print(HELP, style="dim")
+    typed = lines is sys.stdin and lines.isatty()
+    if typed:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # arrows edit the line and bring earlier ones back
+        console.print(f"{HELP}; Ctrl-C stops an answer", style="dim")
+    interrupted = False
     while True:
         try:
-            line = input("> ") if lines is sys.stdin and lines.isatty() else lines.readline()
+            line = input("> ") if typed else lines.readline()
         except EOFError:
             console.out()
             return 0
         except KeyboardInterrupt:
-            return 130
-        if not line and not lines.isatty():
-            return 0
+            if interrupted or not typed:
+                console.out()
+                return 130
+            interrupted = True
+            console.out()
+            console.print("Ctrl-C again, Ctrl-D or /quit ends", style="dim")
+            continue
+        interrupted = False
+        if not line and not typed:
+            return int(conversation.failed)
         if line.strip() and not conversation.take(line.strip()):
             return 0

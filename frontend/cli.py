@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -240,6 +241,12 @@ def run_generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _has_scheme(name: str, value: str) -> None:
+    """Raises ValueError for an address that lacks one, which would be taken for a model or file."""
+    if re.fullmatch(r"[\w.-]+:\d{1,5}(/.*)?", value) and not Path(value).exists():
+        raise ValueError(f"{name}: a server's URL begins with http://, got {value!r}")
+
+
 def run_chat(arguments: argparse.Namespace) -> int:
     """`coppice chat`."""
     params = sampling_params(arguments)
@@ -249,6 +256,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
     partner: chat.Partner
     try:
+        _has_scheme("MODEL-or-URL", arguments.partner)
         if arguments.partner.startswith(("http://", "https://")):
             key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
             fields = sampling_fields(arguments)
@@ -291,6 +299,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
     from coppice.frontend.report_command import ReportUnavailable, run
 
+    _has_scheme("URL-or-FILE", arguments.source)
     try:
         run(
             Console(highlight=False),

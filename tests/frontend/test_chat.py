@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
+import os
+import re
+import socket
+import subprocess
+import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,9 +49,15 @@ class Scripted:
         yield from answer.split("|")
 
 
-def talk(partner: chat.Partner, text: str, system: str | None = None, **options: object) -> str:
+def talk(
+    partner: chat.Partner,
+    text: str,
+    system: str | None = None,
+    status: int = 0,
+    **options: object,
+) -> str:
     console = Console(file=io.StringIO(), width=100, highlight=False, **options)  # type: ignore[arg-type]
-    assert chat.run(partner, console, io.StringIO(text), system) == 0
+    assert chat.run(partner, console, io.StringIO(text), system) == status
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
@@ -60,9 +73,10 @@ def test_turns_build_on_each_other() -> None:
     assert partner.asked == [[brief, a], [brief, a, one, b], [kind, c], [kind, d]]
 
 
-def test_what_fails_is_not_part_of_the_conversation() -> None:
+def test_what_fails_is_not_part_of_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     partner = Scripted(chat.ChatFailed("too long [sic]"), "fine")
-    assert talk(partner, "a\nb\n").splitlines() == ["so ", "error: too long [sic]", "fine"]
+    assert talk(partner, "a\nb\n", status=1).splitlines() == ["so ", "fine"]
+    assert capsys.readouterr().err == "error: too long [sic]\n"
     assert partner.asked[1] == [{"role": "user", "content": "b"}]
 
 
@@ -76,6 +90,81 @@ def test_a_terminal_is_told_what_the_cache_did() -> None:
     shown = talk(Scripted("[bold]not markup"), "a\n", force_terminal=True)
     assert "[bold]not markup" in shown
     assert "4 of 10 prompt tokens" in shown
+
+
+def test_a_connection_that_breaks_is_no_crash(checkpoint: Path) -> None:
+    """Before the answer, in the middle of it, and where something else than such a server is."""
+    ok, piece = b"HTTP/1.1 200 OK\r\n\r\n", b'data: {"choices": [{"delta": {"content": "so"}}]}\n\n'
+    answers = [ok + b"welcome", b"", ok + piece + b'data: {"choi', ok + piece]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for each in answers:
+                connection, _ = listener.accept()
+                connection.recv(65536)
+                connection.sendall(each)
+                connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(chat.ChatFailed, match="does not answer as an OpenAI-compatible server"):
+            chat.RemotePartner(url, None, None, {})
+        partner = chat.RemotePartner(url, "tiny", None, {})
+        with pytest.raises(chat.ChatFailed, match="can't be reached"):
+            list(partner.answer([]))
+        for reason in ("Unterminated", "there is no end to it"):
+            pieces = partner.answer([])
+            assert next(pieces) == "so"
+            with pytest.raises(chat.ChatFailed, match=f"the answer broke off: {reason}"):
+                list(pieces)
+        thread.join()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such terminals")
+def test_in_a_terminal(served: Callable[..., str], checkpoint: Path) -> None:
+    """Earlier lines come back, Ctrl-C drops a line and ends nothing, Ctrl-D ends."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    coppice = Path(sys.executable).parent / "coppice"
+    process = subprocess.Popen(
+        [coppice, "chat", served("--report-text"), "--max-tokens", "5"],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        env=os.environ | {"TERM": "xterm"},
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(theirs)
+    seen = ""
+
+    def until(pattern: str) -> str:
+        """What came since the last call, up to the pattern."""
+        nonlocal seen
+        while not (found := re.search(pattern, seen)):
+            seen += os.read(ours, 4096).decode(errors="replace")
+        said, seen = seen[: found.end()], seen[found.end() :]
+        return said
+
+    try:
+        until("> ")
+        os.write(ours, b"Where is the key?\n")
+        until("0 of [0-9]+ prompt tokens from the cache(?s:.)*> ")
+        os.write(ours, b"\x1b[A\n")  # the arrow up
+        again = until("from the cache(?s:.)*> ")
+        assert "Where is the key?" in again
+        assert " 0 of " not in again
+        os.write(ours, b"half a line\x03")
+        until("Ctrl-C again, Ctrl-D or /quit ends(?s:.)*> ")
+        os.write(ours, b"/new\n")
+        until("a new conversation(?s:.)*> ")
+        os.write(ours, b"\x03")
+        until("again(?s:.)*> ")
+        os.write(ours, b"\x04")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 def test_a_model_in_this_process(checkpoint: Path) -> None:
@@ -157,5 +246,7 @@ def test_the_command(
     assert "the API key is missing" in capsys.readouterr().err
     assert main(["chat", "http://127.0.0.1:9"]) == 1
     assert "can't be reached" in capsys.readouterr().err
+    assert main(["chat", "localhost:8000"]) == 2
+    assert "a server's URL begins with http://" in capsys.readouterr().err
     assert main(["chat", str(checkpoint), "--model", "x"]) == 2
     assert "model is for a server's URL" in capsys.readouterr().err
