@@ -16,7 +16,8 @@ from rich.live import Live
 
 from coppice.frontend.cache_json import SCHEMA, VERSION
 from coppice.frontend.cache_routes import report_schema
-from coppice.frontend.report_screen import render_screen
+from coppice.frontend.keys import Wait, pressed
+from coppice.frontend.report_screen import Window, render_screen
 
 _PATH = "/cache/report"
 _TIMEOUT_SECONDS = 30.0
@@ -34,11 +35,12 @@ def run(
     interval: float,
     once: bool,
     api_key: str | None,
-    sleep: Callable[[float], None] = time.sleep,
+    wait: Wait | None = None,
 ) -> None:
-    """Prints the report; of a server every `interval` seconds until interrupted, unless `once`.
+    """Prints the report; of a server every `interval` seconds until it is left, unless `once`.
 
-    Where the console is no terminal it is printed once.
+    Where the console is no terminal it is printed once. `wait` tells which keys are pressed, for
+    tests; it is the terminal's if not given.
 
     Raises:
         ValueError: the source is neither a URL nor a file with a report, or an option is wrong.
@@ -47,25 +49,49 @@ def run(
     if not interval > 0:
         raise ValueError(f"interval must be more than 0 seconds, got {interval}")
     if not source.startswith(("http://", "https://")):
-        console.print(render_screen(read_file(Path(source))))
+        console.print(render_screen(read_file(Path(source)), width=console.width))
         return
     url = report_url(source)
     report = fetch(url, api_key)
     if once or not console.is_terminal:
-        console.print(render_screen(report))
+        console.print(render_screen(report, width=console.width))
         return
-    with Live(
-        render_screen(report), console=console, screen=True, auto_refresh=False,
-        vertical_overflow="crop",
-    ) as live:  # fmt: skip
+    with pressed() as keys:
+        _live(console, report, lambda: fetch(url, api_key), interval, wait or keys)
+
+
+def _live(
+    console: Console,
+    report: dict[str, Any],
+    look: Callable[[], dict[str, Any]],
+    interval: float,
+    keys: Wait | None,
+) -> None:
+    """Shows what `look` gives, again and again, until it is left."""
+    window = Window(report, with_keys=keys is not None)
+    wait = keys or _sleep
+    with Live(window, console=console, screen=True, auto_refresh=False) as live:
+        live.refresh()
+        due = time.monotonic() + interval
         while True:
-            sleep(interval)
-            trouble = ""
-            try:
-                report = fetch(url, api_key)
-            except ReportUnavailable as error:
-                trouble = f"{error}; shown is the last answer"
-            live.update(render_screen(report, trouble=trouble), refresh=True)
+            found = wait(max(0.0, due - time.monotonic()))
+            if "quit" in found:
+                return
+            for key in found:
+                window.press(key)
+            if not found:
+                window.trouble = ""
+                try:
+                    window.report = look()
+                except ReportUnavailable as error:
+                    window.trouble = f"{error}; shown is the last answer"
+                due = time.monotonic() + interval
+            live.refresh()
+
+
+def _sleep(seconds: float) -> list[str]:
+    time.sleep(seconds)
+    return []
 
 
 def report_url(source: str) -> str:

@@ -1,4 +1,4 @@
-"""A server's report, read from its JSON, for the terminal: at 80 columns, and uncoloured too."""
+"""A server's report, read from its JSON, for the terminal: at 80 columns or fewer, plain too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +18,7 @@ from coppice.frontend.report import CAUSE_STYLES, bar, near_miss, one_line
 Report = Mapping[str, Any]
 
 _WIDTH = 78
+_NARROW = 60  # columns; in fewer there is no room for words beside numbers
 _WINDOWS = {"last_ten_minutes": "last ten minutes", "since_start": "since the start"}
 _LATENCIES = {
     "queue": "in the queue",
@@ -28,15 +30,60 @@ _PAGES = {"held": "cyan", "pinned": "magenta", "cached": "green", "free": "brigh
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
-def render_screen(report: Report, *, trouble: str = "") -> RenderableType:
-    """The report, what matters most first; `trouble` says why it is not the present one."""
+class Window:
+    """The report as far as it fits the terminal, in which it can be moved.
+
+    Attributes:
+        report: what is shown.
+        trouble: why it is not the present one, if so.
+    """
+
+    def __init__(self, report: Report, *, with_keys: bool) -> None:
+        """`with_keys`: whether there are keys by which to move it."""
+        self.report = report
+        self.trouble = ""
+        self._with_keys = with_keys
+        self._first = 0  # line at the top
+        self._page, self._most = 1, 0  # lines that fit, and how far down it can be moved
+
+    def press(self, key: str) -> None:
+        """Moves it as a pager does."""
+        steps = {"up": -1, "down": 1, "page up": -self._page, "page down": self._page}
+        steps |= {"home": -self._most, "end": self._most}
+        self._first = min(max(0, self._first + steps.get(key, 0)), self._most)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        whole = render_screen(self.report, trouble=self.trouble, width=width)
+        lines = console.render_lines(whole, options.update(height=None), pad=False)
+        self._page = max(1, console.height - 1)
+        self._most = max(0, len(lines) - self._page)
+        self._first = min(self._first, self._most)
+        for line in lines[self._first : self._first + self._page]:
+            yield from line
+            yield Segment.line()
+        below = len(lines) - self._first - self._page
+        said = ["q ends"] if self._with_keys else []
+        if self._most and self._with_keys:
+            said.insert(0, "arrows, space and b move")
+        if below > 0:
+            said.insert(0, f"{below} more line{'s' * (below > 1)} below")
+        yield Text(" · ".join(said), "dim", overflow="ellipsis", no_wrap=True, end="")
+
+
+def render_screen(report: Report, *, trouble: str = "", width: int = 80) -> RenderableType:
+    """The report, what matters most first, for so many columns.
+
+    `trouble` says why it is not the present one.
+    """
+    width = min(width, _WIDTH)
     parts: list[RenderableType] = [_head(report)]
     if trouble:
         parts.append(Text(trouble, "red"))
-    parts += [Text(), *_now(report), Text()]
+    parts += [Text(), *_now(report, width), Text()]
     if report["present"]["advice"]:
         parts += [_advice(report["present"]["advice"]), Text()]
-    parts += [_requests(report), Text(), _pool(report["pool"])]
+    parts += [_requests(report), Text(), _pool(report["pool"], width)]
     if report["curve"]["sentence"] and report["pool"]["evicted_tokens"]:
         parts.append(Text(report["curve"]["sentence"]))
     for made in (_prefixes(report["prefixes"]), _near_misses(report["near_misses"]),
@@ -54,7 +101,7 @@ def _head(report: Report) -> Text:
     )
 
 
-def _now(report: Report) -> list[RenderableType]:
+def _now(report: Report, width: int) -> list[RenderableType]:
     present = report["present"]
     counts = report["counts"][present["window"]]
     prompt = counts["prompt_tokens"]
@@ -71,25 +118,27 @@ def _now(report: Report) -> list[RenderableType]:
             f"{prompt:,} tokens, {counts['requests']:,} requests; "
             f"ideal {counts['ideal_hit_rate']:.1%}"
         ),
-        _mix(counts),
+        _mix(counts, width),
     ]
-    rates = _rates(report["over_time"]["ten_minutes"])
+    rates = _rates(report["over_time"]["ten_minutes"], min(50, max(10, width - 23)))
     if rates:
         lines.append(Text.assemble((rates, "green"), ("  hit rate, ten minutes", "dim")))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(width=10)
-    table.add_column(justify="right", style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim", no_wrap=True, overflow="ellipsis")
+    table.add_column(justify="right", style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    if width >= _NARROW:
+        table.add_column(style="dim")
     for cause, tokens in sorted(counts["causes"].items(), key=lambda each: -each[1]):
         if tokens:
             said = report["causes"].get(cause, {"name": cause, "meaning": ""})
             name = Text(said["name"], CAUSE_STYLES.get(cause, ""))
-            table.add_row(name, f"{tokens / prompt:.1%}", f"{tokens:,}", said["meaning"])
+            told = [f"{tokens / prompt:.1%}", f"{tokens:,}", said["meaning"]]
+            table.add_row(name, *told[: len(table.columns) - 1])
     return [*lines, Text(), Text("Why the rest was computed", "bold"), table]
 
 
-def _mix(counts: Report) -> Text:
+def _mix(counts: Report, width: int) -> Text:
     """All prompt tokens as one bar: the hit, then each cause; told apart without colour too."""
     parts = [(counts["hit_tokens"], "█", "green")]
     causes = sorted(counts["causes"].items(), key=lambda each: -each[1])
@@ -101,13 +150,13 @@ def _mix(counts: Report) -> Text:
     text, done, drawn = Text(), 0, 0
     for tokens, sign, style in parts:
         done += tokens
-        end = round(_WIDTH * done / counts["prompt_tokens"])
+        end = round(width * done / counts["prompt_tokens"])
         text.append(sign * (end - drawn), style)
         drawn = end
     return text
 
 
-def _rates(past: Report, width: int = 50) -> str:
+def _rates(past: Report, width: int) -> str:
     """The hit rate over time as a line of steps from 0 to 1; a space where nothing came."""
     columns = zip(past["hit_tokens"], past["prompt_tokens"], strict=True)
     rates = [hit / prompt if prompt else None for hit, prompt in columns][-width:]
@@ -139,7 +188,7 @@ def _requests(report: Report) -> Group:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("last ten minutes")
     for name in ("median", "90%", "99%"):
-        table.add_column(name, justify="right", min_width=9)
+        table.add_column(name, justify="right", min_width=8, no_wrap=True)
     for key, name in _LATENCIES.items():
         told = report["latency_seconds"][key]["last_ten_minutes"]
         table.add_row(name, *(_latency(told[share]) for share in ("p50", "p90", "p99")))
@@ -154,12 +203,12 @@ def _latency(seconds: float | None) -> str:
     return f"{seconds:.3g} s" if seconds < 99.95 else duration(seconds)
 
 
-def _pool(pool: Report) -> Group:
+def _pool(pool: Report, width: int) -> Group:
     pages = pool["pages"]
     line, done, drawn = Text(), 0, 0
     for (state, style), sign in zip(_PAGES.items(), "█▓▒░", strict=True):
         done += pages[state]
-        end = round(_WIDTH * done / pages["total"])
+        end = round(width * done / pages["total"])
         line.append(sign * (end - drawn), style)
         drawn = end
     told = ", ".join(f"{pages[state]:,} {state}" for state in _PAGES if pages[state])

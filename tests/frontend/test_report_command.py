@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,9 @@ from rich.console import Console
 
 from coppice.frontend import report_command
 from coppice.frontend.cli import main
+from coppice.frontend.keys import pressed
 from coppice.frontend.report_command import ReportUnavailable, fetch, report_url, run
-from coppice.frontend.report_screen import render_screen
+from coppice.frontend.report_screen import Window, render_screen
 
 TEXT = " ".join(f"The key is under the mat of house {7 * number}." for number in range(14))
 
@@ -89,19 +94,93 @@ def test_live_it_looks_again_and_says_when_there_is_no_answer(
             raise ReportUnavailable("it is gone")
         return answers.pop()
 
-    def sleep(seconds: float) -> None:
+    def wait(seconds: float) -> list[str]:
         waits.append(seconds)
         if len(waits) == 3:
             raise Interrupted
+        return []
 
     monkeypatch.setattr(report_command, "fetch", answer)
     out = io.StringIO()
     console = Console(file=out, width=80, height=60, force_terminal=True)
     with pytest.raises(Interrupted):
-        run(console, url, interval=7, once=False, api_key=None, sleep=sleep)
-    assert waits == [7, 7, 7]
+        run(console, url, interval=7, once=False, api_key=None, wait=wait)
+    assert all(0 <= seconds <= 7 for seconds in waits)
     assert answers == []
     assert out.getvalue().count("it is gone; shown is the last answer") >= 1
+
+
+@pytest.mark.parametrize("width", [30, 44, 60, 79])
+def test_numbers_are_whole_in_narrow_windows(url: str, width: int) -> None:
+    report = fetch(url + "/cache/report", None)
+    out = io.StringIO()
+    Console(file=out, width=width).print(render_screen(report, width=width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    counts = report["counts"][report["present"]["window"]]
+    for cause, tokens in counts["causes"].items():
+        if tokens:
+            share = tokens / counts["prompt_tokens"]
+            row = f"{report['causes'][cause]['name']} +{share:.1%} +{tokens:,}"
+            assert any(re.match(row, line) for line in lines), row
+    assert sum("█" in line and "▓" in line for line in lines) == 1, "bars are not broken"
+
+
+def test_a_window_is_moved_like_a_pagers(url: str) -> None:
+    report = fetch(url + "/cache/report", None)
+    whole = printed(report).rstrip("\n").split("\n")
+    window = Window(report, with_keys=True)
+
+    def shown(*keys: str) -> tuple[list[str], str]:
+        for key in keys:
+            window.press(key)
+        out = io.StringIO()
+        Console(file=out, width=80, height=11).print(window)
+        *lines, last = out.getvalue().rstrip("\n").split("\n")
+        assert len(lines) == 10
+        return lines, last
+
+    below = len(whole) - 10
+    assert shown() == (whole[:10], f"{below} more lines below · arrows, space and b move · q ends")
+    assert shown("up")[0] == whole[:10]
+    assert shown("down", "down")[0] == whole[2:12]
+    assert shown("page down")[0] == whole[12:22]
+    assert shown("page up", "up")[0] == whole[1:11]
+    assert shown("end", "down") == (whole[-10:], "arrows, space and b move · q ends")
+    assert shown("home")[0] == whole[:10]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such terminals")
+def test_keys_of_a_terminal(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    with open(theirs, "rb", buffering=0) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        before = termios.tcgetattr(theirs)
+        with pressed() as wait:
+            assert wait is not None
+            assert wait(0) == []
+            os.write(ours, b"j\x1b[A\x1bOB x\x1b[5~")
+            assert wait(10) == ["down", "up", "down", "page down", "page up"]
+        assert termios.tcgetattr(theirs) == before
+        left = threading.Event()
+
+        def leave() -> None:  # what is typed before it listens is dropped
+            while not left.wait(0.1):
+                os.write(ours, b"q")
+
+        thread = threading.Thread(target=leave)
+        thread.start()
+        console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+        run(console, url, interval=30, once=False, api_key=None)
+        left.set()
+        thread.join()
+    os.close(ours)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pressed() as wait:
+        assert wait is None
 
 
 def test_where_the_report_of_a_server_is() -> None:
@@ -140,5 +219,7 @@ def test_a_server_that_has_no_report(
     assert "answered 404: GET /elsewhere/cache/report: Not Found" in capsys.readouterr().err
     assert main(["report", "http://127.0.0.1:9"]) == 1
     assert "does not answer" in capsys.readouterr().err
+    assert main(["report", "localhost:8000"]) == 2
+    assert "a server's URL begins with http://" in capsys.readouterr().err
     assert main(["report", url, "--interval", "0"]) == 2
     assert "interval must be more than 0 seconds" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""Keys that are pressed while a screen is shown, where standard input is a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+Wait: TypeAlias = Callable[[float], list[str]]
+"""Waits for so many seconds, or until keys are pressed, and gives their names."""
+
+_ONE = re.compile(rb"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Z])|.", re.DOTALL)
+_NAMES = {
+    b"\x1b[A": "up", b"\x1bOA": "up", b"k": "up",
+    b"\x1b[B": "down", b"\x1bOB": "down", b"j": "down", b"\n": "down",
+    b"\x1b[5~": "page up", b"b": "page up",
+    b"\x1b[6~": "page down", b" ": "page down",
+    b"\x1b[H": "home", b"\x1bOH": "home", b"\x1b[1~": "home", b"g": "home",
+    b"\x1b[F": "end", b"\x1bOF": "end", b"\x1b[4~": "end", b"G": "end",
+    b"q": "quit", b"Q": "quit",
+}  # fmt: skip
+
+
+def names(typed: bytes) -> list[str]:
+    """The keys in what a terminal sent, named as in a pager; those that mean nothing are left out.
+
+    >>> names(b"j\\x1b[6~xq")
+    ['down', 'page down', 'quit']
+    """
+    return [_NAMES[key] for key in _ONE.findall(typed) if key in _NAMES]
+
+
+@contextmanager
+def pressed() -> Iterator[Wait | None]:
+    """Lets keys come one by one, unseen; None where there is no terminal that could do so."""
+    try:
+        import termios
+        import tty
+
+        fd = sys.stdin.fileno()
+        before = termios.tcgetattr(fd)
+    except (ImportError, OSError, ValueError, termios.error):
+        yield None
+        return
+    ended = False
+
+    def wait(seconds: float) -> list[str]:
+        nonlocal ended
+        if ended:
+            time.sleep(seconds)
+            return []
+        ready, _, _ = select.select([fd], [], [], seconds)
+        typed = os.read(fd, 256) if ready else b""
+        ended = bool(ready) and not typed
+        return names(typed)
+
+    try:
+        tty.setcbreak(fd)
+        yield wait
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
