@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from coppice.frontend.ids import fresh_id
@@ -23,6 +24,15 @@ from coppice.frontend.tool_formats import ToolFormat
 from coppice.frontend.tool_readers import CallBegins, Piece, TextPiece, ToolReader
 
 Places = Sequence[Place] | None
+
+
+def without_text(output: RequestOutput) -> RequestOutput:
+    """The result of a request that wanted nothing but its prompt: no token was generated."""
+    made = [
+        CompletionOutput(each.index, "", (), "length", None, text_offsets=(), logprobs=[])
+        for each in output.outputs
+    ]
+    return replace(output, outputs=made, left_out_tokens=0)
 
 
 class Completion:
@@ -89,7 +99,8 @@ class Completion:
         if self._echoes:
             echo = self._echoes[index // self._params.n]
             text = echo.text + text
-            if logprobs is not None and output.prompt_logprobs is not None:
+            if self._params.logprobs is not None and output.prompt_logprobs is not None:
+                logprobs = logprobs or completion_logprobs((), ())
                 logprobs = echoed_logprobs(
                     output.prompt_logprobs, echo.offsets, echo.tokens, len(echo.text), logprobs
                 )

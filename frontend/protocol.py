@@ -111,6 +111,7 @@ class CompletionBody(TextRequest):
     """The body of /v1/completions."""
 
     prompt: _Prompt
+    max_tokens: Annotated[int, between(0, _MOST)] | None = None  # 0: nothing but the echo
     best_of: Annotated[int, between(1, MAX_N)] | None = None
     echo: bool = False
     logprobs: _Logprobs | None = None
@@ -187,6 +188,7 @@ class CompletionRequest:
     continuous_usage: bool = False  # the counts so far with every chunk of a stream
     form: Form | None = None
     echo: bool = False
+    nothing_new: bool = False  # the answer is the echo, of which a token behind it is no part
     prompt_logprobs: bool = False  # whether the answer has them, beside what is echoed
     tools: Tools | None = None
     template: Mapping[str, Any] = field(default_factory=dict)  # arguments of `encode_chat`
@@ -222,9 +224,17 @@ def parse_completion(body: Any) -> CompletionRequest:
         values["best_of"] = asked.best_of
     if asked.echo:
         _echo(asked, values)
+    if asked.max_tokens == 0:
+        if not asked.echo or asked.stream:
+            raise BadRequest(
+                "max_tokens may be 0 only with echo, which then needs stream to be false",
+                param="max_tokens",
+            )
+        values |= {"max_tokens": 1, "min_tokens": 0}
     prompt = asked.prompt
     prompts = (prompt,) if isinstance(prompt, str) or isinstance(prompt[0], int) else tuple(prompt)
-    return _request(asked, body, values, prompts=prompts, echo=asked.echo)
+    more = {"echo": asked.echo, "nothing_new": asked.max_tokens == 0}
+    return _request(asked, body, values, prompts=prompts, **more)
 
 
 def _echo(asked: CompletionBody, values: dict[str, Any]) -> None:

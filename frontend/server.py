@@ -22,7 +22,7 @@ from coppice.frontend.answer_schemas import (
     Version,
     either,
 )
-from coppice.frontend.answers import ChatCompletion, Completion, usage
+from coppice.frontend.answers import ChatCompletion, Completion, usage, without_text
 from coppice.frontend.bodies import BadRequest, schema_of
 from coppice.frontend.cache_routes import CacheRoutes
 from coppice.frontend.dashboard_files import Dashboard
@@ -261,6 +261,8 @@ class Server:
                     outputs = await deltas.outputs()
             except TimeoutError:
                 raise self._too_late() from None
+        if asked.nothing_new:
+            outputs = [without_text(output) for output in outputs]
         note.fields |= counts(usage(outputs))
         return web.json_response(shape.whole(outputs))
 

@@ -277,6 +277,8 @@ async def test_langchain(tool_server: LiveServer) -> None:
     assert made.response_metadata["token_usage"]["completion_tokens"] == 8
     assert "".join(str(chunk.content) for chunk in short.stream(talk)) == made.content
     assert (await short.ainvoke(talk)).content == made.content
+    pieces = [str(chunk.content) async for chunk in short.astream(talk)]
+    assert "".join(pieces) == made.content and len(pieces) > 2
     tools = chat.bind_tools([Weather], tool_choice="any")
     called = tools.invoke(talk)
     assert isinstance(called, AIMessage)

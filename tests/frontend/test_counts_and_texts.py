@@ -126,3 +126,27 @@ def test_an_echo_stands_before_the_text(http: httpx.Client) -> None:
     assert all(text.startswith("b") for text in texts[2:])
     events = stream(http, COMPLETIONS, prompt=prompt, echo=True, temperature=0)
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) == choice["text"]
+
+
+def test_nothing_but_the_echo(http: httpx.Client) -> None:
+    """max_tokens 0 is for the logprobs of a text; the token behind it is no part of the answer."""
+    more = {"echo": True, "logprobs": 2, "temperature": 0, "prompt": ["The key is", "東京"]}
+    longer = post(http, COMPLETIONS, **more, max_tokens=1)
+    only = post(http, COMPLETIONS, **more, max_tokens=0)
+    for choice, other in zip(only["choices"], longer["choices"], strict=True):
+        assert choice["text"] == more["prompt"][choice["index"]]  # type: ignore[index]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+        for name, column in choice["logprobs"].items():
+            assert column[0] == other["logprobs"][name][0]
+            assert len(column) == len(other["logprobs"][name]) - 1
+        known = choice["logprobs"]["token_logprobs"][1:]
+        assert known == pytest.approx(other["logprobs"]["token_logprobs"][1:-1], abs=1e-4)
+    assert only["usage"]["completion_tokens"] == 0
+    assert only["usage"]["total_tokens"] == only["usage"]["prompt_tokens"]
+    (plain,) = post(http, COMPLETIONS, prompt="The key", echo=True, max_tokens=0)["choices"]
+    assert (plain["text"], plain["logprobs"]) == ("The key", None)
+    for wrong in ({"echo": False}, {"stream": True}):
+        body = {"model": "tiny", "prompt": "a", "echo": True, "max_tokens": 0} | wrong
+        answer = http.post(COMPLETIONS, json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "max_tokens"
