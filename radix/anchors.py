@@ -27,7 +27,7 @@ _NEAR_TOKENS = FINE_TOKENS + REACH  # what decides about the places before
 _LEAST_BYTES = np.uint8(3)  # the byte of a quarter of all anchors is less
 
 # The beginnings of pieces are searched in groups of so many tokens.
-_GROUP_TOKENS = 1 << 16
+_GROUP_TOKENS = 1 << 15
 _GAP = REACH  # places between pieces: no neighbourhood reaches across
 _BYTE = np.uint8(0x2D)
 _LANES = np.uint64(0x0001020304050607)  # times 256**i it has i in its highest byte
@@ -134,28 +134,34 @@ class AnchorFinder:
         numbers = np.flatnonzero(lengths >= FINE_TOKENS + WINDOW)
         begin = FINE_TOKENS - REACH
         found, values, windows = [], [], []
-        for number in numbers.tolist():
+        owners = []  # of each part, which of the numbers
+        for order, number in enumerate(numbers.tolist()):
             # One token more: the first place has one before it.
             tokens = np.frombuffer(pieces[number], np.uint32)[skipped[number] + begin - 1 :]
-            self._fit(len(tokens))
-            low, mixed = self._bytes[:2, : len(tokens)]
-            _mix(tokens, low, mixed)
-            mask = self._masks[0, : len(tokens)]
-            np.less(mixed, _LEAST_BYTES, out=mask)
-            mask[0] = False
-            places = mask.nonzero()[0]
-            found.append(places)
-            values.append(mixed[places])
-            windows.append(_windows(tokens)[np.minimum(places, len(tokens) - WINDOW)])
+            for first in range(0, len(tokens) - 1, _GROUP_TOKENS):
+                part = tokens[first : first + _GROUP_TOKENS + 1]
+                self._fit(len(part))
+                low, mixed = self._bytes[:2, : len(part)]
+                _mix(part, low, mixed)
+                mask = self._masks[0, : len(part)]
+                np.less(mixed, _LEAST_BYTES, out=mask)
+                mask[0] = False
+                places = mask.nonzero()[0]
+                values.append(mixed[places])
+                places += first
+                found.append(places)
+                owners.append(order)
+                windows.append(_windows(tokens)[np.minimum(places, len(tokens) - WINDOW)])
         if not found:
             none = np.zeros(0, np.int64)
             return none.astype(np.uint64), none, none
         counts = np.array([len(places) for places in found])
         start = np.concatenate(found)
         start += begin - 1
-        piece = np.repeat(numbers, counts)
+        owner = np.repeat(np.array(owners), counts)
+        piece = numbers[owner]
         before = np.cumsum(lengths[numbers]) - lengths[numbers]  # so that pieces are far apart
-        kept = _least_around(start + np.repeat(before, counts), np.concatenate(values))
+        kept = _least_around(start + before[owner], np.concatenate(values))
         kept &= (start >= FINE_TOKENS) & (start <= lengths[piece] - WINDOW)
         return self._hash(np.concatenate(windows)[kept]), piece[kept], start[kept]
 

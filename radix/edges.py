@@ -15,6 +15,10 @@ from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 if TYPE_CHECKING:
     from coppice.radix.tree import RadixTree
 
+# Longer ones are entered as several nodes. Edges come and go for ever, and in the heap long ones of
+# all lengths would leave holes that no other fits: a third of all memory.
+EDGE_TOKENS = 1 << 13
+
 
 def descend(node: Node, query: bytes, at: int) -> tuple[Node, int]:
     """Follows `query` from byte `at` on down from the end of `node`; returns where it ends."""
@@ -61,13 +65,52 @@ def extend(
     tree: RadixTree,
     node: Node,
     bottom: Node,
-    edge: bytes,
+    query: bytes,
+    at: int,
     matched: int,
     table: array[int],
     draft: bool,
     ends: bool = False,
 ) -> Node:
-    """Enters the tokens `edge`, from position `matched` on, below `node`, or at its end.
+    """Enters the tokens of `query` from byte `at` on below `node`, or at its end.
+
+    The first has position `matched`. Returns the node they end in.
+    """
+    while True:
+        inside, room = matched % tree.page_size, EDGE_TOKENS
+        # A leaf that this sequence alone has used grows, so that chunks make no chain. One that
+        # was hit or marked keeps its end, since that is what was hit or is wanted.
+        grows = (
+            node is bottom
+            and node.locks == 1
+            and not (node.hits or node.marks or node.children)
+            and node.draft == draft
+            and node.parent is not None
+            and node.length < room
+            and (not inside or node.pages[-1] == table[matched // tree.page_size])
+        )
+        if grows:
+            room -= node.length
+        stop = min(len(query), at + room * TOKEN_BYTES)
+        last = stop == len(query)
+        node = _extend(tree, node, query[at:stop], matched, table, draft, ends and last, grows)
+        if last:
+            return node
+        matched += (stop - at) // TOKEN_BYTES
+        at = stop
+
+
+def _extend(
+    tree: RadixTree,
+    node: Node,
+    edge: bytes,
+    matched: int,
+    table: array[int],
+    draft: bool,
+    ends: bool,
+    grows: bool,
+) -> Node:
+    """Enters the tokens `edge`, from position `matched` on, below `node`, or if it grows, there.
 
     Returns the node they end in.
 
@@ -81,16 +124,7 @@ def extend(
     pages = table[first : -(-total // size)]
     inside = matched % size  # tokens of the first page that are those of `node`
     same_page = inside and node.shares(pages[0], matched - inside)
-    if (
-        node is bottom
-        and node.locks == 1
-        and not (node.hits or node.marks or node.children)
-        and node.draft == draft
-        and node.parent is not None
-        and (not inside or node.pages[-1] == pages[0])
-    ):
-        # A leaf that this sequence alone has used grows, so that chunks make no chain. One that
-        # was hit or marked keeps its end, since that is what was hit or is wanted.
+    if grows:
         if same_page:
             if ends or total // size > first:
                 # The claim on the page passes to the node, which has one reference already.
@@ -146,7 +180,7 @@ def finish(
         if matched > held:
             adopt(tree, hold, node, table, matched)
         if matched < total:
-            node = extend(tree, node, bottom, query[at:], matched, table, False, True)
+            node = extend(tree, node, bottom, query, at, matched, table, False, True)
             tree.epoch += 1
             spare = -(-total // size)
     if node.draft:

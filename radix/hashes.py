@@ -30,8 +30,8 @@ _INDEX = np.uint64(0x9E3779B97F4A7C15)
 _LENGTH = np.uint64(0xD1B54A32D192ED03)
 
 # Short pieces are hashed in groups of so many tokens.
-_GROUP_TOKENS = 1 << 16
-_LONG_TOKENS = 1 << 15
+_GROUP_TOKENS = 1 << 15
+_LONG_TOKENS = 1 << 14
 
 Tokens = bytes | memoryview
 

@@ -13,7 +13,7 @@ _WAYS = 4
 _LOW = np.uint64(2**32 - 1)
 _HALF = np.uint64(32)
 _MARK = 0 if sys.byteorder == "little" else 1  # the half of an entry with the key's mark
-_SLICE = 4096  # keys that are looked up at once
+_SLICE = 2048  # keys that are looked up at once
 # In the sort that finds equal keys of a batch, the row's number takes the place of so many bits.
 _ROW_BITS = 23
 _ROW = np.uint64((1 << _ROW_BITS) - 1)

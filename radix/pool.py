@@ -10,6 +10,7 @@ import numpy as np
 from coppice.radix.out_of_pages import OutOfPages
 
 _ONE = array("i", [1])
+_ZERO = array("i", [0])
 
 # From this many pages on, numpy's vector operations beat a Python loop.
 _VECTOR = 48
@@ -21,16 +22,20 @@ _MANY_RUNS = 6
 class PagePool:
     """`num_pages` pages of `page_size` token slots each, ids 0 .. num_pages - 1; no tensors.
 
-    A page has a reference count; it is free exactly while the count is zero. Free pages are kept
-    as runs of neighbours with boundary tags (Knuth, TAOCP 1, 2.5): `_head[s]` is the length of the
-    free run that begins at page s, `_tail[e]` of the one that ends at page e, 0 elsewhere. Runs of
-    2**k .. 2**(k+1) - 1 pages hang in the intrusive doubly linked list of class k. So taking a run,
-    and giving one back with its neighbours joined, costs O(1), whatever the pool's size; memory is
-    24 bytes a page.
+    A page has a reference count in `refs`; it is free exactly while that is not positive. Free
+    pages are kept as runs of neighbours with boundary tags (Knuth, TAOCP 1, 2.5). Runs of 2**k ..
+    2**(k+1) - 1 pages hang in the doubly linked list of class k. So taking a run, and giving one
+    back with its neighbours joined, costs O(1), whatever the pool's size.
+
+    Memory is 8 bytes a page: the counts, and the ids from which runs are copied. What is known of
+    free runs lies there, too: the count of a run's first and of its last page is its length,
+    negative; those between are 0. The id of the first is the link to the next run of the list, that
+    of the last the link to the run before; ids return when the run goes. A run of one page has no
+    second place for links. Its count, whose length is known to be 1, tells the run before: -(link +
+    2) - num_pages, less than that of any other run. A link is a run's first page, or -1.
     """
 
-    __slots__ = ("page_size", "num_pages", "free_pages", "refs", "_ids", "_head", "_tail",
-                 "_next", "_prev", "_first", "_classes")  # fmt: skip
+    __slots__ = ("page_size", "num_pages", "free_pages", "refs", "_ids", "_first", "_classes")
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1:
@@ -40,74 +45,100 @@ class PagePool:
         self.page_size = page_size
         self.num_pages = num_pages
         self.free_pages = num_pages
-        self.refs = array("i", bytes(4 * num_pages))
+        self.refs = _ZERO * num_pages
         self._ids = array("i", range(num_pages))
-        self._head = array("i", bytes(4 * (num_pages + 1)))  # one more: the page after the last
-        self._tail = array("i", bytes(4 * (num_pages + 1)))  # [-1] serves as "before the first"
-        self._next = array("i", bytes(4 * num_pages))
-        self._prev = array("i", bytes(4 * num_pages))
         self._first = [-1] * (num_pages.bit_length() + 1)
         self._classes = 0  # bit k: the list of class k is not empty
         self._link(0, num_pages)
 
     # -- free runs ---------------------------------------------------------------------------
 
+    def _length(self, tag: int) -> int:
+        """Of the run that has this count at an end."""
+        return -tag if tag >= -self.num_pages else 1
+
     def _link(self, start: int, length: int) -> None:
-        self._head[start] = length
-        self._tail[start + length - 1] = length
+        """Puts a run, neither of whose neighbours is free, at the head of its list.
+
+        The counts of its pages are 0.
+        """
+        refs, ids = self.refs, self._ids
         size_class = length.bit_length() - 1
         first = self._first[size_class]
-        self._next[start] = first
-        self._prev[start] = -1
-        if first >= 0:
-            self._prev[first] = start
+        ids[start] = first
+        if length == 1:
+            refs[start] = -1 - self.num_pages
         else:
+            end = start + length - 1
+            refs[start] = refs[end] = -length
+            ids[end] = -1
+        if first < 0:
             self._classes |= 1 << size_class
+        else:
+            self._set_before(first, start)
         self._first[size_class] = start
 
     def _unlink(self, start: int, length: int) -> None:
-        self._head[start] = 0
-        self._tail[start + length - 1] = 0
-        after, before = self._next[start], self._prev[start]
+        """Takes a run out of its list; counts are 0, and ids those of the pages."""
+        refs, ids = self.refs, self._ids
+        after = ids[start]
+        if length == 1:
+            before = -refs[start] - 2 - self.num_pages
+        else:
+            end = start + length - 1
+            before = ids[end]
+            refs[end] = 0
+            ids[end] = end
+        refs[start] = 0
+        ids[start] = start
         if after >= 0:
-            self._prev[after] = before
+            self._set_before(after, before)
         if before >= 0:
-            self._next[before] = after
+            ids[before] = after
         else:
             size_class = length.bit_length() - 1
             self._first[size_class] = after
             if after < 0:
                 self._classes &= ~(1 << size_class)
 
+    def _set_before(self, start: int, before: int) -> None:
+        """Says which run comes before the one at `start` in its list."""
+        tag = self.refs[start]
+        if tag < -self.num_pages:
+            self.refs[start] = -before - 2 - self.num_pages
+        else:
+            self._ids[start - tag - 1] = before
+
     def _give(self, start: int, length: int) -> None:
-        """Frees a run, joining it with free neighbours."""
+        """Frees a run whose counts are 0, joining it with free neighbours."""
         self.free_pages += length
-        left = self._tail[start - 1] if start else 0
-        if left:
-            self._unlink(start - left, left)
+        refs, end = self.refs, start + length
+        if start and (tag := refs[start - 1]) < 0:
+            left = self._length(tag)
             start -= left
-            length += left
-        right = self._head[start + length]
-        if right:
-            self._unlink(start + length, right)
-            length += right
-        self._link(start, length)
+            self._unlink(start, left)
+        if end < self.num_pages and (tag := refs[end]) < 0:
+            right = self._length(tag)
+            self._unlink(end, right)
+            end += right
+        self._link(start, end - start)
 
     def _take(self, start: int, length: int, count: int) -> array[int]:
         """The first `count` pages of the free run at `start`, each with one reference."""
         rest, begin = length - count, start + count
+        ids = self._ids
         size_class = length.bit_length() - 1
         if rest >> size_class:
             # What is left takes the run's place in the list of its class.
-            heads, following, preceding = self._head, self._next, self._prev
-            after, before = following[start], preceding[start]
-            heads[start] = 0
-            heads[begin] = self._tail[start + length - 1] = rest
-            following[begin], preceding[begin] = after, before
+            end = start + length - 1
+            after, before = ids[start], ids[end]
+            ids[start] = start
+            self.refs[begin] = self.refs[end] = -rest
+            ids[begin] = after
             if after >= 0:
-                preceding[after] = begin
+                self._set_before(after, begin)
             if before >= 0:
-                following[before] = begin
+                ids[before] = begin
             else:
                 self._first[size_class] = begin
         else:
@@ -116,7 +147,7 @@ class PagePool:
                 self._link(begin, rest)
         self.free_pages -= count
         self.refs[start:begin] = _ONE * count
-        return self._ids[start:begin]
+        return ids[start:begin]
 
     # -- the public face ---------------------------------------------------------------------
 
@@ -132,13 +163,18 @@ class PagePool:
             raise ValueError(f"after must be -1 or a page, 0 .. {self.num_pages - 1}, got {after}")
         if count > self.free_pages:
             raise OutOfPages(count, self.free_pages)
-        head = self._head
         pages = None
         need = count
-        if after >= 0 and need and (length := head[after + 1]):
+        firsts, refs, ids = self._first, self.refs, self._ids
+        if (
+            0 <= after < self.num_pages - 1
+            and need
+            and refs[after] > 0
+            and (tag := refs[after + 1]) < 0
+        ):
+            length = self._length(tag)
             pages = self._take(after + 1, length, min(need, length))
             need -= len(pages)
-        tail, firsts, refs, ids = self._tail, self._first, self.refs, self._ids
         while need > 0:
             # Any run of class (need - 1).bit_length() or above is long enough; take the smallest
             # such class so that long runs stay whole. With none, take the longest class there is.
@@ -149,21 +185,23 @@ class PagePool:
             else:
                 size_class = self._classes.bit_length() - 1
             start = firsts[size_class]
-            length = head[start]
+            length = self._length(refs[start])
             if length >= need:
                 taken = self._take(start, length, need)
                 return pages + taken if pages else taken
             # All of a run that heads its list: what _take does, without the general case. A pool
             # that is always full is in pieces, and this loop is where that is felt.
-            head[start] = tail[start + length - 1] = 0
-            follower = firsts[size_class] = self._next[start]
+            end = start + length
+            follower = firsts[size_class] = ids[start]
             if follower >= 0:
-                self._prev[follower] = -1
+                self._set_before(follower, -1)
             else:
                 self._classes ^= 1 << size_class
+            ids[end - 1] = end - 1
+            ids[start] = start
             self.free_pages -= length
-            refs[start : start + length] = _ONE * length
-            taken = ids[start : start + length]
+            refs[start:end] = _ONE * length
+            taken = ids[start:end]
             if pages:
                 pages += taken
             else:
@@ -175,7 +213,7 @@ class PagePool:
         """One more reference for each page; ValueError, with nothing changed, if one is free."""
         refs, end = self.refs, self.num_pages
         for page in pages:
-            if not 0 <= page < end or not refs[page]:
+            if not 0 <= page < end or refs[page] <= 0:
                 raise ValueError(f"pages: {page} can't be shared, {self._unused(page)}")
         for page in pages:
             refs[page] += 1
@@ -192,7 +230,7 @@ class PagePool:
         refs, count = self.refs, len(pages)
         if not count:
             return 0
-        if count == 1 and 0 <= (page := pages[0]) < self.num_pages and refs[page]:
+        if count == 1 and 0 <= (page := pages[0]) < self.num_pages and refs[page] > 0:
             refs[page] -= 1
             if refs[page]:
                 return 0
@@ -210,8 +248,10 @@ class PagePool:
                 raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
             counts = refs[start : start + length]
             alone = counts == _ONE * length
-            if not alone and 0 in counts:
-                page = start + counts.index(0)
+            if not alone and (least := min(counts)) <= 0:
+                # (A free page that equals the link of another is told by its own name.)
+                page = counts.index(least)
+                page = pages[page] if len(runs) == 1 else start + page
                 raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
             kept.append(not alone)
         freed = 0
@@ -254,7 +294,7 @@ class PagePool:
             raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
         refs = np.frombuffer(self.refs, np.int32)
         counts = refs[pages]
-        if not counts.all():
+        if (counts <= 0).any():
             page = int(pages[int(counts.argmin())])
             raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
         counts -= 1
@@ -293,30 +333,44 @@ class PagePool:
 
     def free_runs(self) -> list[tuple[int, int]]:
         """The free runs as (first page, length), in page order. O(num_pages)."""
-        return [(page, length) for page, length in enumerate(self._head) if length]
+        runs, page = [], 0
+        while page < self.num_pages:
+            length = 0
+            if self.refs[page] < 0:
+                length = self._length(self.refs[page])
+                runs.append((page, length))
+            page += length or 1
+        return runs
 
     def _check(self) -> None:
         """Recounts the free pages; raises AssertionError on any mismatch. O(num_pages)."""
-        free = {page for page, count in enumerate(self.refs) if count == 0}
-        assert min(self.refs) >= 0, "a page has a negative count"
+        free = {page for page, count in enumerate(self.refs) if count <= 0}
         assert self.free_pages == len(free), f"free_pages {self.free_pages}, recount {len(free)}"
         runs = self.free_runs()
         in_runs = [page for start, length in runs for page in range(start, start + length)]
         assert sorted(in_runs) == sorted(free), "free runs do not tile the free pages"
+        boundaries = {start for start, _ in runs} | {sum(run) - 1 for run in runs}
+        for page in range(self.num_pages):
+            assert (self.refs[page] < 0) == (page in boundaries), f"page {page}: a stray tag"
+            assert page in boundaries or self._ids[page] == page, f"page {page}: a wrong id"
         for start, length in runs:
-            assert self._tail[start + length - 1] == length, f"run {start}: tail tag is wrong"
-            assert start + length not in free, (
-                f"run {start} should be joined with its right neighbour"
-            )
+            end = start + length
+            assert self.refs[end - 1] == self.refs[start], f"run {start}: tail tag is wrong"
+            assert end not in free, f"run {start} should be joined with its right neighbour"
         linked = []
+        lengths = dict(runs)
         for size_class, first in enumerate(self._first):
             assert (first >= 0) == bool(self._classes >> size_class & 1), f"class {size_class} mask"
             before, page = -1, first
             while page >= 0:
-                assert self._prev[page] == before, f"run {page}: broken list"
-                assert self._head[page].bit_length() - 1 == size_class, f"run {page}: wrong class"
+                length = lengths[page]
+                link = self._ids[page + length - 1]
+                if length == 1:
+                    link = -self.refs[page] - 2 - self.num_pages
+                assert link == before, f"run {page}: broken list"
+                assert length.bit_length() - 1 == size_class, f"run {page}: wrong class"
                 linked.append(page)
-                before, page = page, self._next[page]
+                before, page = page, self._ids[page]
         assert sorted(linked) == [start for start, _ in runs], "lists and tags disagree"
 
 

@@ -330,7 +330,7 @@ class RadixTree:
         if matched > held:
             edges.adopt(self, hold, node, table, matched)
         if matched < total:
-            node = edges.extend(self, node, bottom, query[at:], matched, table, draft)
+            node = edges.extend(self, node, bottom, query, at, matched, table, draft)
             self.epoch += 1
         if node.draft and not draft:
             drafts.keep(node)

@@ -10,7 +10,7 @@ from coppice.radix.hashes import Hashes, Ints, last_border
 
 # So many borders are told of together. It takes as many steps for one, each of which costs more
 # than a thousand of their numbers.
-_ROWS = 1 << 16
+_ROWS = 1 << 15
 
 
 class Uses:

@@ -12,6 +12,8 @@ from coppice.radix.hashes import Ints
 MAX_NAMESPACES = 64
 """Namespaces that are counted by themselves; all further ones are counted together."""
 
+_SLOTS = 8  # of these, and one for all further ones, at first
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -89,8 +91,15 @@ class _Rolling:
 
     def __init__(self, slots: int, bucket_seconds: int) -> None:
         self.bucket_seconds = bucket_seconds
-        self._sums = np.zeros((slots, self.BUCKETS, len(FIELDS)), np.int64)
-        self._numbers = np.full((slots, self.BUCKETS), -1, np.int64)
+        self._sums = np.zeros((0, self.BUCKETS, len(FIELDS)), np.int64)
+        self._numbers = np.zeros((0, self.BUCKETS), np.int64)
+        self.reserve(slots)
+
+    def reserve(self, slots: int) -> None:
+        """Makes place for so many slots, more than there are."""
+        more = slots - len(self._sums)
+        self._sums = np.append(self._sums, np.zeros((more, *self._sums.shape[1:]), np.int64), 0)
+        self._numbers = np.append(self._numbers, np.full((more, self.BUCKETS), -1, np.int64), 0)
 
     def add(self, slots: Ints, seconds: Ints, rows: Ints) -> None:
         """Adds rows; sorted by slot, then by second."""
@@ -119,15 +128,15 @@ class _Rolling:
 class RollingCounts:
     """Adds rows of counts, and sums them by window and namespace.
 
-    Memory is fixed: the first `MAX_NAMESPACES` namespaces are counted by themselves. A further one
-    takes the place of one that had no request in the last ten minutes, whose counts then pass to
-    "all others"; without such it is one of those others. Seconds are counted from any start.
+    Memory is bounded: the first `MAX_NAMESPACES` namespaces are counted by themselves. A further
+    one takes the place of one that had no request in the last ten minutes, whose counts then pass
+    to "all others"; without such it is one of those others. Seconds are counted from any start.
     """
 
     _OTHERS = 0  # the slot of all further namespaces
 
     def __init__(self) -> None:
-        slots = MAX_NAMESPACES + 1
+        slots = _SLOTS  # twice as many when these are taken
         self._minute = _Rolling(slots, 1)
         self._ten_minutes = _Rolling(slots, 10)
         self._start = np.zeros((slots, len(FIELDS)), np.int64)
@@ -154,6 +163,8 @@ class RollingCounts:
         slot = self._slots.get(namespace)
         if slot is None:
             if len(self._slots) < MAX_NAMESPACES:
+                if len(self._slots) + 1 == len(self._used):
+                    self._reserve(min(2 * len(self._used), MAX_NAMESPACES + 1))
                 slot = self._slots[namespace] = len(self._slots) + 1
             else:
                 oldest = min(self._slots, key=lambda name: self._used[self._slots[name]])
@@ -166,6 +177,13 @@ class RollingCounts:
                 self._ten_minutes.forget(slot)
         self._used[slot] = second
         return slot
+
+    def _reserve(self, slots: int) -> None:
+        more = slots - len(self._used)
+        self._minute.reserve(slots)
+        self._ten_minutes.reserve(slots)
+        self._start = np.append(self._start, np.zeros((more, len(FIELDS)), np.int64), 0)
+        self._used = np.append(self._used, np.zeros(more, np.int64))
 
     def overall(self, second: int) -> Windows:
         """All namespaces together, as of `second`."""

@@ -195,6 +195,20 @@ def test_a_page_of_no_pool_is_refused_and_changes_nothing(stranger: int, count: 
     assert state(pool) == before
 
 
+def test_a_free_page_is_refused_where_its_link_stands_too() -> None:
+    """The links of free runs lie where the ids are from which runs are copied."""
+    pool = PagePool(16, 16)
+    pages = pool.allocate(16)
+    pool.release(pages[9:10])
+    pool.release(pages[6:7])  # a run of one page, whose follower is the one at 9
+    before = state(pool)
+    with pytest.raises(ValueError, match="pages: 9 can't be released, it is free"):
+        pool.release(array("i", [5, 9]))
+    assert state(pool) == before
+    assert pool.release(array("i", [5, 7])) == 2
+    pool._check()
+
+
 @pytest.mark.parametrize("count", [47, 48, 49, 500])
 def test_many_pages_are_released_like_few(count: int) -> None:
     """Shared and scattered pages in one call; the same pages one by one as the yardstick."""
@@ -269,9 +283,9 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pool.free_pages)
     @rule(which=st.integers(0, 130), many=st.booleans())
     def release_too_often(self, which: int, many: bool) -> None:
-        free = [page for page, count in enumerate(self.pool.refs) if not count]
+        free = [page for page, count in enumerate(self.pool.refs) if count <= 0]
         stray = free[which % len(free)]
-        used = [page for page, count in enumerate(self.pool.refs) if count]
+        used = [page for page, count in enumerate(self.pool.refs) if count > 0]
         before = state(self.pool)
         with pytest.raises(ValueError, match="pages"):
             self.pool.release([*used, stray] if many else [stray])
@@ -285,7 +299,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.pool._check()
         counts = [self.references[page] for page in range(self.pool.num_pages)]
-        assert list(self.pool.refs) == counts
+        assert [max(count, 0) for count in self.pool.refs] == counts
         assert self.pool.free_pages == counts.count(0)
 
 

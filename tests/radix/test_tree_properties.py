@@ -25,7 +25,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from coppice.radix import Hold, Inserted, Node, OutOfPages, PagePool, RadixTree, check, top_prefixes
+from coppice.radix import (
+    Hold,
+    Inserted,
+    Node,
+    OutOfPages,
+    PagePool,
+    RadixTree,
+    check,
+    edges,
+    top_prefixes,
+)
 
 NAMESPACES: tuple[Hashable, ...] = (None, "a", ("a", 1))
 
@@ -556,10 +566,16 @@ def random_step(world: World, rng: random.Random, max_lines: int) -> None:
 
 @pytest.mark.parametrize("tidy_forks", [True, False], ids=["tidy_forks", "loose_forks"])
 @pytest.mark.parametrize("page_size", [1, 3, pytest.param(4, marks=pytest.mark.slow), 16])
-def test_long_random_runs_agree_with_the_naive_model(page_size: int, tidy_forks: bool) -> None:
-    """Longer and denser than what hypothesis draws, though it can't shrink what it finds."""
+def test_long_random_runs_agree_with_the_naive_model(
+    page_size: int, tidy_forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer and denser than what hypothesis draws, though it can't shrink what it finds.
+
+    Edges are long, or have few tokens at most, so that one insert enters several nodes.
+    """
     rng = random.Random(page_size)
-    for _ in range(8):
+    for longest in (edges.EDGE_TOKENS, 1, 3, 5) * 2:
+        monkeypatch.setattr(edges, "EDGE_TOKENS", longest)
         pages = rng.randint(3, 24) * (4 if page_size == 1 else 1)
         world = World(page_size, pages, tidy_forks=tidy_forks)
         max_lines = rng.choice([2, 4, 8])

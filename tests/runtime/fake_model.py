@@ -269,7 +269,7 @@ class FakeModel:
 
     def poison(self) -> None:
         """Overwrites the pages that nobody owns."""
-        free = np.frombuffer(self._engine.tree.pool.refs, np.int32) == 0
+        free = np.frombuffer(self._engine.tree.pool.refs, np.int32) <= 0
         free = np.append(free, True)  # the page for padding
         for copy in self._engine.scheduler._forks.values():
             free[copy.source] = False  # the next step reads it before anything is written
