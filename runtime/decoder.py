@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from coppice.kernels.interface import AttentionBackend, LayerCache
+from coppice.runtime.half_linear import HalfLinear
 from coppice.runtime.layer_stack import LayerStack, stack_of
 from coppice.runtime.layers import Linear, RMSNorm, SiluMul, frozen
 from coppice.runtime.model_config import ModelConfig
@@ -96,8 +97,11 @@ class Decoder(nn.Module):
 
     ``linear`` is the class of all projections, the language-model head included if it serves that;
     ``embedding_dtype`` what the embedding is kept in, if not ``dtype``.
-    Tied embeddings are one tensor, unless the head is of another type than the embedding.
+    Tied embeddings are one tensor, unless the head is of another type than the embedding; once
+    that is packed in bfloat16, its rows are read there, and ``embedding`` is None.
     """
+
+    embedding: nn.Parameter | None
 
     def __init__(
         self,
@@ -136,6 +140,8 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
+        if self.head_is_embedding and isinstance(self.head, HalfLinear) and self.head.packed:
+            self.embedding = None
         self.stack = stack_of(self)
 
     def forward(
@@ -156,6 +162,13 @@ class Decoder(nn.Module):
             token_ids, positions, slots, kv, attention, prepared, logit_rows
         )
         return self.logits(hidden)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]`` in the type of the embedding."""
+        if self.embedding is None:
+            assert isinstance(self.head, HalfLinear)
+            return self.head.rows(token_ids)
+        return F.embedding(token_ids, self.embedding)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 ``[R, vocab_size]``, of hidden states ``[R, hidden]``."""
@@ -182,7 +195,7 @@ class Decoder(nn.Module):
         step's plan. Run it under ``torch.inference_mode()``; without, it is slower, not wrong.
         """
         angles = self.rope.angles(positions)
-        x = F.embedding(token_ids, self.embedding).to(self._dtype)
+        x = self._embed(token_ids).to(self._dtype)
         if self.stack is not None and self.stack.runs_with(attention):
             if logit_rows is None:
                 logit_rows = torch.arange(len(x))

@@ -19,6 +19,7 @@ from coppice.runtime.beams import BeamSearches
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.grammars import Grammars
 from coppice.runtime.intake import Intake
+from coppice.runtime.lean_memory import give_back_memory
 from coppice.runtime.live_report import (
     LiveReport,
     PinState,
@@ -97,6 +98,8 @@ class Engine:
             if config.async_scheduling is None
             else config.async_scheduling,
         )
+        if self.runner.device.type == "cpu":
+            give_back_memory()
 
     def _new_pages(self) -> None:
         tree = RadixTree(

@@ -138,12 +138,14 @@ def test_answers_are_those_of_transformers(
     engine = Engine(EngineConfig(model=str(folder), kv_cache_tokens=1024))
     decoder = engine.runner.decoder
     assert type(decoder.head) is KINDS[kind]
-    assert decoder.embedding.dtype == kind
     assert decoder.stack is not None, "the layers are compiled"
-    matrices = [
-        name for name, p in decoder.named_parameters() if p.dim() > 1 and "norm" not in name
-    ]
-    assert matrices == ["embedding"], "the other weights are laid out, and not kept twice"
+    matrices = {
+        name: p.dtype
+        for name, p in decoder.named_parameters()
+        if p.dim() > 1 and "norm" not in name
+    }
+    kept = {} if tied else {"embedding": kind}
+    assert matrices == kept, "the other weights are laid out, and not kept twice"
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     shared = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     prompts = [[*shared, 5 + i, 9] for i in range(5)]
@@ -160,6 +162,20 @@ def test_answers_are_those_of_transformers(
                 torch.tensor([each]), max_new_tokens=8, min_new_tokens=8, do_sample=False
             )
         assert answers[str(index)] == expected[0, len(each) :].tolist()
+
+
+@pytest.mark.parametrize("shape", [(100, 8), (96, 2), (1, 34), (577, 576)])
+def test_rows_are_found_in_the_packed_weight(shape: tuple[int, int]) -> None:
+    rows, width = shape
+    linear = HalfLinear(width, rows, bias=False, dtype=torch.float32, device=CPU)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear.fill_weight(0, weight)
+    linear.pack()
+    indices = torch.cat((torch.arange(rows), torch.tensor([0, rows - 1, rows - 1])))
+    found = linear.rows(indices)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, weight[indices])
+    assert linear.rows(indices[:0]).shape == (0, width)
 
 
 def test_a_checkpoint_with_one_wider_matrix_is_float32(halved: Callable[..., Path]) -> None:
