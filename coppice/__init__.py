@@ -8,6 +8,8 @@ The public names live in the rooms (`coppice.radix`, `coppice.kernels`, `coppice
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -63,19 +65,32 @@ __all__ = [
 ]
 
 
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Looks for no garbage meanwhile, and later not among what has come: imports, a model.
+
+    That stays, and to look for garbage among it takes a quarter of a second each time.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            if not gc.get_freeze_count():
+                # All objects are as old as can be now, without having been looked at.
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
+
+
 def __getattr__(name: str) -> Any:
     """Import the room that `name` lives in; later look-ups find it without coming here."""
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # What is imported stays: to look for garbage among it takes 0.25 s of a start.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collecting():
         value = getattr(import_module(home), name)
-    finally:
-        if collects:
-            gc.enable()
     globals()[name] = value
     return value
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
+from coppice import without_collecting
 from coppice.radix import (
     PagePool,
     Pin,
@@ -69,7 +70,8 @@ class Engine:
             watch_lines: finds stop strings for beam searches, which have none without it.
         """
         self.config = config
-        self.runner = ModelRunner(config)
+        with without_collecting():
+            self.runner = ModelRunner(config)
         self.model_config = self.runner.model_config
         self.max_model_len = self.runner.max_model_len
         self.num_pages, self.memory = self.runner.num_pages, self.runner.memory

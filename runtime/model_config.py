@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from coppice.runtime.lean_transformers import leave_out_models
+from coppice.runtime.plain_config import COUNTS, plain_config
 from coppice.runtime.rope import RopeConfig, read_rope_config
 
 #: Architectures by the `model_type` that stands for them where a config names no architecture.
@@ -71,13 +72,10 @@ def load_model_config(path: Path) -> ModelConfig:
             f"quantization_config in {path / 'config.json'} has quant_method {method!r}; "
             "checkpoints that are stored quantized are not supported: give an unquantized one"
         )
-    leave_out_models()
-    from transformers import AutoConfig
-
-    try:
-        hf = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers raises many types, and each one means a bad file
-        raise ValueError(f"{path / 'config.json'} cannot be read: {error}") from error
+    hf = plain_config(raw) or _transformers_config(path)
+    for name in COUNTS:
+        if getattr(hf, name) < 1:
+            raise ValueError(f"{name} is {getattr(hf, name)}; it must be at least 1")
     if hf.hidden_act != "silu":
         raise ValueError(f"hidden_act is {hf.hidden_act!r}; supported is 'silu'")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -113,6 +111,16 @@ def load_model_config(path: Path) -> ModelConfig:
         bos_token_id=hf.bos_token_id,
         torch_dtype=_declared_dtype(hf),
     )
+
+
+def _transformers_config(path: Path) -> Any:
+    leave_out_models()
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers raises many types, and each one means a bad file
+        raise ValueError(f"{path / 'config.json'} cannot be read: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 #: Variants whose rotation of a token depends on its position alone. `dynamic` and `longrope` are
 #: not among them: there a key's rotation depends on how long its sequence has become, so that keys
@@ -33,6 +32,8 @@ class RopeConfig:
 def read_rope_config(hf_config: Any) -> RopeConfig:
     """The frequencies for a transformers config, whose ``rope_parameters`` are standardised.
 
+    Or for any other object that has what of a config is asked for.
+
     Raises ``ValueError`` that names the variant if it is not one of ``SUPPORTED_ROPE_TYPES``, and
     for a rotation of only a part of each head or one that differs from layer to layer.
     """
@@ -48,6 +49,9 @@ def read_rope_config(hf_config: Any) -> RopeConfig:
     partial = parameters.get("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is supported")
+    theta = parameters.get("rope_theta")
+    if not (isinstance(theta, int | float) and theta > 0):
+        raise ValueError(f"rope_theta is {theta!r}; it must be a number above 0")
     factor = parameters.get("factor")
     if rope_type != "default" and not (isinstance(factor, int | float) and factor >= 1):
         raise ValueError(f"factor of rope_type {rope_type!r} is {factor!r}; it must be at least 1")
@@ -55,8 +59,11 @@ def read_rope_config(hf_config: Any) -> RopeConfig:
         head_dim = getattr(hf_config, "head_dim", None)
         head_dim = head_dim or hf_config.hidden_size // hf_config.num_attention_heads
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        inv_freq, attention_factor = 1.0 / parameters["rope_theta"] ** exponents, 1.0
+        inv_freq, attention_factor = 1.0 / theta**exponents, 1.0
     else:
+        # Here, since the import takes a second and most models do without.
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config)
     return RopeConfig(rope_type, tuple(inv_freq.tolist()), float(attention_factor))
 

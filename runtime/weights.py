@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from coppice.runtime.decoder import Decoder, DecoderLayer
@@ -45,6 +44,8 @@ def resolve_model(model: str) -> Path:
         raise ValueError(f"model is {model!r}, a file; it must be a folder or a hub id")
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ValueError(f"model is {model!r}; there is no such folder, and it is no hub id")
+    from huggingface_hub import snapshot_download  # a quarter of a second, which folders don't need
+
     try:
         folder = snapshot_download(
             model,
