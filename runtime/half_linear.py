@@ -56,3 +56,10 @@ class Float16Linear(HalfLinear):
     """The same with a weight in float16."""
 
     kept = torch.float16
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """As before; here the two of a pair lie apart."""
+        assert self.packed is not None
+        memory = self.packed.memory
+        panel = memory.shape[-1]
+        return memory[indices // panel, :, :, indices % panel].flatten(1)
