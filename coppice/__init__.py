@@ -7,9 +7,6 @@ The public names live in the rooms (`coppice.radix`, `coppice.kernels`, `coppice
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -65,32 +62,18 @@ __all__ = [
 ]
 
 
-@contextmanager
-def without_collecting() -> Iterator[None]:
-    """Looks for no garbage meanwhile, and later not among what has come: imports, a model.
-
-    That stays, and to look for garbage among it takes a quarter of a second each time.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            if not gc.get_freeze_count():
-                # All objects are as old as can be now, without having been looked at.
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
-
-
 def __getattr__(name: str) -> Any:
     """Import the room that `name` lives in; later look-ups find it without coming here."""
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with without_collecting():
+    if home.startswith("coppice.radix."):
         value = getattr(import_module(home), name)
+    else:
+        from coppice.runtime.collector import without_collecting
+
+        with without_collecting():
+            value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
-from coppice import without_collecting
 from coppice.radix import (
     PagePool,
     Pin,
@@ -17,6 +16,7 @@ from coppice.radix import (
 from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.beam_search import BeamSearchParams, WatchLines
 from coppice.runtime.beams import BeamSearches
+from coppice.runtime.collector import without_collecting
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.grammars import Grammars
 from coppice.runtime.intake import Intake

@@ -281,7 +281,7 @@ def test_fetches_only_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         asked.update(options, repo_id=repo_id)
         return str(tmp_path)
 
-    monkeypatch.setattr(weights, "snapshot_download", fetch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert resolve_model("owner/name") == tmp_path
     assert asked["repo_id"] == "owner/name"
     assert "*.safetensors" in asked["allow_patterns"]
