@@ -82,7 +82,7 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any] | None:
         theta = parameters.get("rope_theta")
         if parameters != {"rope_theta": theta, "rope_type": "default"}:
             return None
-    if type(theta) not in (int, float) or theta <= 0:
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
         return None
     return {"rope_type": "default", "rope_theta": theta}
 

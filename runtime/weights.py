@@ -154,15 +154,17 @@ def _places(decoder: Decoder) -> dict[str, _Place]:
     hidden = config.hidden_size
     places = {"model.norm.weight": _Place((hidden,), decoder.norm.weight.copy_)}
     embedding_shape = (config.vocab_size, hidden)
+    embedding = decoder.embedding
+    assert embedding is not None
     if config.tie_word_embeddings and not decoder.head_is_embedding:
         # The head is of another type than the embedding and is made from the same tensor.
         def fill_both(tensor: torch.Tensor) -> None:
-            decoder.embedding.copy_(tensor)
+            embedding.copy_(tensor)
             decoder.head.fill_weight(0, tensor)
 
         places["model.embed_tokens.weight"] = _Place(embedding_shape, fill_both)
     else:
-        places["model.embed_tokens.weight"] = _Place(embedding_shape, decoder.embedding.copy_)
+        places["model.embed_tokens.weight"] = _Place(embedding_shape, embedding.copy_)
     if not config.tie_word_embeddings:
         places["lm_head.weight"] = _Place(embedding_shape, partial(decoder.head.fill_weight, 0))
     for index, layer in enumerate(decoder.layers):
@@ -284,7 +286,9 @@ def _check_names(path: Path, found: set[str], wanted: set[str], tied: bool) -> N
 
 
 def _check_tied(path: Path, head: torch.Tensor, decoder: Decoder) -> None:
-    if not torch.equal(head.to(decoder.embedding), decoder.embedding):
+    embedding = decoder.embedding
+    assert embedding is not None
+    if not torch.equal(head.to(embedding), embedding):
         raise ValueError(
             f"{path}: tensor lm_head.weight differs from model.embed_tokens.weight, though the "
             "config says tie_word_embeddings: set that to false in config.json"
