@@ -107,7 +107,7 @@ def pack(weight: torch.Tensor) -> PackedHalf | None:
     if weight.dtype == torch.bfloat16:
         # A pair is moved as one number of 32 bits: a fifth of the time.
         laid, parts = laid.view(torch.int32), parts.view(torch.int32)
-    laid[:whole] = parts[: whole * PANEL].view(whole, PANEL, pairs, -1).transpose(1, 2)
+    laid[:whole] = parts[: whole * PANEL].view(whole, PANEL, *parts.shape[1:]).transpose(1, 2)
     if whole < panels:
         laid[whole] = 0
         laid[whole, :, : width - whole * PANEL] = parts[whole * PANEL :].transpose(0, 1)

@@ -165,15 +165,16 @@ def test_answers_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("shape", [(100, 8), (96, 2), (1, 34), (577, 576)])
-def test_rows_are_found_in_the_packed_weight(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_found_in_the_packed_weight(kind: torch.dtype, shape: tuple[int, int]) -> None:
     rows, width = shape
-    linear = HalfLinear(width, rows, bias=False, dtype=torch.float32, device=CPU)
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear = KINDS[kind](width, rows, bias=False, dtype=torch.float32, device=CPU)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(kind)
     linear.fill_weight(0, weight)
     linear.pack()
     indices = torch.cat((torch.arange(rows), torch.tensor([0, rows - 1, rows - 1])))
     found = linear.rows(indices)
-    assert found.dtype == torch.bfloat16
+    assert found.dtype == kind
     assert torch.equal(found, weight[indices])
     assert linear.rows(indices[:0]).shape == (0, width)
 
