@@ -7,8 +7,9 @@
 The first form sends a workload of `tree.py` through the tree and tells the accounting of each
 request. A row gives times a request, as medians over rounds: of the accounts while the request
 waits, of settling them between requests, and of the miss-ratio curve (a part of settling, with all
-that is done for it alone), each as a multiple of the tree's. The second compares the curve to exact
-LRU stack distances of all blocks: on Zipf popularity, and on the trace if one is given.
+that is done for it alone), each as a multiple of the tree's; and the curve's part of all that a
+request takes of the tree, its accounts settled (`curve_over_all`). The second compares the curve to
+exact LRU stack distances of all blocks: on Zipf popularity, and on the trace if one is given.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def measure(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
         "logging_over_tree": accounts.seconds / in_tree,
         "settling_over_tree": settling / in_tree,
         "curve_over_tree": in_curve[0] / in_tree,
+        "curve_over_all": in_curve[0] / (in_requests + settling),
         "times": {
             "tree_us": in_tree / count * 1e6,
             "logging_us": accounts.seconds / count * 1e6,
@@ -186,7 +188,7 @@ def main() -> None:
             for _ in range(args.rounds)
         ]
         figures = rounds[0]
-        for key in ("logging_over_tree", "settling_over_tree", "curve_over_tree"):
+        for key in (key for key in figures if "_over_" in key):
             figures[key] = round(statistics.median(each[key] for each in rounds), 4)
         for key in figures["times"]:
             figures["times"][key] = round(
