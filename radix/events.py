@@ -60,7 +60,9 @@ class PageEvents:
         for event in events.drain(): ...
         events.close()
 
-    Raises ValueError if the tree has a stream already, or if `limit` is less than 1.
+    Raises ValueError if the tree has a stream already, if `limit` is less than 1, or if there is a
+    namespace in the tree that `page_hashes` refuses. While a stream is attached, the tree refuses
+    to lock anything under such a one.
     """
 
     def __init__(self, tree: RadixTree, *, limit: int = 10_000, seed: int = 0) -> None:
@@ -73,7 +75,8 @@ class PageEvents:
         self.restarts = 0  # times that the consumer was too slow
         self._tree = tree
         self._events: deque[Event] = deque()
-        self._roots: dict[Hashable, int] = {}
+        # Hashes that chains begin with, of the namespaces in the tree.
+        self._roots = {namespace: root_hash(namespace, seed) for namespace in tree.roots}
         self._anew = tree.num_nodes > 0  # the next drain begins with all that the tree holds
         for node in tree.nodes():  # parents first, as the chain needs it
             node.hashes = self._continue(node, 0)
@@ -101,6 +104,14 @@ class PageEvents:
             node.hashes = None
 
     # -- the tree's side ---------------------------------------------------------------------
+
+    def opened(self, namespace: Hashable) -> None:
+        """The tree is about to have this namespace. Raises ValueError if it can't be hashed."""
+        self._roots[namespace] = root_hash(namespace, self.seed)
+
+    def closed(self, namespace: Hashable) -> None:
+        """Nothing of this namespace is left in the tree."""
+        del self._roots[namespace]
 
     def stored(self, node: Node) -> None:
         """Tokens were entered at the end of `node`. O(its new tokens)."""
@@ -130,6 +141,7 @@ class PageEvents:
     def cleared(self) -> None:
         """The tree was emptied on purpose."""
         self._events.clear()
+        self._roots.clear()
         self._anew = False
         self._append(PagesCleared())
 
@@ -151,10 +163,7 @@ class PageEvents:
         above = node.parent
         while above is not None:
             if isinstance(above, Root):
-                namespace = above.namespace
-                if namespace not in self._roots:
-                    self._roots[namespace] = root_hash(namespace, self.seed)
-                return self._roots[namespace]
+                return self._roots[above.namespace]
             if above.hashes:
                 return above.hashes[-1]
             above = above.parent

@@ -17,6 +17,8 @@ def offer(tree: RadixTree, node: Node) -> None:
     if node.parent is None:
         assert isinstance(node, Root)
         del tree.roots[node.namespace]
+        if tree.events is not None:
+            tree.events.closed(node.namespace)
         tree.epoch += 1
         return
     tree.order.add(node)

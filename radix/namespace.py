@@ -26,8 +26,8 @@ def encode_namespace(namespace: Hashable) -> bytes:
     """Bytes that stand for the namespace in hashes, equal in every process; None gives b"".
 
     Each field goes in with its length, None apart from the empty string, so different namespaces
-    have different bytes. Raises ValueError for keys other than `Namespace` and None: the tree takes
-    them, but nothing says how they read in another process.
+    have different bytes. Raises ValueError for keys other than `Namespace` and None, and for fields
+    that are no text: the tree takes them, but nothing says how they read in another process.
     """
     if namespace is None:
         return b""
@@ -37,8 +37,10 @@ def encode_namespace(namespace: Hashable) -> bytes:
             f"got {namespace!r}"
         )
     encoded = b""
-    for field in namespace:
-        content = b"" if field is None else field.encode()
+    for name, field in namespace._asdict().items():
+        if field is not None and not isinstance(field, str):
+            raise ValueError(f"namespace: {name} must be a string or None, got {field!r}")
+        content = b"" if field is None else field.encode(errors="surrogatepass")
         length = -1 if field is None else len(content)
         encoded += length.to_bytes(8, "little", signed=True) + content
     return encoded

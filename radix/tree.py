@@ -160,7 +160,7 @@ class RadixTree:
         if epoch != self.epoch:
             raise ValueError("match: the tree has changed since this match was made; match again")
         if node is None:
-            node = self.roots.get(namespace) or self.roots.setdefault(namespace, Root(namespace))
+            node = self.roots.get(namespace) or self._open(namespace)
         if length <= node.start:
             node = node.ending(length)
         if length < node.start + node.length:
@@ -168,6 +168,13 @@ class RadixTree:
         if node.draft and not draft:
             drafts.keep(node)
         return node
+
+    def _open(self, namespace: Hashable) -> Root:
+        """A root for a namespace that has none."""
+        if self.events is not None:
+            self.events.opened(namespace)  # may refuse it, while nothing has changed
+        root = self.roots[namespace] = Root(namespace)
+        return root
 
     def fork(self, hold: Hold) -> Hold:
         """A second lock on the same path, for a sequence that continues from the same tokens.

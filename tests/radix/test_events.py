@@ -8,6 +8,7 @@ import sys
 from array import array
 
 import pytest
+import xxhash
 
 from coppice.radix import (
     Hold,
@@ -18,6 +19,7 @@ from coppice.radix import (
     PagesRemoved,
     PagesStored,
     RadixTree,
+    check,
     page_hashes,
 )
 
@@ -153,6 +155,81 @@ def test_hashes_tell_prefixes_namespaces_and_seeds_apart() -> None:
     others = [page_hashes([1, 2], 2, key)[0] for key in keys]
     others += [plain[0], page_hashes([1, 2], 2, seed=1)[0]]
     assert len(set(others)) == len(others)
+
+
+@pytest.mark.parametrize("namespace", ["salt", ("m", 1), 7, Namespace("m", cache_salt=5)])
+def test_a_namespace_without_a_hash_is_refused_before_anything_changes(namespace: object) -> None:
+    tree = RadixTree(PagePool(16, 4))
+    match = tree.match([1, 2, 3, 4, 5], namespace)
+    events = PageEvents(tree)
+    for begin in (tree.lock, tree.start):
+        with pytest.raises(ValueError, match="namespace"):
+            begin(match)
+    assert not tree.roots and tree.pool.free_pages == 16
+    check(tree)
+    events.close()
+    run(tree, [1, 2, 3, 4, 5], namespace)
+    with pytest.raises(ValueError, match="namespace"):
+        PageEvents(tree)
+    assert tree.events is None
+    assert all(node.hashes is None for node in tree.nodes())
+    tree.reset()
+    PageEvents(tree)
+
+
+def test_a_lock_on_nothing_is_heard_when_it_inserts() -> None:
+    """The namespace is there before the stream, but no token of it is."""
+    tree = RadixTree(PagePool(16, 4))
+    namespace = Namespace("m", cache_salt="\ud800")  # half of a pair: no text, but a key
+    hold = tree.lock(tree.match([], namespace))
+    events = PageEvents(tree)
+    tree.finish(hold, range(8), tree.allocate(2))
+    (stored,) = events.drain()
+    assert stored.namespace == namespace
+    assert stored.hashes == tuple(page_hashes(range(8), 4, namespace))
+
+
+def test_namespaces_that_are_gone_leave_nothing() -> None:
+    tree = RadixTree(PagePool(16, 4))
+    events = PageEvents(tree)
+    for number in range(200):
+        run(tree, list(range(9)), Namespace("m", cache_salt=str(number)))
+        events.drain()
+    assert set(events._roots) == set(tree.roots)
+    assert len(tree.roots) <= 16
+    tree.reset()
+    assert not events._roots
+    run(tree, list(range(9)), Namespace("m"))
+    assert events.drain()[0] == PagesCleared()
+
+
+def test_nothing_is_hashed_unless_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is hashed, is hashed once: a page when it is full, a namespace when it comes."""
+    calls = []
+    digest = xxhash.xxh3_64_intdigest
+
+    def counting(content: bytes, seed: int) -> int:
+        calls.append(len(content))
+        return digest(content, seed)
+
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", counting)
+    tree, namespace = RadixTree(PagePool(16, 4)), Namespace("m")
+    for number in range(20):
+        run(tree, [number, *range(20)], namespace)
+    tree.reset()
+    assert not calls
+    events = PageEvents(tree)
+    run(tree, list(range(18)), namespace)
+    assert len(calls) == 1 + 4
+    run(tree, list(range(25)), namespace)
+    assert len(calls) == 1 + 4 + 2
+    tree.unlock(tree.lock(tree.match(range(10), namespace)))  # splits
+    tree.evict(5)
+    events.drain()
+    assert len(calls) == 1 + 4 + 2
+    events.close()
+    run(tree, list(range(40)), namespace)
+    assert len(calls) == 1 + 4 + 2
 
 
 def test_bad_arguments_are_refused() -> None:
