@@ -53,8 +53,9 @@ class Pins:
 
     A pin is a promise about tokens: what of them is cached already is locked at once, the rest as
     soon as a request has computed it. Call `refresh` after every step, and before asking how things
-    stand: it ends pins whose time has passed, and takes hold of what was computed since. `clock`
-    gives the seconds in which deadlines are told.
+    stand: it ends pins whose time has passed, and takes hold of what was computed since. A sequence
+    uses a prefix from its hit until it leaves. `clock` gives the seconds in which deadlines are
+    told.
     """
 
     def __init__(
@@ -82,13 +83,14 @@ class Pins:
         A pin of this name that keeps the same prefix is renewed: its time begins anew, with `ttl`.
         Raises PinRefused, with nothing changed, if the name stands for another prefix or the pages
         of all pins would exceed the budget; ValueError for no tokens at all, bad ones, or a `ttl`
-        not above 0.
+        not above 0. Pins whose time has passed end before.
         """
         prefix = token_bytes(tokens)
         if not prefix:
             raise ValueError("tokens: a pin needs at least one token, got none")
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl must be more than 0 seconds, or None for no end, got {ttl}")
+        self.refresh()
         there = self._pins.get(name)
         if there is not None:
             if (there.tokens, there.namespace) != (prefix, namespace):
@@ -145,6 +147,9 @@ class Pins:
             if used != pin.stamp:
                 pin.stamp, pin.deadline = used, now + pin.ttl
             if now >= pin.deadline:
+                if self._in_use(pin):
+                    pin.deadline = now + pin.ttl
+                    continue
                 self.unpin(pin.name)
                 ended.append(pin.name)
         return ended
@@ -162,6 +167,11 @@ class Pins:
         """Pages that pins keep and no sequence uses, each counted once. O(nodes on their paths)."""
         held = self._held().items()
         return sum(node.own_pages for node, count in held if node.locks == count)
+
+    def _in_use(self, pin: Pin) -> bool:
+        """Whether a sequence holds all that a pin keeps. O(nodes on the paths of all pins)."""
+        node = pin.hold.node if pin.hold is not None else None
+        return node is not None and node.locks > self._held()[node]
 
     def _held(self) -> Counter[Node]:
         """The nodes that pins keep, and how many of them do."""

@@ -160,6 +160,7 @@ class Engine:
 
         Raises as `add_request` does; ValueError also if `beam_width` beams can't run together.
         """
+        self.pins.refresh()  # no step has done that while there was nothing to do
         self.intake.check_beams(params, prompt_token_ids, self.free_of_pins)
         self._searches.check(params)
         request = self._add(
@@ -185,6 +186,7 @@ class Engine:
         beam_search: bool = False,
     ) -> Request:
         self._steps.check_device()
+        self.pins.refresh()
         if request_id in self._sequences:
             raise ValueError(
                 f"request_id must be unique among running requests, got {request_id!r}"
@@ -317,15 +319,18 @@ class Engine:
 
     def cache_report(self) -> CacheReport:
         """The prefix-hit report as of now. O(nodes of the tree)."""
+        self.pins.refresh()
         policy = self.config.eviction_policy
         return make_report(self.counters, self.scheduler, self.pins, self.accounts, policy)
 
     def stats(self) -> EngineStats:
         """What was counted since the start, for metrics. O(running)."""
+        self.pins.refresh()
         return engine_stats(self)
 
     def live_report(self) -> LiveReport:
         """What a server shows of the cache, but for its tree."""
+        self.pins.refresh()
         return live_report(self)
 
     def tree_picture(self) -> TreePicture:

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from coppice.radix import Hold, PagePool, PinRefused, Pins, RadixTree, check
+from coppice.radix import POLICIES, Hold, PagePool, PinRefused, Pins, RadixTree, check
 
 
 class Clock:
@@ -107,6 +107,39 @@ def test_use_of_a_part_only_does_not_refresh() -> None:
     assert pins.refresh() == ["whole"]
 
 
+def test_a_sequence_uses_a_pin_for_as_long_as_it_runs() -> None:
+    tree, pins, clock = fixture()
+    run(tree, list(range(8)))
+    pins.pin("short", range(8), ttl=10)
+    pins.pin("longer", range(4), ttl=10)
+    hold, table = tree.start(tree.match(range(8)))
+    for _ in range(5):
+        clock.now += 9
+        assert pins.refresh() == []
+    tree.release(hold, table)
+    clock.now += 9
+    assert pins.refresh() == []  # the end of the sequence was a use, seen just now
+    clock.now += 10
+    assert pins.refresh() == ["short", "longer"], "neither keeps the other"
+    recount(tree, pins)
+
+
+def test_a_pin_whose_time_has_passed_is_not_in_the_way() -> None:
+    """Nor comes back to life, though nobody has looked since."""
+    tree, pins, clock = fixture()
+    run(tree, list(range(16)))
+    pins.pin("old", range(16), ttl=10)
+    clock.now += 11
+    pin = pins.pin("new", range(100, 116))
+    assert [each.name for each in pins] == ["new"] and pins.promised_pages() == 4
+    pins.unpin("new")
+    pins.pin("old", range(16), ttl=10)
+    clock.now += 11
+    pin = pins.pin("old", range(20, 24))
+    assert pin.cached_tokens == 0, "the name is free for another prefix"
+    recount(tree, pins)
+
+
 def test_the_budget_counts_shared_pages_once_and_refuses_by_name() -> None:
     _, pins, _ = fixture(pages=8, budget=0.5)
     pins.pin("a", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])  # 3 pages
@@ -140,9 +173,29 @@ def test_bad_arguments_are_refused() -> None:
         Pins(tree, 1.5)
     with pytest.raises(ValueError, match="at least one token"):
         pins.pin("empty", [])
-    with pytest.raises(ValueError, match="ttl must be more than 0 seconds"):
-        pins.pin("never", [1], ttl=0)
+    for ttl in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="ttl must be more than 0 seconds"):
+            pins.pin("never", [1], ttl=ttl)
     assert len(pins) == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_eviction_and_reset_leave_pins_alone(policy: str) -> None:
+    tree, clock = RadixTree(PagePool(8, 4), policy), Clock()
+    pins = Pins(tree, 0.5, clock)
+    run(tree, list(range(20)))
+    pins.pin("half", range(10))
+    assert tree.evict(100) == 2
+    with pytest.raises(RuntimeError, match="reset: refused"):
+        tree.reset()
+    assert tree.match(range(20)).length == 10
+    for request in range(20):
+        run(tree, list(range(100 * request + 100, 100 * request + 120)))
+        pins.refresh()
+        assert tree.match(range(20)).length == 10
+        recount(tree, pins)
+    assert pins.unpin("half") and not pins.unpin("half") and not pins.unpin("other")
+    tree.reset()
 
 
 def test_clear_ends_all_so_that_the_tree_can_be_reset() -> None:

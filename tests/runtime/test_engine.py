@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
 from coppice.runtime.request import QueueFull
@@ -470,6 +471,35 @@ def test_a_pin_keeps_its_prefix_and_leaves_room_for_requests(tiny_checkpoint):
     assert len(made.pins) == 0
     assert made.tree.cached_tokens == 0
     made.check()
+
+
+def test_a_pin_ends_though_no_step_is_made(tiny_checkpoint):
+    """Whoever asks an idle engine for anything finds the pins as they are by then."""
+    made = engine(tiny_checkpoint("llama"), kv_cache_tokens=64, page_size=4, pin_budget=0.5)
+    now = 0.0
+    made.pins.clock = lambda: now
+    asked = {
+        "request": lambda: made.add_request("a", [1] * 48, SamplingParams(max_tokens=1)),
+        "beams": lambda: made.add_beam_search("b", [1] * 48, BeamSearchParams(1, max_tokens=1)),
+        "another pin": lambda: made.pin("new", [2] * 32),
+        "stats": lambda: made.stats().pins == 0 or pytest.fail("it is counted"),
+        "report": lambda: not made.live_report().pins or pytest.fail("it is listed"),
+        "cache report": made.cache_report,
+    }
+    for what, ask in asked.items():
+        made.pin("old", [1] * 32, ttl=10)
+        now += 9
+        if what in ("request", "beams", "another pin"):
+            with pytest.raises(ValueError, match="pin"):
+                ask()
+        assert [pin.name for pin in made.pins] == ["old"]
+        now += 1
+        ask()
+        assert "old" not in [pin.name for pin in made.pins], what
+        made.abort("a")
+        made.abort("b")
+        made.unpin("new")
+        made.check()
 
 
 def test_load_is_shed_with_a_clear_refusal(tiny_checkpoint):
