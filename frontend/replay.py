@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,8 @@ def run(
     for name, file in (("json", json_file), ("html", html_file)):
         if file is not None:
             _check_writable(name, file, path)
+    if json_file is not None and html_file is not None and _same(json_file, html_file):
+        raise ValueError(f"html must not be the file of json, got {str(html_file)!r}")
     loaded = None if tokenizer is None else _load(tokenizer)
     with console.status(f"reading {path}"):
         trace = read_trace(
@@ -92,7 +95,12 @@ def replay(console: Console, trace: Trace, options: ReplayOptions) -> ReplayRepo
         TextColumn("requests"),
         TimeElapsedColumn(),
     )
-    machine = Replay(options)
+    try:
+        machine = Replay(options)
+    except MemoryError:
+        raise ValueError(
+            f"pool: the books of {options.pages:,} pages do not fit into memory"
+        ) from None
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=trace.count)
@@ -140,8 +148,17 @@ def _encode(tokenizer: Tokenizer) -> Encode:
 def _check_writable(name: str, file: Path, trace: Path) -> None:
     if file.is_dir() or not file.absolute().parent.is_dir():
         raise ValueError(f"{name} must be a file in a directory that exists, got {str(file)!r}")
-    if file.exists() and trace.exists() and file.samefile(trace):
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise ValueError(f"{name} must be a file that may be written, got {str(file)!r}")
+    if _same(file, trace):
         raise ValueError(f"{name} must not be the trace itself, got {str(file)!r}")
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether both are one file, or will be."""
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return one.resolve() == other.resolve()
 
 
 def _write(file: Path, text: str) -> None:

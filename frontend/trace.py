@@ -6,6 +6,7 @@ replayed of a file that is not sound; `Trace.requests` then makes the tokens, on
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from array import array
@@ -83,6 +84,7 @@ class Trace:
         Raises MalformedTrace if the file has changed since it was checked.
         """
         records = _records(self.path, _PARSERS[self.format], self.encode)
+        number = -1
         for number, (line, record) in enumerate(islice(records, self.count)):
             if isinstance(record, str):
                 raise MalformedTrace(f"{self.path}:{line}: {record}; it has changed while read")
@@ -94,6 +96,11 @@ class Trace:
             if isinstance(output, int):
                 output = _fresh(number, output)
             yield ReplayRequest(prompt, output, record.namespace, float(seconds))
+        if number + 1 < self.count:
+            raise MalformedTrace(
+                f"{self.path}: it had {self.count:,} requests when it was checked, and has "
+                f"{number + 1:,} now; it has changed while read"
+            )
 
 
 def read_trace(
@@ -113,13 +120,19 @@ def read_trace(
 
     Raises:
         MalformedTrace: at least one line is not sound; names the first ten with their numbers.
-        ValueError: the file can't be read or has no request, or an argument is out of range.
+        ValueError: it is no file that can be read twice, or has no request, or an argument is out
+            of range.
     """
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(
+                f"trace {str(path)!r} must be a file, since it is read twice; write what a pipe "
+                f"brings to one first"
+            )
         if format == "auto":
             format = _detect(path)
         return _check(path, format, encode, limit)
@@ -170,8 +183,7 @@ def _time_problem(seconds: float | None, last: float | None, *, first: bool) -> 
 
 
 def _detect(path: Path) -> str:
-    with path.open("rb") as lines:
-        first = next((line for line in lines if line.strip()), b"")
+    first = next((line for _, line in _lines(path)), b"")
     try:
         value = json.loads(first)
     except (ValueError, RecursionError):
@@ -186,14 +198,21 @@ def _records(
     path: Path, parse: Callable[[Any, Encode | None], _Record], encode: Encode | None
 ) -> Iterator[tuple[int, _Record | str]]:
     """Each line that is not empty, by its number: a record, or what is wrong with it."""
+    for number, line in _lines(path):
+        try:
+            yield number, parse(_json(line), encode)
+        except _Wrong as error:
+            yield number, str(error)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, by their numbers; some editors begin a file with a mark."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield number, parse(_json(line), encode)
-            except _Wrong as error:
-                yield number, str(error)
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield number, line
 
 
 class _Wrong(Exception):

@@ -12,6 +12,9 @@ from coppice.radix.out_of_pages import OutOfPages
 _ONE = array("i", [1])
 _ZERO = array("i", [0])
 
+MAX_PAGES = (1 << 30) - 1
+"""Pages that a pool can have: ids, counts and links are 32 bits wide, and some stand for two."""
+
 # From this many pages on, numpy's vector operations beat a Python loop.
 _VECTOR = 48
 
@@ -40,6 +43,8 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
+        if num_pages > MAX_PAGES:
+            raise ValueError(f"num_pages must be at most {MAX_PAGES}, got {num_pages}")
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size

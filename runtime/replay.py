@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from coppice.radix import POLICIES, PagePool, RadixTree
+from coppice.radix.pool import MAX_PAGES
 from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.paging import Paging
@@ -24,6 +25,9 @@ STRETCH_REQUESTS = 10
 
 TOP_PREFIXES = 10
 SHOWN_NODES = 200
+
+MAX_POOL_TOKENS = 1 << 36
+"""The largest pool that can be replayed, if there is the memory for its books."""
 
 _ENGINE = EngineConfig(model="none")  # for its defaults
 _PARAMS = SamplingParams()
@@ -53,6 +57,14 @@ class ReplayOptions:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        for name, tokens in (("page_size", self.page_size), ("pool_tokens", self.pool_tokens)):
+            if tokens > MAX_POOL_TOKENS:
+                raise ValueError(f"{name} must be at most {MAX_POOL_TOKENS}, got {tokens}")
+        if self.pages > MAX_PAGES:
+            raise ValueError(
+                f"pool_tokens must be at most {MAX_PAGES} pages of {self.page_size}, "
+                f"got {self.pool_tokens}"
+            )
 
     @property
     def pages(self) -> int:

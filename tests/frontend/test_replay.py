@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,24 @@ def test_the_trace_is_never_written_over(
     before = token_trace.read_bytes()
     assert "json must not be the trace" in refused(capsys, token_trace, "--json", token_trace)
     assert token_trace.read_bytes() == before
+
+
+def test_one_file_does_not_take_both_reports(
+    token_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report"
+    for _ in range(2):  # whether it is there already or not
+        options = ("--json", file, "--html", tmp_path / "." / "report")
+        assert "html must not be the file of json" in refused(capsys, token_trace, *options)
+        file.touch()
+
+
+def test_what_cannot_be_written_is_refused_before_the_replay(
+    token_trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
+    message = refused(capsys, token_trace, "--html", token_trace.parent / "page.html")
+    assert "html must be a file that may be written" in message
 
 
 def test_a_terminal_gets_a_progress_bar(token_trace: Path) -> None:

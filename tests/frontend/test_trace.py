@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -246,6 +247,38 @@ def test_a_file_that_changes_between_the_readings(write) -> None:
     write([1], b"?")
     with pytest.raises(MalformedTrace, match=r":2: not JSON.*changed"):
         list(trace.requests())
+
+
+def test_a_file_that_gets_shorter_between_the_readings(write) -> None:
+    trace = read_trace(write([1], [2], [3]))
+    write([1], [2])
+    made = trace.requests()
+    assert [list(next(made).prompt) for _ in range(2)] == [[1], [2]]
+    with pytest.raises(MalformedTrace, match="had 3 requests when it was checked, and has 2 now"):
+        next(made)
+    write([1], [2], [3], [4])
+    assert len(list(trace.requests())) == 3, "a log that grows is read as far as it was checked"
+
+
+@pytest.mark.parametrize("value", [[1, 2], mooncake(4, [1])])
+def test_a_byte_order_mark_at_the_beginning_is_none_of_the_trace(write, value: object) -> None:
+    mark = "\ufeff".encode()
+    line = json.dumps(value).encode()
+    assert read_trace(write(mark + line, line)).count == 2
+    assert read_trace(write(mark, line)).count == 1
+    with pytest.raises(MalformedTrace, match=":2: not JSON: Unexpected UTF-8 BOM"):
+        read_trace(write(line, mark + line))
+
+
+def test_a_pipe_is_refused_since_it_could_only_be_half_read() -> None:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"[1]\n[2]\n")
+        os.close(writing)
+        with pytest.raises(ValueError, match="must be a file, since it is read twice"):
+            read_trace(Path(f"/dev/fd/{reading}"))
+    finally:
+        os.close(reading)
 
 
 def test_requests_are_made_one_at_a_time(write) -> None:

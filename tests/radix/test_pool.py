@@ -32,6 +32,11 @@ def test_a_pool_needs_a_page_and_a_slot(num_pages: int, page_size: int) -> None:
         PagePool(num_pages, page_size)
 
 
+def test_a_pool_has_no_more_pages_than_links_can_tell() -> None:
+    with pytest.raises(ValueError, match="num_pages must be at most 1073741823, got 1073741824"):
+        PagePool(1 << 30, 16)
+
+
 def test_a_fresh_pool_hands_out_one_run() -> None:
     pool = PagePool(100, 16)
     assert list(pool.allocate(60)) == list(range(60))

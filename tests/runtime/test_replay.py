@@ -200,6 +200,9 @@ def test_requests_that_cannot_be_replayed(trace: list[ReplayRequest], message: s
         ({"page_size": 1.5}, "page_size must be an integer of at least 1, got 1.5"),
         ({"concurrency": True}, "concurrency must be an integer of at least 1, got True"),
         ({"accounted_tokens": 0}, "accounted_tokens must be"),
+        ({"pool_tokens": 2**36 + 1}, "pool_tokens must be at most 68719476736, got 68719476737"),
+        ({"page_size": 2**37}, "page_size must be at most 68719476736"),
+        ({"pool_tokens": 2**36}, "pool_tokens must be at most 1073741823 pages of 16"),
         ({"policy": "fifo"}, "policy must be one of lru, .*got 'fifo'"),
     ],
 )
