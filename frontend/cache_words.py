@@ -112,7 +112,7 @@ def token_text(tokenizer: Tokenizer | None) -> Decode:
     """
     if tokenizer is None:
         return _numbers
-    size = len(tokenizer.wrapped)
+    size = tokenizer.vocabulary
 
     def decode(token_ids: Sequence[int]) -> str:
         parts = []

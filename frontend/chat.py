@@ -55,6 +55,7 @@ class LocalPartner:
 
         self.usage = Usage()
         self._engine = TextEngine.load(config, tokenizer)
+        self._engine.tokenizer.load_wrapped_soon()  # for the template, while the user types
         self._params = params
         self._turns = 0
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import PreTrainedTokenizerBase
 
 from coppice.frontend.beam_outputs import BeamSearchOutput, beam_search_output
 from coppice.frontend.outputs import GenerationError, RequestOutput
@@ -21,6 +20,9 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.grammars import check
 from coppice.runtime.report import CacheReport
 from coppice.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with either `prompt` or `prompt_token_ids`, and `cache_salt`."""

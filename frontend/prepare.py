@@ -127,13 +127,13 @@ def _with_tools(
                 param=asked.form.field,
             )
         changes["structured_outputs"] = form
-    if set(format.marks) & set(tokenizer.wrapped.all_special_tokens):
+    if set(format.marks) & tokenizer.special_tokens:
         changes["skip_special_tokens"] = False
     return changes
 
 
 def _echo(text: str | None, ids: list[int], tokenizer: Tokenizer, texts: TokenTexts) -> Echo:
-    vocabulary = len(tokenizer.wrapped)
+    vocabulary = tokenizer.vocabulary
     known = [token for token in ids if 0 <= token < vocabulary]  # others are refused later
     decoder = IncrementalDecoder(partial(tokenizer.decode, skip_special_tokens=True))
     offsets, length = [], 0

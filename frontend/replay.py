@@ -140,7 +140,7 @@ def _load(name: str) -> Tokenizer:
 
 def _encode(tokenizer: Tokenizer) -> Encode:
     def encode(text: str, prompt: bool) -> list[int]:
-        return list(tokenizer.wrapped(text, add_special_tokens=prompt)["input_ids"])
+        return (tokenizer.encode if prompt else tokenizer.encode_more)(text)
 
     return encode
 

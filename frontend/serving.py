@@ -59,6 +59,8 @@ def serve(
     engine = EngineClient(launch, loaded, longest_delay=options.max_stream_delay, gives_way=True)
     # At once, since loading takes a while; the rest of the greeting comes when it is done.
     print(f"model   {config.model}", flush=True)
+    if loaded.chat_template is not None:
+        loaded.load_wrapped_soon()
     asyncio.run(_serve(engine, config.model, options, listener))
 
 
@@ -121,7 +123,7 @@ def _greeting(
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{port}"
     assert engine.ready is not None
-    if engine.tokenizer.wrapped.chat_template:
+    if engine.tokenizer.chat_template:
         path = "/v1/chat/completions"
         # The demo model can do nothing but look things up in the document it is given.
         talk = {"user": "Hello"}

@@ -177,7 +177,7 @@ class Texts:
                     spelt.encode()
                 except UnicodeEncodeError:
                     raise ValueError(f"bad_words must be valid Unicode, got {word!a}") from None
-                ids = self._tokenizer.wrapped(spelt, add_special_tokens=False)["input_ids"]
+                ids = self._tokenizer.encode_more(spelt)
                 if not ids:
                     raise ValueError(f"bad_words must be words that have tokens, got {word!r}")
                 words.append(tuple(ids))

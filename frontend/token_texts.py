@@ -55,7 +55,7 @@ class TokenTexts:
         text = self.text(token)
         if REPLACEMENT not in text:
             return list(text.encode())
-        spelt = self._tokenizer.wrapped.convert_ids_to_tokens(token)
+        spelt = self._tokenizer.spelt(token)
         if spelt is None:
             return None
         if byte := _FALLBACK.fullmatch(spelt):

@@ -127,7 +127,7 @@ class TokenizeRoutes:
         tokenizer = self._engine.tokenizer
 
         def work() -> str:
-            vocabulary = len(tokenizer.wrapped)
+            vocabulary = tokenizer.vocabulary
             for place, token in enumerate(asked.tokens):
                 if not 0 <= token < vocabulary:
                     field = f"tokens[{place}]"

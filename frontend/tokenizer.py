@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from coppice.frontend.conversation import check_characters, turns
 from coppice.frontend.detokenizer import REPLACEMENT
+from coppice.frontend.plain_tokenizer import plain_tokenizer
 from coppice.runtime.lean_transformers import leave_out_models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 Message = Mapping[str, Any]
 """One turn of a conversation: `role` and `content`, as in the OpenAI API."""
-
-_TEMPLATE_OPTIONS = {
-    "messages",
-    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-}
 
 
 def model_source(model: str) -> str:
@@ -36,37 +36,73 @@ _BEFORE = 4  # tokens that a text goes on from
 class Tokenizer:
     """The model's tokenizer, reduced to what the engine's front needs.
 
+    One that leaves nothing open is read without transformers (see `plain_tokenizer`), which then
+    comes when something asks for it: a chat template that is filled, mostly.
+
     Args:
         path: a local directory with the tokenizer's files.
+
+    Attributes:
+        vocabulary: how many tokens there are, those that were added included.
+        special_tokens: the texts of the special tokens that the tokenizer names.
+        chat_template: nothing, the template's text, or several of them by name.
 
     Raises:
         ValueError: the directory has no tokenizer that transformers can load.
     """
 
     def __init__(self, path: str | Path) -> None:
-        leave_out_models()
-        from transformers import AutoTokenizer
-
-        try:
-            self.wrapped: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path))
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"tokenizer cannot be loaded from {str(path)!r}: {error}") from error
-        # Every token of every stream is decoded: what transformers does around the library's own
-        # decoder takes three times as long as that.
-        plain = getattr(type(self.wrapped), "_decode", None) is PreTrainedTokenizerFast._decode
-        self._direct = self.wrapped.backend_tokenizer if plain else None
-        # The same of what it does around the encoder, which holds up all other threads besides.
-        own = getattr(type(self.wrapped), "_encode_plus", None)
-        plain = own is not None and own is PreTrainedTokenizerFast._encode_plus
-        self._encoder = self.wrapped.backend_tokenizer if plain else None
-        self._special = {
-            token for token, added in self.wrapped.added_tokens_decoder.items() if added.special
-        }
-        # A first call settles the padding and truncation that a tokenizer file may carry, so that
-        # later calls change nothing and may come from several threads.
-        self.wrapped("settle")
+        self._path = str(path)
+        self._wrapped: PreTrainedTokenizerBase | None = None
+        self._loading = threading.Lock()
+        self.special_tokens: frozenset[str]
+        self.chat_template: str | dict[str, str] | None
+        plain = plain_tokenizer(Path(path))
+        if plain is not None:
+            self._direct = self._encoder = plain.backend
+            self.special_tokens, self.chat_template = plain.special_tokens, plain.chat_template
+            self.vocabulary = plain.backend.get_vocab_size()
+            added = plain.backend.get_added_tokens_decoder()
+        else:
+            self._take(self.wrapped)
+            added = self.wrapped.added_tokens_decoder
+        self._special = {token for token, each in added.items() if each.special}
         # Behind it every token is decoded as it is.
         self.anchor = self._ids("a", add_special_tokens=False)
+
+    def _take(self, wrapped: PreTrainedTokenizerBase) -> None:
+        """Finds out what of transformers' tokenizer can be done without it."""
+        from transformers import PreTrainedTokenizerFast
+
+        # Every token of every stream is decoded: what transformers does around the library's own
+        # decoder takes three times as long as that.
+        plain = getattr(type(wrapped), "_decode", None) is PreTrainedTokenizerFast._decode
+        self._direct = wrapped.backend_tokenizer if plain else None
+        # The same of what it does around the encoder, which holds up all other threads besides.
+        own = getattr(type(wrapped), "_encode_plus", None)
+        plain = own is not None and own is PreTrainedTokenizerFast._encode_plus
+        self._encoder = wrapped.backend_tokenizer if plain else None
+        self.special_tokens = frozenset(wrapped.all_special_tokens)
+        self.chat_template = wrapped.chat_template
+        self.vocabulary = len(wrapped)
+
+    @property
+    def wrapped(self) -> PreTrainedTokenizerBase:
+        """transformers' tokenizer, loaded if it was not yet. Any thread may ask for it."""
+        with self._loading:
+            if self._wrapped is None:
+                self._wrapped = _load(self._path)
+            return self._wrapped
+
+    def load_wrapped_soon(self) -> None:
+        """Has a thread load it, so that whoever asks for it later does not wait."""
+
+        def load() -> None:
+            with suppress(ValueError):  # it is told to those who ask
+                _ = self.wrapped
+
+        if self._wrapped is None:
+            threading.Thread(target=load, name="tokenizer", daemon=True).start()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around one.
@@ -110,6 +146,12 @@ class Tokenizer:
             (found,) = encode([text], add_special_tokens=add_special_tokens)
             return list(found.ids)
         return list(self.wrapped(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def spelt(self, token: int) -> str | None:
+        """A token as it stands in the vocabulary; None if there is none of that number."""
+        if self._direct is not None:
+            return self._direct.id_to_token(token)
+        return self.wrapped.convert_ids_to_tokens(token)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the tokens, exactly as they spell it (no spaces are tidied away)."""
@@ -161,7 +203,7 @@ class Tokenizer:
                 no place for tools, or a message has an unknown role, an unknown key or content that
                 is not text.
         """
-        template = self.wrapped.chat_template
+        template = self.chat_template
         written = str(template or "")
         taken = turns(messages, developer="developer" in written)
         if not template:
@@ -170,7 +212,7 @@ class Tokenizer:
             raise ValueError("tools: this model's chat template has no place for tools")
         more = dict(template_arguments or {})
         for name in more:
-            if name in _TEMPLATE_OPTIONS or not name.isidentifier():
+            if name in _template_options() or not name.isidentifier():
                 raise ValueError(f"chat_template_kwargs must not have {name!r}")
         try:
             ids = self.wrapped.apply_chat_template(
@@ -185,3 +227,26 @@ class Tokenizer:
         except Exception as error:  # a template is a program: it raises whatever it likes
             raise ValueError(f"messages: the chat template refuses them: {error}") from error
         return list(ids)
+
+
+def _load(path: str) -> PreTrainedTokenizerBase:
+    leave_out_models()
+    from transformers import AutoTokenizer
+
+    try:
+        wrapped: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"tokenizer cannot be loaded from {path!r}: {error}") from error
+    # A first call settles the padding and truncation that a tokenizer file may carry, so that
+    # later calls change nothing and may come from several threads.
+    wrapped("settle")
+    return wrapped
+
+
+@cache
+def _template_options() -> frozenset[str]:
+    """What the template's filling is called with, which variables may not be named like."""
+    from transformers import PreTrainedTokenizerBase
+
+    options = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset(("messages", *options))

@@ -114,7 +114,7 @@ def format_of(tokenizer: Tokenizer, chosen: str = "auto") -> ToolFormat | None:
     """The format of that name; "auto" finds it in the chat template, None if there is none."""
     if chosen != "auto":
         return FORMATS[chosen]
-    template = str(tokenizer.wrapped.chat_template or "")
+    template = str(tokenizer.chat_template or "")
     if "<tool_call>" in template:
         return FORMATS["hermes"]
     if "<|python_tag|>" in template or '"parameters"' in template:

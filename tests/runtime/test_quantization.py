@@ -145,6 +145,7 @@ def test_long_weights_are_quantized_in_blocks(
     weight = torch.randn(48, 32)
     whole = make(weight, None, kind)
     monkeypatch.setattr(quantization, "_BLOCK_ROWS", 20)
+    monkeypatch.setattr(quantization, "_BLOCK", 20 * 32)
     in_blocks = make(weight, None, kind)
     assert torch.equal(in_blocks.weight.float(), whole.weight.float())
     assert torch.equal(in_blocks.weight_scale, whole.weight_scale)

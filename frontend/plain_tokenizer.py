@@ -1,0 +1,136 @@
+"""Reads the tokenizers that leave nothing open, without transformers.
+
+To import transformers and its tokenizers takes more than a second, a quarter of the time to the
+first token of a small model. Where a model declares transformers' general class, that one wraps the
+`tokenizer.json` as it is: what encodes and decodes is an object of the library below, which can be
+had directly. Classes of single models build theirs anew from parts of the files, and are left to
+transformers, as is everything that could change the object or that is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+# Classes that take the file as it is, and the models for which transformers goes by that
+# declaration: of others it takes the models' own class, whatever is declared.
+_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_MODELS = ("llama", "qwen3")
+
+_NAMED = frozenset(
+    ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+)
+_LISTED = frozenset(("extra_special_tokens", "additional_special_tokens"))
+# What else a config may say: the object hangs on none of it. (`add_bos_token` and its like mean
+# nothing beside a tokenizer.json.)
+_HARMLESS = frozenset(
+    (
+        "add_bos_token",
+        "add_eos_token",
+        "added_tokens_decoder",
+        "backend",
+        "chat_template",
+        "clean_up_tokenization_spaces",
+        "is_local",
+        "legacy",
+        "local_files_only",
+        "model_input_names",
+        "model_max_length",
+        "name_or_path",
+        "padding_side",
+        "tokenizer_class",
+        "truncation_side",
+    )
+)
+# More that transformers reads.
+_MORE_FILES = ("added_tokens.json", "additional_chat_templates")
+#: Of a special token as almost all are; transformers may add others anew, changed.
+_USUAL = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTokenizer:
+    """What transformers would have made.
+
+    Attributes:
+        backend: encodes and decodes, without truncation and padding.
+        special_tokens: the texts of transformers' `all_special_tokens`.
+        chat_template: None if there is none.
+    """
+
+    backend: Tokenizer
+    special_tokens: frozenset[str]
+    chat_template: str | None
+
+
+def plain_tokenizer(path: Path) -> PlainTokenizer | None:
+    """The tokenizer of a directory; None where it is for transformers to read, or to refuse."""
+    try:
+        if any((path / name).exists() for name in _MORE_FILES):
+            return None
+        config, legacy = _read(path / "tokenizer_config.json"), {}
+        if (path / "special_tokens_map.json").exists():
+            legacy = _read(path / "special_tokens_map.json")
+        if (
+            _read(path / "config.json").get("model_type") not in _MODELS
+            or config.get("tokenizer_class") not in _CLASSES
+            or not set(config) <= _HARMLESS | _NAMED | _LISTED
+            or not set(legacy) <= _NAMED | _LISTED
+        ):
+            return None
+        template = config.get("chat_template")
+        if (path / "chat_template.jinja").exists():  # goes before the other
+            template = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        if template is not None and not isinstance(template, str):
+            return None
+        backend = Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception:  # that of the library below is just that; transformers says what is wrong
+        return None
+    if backend.padding is not None:  # it names a token, which transformers takes for a special one
+        return None
+    added = {
+        index: {"content": token.content} | {name: getattr(token, name) for name in _USUAL}
+        for index, token in backend.get_added_tokens_decoder().items()
+    }
+    usual = {token["content"] for token in added.values() if token.items() >= _USUAL.items()}
+    declared = {str(index): token for index, token in added.items()}
+    special = {*_special_tokens(config), *_special_tokens(legacy)}
+    if not special <= usual or not _is_part(config.get("added_tokens_decoder", {}), declared):
+        return None
+    backend.no_truncation()
+    return PlainTokenizer(backend, frozenset(special), template)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_bytes())
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is no object")
+    return found
+
+
+def _special_tokens(config: dict[str, Any]) -> Iterator[str | None]:
+    """The texts of those that a config names; None for one that is not as almost all are."""
+    for name in config.keys() & (_NAMED | _LISTED):
+        value = config[name]
+        if name in _NAMED:
+            value = [] if value is None else [value]
+        for token in value if isinstance(value, list) else [value]:
+            if isinstance(token, dict) and token.get("__type", "AddedToken") == "AddedToken":
+                changed = any(_USUAL[key] != token[key] for key in token.keys() & _USUAL.keys())
+                token = None if changed else token.get("content")
+            yield token if isinstance(token, str) else None
+
+
+def _is_part(part: Any, whole: dict[str, Any]) -> bool:
+    return isinstance(part, dict) and all(whole.get(key) == part[key] for key in part)
