@@ -109,7 +109,7 @@ def plain_tokenizer(path: Path) -> PlainTokenizer | None:
     if not special <= usual or not _is_part(config.get("added_tokens_decoder", {}), declared):
         return None
     backend.no_truncation()
-    return PlainTokenizer(backend, frozenset(special & usual), template)
+    return PlainTokenizer(backend, frozenset(usual & special), template)
 
 
 def _read(file: Path) -> dict[str, Any]:
