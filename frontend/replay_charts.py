@@ -62,7 +62,7 @@ def curve_chart(accounts: CacheAccounts, pool_tokens: int, policy: str) -> go.Fi
         range=[log10(min([pool_tokens, *sizes])) - 0.05, log10(max([pool_tokens, *sizes])) + 0.05],
     )
     top = max([counts.ideal_hit_rate, achieved, *(point.hit_rate for point in points)])
-    figure.update_yaxes(range=[0, min(1.05, 1.25 * top + 0.01)])
+    figure.update_yaxes(range=[0, _above(1.25 * top)])
     return figure
 
 
@@ -91,7 +91,7 @@ def rate_chart(stretches: Sequence[Stretch]) -> go.Figure:
     )
     top = max((stretch.counts.ideal_hit_rate for stretch in stretches), default=0.0)
     figure.update_xaxes(title_text=title)
-    figure.update_yaxes(range=[0, min(1.05, 1.15 * top + 0.01)])
+    figure.update_yaxes(range=[0, _above(1.15 * top)])
     figure.update_layout(hovermode="x unified")
     return figure
 
@@ -201,6 +201,11 @@ def _time_axis(stretches: Sequence[Stretch]) -> tuple[list[float], str]:
         if seconds[-1] > 3 * size:
             return [each / size for each in seconds], f"{unit} since the start"
     return seconds, "seconds since the start"
+
+
+def _above(rate: float) -> float:
+    """The upper end of an axis of rates: ticks below a few percent would all read 0% or 1%."""
+    return min(1.05, max(0.06, rate + 0.01))
 
 
 def _plain(text: str) -> str:

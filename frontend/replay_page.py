@@ -137,6 +137,10 @@ def _short(count: int) -> str:
     return f'<data value="{count}" title="{count:,}">{short_count(count)}</data>'
 
 
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'s' * (count != 1)}"
+
+
 def _cause_list(counts: Counts) -> str:
     rows = []
     for cause, tokens in causes(counts):
@@ -145,7 +149,7 @@ def _cause_list(counts: Counts) -> str:
             f'<li style="--colour:{cause_colour(cause)}"><span class="name">{CAUSE_NAMES[cause]}'
             f'</span><span class="share">{share:.1%}</span>'
             f'<span class="bar" aria-hidden="true"><i style="width:{share:.2%}"></i></span>'
-            f'<span class="note">{tokens:,} tokens: {escape(cause_meaning(cause, counts))}</span>'
+            f'<span class="note">{_tokens(tokens)}: {escape(cause_meaning(cause, counts))}</span>'
             "</li>"
         )
     return f'<ul class="causes">{"".join(rows)}</ul>' if rows else "<p>No token was computed.</p>"
@@ -217,8 +221,8 @@ def _near_miss(group: NearMiss, decode: Decode) -> str:
     return (
         f'<article class="near"><h3>{requests} computed '
         f"{group.tokens_cost:,} known tokens again{namespace}</h3>"
-        f'<p class="note">The prompts differ after {group.position:,} tokens; about '
-        f"{group.tokens_after:,} tokens of each come again behind that.</p>"
+        f'<p class="note">The prompts differ after {_tokens(group.position)}; about '
+        f"{_tokens(group.tokens_after)} of each come again behind that.</p>"
         f'{before}<div class="sides">{"".join(sides)}</div>'
         f'<p class="shared">{escape(decode(group.after))} …</p></article>'
     )

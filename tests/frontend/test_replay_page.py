@@ -235,6 +235,28 @@ def test_a_click_looks_inside_a_prefix(opened: Any) -> None:
     window.requests.pop(0)  # the first loading, of which this one was a repetition
 
 
+def test_the_icicle_is_used_by_keyboard(opened: Any) -> None:
+    window = opened()
+
+    def focused() -> str:
+        return window.page.evaluate("document.activeElement.getAttribute('aria-label')")
+
+    top = "#chart-prefix .slice >> nth=0"
+    assert window.page.get_attribute(top, "aria-label") == "all prefixes"
+    window.page.focus(top)
+    window.page.keyboard.press("Tab")
+    inside = focused()
+    assert inside == window.page.text_content("#chart-prefix .slice >> nth=1")
+    window.page.keyboard.press("Enter")
+    back = window.page.wait_for_selector("#chart-prefix .pathbar[aria-label='all prefixes']")
+    window.page.wait_for_function(
+        "name => document.activeElement.getAttribute('aria-label') === name", arg=inside
+    )
+    back.focus()
+    window.page.keyboard.press(" ")
+    window.page.wait_for_selector("#chart-prefix .pathbar", state="detached")
+
+
 def test_the_colours_follow_the_scheme(opened: Any) -> None:
     window = opened(scheme="light")
     line = "#chart-rate .scatterlayer .trace:last-child path.js-line"
@@ -272,10 +294,35 @@ def test_text_stands_out_from_what_is_behind_it(opened: Any, scheme: str) -> Non
 def test_every_chart_has_a_name_for_those_who_cannot_see_it(opened: Any) -> None:
     window = opened()
     for name in CHARTS:
-        assert window.page.get_attribute(f"#chart-{name}", "role") == "img"
+        role = "group" if name == "prefix" else "img"  # it has parts that can be pressed
+        assert window.page.get_attribute(f"#chart-{name}", "role") == role
         assert len(window.page.get_attribute(f"#chart-{name}", "aria-label") or "") > 30
     window.page.click("summary >> nth=0")
     assert "hit rate" in window.text("table >> nth=0")
+
+
+def test_a_single_request_makes_a_readable_page(browser: Any, tmp_path: Path) -> None:
+    """Nothing was hit, so there is no tree to show, and the axes begin and end at 0."""
+    trace, page = tmp_path / "one.jsonl", tmp_path / "page.html"
+    trace.write_text('{"prompt": [5]}\n')
+    assert main(["replay", str(trace), "--html", str(page)]) == 0
+    context = browser.new_context(offline=True)
+    complaints: list[str] = []
+    window = context.new_page()
+    window.on("console", lambda message: complaints.append(message.text))
+    window.on("pageerror", lambda error: complaints.append(str(error)))
+    window.goto(page.as_uri())
+    window.wait_for_selector("#chart-curve .ytick")
+    for chart in ("curve", "rate"):
+        ticks = window.eval_on_selector_all(
+            f"#chart-{chart} .ytick", "all => all.map(each => each.textContent)"
+        )
+        assert len(ticks) >= 3 and len(set(ticks)) == len(ticks), ticks
+    text = window.inner_text("main")
+    assert "1 token: needed for its logits" in text
+    assert "No prefix that is still cached was hit." in text
+    assert complaints == []
+    context.close()
 
 
 def luminance(colour: str) -> float:
