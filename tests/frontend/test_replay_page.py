@@ -243,9 +243,14 @@ def test_the_icicle_is_used_by_keyboard(opened: Any) -> None:
 
     top = "#chart-prefix .slice >> nth=0"
     assert window.page.get_attribute(top, "aria-label") == "all prefixes"
+    stops = "#chart-prefix [tabindex='0']"
+    assert window.page.get_attribute(stops, "aria-label") == "all prefixes"
     window.page.focus(top)
-    window.page.keyboard.press("Tab")
+    window.page.keyboard.press("ArrowUp")
+    assert focused() == "all prefixes", "there is none before it"
+    window.page.keyboard.press("ArrowDown")
     inside = focused()
+    assert len(window.page.query_selector_all(stops)) == 1
     assert inside == window.page.text_content("#chart-prefix .slice >> nth=1")
     window.page.keyboard.press("Enter")
     back = window.page.wait_for_selector("#chart-prefix .pathbar[aria-label='all prefixes']")
