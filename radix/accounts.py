@@ -64,7 +64,9 @@ class RequestAccount:
         self.hit_tokens = hit_tokens
         self.in_flight_tokens = in_flight_tokens
         self.hit_limit = hit_limit
-        self.theirs = theirs  # what the tree has behind the hit, until it is settled
+        # What the tree has behind the hit. Later it may have what came after this request.
+        here = hit_tokens * TOKEN_BYTES
+        self.theirs = theirs if node is None else _beside(node, tokens[here : here + TOKEN_BYTES])
         self.time = time  # of the admission
         self.finished = False
         # Until it is settled, the prompt; then its last tokens, behind its last whole block.
@@ -82,10 +84,6 @@ class RequestAccount:
         """Fills in what the accounting found."""
         self._row, self.stamp, self.chain = row, stamp, chain
         hit = self.hit_tokens
-        if self.node is not None:
-            self.theirs = _beside(
-                self.node, self.tokens[hit * TOKEN_BYTES : (hit + 1) * TOKEN_BYTES]
-            )
         begin = max(0, hit - SHOWN_TOKENS) * TOKEN_BYTES
         self._around = self.tokens[begin : (hit + SHOWN_TOKENS) * TOKEN_BYTES]
         self.tokens = tail
@@ -117,8 +115,6 @@ class RequestAccount:
         if self.place < 0:
             tokens, begin = self._around, min(begin, SHOWN_TOKENS)
         ours, theirs = tokens[begin * TOKEN_BYTES : (begin + 1) * TOKEN_BYTES], self.theirs
-        if self.node is not None:
-            theirs = _beside(self.node, ours)
         if not theirs or theirs[:TOKEN_BYTES] == ours:
             return None
         return Divergence.at(tokens, begin, theirs)._replace(position=self.hit_tokens)
@@ -151,7 +147,7 @@ class RequestAccount:
 
 
 def _beside(node: Node, first: bytes) -> bytes:
-    """The newest tokens below a node that do not begin with `first`."""
+    """The newest tokens below a node that do not begin with `first`. O(1)."""
     for token, child in reversed(node.children.items()):
         if token != first:
             return child.edge[: min(child.length, SHOWN_TOKENS) * TOKEN_BYTES]

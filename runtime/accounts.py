@@ -3,22 +3,60 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import numpy as np
 
 from coppice.radix import (
     Accounting,
     CacheAccounts,
     Match,
     RadixTree,
+    RequestAccount,
     SharedPrefix,
     top_prefixes,
 )
 from coppice.radix.accounts import Kind
+from coppice.radix.near_misses import Difference, difference
 from coppice.radix.timeline import Timeline
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.radix.windows import Counts
 from coppice.runtime.histogram import AGES, Buckets
 from coppice.runtime.request import Sequence
+
+RECENT_REQUESTS = 64
+"""Requests of which it is remembered one by one why their tokens missed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCauses:
+    """Why the prompt of one request was computed as far as it was not hit.
+
+    Attributes:
+        request_id: the name under which the engine ran it.
+        namespace: the one it was matched in.
+        prompt_tokens: the hit ones and those of all causes.
+        hit_tokens: whose KV was reused.
+        causes: the computed ones, by cause; those that there were.
+        evicted_idle_seconds: how long before the request its evicted tokens had been used last.
+        evicted_seconds: how long before it they went, if that is known.
+        divergence: where the tree went another way, in tokens; None: it did not, or had gone.
+        before: the last tokens up to there.
+        difference: what follows in the prompt and in the tree, up to where they meet again.
+    """
+
+    request_id: str
+    namespace: Hashable
+    prompt_tokens: int
+    hit_tokens: int
+    causes: dict[str, int]
+    evicted_idle_seconds: float | None
+    evicted_seconds: float | None
+    divergence: int | None
+    before: tuple[int, ...]
+    difference: Difference | None
 
 
 class PromptAccounts:
@@ -41,6 +79,7 @@ class PromptAccounts:
         self._evicted_tokens = 0  # of which the accounting was told
         self.eviction_ages = Buckets(AGES)
         self.rounded_off_tokens = 0
+        self._recent: deque[tuple[str, RequestAccount]] = deque(maxlen=RECENT_REQUESTS)
 
     def admitted(self, sequence: Sequence, tree: RadixTree, match: Match, in_flight: int) -> None:
         """`sequence`, which holds `match`, is about to be computed from its end on."""
@@ -65,6 +104,8 @@ class PromptAccounts:
             node=node,
             now=now,
         )
+        if sequence.account.kind == "cross":
+            self._recent.append((sequence.request.request_id, sequence.account))
 
     def forked(self, sequence: Sequence) -> None:
         """`sequence` goes on from what another one of its request has computed."""
@@ -100,6 +141,10 @@ class PromptAccounts:
         """The accounts as of now. Settles what is pending."""
         return self._accounting.snapshot(now=self._clock())
 
+    def recent(self) -> tuple[PromptCauses, ...]:
+        """The last requests that were admitted, oldest first. Settles what is pending."""
+        return tuple(_causes(request_id, account) for request_id, account in self._recent)
+
     def counts(self) -> Counts:
         """Tokens by hit and cause since the start. Settles what is pending."""
         return self._accounting.counts(now=self._clock())
@@ -130,3 +175,23 @@ def _kind(sequence: Sequence) -> Kind:
     if sequence.admitted >= 0:
         return "preempted"
     return "same" if sequence.index else "cross"
+
+
+def _causes(request_id: str, account: RequestAccount) -> PromptCauses:
+    went, parted = account.evicted_at, account.divergence
+    return PromptCauses(
+        request_id,
+        account.namespace,
+        account.prompt_tokens,
+        account.hit_tokens,
+        {cause: tokens for cause, tokens in account.causes.items() if tokens},
+        account.evicted_idle_seconds,
+        None if went is None else account.time - went,
+        None if parted is None else parted.position,
+        () if parted is None else _ids(parted.before),
+        None if parted is None else difference(_ids(parted.ours), _ids(parted.theirs)),
+    )
+
+
+def _ids(tokens: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(tokens, np.int32).tolist())

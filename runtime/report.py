@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from coppice.radix import CacheAccounts, PinRefused, Pins, SharedPrefix
 from coppice.radix.near_misses import NearMiss
 from coppice.radix.windows import CAUSES, Counts, Windows
-from coppice.runtime.accounts import PromptAccounts
+from coppice.runtime.accounts import PromptAccounts, PromptCauses
 from coppice.runtime.scheduler import Schedule, Scheduler
 
 # What the front needs to show a report comes from here: it may not reach into the tree's room.
@@ -19,6 +19,7 @@ __all__ = [
     "Counts",
     "NearMiss",
     "PinRefused",
+    "PromptCauses",
     "SharedPrefix",
     "Windows",
     "make_report",
@@ -87,6 +88,7 @@ class CacheReport:
     pages_held: int  # held by running sequences
     top_prefixes: tuple[SharedPrefix, ...]
     accounts: CacheAccounts  # why tokens missed, and what another size of cache would do
+    recent: tuple[PromptCauses, ...] = ()  # the same of the last requests one by one, oldest first
 
     @property
     def hit_rate(self) -> float:
@@ -127,4 +129,5 @@ def make_report(
         pages_held=total - free - cached - pinned,
         top_prefixes=accounts.top_prefixes(tree, TOP_PREFIXES),
         accounts=accounts.snapshot(),
+        recent=accounts.recent(),
     )

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from coppice.radix import PagePool, RadixTree
-from coppice.runtime.accounts import PromptAccounts
+from coppice.radix.near_misses import Difference
+from coppice.runtime.accounts import RECENT_REQUESTS, PromptAccounts
 from coppice.runtime.paging import Paging
 from coppice.runtime.prompt_logprobs import PromptLogprobs
 from coppice.runtime.request import Request, Sequence
@@ -41,14 +46,17 @@ class Loop:
     def run(self) -> None:
         while self.scheduler.running or len(self.scheduler.waiting):
             self.now += 1.0
-            schedule = self.scheduler.schedule()
-            for chunk in schedule.chunks:
-                sequence = chunk.sequence
-                self.scheduler.computed(chunk)
-                if not sequence.remaining:
-                    sequence.tokens.append(0)
-                    if len(sequence.tokens) == sequence.request.max_length:
-                        self.scheduler.finish(sequence)
+            self.turn()
+
+    def turn(self) -> None:
+        """A step in which whoever has computed all of its tokens samples one."""
+        for chunk in self.scheduler.schedule().chunks:
+            sequence = chunk.sequence
+            self.scheduler.computed(chunk)
+            if not sequence.remaining:
+                sequence.tokens.append(0)
+                if len(sequence.tokens) == sequence.request.max_length:
+                    self.scheduler.finish(sequence)
 
     def step(self) -> None:
         self.now += 1.0
@@ -180,3 +188,90 @@ def test_top_prefixes_tell_for_how_long_they_were_idle() -> None:
     assert prefix.num_tokens == 19
     assert prefix.resident_pages == 5
     assert prefix.idle_seconds == 100.0
+
+
+def test_the_last_requests_are_told_one_by_one() -> None:
+    loop = Loop(256)
+    shared = list(range(1, 101))
+    loop.add([*shared, 901, 902, 903, 904])
+    loop.run()
+    loop.add([*shared, 801, 802, 903, 904, 701])
+    loop.run()
+    loop.add(shared, namespace="other")
+    loop.run()
+    loop.add(list(range(200, 440)))  # takes nearly all pages
+    loop.run()
+    before = loop.now
+    loop.now += 50.0
+    loop.add(shared)
+    loop.run()
+    first, second, third, _, last = loop.accounts.recent()
+    assert [each.request_id for each in (first, second, third, last)] == ["0", "1", "2", "4"]
+    assert (first.prompt_tokens, first.hit_tokens, first.causes) == (104, 0, {"cold": 104})
+    assert first.divergence is None and first.difference is None and first.before == ()
+    assert (second.hit_tokens, second.divergence) == (100, 100)
+    assert second.before == tuple(shared[-48:])
+    assert second.difference == Difference((801, 802), (901, 902))
+    assert third.namespace == "other" and third.causes["namespace"] >= 96  # to a border
+    assert last.causes["evicted"] + last.hit_tokens >= 96
+    assert last.evicted_seconds is not None and last.evicted_idle_seconds is not None
+    assert loop.now - before > last.evicted_seconds >= 50.0
+    assert last.evicted_idle_seconds > last.evicted_seconds, "used, then gone, then wanted"
+    for each in (first, second, third, last):
+        assert each.prompt_tokens == each.hit_tokens + sum(each.causes.values())
+    for number in range(RECENT_REQUESTS + 3):
+        loop.add([number, 5])
+        loop.run()
+    recent = loop.accounts.recent()
+    assert len(recent) == RECENT_REQUESTS
+    assert recent[-1].request_id == str(loop.arrivals - 1), "the oldest give way"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_prompt_token_was_hit_or_has_one_cause(seed: int) -> None:
+    """Whatever becomes of a request: chunks, preemption, an end before its time."""
+    rng = random.Random(seed)
+    loop = Loop(
+        rng.choice((64, 128, 256)),
+        max_num_batched_tokens=rng.choice((8, 16, 64)),
+        max_num_seqs=rng.choice((3, 5)),
+    )
+    pieces = [[rng.randrange(40) for _ in range(rng.choice((1, 5, 17, 30)))] for _ in range(8)]
+    told: list[Sequence] = []
+    for _ in range(150):
+        if rng.random() < 0.5:
+            prompt = [token for _ in range(rng.randint(1, 3)) for token in rng.choice(pieces)]
+            namespace = rng.choice((None, "b"))
+            told.append(loop.add(prompt[:50], out=rng.randint(1, 12), namespace=namespace))
+        loop.now += rng.choice((0, 1, 7, 100))
+        loop.turn()
+        if rng.random() < 0.05 and loop.scheduler.running:
+            loop.scheduler.finish(rng.choice(loop.scheduler.running), keep=rng.random() < 0.5)
+    accounts = [sequence.account for sequence in told if sequence.account is not None]
+    assert len(accounts) > 40
+    for account in accounts:
+        assert min(account.causes.values()) >= 0
+        assert account.prompt_tokens == account.hit_tokens + sum(account.causes.values())
+        assert account.hit_tokens <= account.ideal_tokens <= account.prompt_tokens
+    counts = loop.accounts.snapshot().overall.since_start
+    assert counts.prompt_tokens == counts.hit_tokens + sum(counts.causes.values())
+    assert counts.hit_tokens <= counts.ideal_tokens
+
+
+def test_windows_of_a_minute_of_ten_and_of_all_time() -> None:
+    loop = Loop(256)
+    for seconds in (0.0, 580.0, 30.0):
+        loop.now += seconds
+        loop.add([int(loop.now), 7, 8, 9], namespace="a" if seconds else None)
+        loop.run()
+    accounts = loop.accounts.snapshot()
+    windows = (
+        accounts.overall.last_minute,
+        accounts.overall.last_ten_minutes,
+        accounts.overall.since_start,
+    )
+    assert [each.requests for each in windows] == [2, 2, 3]
+    loop.now += 61.0
+    assert loop.accounts.snapshot().overall.last_minute.requests == 0
+    assert accounts.namespaces[None].since_start.requests == 1
+    assert accounts.namespaces["a"].last_ten_minutes.requests == 2
