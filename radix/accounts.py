@@ -148,9 +148,12 @@ class RequestAccount:
 
 def _beside(node: Node, first: bytes) -> bytes:
     """The newest tokens below a node that do not begin with `first`. O(1)."""
-    for token, child in reversed(node.children.items()):
+    children = node.children
+    for token in reversed(children):
         if token != first:
-            return child.edge[: min(child.length, SHOWN_TOKENS) * TOKEN_BYTES]
+            child = children[token]
+            shown = child.length if child.length < SHOWN_TOKENS else SHOWN_TOKENS
+            return child.edge[: shown * TOKEN_BYTES]
     return b""
 
 
