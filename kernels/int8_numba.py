@@ -1,4 +1,4 @@
-"""Int8 products of float32 rows, as a call for compiled code: quantize, multiply, rescale.
+"""Int8 products of float32 rows, as calls for compiled code: quantize, multiply, rescale.
 
 ``int8_panels`` has the product of a panel, which is called by its address.
 """
@@ -6,18 +6,89 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from numba import njit, prange
 
-from coppice.kernels.row_blocks import lay_rows
-from coppice.kernels.rows_numba import SHARED_FROM, quantize_share, quantize_shares
-from coppice.kernels.tasks_numba import run_share, run_shares
+from coppice.kernels.row_blocks import lay_share
+from coppice.kernels.rows_numba import quantize_share
+from coppice.kernels.tasks_numba import run_share
+from coppice.kernels.team_numba import came_together, gathered, meet, new_team
+from coppice.kernels.vector_code import ROWS
 
-#: A digest of ``row_blocks.py``, ``vector_code.py``, ``rows_numba.py`` and ``tasks_numba.py``; see
-#: ``items_numba``.
-SOURCES = "cbab1f5d0f9d"
+#: A digest of ``row_blocks.py``, ``vector_code.py``, ``rows_numba.py``, ``tasks_numba.py`` and
+#: ``team_numba.py``; see ``items_numba``.
+SOURCES = "8ae568840ffa"
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19
+
+
+@njit(cache=True)
+def multiply_share(
+    me: int,
+    threads: int,
+    team: int,
+    met: int,
+    function: int,
+    panel: int,
+    x: np.ndarray,
+    weight: int,
+    scale: int,
+    bias: int,
+    out: np.ndarray,
+    levels: np.ndarray,
+    laid: np.ndarray,
+    peaks: np.ndarray,
+) -> int:
+    """What thread ``me`` of a team does of ``multiply_rows``, until all are through.
+
+    It returns what ``meet`` does. ``levels`` and ``laid``, int8 and as many as ``x`` has numbers,
+    and ``peaks`` float32 ``[T]`` are theirs in common.
+    """
+    rows, inner = x.shape
+    width = out.shape[1]
+    blocks = -(-rows // ROWS)
+    begin = blocks * me // threads * ROWS
+    end = min(blocks * (me + 1) // threads * ROWS, rows)
+    mine = levels[: rows * inner].reshape(rows, inner)
+    quantize_share(begin, end, x, np.int32(128), mine, peaks)
+    frame = np.empty(9, np.int64)
+    frame[0], frame[1], frame[2] = rows, inner, width
+    frame[3], frame[4], frame[5] = levels.ctypes.data, peaks.ctypes.data, weight
+    frame[6], frame[7], frame[8] = scale, bias, out.ctypes.data
+    if rows > 1:
+        lay_share(begin, end, levels.ctypes.data, inner // 4, laid.ctypes.data)
+        frame[3] = laid.ctypes.data
+    met = meet(team, threads, met)
+    panels = -(-width // panel)
+    address = frame.ctypes.data
+    run_share(function, address, panels * me // threads, panels * (me + 1) // threads)
+    met = meet(team, threads, met)
+    # Numba frees what is not named any more, and addresses are no names.
+    frame[0] = 0
+    return met
+
+
+@njit(parallel=True, cache=True)
+def _multiply_shares(
+    threads: int,
+    team: int,
+    function: int,
+    panel: int,
+    x: np.ndarray,
+    weight: int,
+    scale: int,
+    bias: int,
+    out: np.ndarray,
+    levels: np.ndarray,
+    laid: np.ndarray,
+    peaks: np.ndarray,
+) -> None:
+    for me in prange(threads):
+        if gathered(team, threads):
+            multiply_share(
+                me, threads, team, 0, function, panel, x, weight, scale, bias, out, levels, laid,
+                peaks,
+            )  # fmt: skip
 
 
 @njit(cache=True)
@@ -38,28 +109,16 @@ def multiply_rows(
     ``scale`` that of float32 ``[N]``, of each output and divided by 127; ``bias``'s may be 0.
     """
     rows, inner = x.shape
-    width = out.shape[1]
-    levels, peaks = np.empty((rows, inner), np.int8), np.empty(rows, np.float32)
-    shares = min(rows, threads) if x.size >= SHARED_FROM else 1
-    if shares <= 1:
-        quantize_share(np.int64(0), rows, x, np.int32(128), levels, peaks)
-    else:
-        quantize_shares(shares, x, np.int32(128), levels, peaks)
-    laid = levels
-    if rows > 1:
-        laid = np.empty((rows, inner), np.int8)
-        lay_rows(rows, levels.ctypes.data, inner // 4, laid.ctypes.data, threads)
-    frame = np.empty(9, np.int64)
-    frame[0], frame[1], frame[2] = rows, inner, width
-    frame[3], frame[4], frame[5] = laid.ctypes.data, peaks.ctypes.data, weight
-    frame[6], frame[7], frame[8] = scale, bias, out.ctypes.data
-    panels = -(-width // panel)
-    if rows * inner * width < _SHARED_FROM or threads <= 1:
-        run_share(function, frame.ctypes.data, 0, panels)
-    else:
-        cuts = np.empty(threads + 1, np.int64)
-        for i in range(threads + 1):
-            cuts[i] = panels * i // threads
-        run_shares(function, frame.ctypes.data, cuts)
-    # Numba frees what is not named any more, and addresses are no names.
-    laid[0, 0], peaks[0], frame[0] = 0, 0, 0
+    levels, peaks = np.empty(rows * inner, np.int8), np.empty(rows, np.float32)
+    laid = np.empty(rows * inner if rows > 1 else 0, np.int8)
+    team = new_team()
+    address = team.ctypes.data
+    if rows * inner * out.shape[1] >= _SHARED_FROM and threads > 1:
+        _multiply_shares(
+            threads, address, function, panel, x, weight, scale, bias, out, levels, laid, peaks
+        )  # fmt: skip
+        if came_together(team):
+            return
+    multiply_share(
+        0, 1, address, 0, function, panel, x, weight, scale, bias, out, levels, laid, peaks
+    )

@@ -29,7 +29,7 @@ from coppice.kernels.tasks_numba import pointer
 from coppice.kernels.vector_code import ROWS, prefetch
 
 #: A digest of ``row_blocks.py``, ``vector_code.py`` and ``tasks_numba.py``; see ``items_numba``.
-SOURCES = "3c09c58586e0"
+SOURCES = "2db0c1d8178e"
 
 
 def _layout() -> int:

@@ -32,7 +32,16 @@ from coppice.kernels.vectors import (
     weigh,
 )
 
-__all__ = ["LANES", "MOST_LANES", "TILE", "VECTORS", "attend_compiled", "attend_items", "run_tasks"]
+__all__ = [
+    "LANES",
+    "MOST_LANES",
+    "TILE",
+    "VECTORS",
+    "attend_items",
+    "attention_frame",
+    "merge_share",
+    "run_tasks",
+]
 
 #: A digest of the modules whose compiled functions are called here: numba keeps compiled code until
 #: this file changes, and does not look at the files of what is called. A test tells when to renew.
@@ -292,7 +301,9 @@ def _work(
 
 
 @njit(fastmath=_FAST, error_model="numpy", cache=True)
-def _merge(
+def merge_share(
+    begin: int,
+    end: int,
     merges: np.ndarray,
     dim: int,
     out: np.ndarray,
@@ -300,7 +311,8 @@ def _merge(
     partial_out: np.ndarray,
     partial_lse: np.ndarray,
 ) -> None:
-    for n in range(len(merges)):
+    """Rows ``begin .. end`` of ``merges`` from their partial results."""
+    for n in range(begin, end):
         row, first, parts = merges[n, 0], merges[n, 1], merges[n, 2]
         for head in range(lse.shape[1]):
             high = _NEG_INF
@@ -352,7 +364,46 @@ def run_tasks(frame: int, begin: int, end: int) -> None:
 
 
 @njit(cache=True)
-def attend_compiled(
+def attention_frame(
+    tasks: np.ndarray,
+    items: np.ndarray,
+    q: np.ndarray,
+    q_stride: int,
+    keys: np.ndarray,
+    values: np.ndarray,
+    page_indices: np.ndarray,
+    rows: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    page_size: int,
+    kv_heads: int,
+    dim: int,
+    scale: np.float32,
+    window: int,
+    out: np.ndarray,
+    lse: np.ndarray,
+    partial_out: np.ndarray,
+    partial_lse: np.ndarray,
+) -> np.ndarray:
+    """What ``run_tasks`` is given; the arrays are as ``attend_items`` has them, and stay alive."""
+    frame = np.empty(_FRAME, np.int64)
+    frame[0], frame[1], frame[2], frame[3] = len(tasks), len(items), len(rows), len(slots)
+    frame[4], frame[5] = len(partial_lse), len(lse)
+    frame[6], frame[7], frame[8], frame[9] = q_stride, page_size, kv_heads, lse.shape[1]
+    frame[10], frame[11], frame[12] = dim, window, len(page_indices)
+    frame[13], frame[14] = len(q), len(keys)
+    frame[15:16].view(np.float32)[0] = scale
+    frame[16], frame[17] = tasks.ctypes.data, items.ctypes.data
+    frame[18], frame[19] = page_indices.ctypes.data, rows.ctypes.data
+    frame[20], frame[21] = slots.ctypes.data, positions.ctypes.data
+    frame[22], frame[23], frame[24] = q.ctypes.data, keys.ctypes.data, values.ctypes.data
+    frame[25], frame[26] = out.ctypes.data, lse.ctypes.data
+    frame[27], frame[28] = partial_out.ctypes.data, partial_lse.ctypes.data
+    return frame
+
+
+@njit(cache=True)
+def _attend(
     function: int,
     tasks: np.ndarray,
     shares: np.ndarray,
@@ -376,26 +427,17 @@ def attend_compiled(
     partial_out: np.ndarray,
     partial_lse: np.ndarray,
 ) -> None:
-    """See ``attend_items``; ``function`` is the address of ``run_tasks``."""
-    frame = np.empty(_FRAME, np.int64)
-    frame[0], frame[1], frame[2], frame[3] = len(tasks), len(items), len(rows), len(slots)
-    frame[4], frame[5] = len(partial_lse), len(lse)
-    frame[6], frame[7], frame[8], frame[9] = q_stride, page_size, kv_heads, lse.shape[1]
-    frame[10], frame[11], frame[12] = dim, window, len(page_indices)
-    frame[13], frame[14] = len(q), len(keys)
-    frame[15:16].view(np.float32)[0] = scale
-    frame[16], frame[17] = tasks.ctypes.data, items.ctypes.data
-    frame[18], frame[19] = page_indices.ctypes.data, rows.ctypes.data
-    frame[20], frame[21] = slots.ctypes.data, positions.ctypes.data
-    frame[22], frame[23], frame[24] = q.ctypes.data, keys.ctypes.data, values.ctypes.data
-    frame[25], frame[26] = out.ctypes.data, lse.ctypes.data
-    frame[27], frame[28] = partial_out.ctypes.data, partial_lse.ctypes.data
+    frame = attention_frame(
+        tasks, items, q, q_stride, keys, values, page_indices, rows, slots, positions, page_size,
+        kv_heads, dim, scale, window, out, lse, partial_out, partial_lse,
+    )  # fmt: skip
     # Waking threads costs more than a small batch, so what is one share is worked right here.
     if len(shares) == 2:
         run_share(function, frame.ctypes.data, 0, len(tasks))
     else:
         run_shares(function, frame.ctypes.data, shares)
-    _merge(merges, dim, out, lse, partial_out, partial_lse)
+    frame[0] = 0  # numba frees what is not named any more, and addresses are no names
+    merge_share(np.int64(0), len(merges), merges, dim, out, lse, partial_out, partial_lse)
 
 
 def attend_items(*arguments: Any) -> None:
@@ -412,4 +454,4 @@ def attend_items(*arguments: Any) -> None:
     and ``values`` the layer's cache, flat; the partial results as ``out`` and ``lse``, a row a
     slot. ``dim`` is even; a ``window`` of 0 is none.
     """
-    attend_compiled(run_tasks.address, *arguments)
+    _attend(run_tasks.address, *arguments)

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from coppice.kernels.threads import use_torch_threads
@@ -32,9 +31,6 @@ use_torch_threads()  # before compiled code is loaded; see ``tasks_numba``
 
 #: A digest of ``vector_code.py``; see ``items_numba``.
 SOURCES = "fcc35ac8b2d4"
-
-# Numbers from which blocks are shared among threads: below, waking them takes longer.
-_SHARED_FROM = 1 << 16
 
 
 def _interleaved(b: Any, rows: list[Any]) -> list[Any]:
@@ -79,7 +75,11 @@ def _lay_block(typing: Any, rows: Any, x: Any, width: Any, out: Any) -> Any:
 
 
 @njit(cache=True)
-def _lay_share(begin: int, end: int, x: int, width: int, out: int) -> None:
+def lay_share(begin: int, end: int, x: int, width: int, out: int) -> None:
+    """Lays down the rows ``begin .. end``, of which the first begins a block.
+
+    ``x`` and ``out`` are the addresses of row 0, of ``width`` numbers each.
+    """
     row = begin
     while row < end:
         here, to, left = x + 4 * row * width, out + 4 * row * width, end - row
@@ -96,24 +96,6 @@ def _lay_share(begin: int, end: int, x: int, width: int, out: int) -> None:
         else:
             _lay_block(1, here, width, to)
             row += 1
-
-
-@njit(parallel=True, cache=True)
-def _lay_shares(shares: int, rows: int, x: int, width: int, out: int) -> None:
-    blocks = -(-rows // ROWS)
-    for share in prange(shares):
-        begin = np.int64(share) * blocks // shares * ROWS
-        end = min((np.int64(share) + 1) * blocks // shares * ROWS, rows)
-        _lay_share(begin, end, x, width, out)
-
-
-@njit(cache=True)
-def lay_rows(rows: int, x: int, width: int, out: int, threads: int) -> None:
-    """Lays down ``rows`` rows of ``width`` numbers from address ``x`` at ``out``, in blocks."""
-    if rows * width < _SHARED_FROM or threads <= 1:
-        _lay_share(np.int64(0), rows, x, width, out)
-    else:
-        _lay_shares(threads, rows, x, width, out)
 
 
 @njit(cache=True)

@@ -106,15 +106,18 @@ def add_norm(
 
 # numba's own error model asks before each division whether to raise: then it does not vectorise.
 @njit(fastmath=_FAST, error_model="numpy", cache=True)
-def silu_share(begin: int, end: int, gate_up: np.ndarray, out: np.ndarray) -> None:
+def silu_share(
+    begin: int, end: int, first: int, last: int, gate_up: np.ndarray, out: np.ndarray
+) -> None:
+    """``silu_mul`` of the rows ``begin .. end`` and the columns ``first .. last``."""
     width = out.shape[1]
     x = np.empty(_TILE, np.float32)
     bits = np.empty(_TILE, np.int32)
     powers = bits.view(np.float32)
     for row in range(begin, end):
         both, result = gate_up[row], out[row]
-        for at in range(0, width, _TILE):
-            count = min(_TILE, width - at)
+        for at in range(first, last, _TILE):
+            count = min(_TILE, last - at)
             gate, up, mine = both[at : at + count], both[width + at :], result[at : at + count]
             for t in range(count):
                 x[t] = -gate[t] * _LOG2E
@@ -134,14 +137,15 @@ def silu_share(begin: int, end: int, gate_up: np.ndarray, out: np.ndarray) -> No
 def silu_shares(shares: int, gate_up: np.ndarray, out: np.ndarray) -> None:
     rows = len(out)
     for share in prange(shares):
-        silu_share(share * rows // shares, (share + 1) * rows // shares, gate_up, out)
+        begin, end = share * rows // shares, (share + 1) * rows // shares
+        silu_share(begin, end, np.int64(0), out.shape[1], gate_up, out)
 
 
 def silu_mul(gate_up: np.ndarray, out: np.ndarray, num_threads: int) -> None:
     """``out [T, W]`` = silu of the first half of ``gate_up [T, 2 W]`` times the second; float32."""
     shares = _shares(gate_up, num_threads)
     if shares <= 1:
-        silu_share(0, len(out), gate_up, out)
+        silu_share(0, len(out), 0, out.shape[1], gate_up, out)
     else:
         silu_shares(shares, gate_up, out)
 

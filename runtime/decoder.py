@@ -14,18 +14,21 @@ Each addition is made by the norm that comes next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from coppice.kernels import cpu_float
 from coppice.kernels.interface import AttentionBackend, LayerCache
-from coppice.runtime.half_linear import HalfLinear
 from coppice.runtime.layer_stack import LayerStack, stack_of
 from coppice.runtime.layers import Linear, RMSNorm, SiluMul, frozen
 from coppice.runtime.model_config import ModelConfig
 from coppice.runtime.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from coppice.kernels.float_panels import PackedFloat
 
 
 class DecoderLayer(nn.Module):
@@ -98,7 +101,7 @@ class Decoder(nn.Module):
     ``linear`` is the class of all projections, the language-model head included if it serves that;
     ``embedding_dtype`` what the embedding is kept in, if not ``dtype``.
     Tied embeddings are one tensor, unless the head is of another type than the embedding; once
-    that is packed in bfloat16, its rows are read there, and ``embedding`` is None.
+    that is packed, its rows are read there, and ``embedding`` is None.
     """
 
     embedding: nn.Parameter | None
@@ -140,7 +143,7 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
-        if self.head_is_embedding and isinstance(self.head, HalfLinear) and self.head.packed:
+        if self.head_is_embedding and self.head.packed is not None:
             self.embedding = None
         self.stack = stack_of(self)
 
@@ -166,8 +169,7 @@ class Decoder(nn.Module):
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[T, hidden]`` in the type of the embedding."""
         if self.embedding is None:
-            assert isinstance(self.head, HalfLinear)
-            return self.head.rows(token_ids)
+            return cpu_float.rows_of(cast("PackedFloat", self.head.packed), token_ids)
         return F.embedding(token_ids, self.embedding)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,24 +9,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 import torch
 
 from coppice.kernels.cpu import CpuBackend
-from coppice.kernels.cpu_half import half_kernels
+from coppice.kernels.cpu_float import float_kernels
 from coppice.kernels.cpu_int8 import panel_kernels
 from coppice.kernels.cpu_schedule import CpuSchedule, build_cpu_schedule, cpu_cost_model
 from coppice.kernels.interface import AttentionBackend, AttentionPlan, LayerCache
-from coppice.runtime.half_linear import HalfLinear
 from coppice.runtime.layers import Linear
 from coppice.runtime.quantization import Int8Linear
 
 if TYPE_CHECKING:
-    from coppice.runtime.decoder import Decoder
+    from coppice.kernels.float_panels import PackedFloat
+    from coppice.runtime.decoder import Decoder, DecoderLayer
 
 _log = logging.getLogger(__name__)
+
+# Steps in a row in which the threads waited for each other in vain before one does without them.
+_PATIENCE = 10
 
 
 class LayerStack:
@@ -35,16 +38,13 @@ class LayerStack:
     def __init__(self, decoder: Decoder, layers: ModuleType) -> None:
         self._run = layers.run_layers
         self._attention = layers.run_tasks.address
-        linear = decoder.layers[0].qkv
-        kind, panels = layers.FLOAT, None
-        if isinstance(linear, Int8Linear):
-            kind, panels = layers.INT8, panel_kernels()
-        elif isinstance(linear, HalfLinear):
-            float16 = linear.kept == torch.float16
-            kind, panels = layers.FLOAT16 if float16 else layers.BFLOAT16, half_kernels()
-        self._panels = (kind, 0, 0)
-        if panels is not None:
-            self._panels = (kind, panels.run_panels.address, panels.PANEL)
+        linear = cast("DecoderLayer", decoder.layers[0]).qkv
+        int8 = isinstance(linear, Int8Linear)
+        kernels = panel_kernels() if int8 else float_kernels()
+        assert kernels is not None
+        kind = layers.INT8 if int8 else cast("PackedFloat", linear.packed).kind
+        self._panels = (kind, kernels.run_panels.address, kernels.PANEL)
+        self._threads_apart = 0
         config = decoder.config
         self._config = config
         self._eps = np.float32(config.rms_norm_eps)
@@ -120,7 +120,7 @@ class LayerStack:
             angles,
             slots,
             logit_rows,
-            prepared.num_threads,
+            prepared.num_threads if self._threads_apart < _PATIENCE else 1,
             schedule,
             prepared.plan,
             out,
@@ -159,7 +159,7 @@ class LayerStack:
     ) -> bool:
         config, tree = self._config, schedule.tree
         shape = (len(x), config.head_dim)
-        done: bool = self._run(
+        good, together = self._run(
             self._weights,
             caches,
             x.numpy(),
@@ -189,7 +189,16 @@ class LayerStack:
             tree.num_partials,
             out.numpy(),
         )
-        return done
+        self._threads_apart = 0 if together else self._threads_apart + 1
+        if self._threads_apart == _PATIENCE:
+            from numba import threading_layer
+
+            _log.warning(
+                "layers run on one thread: those of numba's threading layer %r do not run at the "
+                "same time",
+                threading_layer(),
+            )
+        return bool(good)
 
     def _compile(self) -> None:
         """Has the call compiled, or loaded from numba's cache: it is made with no layers."""

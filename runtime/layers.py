@@ -8,17 +8,17 @@ part straight from the checkpoint, so that no second copy of the weights ever ex
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from coppice.kernels import mkl
+from coppice.kernels import cpu_float
 from coppice.kernels.cpu_rows import RowKernels, row_kernels
 
 if TYPE_CHECKING:
-    from coppice.kernels.half_panels import PackedHalf
+    from coppice.kernels.float_panels import PackedFloat
     from coppice.kernels.int8_panels import PackedInt8
 
 
@@ -27,7 +27,7 @@ class Linear(nn.Module):
 
     bias: nn.Parameter | None
     #: The weight as ``pack`` laid it out.
-    packed: mkl.PackedWeight | PackedHalf | PackedInt8 | None = None
+    packed: PackedFloat | PackedInt8 | None = None
     #: Whether a decoder with these projections has such a language-model head, too.
     serves_head: ClassVar[bool] = True
     #: Whether its weight can be the embedding's own tensor.
@@ -50,18 +50,18 @@ class Linear(nn.Module):
         self.bias = frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self.packed, mkl.PackedWeight):
+        if self.packed is None:
             return F.linear(x, self.weight, self.bias)
-        product = mkl.multiply(x, self.packed)
-        return product if self.bias is None else product.add_(self.bias)
+        return cpu_float.multiply(x, cast("PackedFloat", self.packed), self.bias)
 
     def pack(self) -> None:
-        """Lays out a float32 weight on a CPU as MKL's product wants it, where torch has MKL.
+        """Lays out a weight on a CPU as our own product wants it, where results are float32.
 
-        See ``kernels/mkl.py``. The weight itself is given up then, unless it is an embedding as
-        well. Call it when the weight is complete.
+        The weight itself is given up then; an embedding as well is read in ``packed`` from then on.
+        Call it when the weight is complete.
         """
-        self.packed = mkl.pack(self.weight)
+        if self.weight.device.type == "cpu" and (self.kept or self.weight.dtype == torch.float32):
+            self.packed = cpu_float.pack(self.weight)
         if self.packed is not None:
             del self.weight
 

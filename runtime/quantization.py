@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from coppice.kernels import cpu_int8
-from coppice.kernels.cpu_half import half_kernels
+from coppice.kernels.cpu_float import float_kernels
 from coppice.runtime.half_linear import Float16Linear, HalfLinear
 from coppice.runtime.layers import Linear, frozen, gpu_rows
 from coppice.runtime.steady_linear import SteadyLinear
@@ -199,7 +199,7 @@ def linear_class(
             )
         return SteadyLinear
     if quantization is None:
-        if halves and device.type == "cpu" and dtype == torch.float32 and half_kernels():
+        if halves and device.type == "cpu" and dtype == torch.float32 and float_kernels():
             return Float16Linear if halves == torch.float16 else HalfLinear
         return Linear
     if quantization == "int8":

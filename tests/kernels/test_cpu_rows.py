@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coppice.kernels import rows_numba
+from coppice.kernels import cpu_float, rows_numba
 from coppice.kernels.cpu_rows import RowKernels, row_kernels
 from coppice.kernels.interface import rotate
 from coppice.runtime.layers import Linear
@@ -141,11 +141,11 @@ def test_a_packed_product_is_the_product(biased):
             x.double(), weight.double(), None if not biased else linear.bias.double()
         )
         torch.testing.assert_close(linear(x), expected.float(), rtol=1e-4, atol=1e-4)
-    if torch.backends.mkl.is_available():
+    if cpu_float.float_kernels() is not None:
         assert not hasattr(linear, "weight"), "the memory of the weight is given up"
 
 
-def test_what_mkl_does_not_pack_is_left_as_it_is():
+def test_a_weight_that_is_not_multiplied_in_float32_is_left_as_it_is():
     linear = Linear(8, 4, bias=False, dtype=torch.bfloat16, device=torch.device("cpu"))
     linear.fill_weight(0, torch.ones(4, 8))
     linear.pack()
@@ -177,12 +177,12 @@ def test_threads_run_before_compiled_code_is_loaded(module):
         ("items_numba", ["few_lanes", "vectors", "vector_code", "tasks_numba"]),
         ("int8_panels", ["row_blocks", "vector_code", "tasks_numba"]),
         ("row_blocks", ["vector_code"]),
-        ("int8_numba", ["row_blocks", "vector_code", "rows_numba", "tasks_numba"]),
-        ("half_panels", ["row_blocks", "vector_code", "tasks_numba"]),
-        ("half_numba", ["row_blocks", "vector_code", "tasks_numba"]),
+        ("int8_numba", ["row_blocks", "vector_code", "rows_numba", "tasks_numba", "team_numba"]),
+        ("float_panels", ["row_blocks", "vector_code", "tasks_numba"]),
+        ("float_numba", ["row_blocks", "vector_code", "tasks_numba", "team_numba"]),
         (
             "layers_numba",
-            ["items_numba", "rows_numba", "int8_numba", "half_numba", "tasks_numba"],
+            ["items_numba", "rows_numba", "int8_numba", "float_numba", "tasks_numba", "team_numba"],
         ),
     ],
 )

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coppice.kernels.cpu_float import float_kernels
 from coppice.kernels.interface import AttentionPlan, LayerCache
-from coppice.kernels.mkl import library
 from coppice.kernels.selection import select_backend
 from coppice.runtime.decoder import Decoder
 from coppice.runtime.model_config import load_model_config
@@ -78,7 +78,7 @@ TRITON = pytest.param(
 
 COMPILED = pytest.param(
     "compiled",
-    marks=pytest.mark.skipif(library() is None, reason="this build of torch brings no MKL"),
+    marks=pytest.mark.skipif(float_kernels() is None, reason="no compiled products of panels"),
 )
 
 
@@ -249,7 +249,7 @@ def test_logits_only_where_asked(
     assert_near(run.step([(0, tokens[15:])], rows=[4]), theirs[19:])
 
 
-@pytest.mark.skipif(library() is None, reason="this build of torch brings no MKL")
+@pytest.mark.skipif(float_kernels() is None, reason="no compiled products of panels")
 def test_compiled_layers_refuse_a_slot_that_the_cache_lacks(
     models: Callable[..., tuple[Decoder, Any]],
 ) -> None:
@@ -263,7 +263,7 @@ def test_compiled_layers_refuse_a_slot_that_the_cache_lacks(
         decoder(place, place, place + run.num_pages * 16, run.kv, run.backend, plan, place)
 
 
-@pytest.mark.skipif(library() is None, reason="this build of torch brings no MKL")
+@pytest.mark.skipif(float_kernels() is None, reason="no compiled products of panels")
 def test_compiled_layers_follow_a_list_of_caches_that_is_changed_in_place(
     models: Callable[..., tuple[Decoder, Any]],
 ) -> None:
@@ -279,7 +279,7 @@ def test_compiled_layers_follow_a_list_of_caches_that_is_changed_in_place(
     assert_near(run.step([(0, again)]), expected[20:])
 
 
-@pytest.mark.skipif(library() is None, reason="this build of torch brings no MKL")
+@pytest.mark.skipif(float_kernels() is None, reason="no compiled products of panels")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -302,7 +302,7 @@ def test_compiled_layers_refuse_caches_that_do_not_fit(
         run.step([(0, prompt(3))])
 
 
-@pytest.mark.skipif(library() is None, reason="this build of torch brings no MKL")
+@pytest.mark.skipif(float_kernels() is None, reason="no compiled products of panels")
 def test_compiled_layers_refuse_a_plan_of_other_pages(
     models: Callable[..., tuple[Decoder, Any]],
 ) -> None:

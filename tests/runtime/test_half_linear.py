@@ -1,4 +1,4 @@
-"""A checkpoint of 16 bits on a CPU: weights stay in them, and results are float32's."""
+"""Weights in panels on a CPU, those of 16 bits as they are: results are float32's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from coppice import Engine, EngineConfig, SamplingParams
-from coppice.kernels import cpu_half
+from coppice.kernels import cpu_float
 from coppice.runtime.half_linear import Float16Linear, HalfLinear
 from coppice.runtime.layers import Linear
 from coppice.runtime.model_config import load_model_config
@@ -21,14 +21,14 @@ from coppice.runtime.quantization import Int8Linear
 from coppice.runtime.weights import load_decoder
 
 pytestmark = pytest.mark.skipif(
-    cpu_half.half_kernels() is None, reason="no compiled products of 16-bit weights"
+    cpu_float.float_kernels() is None, reason="no compiled products of panels"
 )
 CPU = torch.device("cpu")
-KINDS = {torch.bfloat16: HalfLinear, torch.float16: Float16Linear}
+KINDS = {torch.bfloat16: HalfLinear, torch.float16: Float16Linear, torch.float32: Linear}
 kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
-def make(weight: torch.Tensor, bias: torch.Tensor | None = None) -> HalfLinear:
+def make(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     rows, columns = weight.shape
     linear = KINDS[weight.dtype](
         columns, rows, bias=bias is not None, dtype=torch.float32, device=CPU
@@ -173,10 +173,10 @@ def test_rows_are_found_in_the_packed_weight(kind: torch.dtype, shape: tuple[int
     linear.fill_weight(0, weight)
     linear.pack()
     indices = torch.cat((torch.arange(rows), torch.tensor([0, rows - 1, rows - 1])))
-    found = linear.rows(indices)
+    found = cpu_float.rows_of(linear.packed, indices)
     assert found.dtype == kind
     assert torch.equal(found, weight[indices])
-    assert linear.rows(indices[:0]).shape == (0, width)
+    assert cpu_float.rows_of(linear.packed, indices[:0]).shape == (0, width)
 
 
 def test_a_checkpoint_with_one_wider_matrix_is_float32(halved: Callable[..., Path]) -> None:

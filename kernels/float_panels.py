@@ -1,9 +1,10 @@
-"""Products of float32 rows with weights of 16 bits, panel by panel, computed in float32.
+"""Products of float32 rows with float weights, panel by panel, computed in float32.
 
 Most models are published in bfloat16, others in float16. What a step of few tokens takes is the
 time to read them, so they are kept so and become float32 in the registers: bfloat16 by a shift or a
 mask, since its numbers are those of float32 with zeros behind, float16 by the processor's
 conversion (F16C), which is exact as well. The results are float32's, from half of the memory.
+Weights of float32 are worked by the same code.
 
 A weight is laid out in panels of ``PANEL`` outputs, one input after the other (of bfloat16 two of
 an output side by side), so that a panel is read once, in order; up to ``ROWS`` rows, laid side by
@@ -12,7 +13,7 @@ the next one is fetched: products of up to 8 rows take no longer than memory doe
 less than without. A result adds up in the order of the inputs and depends on its row and nothing
 else.
 Importing this where a processor has no vectors with fused multiplication is an ``ImportError``;
-``half_numba`` has the call.
+``float_numba`` has the call.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from coppice.kernels.vector_code import (
 )
 
 #: A digest of ``row_blocks.py``, ``vector_code.py`` and ``tasks_numba.py``; see ``items_numba``.
-SOURCES = "3c09c58586e0"
+SOURCES = "2db0c1d8178e"
 
 for _name, _what in (("fma", "fused multiplication"), ("f16c", "conversion from float16")):
     if not llvm.get_host_cpu_features().get(_name):
@@ -57,20 +58,23 @@ for _name, _what in (("fma", "fused multiplication"), ("f16c", "conversion from 
 _WIDE = 3
 #: Outputs of a panel.
 PANEL = _WIDE * LANES
-# Bytes of a line of the cache, and the lines that a panel has for each two inputs.
+# Bytes of a line of the cache, and the lines that a panel of 16 bits has for each two inputs.
 _LINE = 64
 _PARTS = -(-4 * PANEL // _LINE)
 # Numbers and addresses that ``run_panels`` is given.
 _FRAME = 8
+#: Types of weights. What compiled code calls a kind is a place here.
+KINDS = (torch.bfloat16, torch.float16, torch.float32)
+_FLOAT32 = KINDS.index(torch.float32)
 # A vector of float16.
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedHalf:
+class PackedFloat:
     """A weight in panels, ``memory [panels, in_features / 2, PANEL, 2]`` of its type.
 
-    Of float16 the last two are the other way round.
+    But for bfloat16 the last two are the other way round.
     """
 
     out_features: int
@@ -79,24 +83,25 @@ class PackedHalf:
     memory: torch.Tensor
 
     @property
-    def float16(self) -> bool:
-        return self.memory.dtype == torch.float16
+    def kind(self) -> int:
+        """As ``run_panels`` is told."""
+        return KINDS.index(self.memory.dtype)
 
 
-def pack(weight: torch.Tensor) -> PackedHalf | None:
+def pack(weight: torch.Tensor) -> PackedFloat | None:
     """A weight ``[N, K]`` in panels, N filled up to whole ones; None if K is odd or 0.
 
-    It is bfloat16 or float16.
+    It is of one of ``KINDS``.
     """
-    assert weight.dtype in (torch.bfloat16, torch.float16)
+    assert weight.dtype in KINDS
     width, inner = weight.shape
     if inner % 2 or not weight.numel():
         return None
     panels, pairs = -(-width // PANEL), inner // 2
-    numbers = panels * inner * PANEL
-    buffer = torch.empty(2 * numbers + _LINE, dtype=torch.uint8)
+    size = panels * inner * PANEL * weight.element_size()
+    buffer = torch.empty(size + _LINE, dtype=torch.uint8)
     first = -buffer.data_ptr() % _LINE
-    memory = buffer[first : first + 2 * numbers].view(weight.dtype)
+    memory = buffer[first : first + size].view(weight.dtype)
     if weight.dtype == torch.bfloat16:
         memory = laid = memory.view(panels, pairs, PANEL, 2)
     else:
@@ -111,7 +116,7 @@ def pack(weight: torch.Tensor) -> PackedHalf | None:
     if whole < panels:
         laid[whole] = 0
         laid[whole, :, : width - whole * PANEL] = parts[whole * PANEL :].transpose(0, 1)
-    return PackedHalf(width, inner, memory.data_ptr(), memory)
+    return PackedFloat(width, inner, memory.data_ptr(), memory)
 
 
 def _from_bfloat16(b: Any, weights: Any, place: Any) -> list[list[Any]]:
@@ -124,6 +129,13 @@ def _from_bfloat16(b: Any, weights: Any, place: Any) -> list[list[Any]]:
         [b.bitcast(b.shl(pair, shift), VECTOR) for pair in pairs],
         [b.bitcast(b.and_(pair, mask), VECTOR) for pair in pairs],
     ]
+
+
+def _from_float32(b: Any, weights: Any, place: Any) -> list[list[Any]]:
+    """The weights of two inputs, which are float32 already."""
+    first = b.shl(place, constant(1))
+    vectors = [load(b, weights, b.add(first, constant(LANES * i))) for i in range(2 * _WIDE)]
+    return [vectors[:_WIDE], vectors[_WIDE:]]
 
 
 def _from_float16(b: Any, weights: Any, place: Any) -> list[list[Any]]:
@@ -141,7 +153,7 @@ def _from_float16(b: Any, weights: Any, place: Any) -> list[list[Any]]:
 def _multiply_panel(
     typing: Any,
     rows: Any,
-    float16: Any,
+    kind: Any,
     x: Any,
     inner: Any,
     weights: Any,
@@ -154,23 +166,25 @@ def _multiply_panel(
 ) -> Any:
     """``out`` float32 ``[rows, PANEL]``, rows ``width`` apart: ``x`` times a panel, plus bias.
 
-    How many rows is a constant, the others are addresses and sizes, but for ``float16``: 0 where
-    the panel is of bfloat16. ``x`` is a block of ``row_blocks``, float32 ``[inner, rows]``,
-    ``bias`` float32 ``[PANEL]``; of what lies at ``first``, ``second`` and ``third`` a line of the
-    cache is fetched with each two inputs.
+    How many rows is a constant, the others are addresses and sizes, but for the ``kind``. ``x`` is
+    a block of ``row_blocks``, float32 ``[inner, rows]``, ``bias`` float32 ``[PANEL]``; of what lies
+    at ``first``, ``second`` and ``third`` a line of the cache is fetched with each two inputs, of
+    float32 two lines.
     """
     many = rows.literal_value
     signature = types.void(types.IntegerLiteral(many), *[types.int64] * 10)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, float16, x, inner, weights, first, second, third, bias, out, width = arguments
+        _, kind, x, inner, weights, first, second, third, bias, out, width = arguments
 
-        def work(widened: Callable[[Any, Any, Any], list[list[Any]]]) -> None:
+        def work(widened: Callable[[Any, Any, Any], list[list[Any]]], lines: int) -> None:
             sums = [zeros(b, _WIDE) for _ in range(many)]
             with cgutils.for_range(b, b.lshr(inner, constant(1)), intp=LONG) as loop:
                 vectors = widened(b, weights, b.mul(loop.index, constant(PANEL)))
                 for ahead in (first, second, third):
-                    prefetch(b, b.add(ahead, b.mul(loop.index, constant(_LINE))))
+                    line = b.add(ahead, b.mul(loop.index, constant(lines * _LINE)))
+                    for i in range(lines):
+                        prefetch(b, b.add(line, constant(i * _LINE)))
                 here = b.add(x, b.mul(loop.index, constant(2 * 4 * many)))
                 for which, mine in enumerate(vectors):
                     for row, totals in enumerate(sums):
@@ -184,11 +198,17 @@ def _multiply_panel(
                     value = b.fadd(b.load(total), added[i])
                     store(b, value, out, b.add(begin, constant(LANES * i)))
 
-        with b.if_else(b.icmp_signed("!=", float16, constant(0))) as (one, other):
+        def is_kind(which: torch.dtype) -> Any:
+            return b.icmp_signed("==", kind, constant(KINDS.index(which)))
+
+        with b.if_else(is_kind(torch.bfloat16)) as (one, others):
             with one:
-                work(_from_float16)
-            with other:
-                work(_from_bfloat16)
+                work(_from_bfloat16, 1)
+            with others, b.if_else(is_kind(torch.float16)) as (second_kind, third_kind):
+                with second_kind:
+                    work(_from_float16, 1)
+                with third_kind:
+                    work(_from_float32, 2)
         return context.get_dummy_value()
 
     return signature, generate
@@ -196,14 +216,15 @@ def _multiply_panel(
 
 @cfunc(types.void(*[types.int64] * 3), error_model="numpy", cache=True)
 def run_panels(frame: int, begin: int, end: int) -> None:
-    """Panels ``begin .. end`` of what ``half_numba.multiply_rows`` has laid out in a frame."""
+    """Panels ``begin .. end`` of what ``float_numba.multiply_rows`` has laid out in a frame."""
     f = carray(pointer(frame), (_FRAME,), np.int64)
-    rows, inner, width, float16 = f[0], f[1], f[2], f[7]
+    rows, inner, width, kind = f[0], f[1], f[2], f[7]
+    size = 4 if kind == _FLOAT32 else 2
     biased = f[5] != 0
     # The last panel's outputs that there are, and its biases.
     edge, edge_bias = np.empty((ROWS, PANEL), np.float32), np.zeros(PANEL, np.float32)
     for panel in range(begin, end):
-        weights = f[4] + 2 * panel * inner * PANEL
+        weights = f[4] + size * panel * inner * PANEL
         first = panel * PANEL
         count = min(PANEL, width - first)
         whole = count == PANEL
@@ -218,7 +239,7 @@ def run_panels(frame: int, begin: int, end: int) -> None:
             # While rows are worked with this panel the next one comes.
             one = two = three = start
             if panel + 1 < end:
-                following, part = weights + 2 * inner * PANEL, _LINE * (inner // 2)
+                following, part = weights + size * inner * PANEL, size // 2 * _LINE * (inner // 2)
                 one, two, three = to_fetch(row, rows, following, part, _PARTS, start)
             to, stride = f[6] + 4 * (row * width + first), width
             if not whole:
@@ -228,22 +249,22 @@ def run_panels(frame: int, begin: int, end: int) -> None:
             if ROWS == 8 and left >= 8:
                 many = 8
                 _multiply_panel(
-                    8, float16, start, inner, weights, one, two, three, bias, to, stride
+                    8, kind, start, inner, weights, one, two, three, bias, to, stride
                 )  # fmt: skip
             elif left >= 4:
                 many = 4
                 _multiply_panel(
-                    4, float16, start, inner, weights, one, two, three, bias, to, stride
+                    4, kind, start, inner, weights, one, two, three, bias, to, stride
                 )  # fmt: skip
             elif left >= 2:
                 many = 2
                 _multiply_panel(
-                    2, float16, start, inner, weights, one, two, three, bias, to, stride
+                    2, kind, start, inner, weights, one, two, three, bias, to, stride
                 )  # fmt: skip
             else:
                 many = 1
                 _multiply_panel(
-                    1, float16, start, inner, weights, one, two, three, bias, to, stride
+                    1, kind, start, inner, weights, one, two, three, bias, to, stride
                 )  # fmt: skip
             if not whole:
                 for i in range(many):
