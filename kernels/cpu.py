@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from ctypes import memmove
 from dataclasses import replace
 from types import ModuleType
 
@@ -141,10 +140,12 @@ class CpuBackend(AttentionBackend):
         for layer in caches:
             for cache in (layer.k, layer.v):
                 assert cache.is_contiguous()
-                # A step of a beam of 4 has some hundred in 30 layers: by torch, 0.6 ms more.
-                first, size = cache.data_ptr(), cache.stride(0) * cache.element_size()
-                for source, target in zip(src, dst, strict=True):
-                    memmove(first + target * size, first + source * size, size)
+        if not caches or not len(src):
+            return
+        # A step of a beam of 4 has some hundred in 30 layers: page by page, by torch, 1 ms more.
+        addresses = [cache.data_ptr() for layer in caches for cache in (layer.k, layer.v)]
+        size = caches[0].k.stride(0) * caches[0].k.element_size()
+        self._rows.copy_pages(addresses, size, src, dst)
 
     def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
         plan.check(num_pages)

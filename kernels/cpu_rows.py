@@ -8,6 +8,8 @@ contiguous within a row unless said otherwise.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from ctypes import memmove
 from functools import cache
 from types import ModuleType
 
@@ -87,6 +89,17 @@ class RowKernels:
             out.view(rows, heads * dim).numpy(), torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+    def copy_pages(
+        self, addresses: Sequence[int], size: int, src: Sequence[int], dst: Sequence[int]
+    ) -> None:
+        """Copies blocks of ``size`` bytes, ``src[i]`` to ``dst[i]``, in order, at each address."""
+        if self._fused is None:
+            for first in addresses:
+                for source, target in zip(src, dst, strict=True):
+                    memmove(first + target * size, first + source * size, size)
+            return
+        self._fused.copy_pages(*(np.array(each, np.int64) for each in (addresses, src, dst)), size)
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row of ``x [T, W]`` as int8 levels from -127 to 127, and its peak, ``[T]``."""

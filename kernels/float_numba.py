@@ -15,7 +15,7 @@ from coppice.kernels.vector_code import ROWS
 
 #: A digest of ``row_blocks.py``, ``vector_code.py``, ``tasks_numba.py`` and ``team_numba.py``; see
 #: ``items_numba``.
-SOURCES = "f7335b638aa4"
+SOURCES = "baeab97743b4"
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19

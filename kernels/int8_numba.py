@@ -16,7 +16,7 @@ from coppice.kernels.vector_code import ROWS
 
 #: A digest of ``row_blocks.py``, ``vector_code.py``, ``rows_numba.py``, ``tasks_numba.py`` and
 #: ``team_numba.py``; see ``items_numba``.
-SOURCES = "8ae568840ffa"
+SOURCES = "bf8db680d4b9"
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19

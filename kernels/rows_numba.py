@@ -14,11 +14,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, prange
+from numba import carray, njit, prange
 
+from coppice.kernels.tasks_numba import pointer
 from coppice.kernels.threads import use_torch_threads
 
 use_torch_threads()  # before compiled code is loaded; see ``tasks_numba``
+
+#: A digest of ``tasks_numba.py``; see ``items_numba``.
+SOURCES = "3542f99e1a9a"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
@@ -240,6 +244,18 @@ def rotate_write(
     good = rotate_share(0, len(out), *args) if shares <= 1 else rotate_shares(shares, *args)
     if not good:
         raise IndexError(f"slots must be from 0 to {len(k_cache) - 1}, got {slots.tolist()}")
+
+
+# -- copies of pages -----------------------------------------------------------------------------
+
+
+@njit(cache=True, nogil=True)
+def copy_pages(addresses: np.ndarray, src: np.ndarray, dst: np.ndarray, size: int) -> None:
+    """Block ``src[i]`` to block ``dst[i]`` of ``size`` bytes, in order, at each address; int64."""
+    for first in addresses:
+        for i in range(len(src)):
+            source = carray(pointer(first + src[i] * size), (size,), np.uint8)
+            carray(pointer(first + dst[i] * size), (size,), np.uint8)[:] = source
 
 
 # -- int8 ----------------------------------------------------------------------------------------

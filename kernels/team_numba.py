@@ -5,7 +5,9 @@ waits for all: some 20 microseconds here, of which a layer of a decode step woul
 the threads are woken once, each runs the same function with its own number, and where one needs
 what the others have made they meet: each counts itself in and watches the count, a fraction of a
 microsecond. (Sense-reversing barriers, Mellor-Crummey and Scott 1991, section 3.1; the count only
-grows, so there is no sense to reverse.)
+grows, so there is no sense to reverse.) Who has watched for long sleeps until the last one comes
+and wakes all: where other programs want the processors, too, watching on would keep them from the
+one that is waited for.
 
 Nobody promises that a parallel loop's iterations run at the same time. So the threads gather first,
 and who waits too long for the others ends the team: all return then, and the caller lets one thread
@@ -20,8 +22,8 @@ do all the work.
 
 from __future__ import annotations
 
-import os
 import platform
+import sys
 from typing import Any
 
 import numpy as np
@@ -43,15 +45,18 @@ _PAUSES = {
     "arm64": ("llvm.aarch64.hint", (1,)),
 }
 _PAUSE = _PAUSES.get(platform.machine().lower())
-_YIELDS = hasattr(os, "sched_yield")
-# Looks at the count, a pause each, before the processor is offered to others: some 50 us.
+# Looks at the count, a pause each, before a thread sleeps: some 50 us.
 _LOOKS = 1000
-# Times that it is offered before a team that has not gathered ends: some 50 ms if nobody takes it.
-_PATIENCE = 100_000
-# Of the state, int64: where those who meet and those who are present count, in lines of their own.
-_PRESENT = 16
-_SIZE = 32
+# Sleeps of so many microseconds before a team that has not gathered ends: a tenth of a second.
+_NAP, _PATIENCE = 50, 1000
+# Of the state, int64, each in a line of the cache: the count of those who meet, how many of them
+# sleep, and who is present.
+_SLEEPING, _PRESENT, _SIZE = 16, 32, 48
 _ENDED = -(1 << 40)
+# The number of the system's call for waiting on a number (futex(2)); None where there is none.
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
+_WAIT, _WAKE = 128, 129  # of this process alone
+_ALL = 2**31 - 1
 
 
 def _at(b: Any, address: Any) -> Any:
@@ -59,13 +64,16 @@ def _at(b: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _count(typing: Any, address: Any) -> Any:
-    """Adds 1 to the number at ``address``; what was written before is seen by who reads it."""
+def _count(typing: Any, address: Any, more: Any) -> Any:
+    """Adds to the number at ``address``; what was written before is seen by who reads it.
+
+    It returns what the number was.
+    """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        return b.atomic_rmw("add", _at(b, arguments[0]), ir.Constant(_LONG, 1), "seq_cst")
+        return b.atomic_rmw("add", _at(b, arguments[0]), arguments[1], "seq_cst")
 
-    return types.int64(types.int64), generate
+    return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -73,7 +81,7 @@ def _read(typing: Any, address: Any) -> Any:
     """The number at ``address``, as it is now."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        return b.load_atomic(_at(b, arguments[0]), "acquire", 8)
+        return b.load_atomic(_at(b, arguments[0]), "seq_cst", 8)
 
     return types.int64(types.int64), generate
 
@@ -104,16 +112,30 @@ def _pause(typing: Any) -> Any:
 
 
 @intrinsic
-def _offer(typing: Any) -> Any:
-    """Leaves the processor to another thread that could run, if there is one."""
+def _nap(typing: Any) -> Any:
+    """Sleeps for ``_NAP`` microseconds."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        if _YIELDS:
-            kind = ir.FunctionType(ir.IntType(32), [])
-            b.call(cgutils.get_or_insert_function(b.module, kind, "sched_yield"), [])
+        time = ir.Constant(ir.IntType(32), _NAP)
+        kind = ir.FunctionType(ir.IntType(32), [time.type])
+        b.call(cgutils.get_or_insert_function(b.module, kind, "usleep"), [time])
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+@intrinsic
+def _futex(typing: Any, address: Any, what: Any, number: Any) -> Any:
+    """Sleeps while the low half of what lies at ``address`` is ``number``; or wakes so many."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        zero = ir.Constant(_LONG, 0)
+        values = [ir.Constant(_LONG, _FUTEX or 0), *arguments, zero, zero, zero]
+        kind = ir.FunctionType(_LONG, [_LONG] * len(values))
+        b.call(cgutils.get_or_insert_function(b.module, kind, "syscall"), values)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
 
 
 @njit(cache=True)
@@ -128,7 +150,7 @@ def gathered(team: int, threads: int) -> bool:
     if threads <= 1:
         return True
     present = team + 8 * _PRESENT
-    _count(present)
+    _count(present, 1)
     looks = 0
     while True:
         here = _read(present)
@@ -139,10 +161,10 @@ def gathered(team: int, threads: int) -> bool:
         looks += 1
         if looks < _LOOKS:
             _pause()
-        else:
-            _offer()
-            if looks > _PATIENCE and _replace(present, here, _ENDED):
-                return False
+        elif looks < _LOOKS + _PATIENCE:
+            _nap()
+        elif _replace(present, here, _ENDED):
+            return False
 
 
 @njit(cache=True)
@@ -160,12 +182,24 @@ def meet(team: int, threads: int, met: int) -> int:
     if threads <= 1:
         return met
     goal = met + threads
-    _count(team)
-    looks = 0
-    while _read(team) < goal:
-        looks += 1
-        if looks < _LOOKS:
-            _pause()
-        else:
-            _offer()
+    if _count(team, 1) == goal - 1:
+        # Who counts as sleeping before this look is woken; who does later sees that all have come.
+        if _FUTEX is not None and _read(team + 8 * _SLEEPING):
+            _futex(team, _WAKE, _ALL)
+        return goal
+    for _ in range(_LOOKS):
+        if _read(team) >= goal:
+            return goal
+        _pause()
+    if _FUTEX is None:
+        while _read(team) < goal:
+            _nap()
+        return goal
+    _count(team + 8 * _SLEEPING, 1)
+    while True:
+        come = _read(team)
+        if come >= goal:
+            break
+        _futex(team, _WAIT, come)
+    _count(team + 8 * _SLEEPING, -1)
     return goal

@@ -253,6 +253,18 @@ def choose_shared(
     return tuple(chosen)
 
 
+def least_cost(plan: AttentionPlan, window: int | None, model: CostModel) -> float:
+    """What a schedule of this plan that shares nothing costs at least, in bytes; 0 if not known.
+
+    Known where all decode: each row reads all of its keys.
+    """
+    if window is not None or plan.num_rows != plan.num_sequences:
+        return 0.0
+    one = model.key_work(np.ones(1, np.int64)).item()
+    keys = int(plan.context_len.sum(dtype=np.int64))
+    return float(one * keys * model.key_bytes * model.programs)
+
+
 def saved_bytes(rows: int, fewer: float, tokens: int, parts: int, model: CostModel) -> float:
     """Bytes saved by reading ``tokens`` ``fewer`` times, since ``rows`` share them.
 

@@ -28,6 +28,7 @@ from coppice.kernels.tree_cost import (
     Tasks,
     best_split,
     choose_shared,
+    least_cost,
 )
 
 # Keys of a split in deterministic mode, at multiples of it in every sequence. Smaller ones would
@@ -87,13 +88,13 @@ def build_tree_schedule(
     loop over stretches. ``deterministic``: nothing is shared, ranges are split at multiples of
     ``DETERMINISTIC_SPLIT``, and every result passes through a slot wherever any row has several.
     """
-    plain = _schedule(plan, window, model, (), deterministic)
-    if deterministic or not plan.stretches:
-        return plain
-    shared = choose_shared(plan, window, model)
+    shared = () if deterministic else choose_shared(plan, window, model)
     if not shared:
-        return plain
+        return _schedule(plan, window, model, (), deterministic)
     tree = _schedule(plan, window, model, shared, False)
+    if tree.cost <= least_cost(plan, window, model):
+        return tree
+    plain = _schedule(plan, window, model, (), False)
     return tree if tree.cost < plain.cost else plain
 
 

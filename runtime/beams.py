@@ -15,7 +15,7 @@ import torch
 from coppice.kernels.transfer import send
 from coppice.runtime.beam_search import BeamSearch, BeamSearchParams, Hypothesis, WatchLines
 from coppice.runtime.logits import change_logits
-from coppice.runtime.logprobs import Logprobs, log_probabilities, of_tokens
+from coppice.runtime.logprobs import Logprobs, best_of_rows, log_probabilities, of_tokens
 from coppice.runtime.request import BestLine, Request, Sequence, StepOutput
 from coppice.runtime.sequences import Sequences
 
@@ -214,7 +214,7 @@ class BeamSearches:
         raw = log_probabilities(logits) if asked else None
         scores, errors = self._scores(logits, sequences, groups)
         most = min(scores.shape[1], max(group.search.continuations for group in groups))
-        values, tokens = (found.tolist() for found in scores.topk(most, dim=-1))
+        values, tokens = (found.tolist() for found in best_of_rows(scores, most))
         for row, (group, sequence) in enumerate(zip(groups, sequences, strict=True)):
             if row in errors or not values[row][0] < math.inf:  # a NaN is not less than anything
                 group.error = errors.get(row) or (

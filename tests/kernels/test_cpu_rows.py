@@ -126,6 +126,17 @@ def test_rows_do_not_depend_on_those_beside_them():
             assert torch.equal(got[0], expected[row])
 
 
+def test_pages_are_copied_in_order(kernels):
+    """What has been written may be read by the next copy; odd sizes, too."""
+    blocks = [torch.arange(5 * 7, dtype=torch.uint8).view(5, 7) + 100 * i for i in range(2)]
+    expected = [each.clone() for each in blocks]
+    for each in expected:
+        each[3], each[1] = each[0].clone(), each[0].clone()
+    kernels.copy_pages([each.data_ptr() for each in blocks], 7, [0, 3], [3, 1])
+    for got, wanted in zip(blocks, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_packed_product_is_the_product(biased):
     place = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -175,6 +186,7 @@ def test_threads_run_before_compiled_code_is_loaded(module):
     ("module", "called"),
     [
         ("items_numba", ["few_lanes", "vectors", "vector_code", "tasks_numba"]),
+        ("rows_numba", ["tasks_numba"]),
         ("int8_panels", ["row_blocks", "vector_code", "tasks_numba"]),
         ("row_blocks", ["vector_code"]),
         ("int8_numba", ["row_blocks", "vector_code", "rows_numba", "tasks_numba", "team_numba"]),

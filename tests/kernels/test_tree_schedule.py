@@ -11,7 +11,7 @@ from coppice.kernels import tree_cost, tree_schedule
 from coppice.kernels.cpu_schedule import build_cpu_schedule, cpu_cost_model
 from coppice.kernels.interface import AttentionPlan, SharedStretch
 from coppice.kernels.tiles import Tile, Tiles, choose_tiles, head_blocks
-from coppice.kernels.tree_cost import CostModel, choose_shared
+from coppice.kernels.tree_cost import CostModel, choose_shared, least_cost
 from coppice.kernels.tree_schedule import TreeSchedule, build_tree_schedule, row_positions
 
 #: Llama 3 8B: 32 query heads, 8 KV heads of 128, bfloat16.
@@ -111,10 +111,11 @@ def test_every_key_once_in_random_trees(make_batch, monkeypatch):
     monkeypatch.setattr(tree_cost, "SPLITS", (4, 8))
     monkeypatch.setattr(tree_cost, "START_KEYS", 1)
     rng = np.random.default_rng(0)
-    shared = 0
+    shared = known = 0
     for seed in range(60):
         count = int(rng.integers(2, 7))
-        tails = [(int(rng.integers(1, 9)), int(rng.integers(0, 20))) for _ in range(count)]
+        most = 9 if seed % 3 else 2  # in every third one all decode
+        tails = [(int(rng.integers(1, most)), int(rng.integers(0, 20))) for _ in range(count)]
         stretches, groups = [], [list(range(count))]
         for _ in range(3):
             below = []
@@ -131,8 +132,12 @@ def test_every_key_once_in_random_trees(make_batch, monkeypatch):
         assert_covers(batch.plan, schedule, window)
         plain = build_tree_schedule(replace(batch.plan, stretches=()), window, SMALL)
         assert schedule.cost <= plain.cost
+        least = least_cost(batch.plan, window, SMALL)
+        assert least <= plain.cost
+        known += least > 0
         shared += bool(schedule.shared)
     assert shared > 10
+    assert known > 5
 
 
 def read(plan: AttentionPlan, model: CostModel = LLAMA) -> tuple[int, int, TreeSchedule]:

@@ -15,7 +15,7 @@ from coppice.radix import check
 from coppice.runtime import prompt_logprobs as module
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
-from coppice.runtime.logprobs import Logprobs, log_probabilities, of_tokens
+from coppice.runtime.logprobs import Logprobs, best_of_rows, log_probabilities, of_tokens
 from coppice.runtime.prompt_logprobs import KnownLogprobs
 from coppice.runtime.request import Request
 from coppice.runtime.sampling_params import SamplingParams
@@ -384,3 +384,21 @@ def test_a_bad_start_is_refused(tiny_checkpoint, options, message):
     with pytest.raises(ValueError, match=message):
         made.add_request("a", [1, 2], SamplingParams(**options))
     assert not made.has_unfinished()
+
+
+@pytest.mark.parametrize("width", [100, 128 * 40, 128 * 40 + 77])
+def test_the_best_of_a_row_are_those_of_all(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    scores = torch.randn(5, width, generator=generator)
+    scores[1, -3:] = 9  # behind the last whole chunk, or at its end
+    scores[2, width // 2 :] = -torch.inf
+    scores[3] = 1.5  # all alike
+    for count in (1, 8, 10):
+        values, places = best_of_rows(scores, count)
+        assert torch.equal(values, scores.topk(count).values)
+        assert torch.equal(scores.gather(1, places), values)
+        assert all(len(set(row)) == count for row in places.tolist())
+    scores[4, width // 3] = torch.nan
+    values, places = best_of_rows(scores, 2)
+    assert values[4, 0].isnan()
+    assert places[4, 0] == width // 3
