@@ -37,8 +37,8 @@ def multiply(x: torch.Tensor, weight: PackedFloat, bias: torch.Tensor | None) ->
 def rows_of(weight: PackedFloat, indices: torch.Tensor) -> torch.Tensor:
     """Rows of a packed weight, as they are kept ``[T, K]``, for int64 ``indices [T]``.
 
-    A row's numbers lie in pairs, each in another line of the cache: some 0.2 microseconds a row and
-    100 features, of a step's milliseconds.
+    A row's numbers lie each in another line of the cache, those of bfloat16 in pairs: some 0.2
+    microseconds a row and 100 features, of a step's milliseconds.
     """
     memory = weight.memory
     if memory.dtype == torch.bfloat16:  # a pair is moved as one number
@@ -46,7 +46,7 @@ def rows_of(weight: PackedFloat, indices: torch.Tensor) -> torch.Tensor:
         panel = pairs.shape[-1]
         return pairs[indices // panel, :, indices % panel].view(memory.dtype)
     panel = memory.shape[-1]
-    return memory[indices // panel, :, :, indices % panel].flatten(1)
+    return memory[indices // panel, :, indices % panel]
 
 
 @cache

@@ -72,9 +72,9 @@ _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedFloat:
-    """A weight in panels, ``memory [panels, in_features / 2, PANEL, 2]`` of its type.
+    """A weight in panels, ``memory [panels, in_features, PANEL]`` of its type.
 
-    But for bfloat16 the last two are the other way round.
+    Of bfloat16 it is ``[panels, in_features / 2, PANEL, 2]``.
     """
 
     out_features: int
@@ -102,20 +102,18 @@ def pack(weight: torch.Tensor) -> PackedFloat | None:
     buffer = torch.empty(size + _LINE, dtype=torch.uint8)
     first = -buffer.data_ptr() % _LINE
     memory = buffer[first : first + size].view(weight.dtype)
+    parts = weight.detach().contiguous()
     if weight.dtype == torch.bfloat16:
-        memory = laid = memory.view(panels, pairs, PANEL, 2)
-    else:
-        memory = memory.view(panels, pairs, 2, PANEL)
-        laid = memory.transpose(2, 3)
-    whole = width // PANEL
-    parts = weight.detach().contiguous().view(width, pairs, 2)
-    if weight.dtype == torch.bfloat16:
+        memory = memory.view(panels, pairs, PANEL, 2)
         # A pair is moved as one number of 32 bits: a fifth of the time.
-        laid, parts = laid.view(torch.int32), parts.view(torch.int32)
-    laid[:whole] = parts[: whole * PANEL].view(whole, PANEL, *parts.shape[1:]).transpose(1, 2)
+        laid, parts = memory.view(torch.int32)[..., 0], parts.view(torch.int32)
+    else:
+        memory = laid = memory.view(panels, inner, PANEL)
+    whole = width // PANEL
+    laid[:whole] = parts[: whole * PANEL].view(whole, PANEL, parts.shape[1]).transpose(1, 2)
     if whole < panels:
         laid[whole] = 0
-        laid[whole, :, : width - whole * PANEL] = parts[whole * PANEL :].transpose(0, 1)
+        laid[whole, :, : width - whole * PANEL] = parts[whole * PANEL :].t()
     return PackedFloat(width, inner, memory.data_ptr(), memory)
 
 

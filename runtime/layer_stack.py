@@ -189,15 +189,14 @@ class LayerStack:
             tree.num_partials,
             out.numpy(),
         )
-        self._threads_apart = 0 if together else self._threads_apart + 1
-        if self._threads_apart == _PATIENCE:
-            from numba import threading_layer
-
-            _log.warning(
-                "layers run on one thread: those of numba's threading layer %r do not run at the "
-                "same time",
-                threading_layer(),
-            )
+        if self._threads_apart < _PATIENCE:
+            self._threads_apart = 0 if together else self._threads_apart + 1
+            if self._threads_apart == _PATIENCE:
+                _log.warning(
+                    "layers run on one thread from now on: numba's threads did not run at the same "
+                    "time, %d steps in a row",
+                    _PATIENCE,
+                )
         return bool(good)
 
     def _compile(self) -> None:

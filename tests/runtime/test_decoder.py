@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coppice.kernels import threads
 from coppice.kernels.cpu_float import float_kernels
 from coppice.kernels.interface import AttentionPlan, LayerCache
 from coppice.kernels.selection import select_backend
@@ -277,6 +278,32 @@ def test_compiled_layers_follow_a_list_of_caches_that_is_changed_in_place(
     again = prompt(1, seed=1)
     expected = expected_logits(reference, torch.cat([tokens, again]))
     assert_near(run.step([(0, again)]), expected[20:])
+
+
+@pytest.mark.skipif(float_kernels() is None, reason="no compiled products of panels")
+def test_threads_that_never_work_together_are_given_up(
+    models: Callable[..., tuple[Decoder, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decoder, reference = models("llama", {})
+    run, tokens = Run(decoder, "compiled", 1, 16), prompt(20)
+    stack = decoder.stack
+    assert stack is not None
+    inner, asked = stack._run, []
+
+    def apart(*arguments: Any) -> tuple[bool, bool]:
+        asked.append(arguments[11])
+        good, _ = inner(*arguments[:11], 1, *arguments[12:])
+        return good, arguments[11] == 1
+
+    monkeypatch.setattr(stack, "_run", apart)
+    monkeypatch.setattr(stack, "_threads_apart", 0)
+    monkeypatch.setattr(threads, "use_torch_threads", lambda: 2)
+    found = [run.step([(0, tokens[at : at + 1])]) for at in range(14)]
+    assert asked == [2] * 10 + [1] * 4
+    assert "layers run on one thread from now on" in caplog.text
+    assert_near(torch.cat(found), expected_logits(reference, tokens)[:14])
 
 
 @pytest.mark.skipif(float_kernels() is None, reason="no compiled products of panels")
