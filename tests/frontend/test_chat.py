@@ -8,6 +8,7 @@ import io
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
