@@ -142,7 +142,11 @@ def test_in_a_terminal(served: Callable[..., str], checkpoint: Path) -> None:
         [coppice, "chat", served("--report-text"), "--max-tokens", "5"],
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
         env=os.environ | {"TERM": "xterm"},
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        # Whoever was started in the background of a shell ignores Ctrl-C, and so do its own.
+        preexec_fn=lambda: (
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ),
     )  # fmt: skip
     os.close(theirs)
     seen = ""
