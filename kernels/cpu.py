@@ -137,11 +137,11 @@ class CpuBackend(AttentionBackend):
     ) -> None:
         for pages in {len(layer.k) for layer in caches}:
             check_copy(pages, src, dst)
-        for layer in caches:
-            for cache in (layer.k, layer.v):
-                assert cache.is_contiguous()
         if not caches or not len(src):
             return
+        for layer in caches:
+            for cache in (layer.k, layer.v):
+                assert cache.is_contiguous() and cache.stride(0) == caches[0].k.stride(0)
         # A step of a beam of 4 has some hundred in 30 layers: page by page, by torch, 1 ms more.
         addresses = [cache.data_ptr() for layer in caches for cache in (layer.k, layer.v)]
         size = caches[0].k.stride(0) * caches[0].k.element_size()

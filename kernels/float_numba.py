@@ -54,7 +54,8 @@ def multiply_share(
 ) -> int:
     """What thread ``me`` of a team does of ``multiply_rows``, until all are through.
 
-    It returns what ``meet`` does. ``laid`` is theirs in common, of ``laid_numbers`` and more.
+    ``met`` and what it returns are as ``meet`` has them. ``laid``, float32 of ``laid_numbers`` or
+    more, is theirs in common.
     """
     rows, inner = x.shape
     width = out.shape[1]
@@ -116,8 +117,8 @@ def multiply_rows(
     """``out`` float32 ``[T, N]`` = ``x`` float32 ``[T, K]`` times a packed weight, plus bias.
 
     ``function`` is the address of ``float_panels.run_panels``, ``panel`` the outputs of a panel,
-    ``weight`` the address of a packed one of that ``kind``, and ``bias`` that of
-    float32 ``[N]`` or 0.
+    ``weight`` the address of a packed one of that ``kind`` (a place in its ``KINDS``), and ``bias``
+    that of float32 ``[N]`` or 0.
     """
     rows, inner = x.shape
     laid = np.empty(laid_numbers(rows, inner) if rows > 1 else 0, np.float32)

@@ -16,7 +16,7 @@ from coppice.kernels.vector_code import ROWS
 
 #: A digest of ``row_blocks.py``, ``vector_code.py``, ``rows_numba.py``, ``tasks_numba.py`` and
 #: ``team_numba.py``; see ``items_numba``.
-SOURCES = "bf8db680d4b9"
+SOURCES = "7092dd28cd35"
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19
@@ -41,8 +41,8 @@ def multiply_share(
 ) -> int:
     """What thread ``me`` of a team does of ``multiply_rows``, until all are through.
 
-    It returns what ``meet`` does. ``levels`` and ``laid``, int8 and as many as ``x`` has numbers,
-    and ``peaks`` float32 ``[T]`` are theirs in common.
+    ``met`` and what it returns are as ``meet`` has them. ``levels`` and ``laid``, int8 and as many
+    as ``x`` has numbers, and ``peaks`` float32 ``[T]`` are theirs in common.
     """
     rows, inner = x.shape
     width = out.shape[1]

@@ -27,7 +27,7 @@ SOURCES = "3542f99e1a9a"
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
 # Numbers from which rows are shared among threads: below, it takes no longer than waking them.
-SHARED_FROM = 1 << 15
+_SHARED_FROM = 1 << 15
 # Elements at a time of what needs a buffer: it stays in the nearest cache.
 _TILE = 64
 
@@ -40,7 +40,7 @@ _C1, _C2, _C3, _C4, _C5, _C6 = (
 
 def _shares(rows: np.ndarray, num_threads: int) -> int:
     """Among how many threads these rows are shared."""
-    return min(len(rows), num_threads) if rows.size >= SHARED_FROM else 1
+    return min(len(rows), num_threads) if rows.size >= _SHARED_FROM else 1
 
 
 # -- norms and residuals -------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def norm_share(
 
 
 @njit(parallel=True, fastmath=_FAST, cache=True)
-def norm_shares(
+def _norm_shares(
     shares: int,
     x: np.ndarray,
     added: np.ndarray,
@@ -102,7 +102,7 @@ def add_norm(
     if shares <= 1:
         norm_share(0, len(x), x, added, weight, eps, out)
     else:
-        norm_shares(shares, x, added, weight, eps, out)
+        _norm_shares(shares, x, added, weight, eps, out)
 
 
 # -- activation ----------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def silu_share(
 
 
 @njit(parallel=True, fastmath=_FAST, error_model="numpy", cache=True)
-def silu_shares(shares: int, gate_up: np.ndarray, out: np.ndarray) -> None:
+def _silu_shares(shares: int, gate_up: np.ndarray, out: np.ndarray) -> None:
     rows = len(out)
     for share in prange(shares):
         begin, end = share * rows // shares, (share + 1) * rows // shares
@@ -151,7 +151,7 @@ def silu_mul(gate_up: np.ndarray, out: np.ndarray, num_threads: int) -> None:
     if shares <= 1:
         silu_share(0, len(out), 0, out.shape[1], gate_up, out)
     else:
-        silu_shares(shares, gate_up, out)
+        _silu_shares(shares, gate_up, out)
 
 
 # -- rotary embedding with the KV write ----------------------------------------------------------
@@ -196,7 +196,7 @@ def rotate_share(
 
 
 @njit(parallel=True, fastmath=_FAST, cache=True)
-def rotate_shares(
+def _rotate_shares(
     shares: int,
     qk: np.ndarray,
     qk_stride: int,
@@ -241,7 +241,7 @@ def rotate_write(
     """
     args = (qk, qk_stride, v, v_stride, cos, signed_sin, k_cache, v_cache, slots, out)
     shares = _shares(out, num_threads)
-    good = rotate_share(0, len(out), *args) if shares <= 1 else rotate_shares(shares, *args)
+    good = rotate_share(0, len(out), *args) if shares <= 1 else _rotate_shares(shares, *args)
     if not good:
         raise IndexError(f"slots must be from 0 to {len(k_cache) - 1}, got {slots.tolist()}")
 
@@ -287,7 +287,7 @@ def quantize_share(
 
 
 @njit(parallel=True, fastmath=_FAST, cache=True)
-def quantize_shares(
+def _quantize_shares(
     shares: int, x: np.ndarray, raised: int, levels: np.ndarray, peaks: np.ndarray
 ) -> None:
     rows = len(x)
@@ -302,7 +302,7 @@ def quantize(x: np.ndarray, levels: np.ndarray, peaks: np.ndarray, num_threads: 
     if shares <= 1:
         quantize_share(np.int64(0), len(x), x, np.int32(0), levels, peaks)
     else:
-        quantize_shares(shares, x, np.int32(0), levels, peaks)
+        _quantize_shares(shares, x, np.int32(0), levels, peaks)
 
 
 @njit(fastmath=_FAST, cache=True)
