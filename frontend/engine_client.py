@@ -26,7 +26,7 @@ from coppice.frontend.texts import TextDelta, Texts
 from coppice.frontend.tokenizer import Tokenizer
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.channel import Channel
-from coppice.runtime.engine_loop import Leaving, Ready, is_short, step_output
+from coppice.runtime.messages import Leaving, Ready, is_short, step_output
 from coppice.runtime.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ from typing import Any
 
 from coppice.frontend import logs
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.engine_loop import engine_main
 
 # A fork would take the locks of whatever threads run here along in an unknown state.
 _context = multiprocessing.get_context("spawn")
@@ -61,5 +60,8 @@ def _main(
     config: EngineConfig, log_format: str, connection: Connection, more: dict[str, Any]
 ) -> None:
     """Of the engine's process."""
+    # Not at the top: who starts it needs neither torch nor what else computes.
+    from coppice.runtime.engine_loop import engine_main
+
     logs.configure(log_format)
     engine_main(config, connection, more)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from coppice.frontend.bodies import BadRequest, Body, says
-from coppice.runtime.grammars import check
+from coppice.runtime.grammar_source import check
 from coppice.runtime.structured_outputs import StructuredOutputsParams
 
 Schema: TypeAlias = Annotated[

@@ -17,7 +17,7 @@ from coppice.frontend.text_engine import TextEngine
 from coppice.frontend.tokenizer import Message
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.grammars import check
+from coppice.runtime.grammar_source import check
 from coppice.runtime.report import CacheReport
 from coppice.runtime.sampling_params import SamplingParams
 

@@ -21,7 +21,7 @@ from coppice.frontend.server import Server
 from coppice.frontend.server_options import ServerOptions
 from coppice.frontend.tokenizer import Tokenizer, model_source
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.weights import resolve_model
+from coppice.runtime.model_path import resolve_model
 
 LAST_WORDS_SECONDS = 5.0  # for what is still unsent when the engine has ended
 YOUNG_OBJECTS = 20_000  # between collections: hundreds of streams live on through each of them
@@ -51,7 +51,8 @@ def serve(
     """
     path = resolve_model(model_source(config.model))
     source = path if tokenizer is None else resolve_model(model_source(tokenizer))
-    loaded = Tokenizer(source)  # first, since it takes less to find that one is missing
+    # First, since it takes less to find that one is missing.
+    loaded = Tokenizer(source, without_torch=True)
     own = replace(config, model=str(path))
     logs.configure(options.log_format)
     watch = WatchStopStrings(str(source))

@@ -16,8 +16,8 @@ from coppice.frontend.tokenizer import Tokenizer, model_source
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
+from coppice.runtime.model_path import resolve_model
 from coppice.runtime.sampling_params import SamplingParams
-from coppice.runtime.weights import resolve_model
 
 
 class TextEngine:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coppice.frontend.conversation import check_characters, turns
 from coppice.frontend.detokenizer import REPLACEMENT
 from coppice.frontend.plain_tokenizer import plain_tokenizer
-from coppice.runtime.lean_transformers import leave_out_models
+from coppice.runtime.lean_transformers import leave_out_models, leave_out_torch
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -42,6 +42,7 @@ class Tokenizer:
 
     Args:
         path: a local directory with the tokenizer's files.
+        without_torch: for a process that computes nothing; see `leave_out_torch`.
 
     Attributes:
         vocabulary: how many tokens there are, those that were added included.
@@ -52,8 +53,9 @@ class Tokenizer:
         ValueError: the directory has no tokenizer that transformers can load.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, without_torch: bool = False) -> None:
         self._path = str(path)
+        self._without_torch = without_torch
         self._wrapped: PreTrainedTokenizerBase | None = None
         self._loading = threading.Lock()
         self._direct: FastTokenizer | None
@@ -94,6 +96,8 @@ class Tokenizer:
         """transformers' tokenizer, loaded if it was not yet. Any thread may ask for it."""
         with self._loading:
             if self._wrapped is None:
+                if self._without_torch:
+                    leave_out_torch()
                 self._wrapped = _load(self._path)
             return self._wrapped
 

@@ -52,8 +52,6 @@ class PreparedPlan:
     ) -> CpuSchedule:
         key = (window, heads, kv_heads, head_dim, self.num_threads)
         schedule = self._schedules.get(key)
-        if schedule is None and key in self._grown:
-            schedule = self._grown[key].schedule(self.plan)
         if schedule is None:
             model = cpu_cost_model(
                 heads,
@@ -64,6 +62,9 @@ class PreparedPlan:
                 keys=kernels.TILE,
                 threads=self.num_threads,
             )
+            if key in self._grown:
+                schedule = self._grown[key].schedule(self.plan, model)
+        if schedule is None:
             schedule = build_cpu_schedule(self.plan, window, model)
             self._grown.pop(key, None)
             if window is None and self.plan.num_rows == self.plan.num_sequences:

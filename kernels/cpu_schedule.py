@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 
 from coppice.kernels.interface import AttentionPlan
 from coppice.kernels.tiles import Tile, Tiles
-from coppice.kernels.tree_cost import START_KEYS, CostModel
+from coppice.kernels.tree_cost import START_KEYS, CostModel, SharedRange, choose_shared
 from coppice.kernels.tree_schedule import TreeSchedule, build_tree_schedule
 
 # What the first call for partial results costs, in bytes that could have been read meanwhile: some
@@ -57,6 +58,7 @@ class CpuSchedule:
     shares: np.ndarray
 
 
+@lru_cache(maxsize=64)
 def cpu_cost_model(
     heads: int,
     kv_heads: int,
@@ -86,7 +88,6 @@ def build_cpu_schedule(plan: AttentionPlan, window: int | None, model: CpuCostMo
     """The schedule of a checked plan for layers with that sliding window; O(rows + pages)."""
     tree = build_tree_schedule(plan, window, model)
     items = np.concatenate([launch.items for launch in tree.launches])
-    threads = model.multiprocessors
     threads = model.multiprocessors
     costs = (items[:, 4] - items[:, 3] + START_KEYS) * model.key_work(items[:, 1])
     # Items of many rows are worked head by head, so that a head's keys stay in the cache for the
@@ -124,9 +125,9 @@ def _shares(cost: np.ndarray, threads: int) -> np.ndarray:
 class GrowingSchedule:
     """The schedule of a step in which all decode, for the steps after it.
 
-    While the same stretches are shared and each sequence has only grown, the items that end where a
-    sequence ended end later. For one sequence that takes a sixth of what a schedule takes, which is
-    longer than a layer does.
+    While the same keys are read together and each sequence has only grown, the items that end where
+    a sequence ended end later. For one sequence that takes a sixth of what a schedule takes, which
+    is longer than a layer does. The sequences of a step may be others than before, as beams are.
     """
 
     __slots__ = ("_growing", "_plan", "_schedule", "_sequence", "_table")
@@ -141,23 +142,34 @@ class GrowingSchedule:
         self._sequence = row
         self._table = np.searchsorted(plan.page_indptr, items[:, 2], side="right") - 1
 
-    def schedule(self, plan: AttentionPlan) -> CpuSchedule | None:
+    def schedule(self, plan: AttentionPlan, model: CpuCostModel) -> CpuSchedule | None:
         """That of a later plan; None if it is none of such a step. O(items + rows)."""
-        before = self._plan
+        before, tree = self._plan, self._schedule.tree
         if (
             plan.num_sequences != before.num_sequences
             or plan.num_rows != before.num_sequences
             or plan.page_size != before.page_size
-            # The same objects, or none.
-            or plan.stretches != before.stretches
         ):
             return None
+        if plan.stretches != before.stretches:  # other objects
+            if not _same(choose_shared(plan, None, model), tree.shared):
+                return None
+            self._plan = before = replace(before, stretches=plan.stretches)
         grown = plan.context_len - before.context_len
         if grown.min() < 0 or grown.max() > _MOST_GROWTH:
             return None
         items = self._schedule.items.copy()
         items[:, 4] += np.where(self._growing, grown[self._sequence], 0)
         items[:, 2] = plan.page_indptr[self._table]
-        tree = self._schedule.tree
         positions = tree.positions + grown
         return replace(self._schedule, tree=replace(tree, positions=positions), items=items)
+
+
+def _same(some: tuple[SharedRange, ...], others: tuple[SharedRange, ...]) -> bool:
+    """Whether the same keys of the same sequences are shared."""
+    return len(some) == len(others) and all(
+        one.begin == other.begin
+        and one.end == other.end
+        and np.array_equal(one.members, other.members)
+        for one, other in zip(some, others, strict=True)
+    )

@@ -15,7 +15,8 @@ import torch
 from coppice.kernels.transfer import send
 from coppice.runtime.beam_search import BeamSearch, BeamSearchParams, Hypothesis, WatchLines
 from coppice.runtime.logits import change_logits
-from coppice.runtime.logprobs import Logprobs, best_of_rows, log_probabilities, of_tokens
+from coppice.runtime.logprob_rows import best_of_rows, log_probabilities, of_tokens
+from coppice.runtime.logprobs import Logprobs
 from coppice.runtime.request import BestLine, Request, Sequence, StepOutput
 from coppice.runtime.sequences import Sequences
 

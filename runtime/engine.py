@@ -29,6 +29,7 @@ from coppice.runtime.live_report import (
     pin_state,
     tree_picture,
 )
+from coppice.runtime.model_path import resolve_model
 from coppice.runtime.model_runner import ModelRunner
 from coppice.runtime.paging import Paging
 from coppice.runtime.report import CacheReport, Counters, make_report
@@ -39,7 +40,6 @@ from coppice.runtime.sequences import Sequences
 from coppice.runtime.stats import EngineStats, StatsRecorder, engine_stats
 from coppice.runtime.steps import Steps
 from coppice.runtime.upkeep import is_balanced, recount
-from coppice.runtime.weights import resolve_model
 
 
 class Engine:

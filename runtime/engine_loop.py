@@ -1,13 +1,6 @@
 """The engine's step loop behind a channel: calls come in, answers and each step's outputs go out.
 
-This is what runs in the engine's own process. What travels is plain:
-
-    in    (number, method, args, kwargs)   a call of a public method of the engine; number None:
-                                           nobody waits for the answer. None: time to end
-    out   Ready                            the model is loaded
-          (number, failed, result)         the answer of a call, or the exception that it raised
-          [row, ...]                       outputs of a step, to be read with `step_output`
-          Leaving                          the process ends, and why
+This is what runs in the engine's own process; `messages` tells what travels.
 """
 
 from __future__ import annotations
@@ -21,67 +14,19 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
-from operator import attrgetter
 from typing import Any
 
 from coppice.runtime.channel import Channel
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
-from coppice.runtime.request import DeviceLost, StepOutput
+from coppice.runtime.messages import Leaving, Ready, step_row
+from coppice.runtime.request import DeviceLost
 
 logger = logging.getLogger(__name__)
 
 #: With what a process ends whose device has failed for good.
 LOST_STATUS = 3
-
-# A dataclass takes ten times as long to pickle as the tuple of its fields. Most outputs are new
-# tokens of a sequence that goes on: those travel without the fields that say nothing.
-_FIELDS = [each.name for each in fields(StepOutput)]
-_whole_row = attrgetter(*_FIELDS)
-_SHORT = ("request_id", "index", "new_token_ids", "num_prompt_tokens", "cached_tokens")
-_short_row = attrgetter(*_SHORT)
-
-
-@dataclass(frozen=True)
-class Ready:
-    """What the other side should know of an engine that has been loaded."""
-
-    memory: str  # the arithmetic of its memory
-    max_model_len: int  # tokens, prompt and output together
-    vocab_size: int
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """The last word of a process that cannot go on: another one may."""
-
-    reason: str
-
-
-def step_row(output: StepOutput) -> tuple[Any, ...]:
-    """An output as it travels."""
-    whole = (
-        output.finish_reason is not None
-        or output.logprobs is not None
-        or output.prompt_logprobs is not None
-        or output.best_so_far is not None
-    )
-    return _whole_row(output) if whole else _short_row(output)
-
-
-def is_short(row: tuple[Any, ...]) -> bool:
-    """Whether the row only says which request, which sequence of it, and its new tokens."""
-    return len(row) == len(_SHORT)
-
-
-def step_output(row: tuple[Any, ...]) -> StepOutput:
-    """The output that a row stands for."""
-    if is_short(row):
-        request_id, index, tokens, prompt_tokens, cached = row
-        return StepOutput(request_id, index, tokens, None, None, None, prompt_tokens, cached)
-    return StepOutput(*row)
 
 
 class EngineLoop:

@@ -9,7 +9,6 @@ model decoding.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +20,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from coppice.kernels.transfer import send
+from coppice.runtime.grammar_source import source
 from coppice.runtime.lean_transformers import leave_out_models
 from coppice.runtime.structured_outputs import StructuredOutputsParams
 
@@ -32,44 +32,6 @@ if TYPE_CHECKING:
     from coppice.runtime.request import Sequence
 
 MAX_COMPILED = 128  # grammars that are kept for requests to come
-
-# Without a bound a model that likes white space would never come to the end.
-_WHITESPACE = r"[ \t\n\r]{0,64}"
-
-
-def check(params: StructuredOutputsParams) -> None:
-    """Raises ValueError, naming the field, if there is no such schema, expression or grammar.
-
-    Needs no tokenizer. Takes milliseconds, for large grammars up to a second, without holding the
-    interpreter's lock meanwhile.
-    """
-    try:
-        problem = LLMatcher.validate_grammar(_source(params))
-    except (ValueError, RecursionError) as error:
-        problem = str(error)
-    if problem:
-        raise ValueError(f"{params.kind} must be a form that can be followed: {problem:.400}")
-
-
-def _source(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own form."""
-    kind = params.kind
-    if kind in ("json", "json_object"):
-        schema = params.json if kind == "json" else '{"type": "object"}'
-        assert isinstance(schema, str)
-        if params.disable_any_whitespace:
-            return LLMatcher.grammar_from_json_schema(
-                schema, overrides={"whitespace_flexible": False}
-            )
-        pattern = params.whitespace_pattern or _WHITESPACE
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": pattern})
-    if kind == "regex":
-        assert params.regex is not None
-        return LLMatcher.grammar_from_regex(params.regex)
-    if kind == "choice":
-        return grammar_from("choice", json.dumps(params.choice))
-    assert params.grammar is not None
-    return grammar_from("grammar", params.grammar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +85,7 @@ class Grammars:
         if self._tokenizer is None:
             self._tokenizer = self._load()
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, _source(params), log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokenizer, source(params), log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(f"{params.kind}: it cannot be followed: {matcher.get_error():.400}")
         return CompiledGrammar(matcher, self._tokenizer.vocab_size)

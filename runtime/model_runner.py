@@ -15,6 +15,7 @@ from coppice.runtime.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_s
 from coppice.runtime.kv_scales import measure_scales
 from coppice.runtime.memory import plan_cache, zeroed
 from coppice.runtime.model_config import load_model_config
+from coppice.runtime.model_path import resolve_model
 from coppice.runtime.paging import copy_batches
 from coppice.runtime.prompt_logprobs import score_prompts
 from coppice.runtime.scheduler import Schedule
@@ -22,7 +23,6 @@ from coppice.runtime.weights import (
     load_decoder,
     resolve_device,
     resolve_dtype,
-    resolve_model,
 )
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ import torch
 
 from coppice.radix import OutOfPages, PagePool, RadixTree
 from coppice.radix.tokens import TOKEN_BYTES
-from coppice.runtime.logprobs import Logprobs, log_probabilities, of_tokens
+from coppice.runtime.logprob_rows import log_probabilities, of_tokens
+from coppice.runtime.logprobs import Logprobs
 from coppice.runtime.request import Request
 
 # Logits are made of so many rows at a time: of 4,096 rows and 150,000 tokens they are 2.4 GB.

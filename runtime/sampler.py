@@ -21,7 +21,8 @@ from coppice.kernels.choice import (
 )
 from coppice.kernels.transfer import Fetched, take
 from coppice.runtime.logits import NO_CHOICE, apply_rules, may_have_rules
-from coppice.runtime.logprobs import Logprobs, log_probabilities, looked_up, read
+from coppice.runtime.logprob_rows import log_probabilities, looked_up, read
+from coppice.runtime.logprobs import Logprobs
 from coppice.runtime.request import Sequence
 
 

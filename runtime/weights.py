@@ -1,4 +1,4 @@
-"""Weights: find a model's folder, and fill a decoder from its safetensors or at random."""
+"""Weights: fill a decoder from a model's safetensors, or at random."""
 
 from __future__ import annotations
 
@@ -29,38 +29,6 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # Bytes that are read through one mapping of a file.
 _READ_AT_ONCE = 1 << 23
-
-
-def resolve_model(model: str) -> Path:
-    """The folder of ``model``: a local folder, else a Hugging Face hub id, fetched or cached.
-
-    Of a hub repository only safetensors, JSON, tokenizer and template files are fetched. Raises
-    ``ValueError`` if there is no such folder and the hub does not give one.
-    """
-    if not model:
-        raise ValueError("model is ''; it must be a folder or a Hugging Face hub id")
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ValueError(f"model is {model!r}, a file; it must be a folder or a hub id")
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise ValueError(f"model is {model!r}; there is no such folder, and it is no hub id")
-    from huggingface_hub import snapshot_download  # a quarter of a second, which folders don't need
-
-    try:
-        folder = snapshot_download(
-            model,
-            allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"],
-            ignore_patterns=["original/*", "consolidated*"],
-        )
-    except Exception as error:  # offline, unknown, gated, no space: the hub has a type for each
-        reason = str(error).strip().splitlines()
-        raise ValueError(
-            f"model is {model!r}; there is no such folder here, and the Hugging Face hub did not "
-            f"give it: {type(error).__name__}: {reason[0] if reason else ''}"
-        ) from error
-    return Path(folder)
 
 
 def resolve_device(device: str) -> torch.device:

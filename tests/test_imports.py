@@ -176,6 +176,34 @@ def test_configs_and_tokenizers_come_without_transformers_models() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def test_a_server_does_without_torch() -> None:
+    """Its engine computes, in a process of its own: torch would be 2 seconds and 200 MB more."""
+    ran = python(
+        "import sys\n"
+        "import coppice.frontend.serving\n"
+        "from coppice.frontend.tokenizer import Tokenizer, model_source\n"
+        "demo = Tokenizer(model_source('demo'), without_torch=True)\n"
+        "turns = [{'role': 'user', 'content': 'Hello'}]\n"
+        "text = demo.wrapped.apply_chat_template(turns, tokenize=False)\n"
+        "assert 'Hello' in text\n"
+        "unwanted = {'torch', 'numba', 'safetensors'} & set(sys.modules)\n"
+        "assert not unwanted, unwanted\n"
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_transformers_keeps_torch_where_it_was_loaded_before() -> None:
+    ran = python(
+        "import torch\n"
+        "from coppice.frontend.tokenizer import Tokenizer, model_source\n"
+        "assert Tokenizer(model_source('demo'), without_torch=True).wrapped\n"
+        "from transformers.utils import import_utils, is_torch_available, type_validators\n"
+        "assert is_torch_available() and import_utils.is_torch_available()\n"
+        "type_validators.device_validator(type_validators.torch.device('cpu'))\n"
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_an_engine_is_imported_without_what_only_some_requests_need() -> None:
     ran = python(
         "import sys\n"

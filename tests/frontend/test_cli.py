@@ -219,6 +219,8 @@ def test_serve_says_where_it_is_and_stops_in_order(checkpoint: Path, signum: int
         request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=60) as response:
             first = response.readline()
+            if (maps := Path(f"/proc/{server.pid}/maps")).exists():  # the engine's process has it
+                assert "libtorch" not in maps.read_text()
             server.send_signal(signum)
             rest = response.read()
         assert first.startswith(b"data: ")

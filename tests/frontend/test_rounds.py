@@ -25,7 +25,7 @@ from coppice.frontend.server import Server
 from coppice.frontend.text_engine import TextEngine
 from coppice.frontend.texts import TextDelta, Texts
 from coppice.runtime.beam_search import BeamSearchParams
-from coppice.runtime.engine_loop import is_short, step_output, step_row
+from coppice.runtime.messages import is_short, step_output, step_row
 from coppice.runtime.sampling_params import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -14,7 +14,7 @@ from coppice.frontend.protocol import parse_chat
 from coppice.frontend.tool_formats import FORMATS, format_of
 from coppice.frontend.tools import Tools
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.grammars import check
+from coppice.runtime.grammar_source import check
 
 if TYPE_CHECKING:
     from tests.frontend.conftest import LiveServer

@@ -191,7 +191,8 @@ def test_any_number_of_threads(make_batch, cpu_backend, threads, tails):
 
 @pytest.mark.parametrize("stretches", [(), [(range(3), 12), (range(2), 5)]], ids=["flat", "tree"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_schedule_of_growing_sequences(make_batch, monkeypatch, stretches, threads):
+@pytest.mark.parametrize("found_anew", [False, True])
+def test_the_schedule_of_growing_sequences(make_batch, monkeypatch, stretches, threads, found_anew):
     """What is remembered of a step is right for later ones, and made anew where it is not."""
     backend, made = cpu.CpuBackend(), []
 
@@ -207,7 +208,8 @@ def test_the_schedule_of_growing_sequences(make_batch, monkeypatch, stretches, t
         first = make_batch([(1, 300), (1, 7), (1, 20)], stretches)
         for grown, times in [(0, 1), (1, 1), (5, 1), (32, 1), (33, 2), (34, 2), (33, 2), (1, 3)]:
             batch = make_batch([(1, 300 + grown), (1, 7 + grown), (1, 20 + grown)], stretches)
-            batch.plan.stretches = first.plan.stretches
+            if not found_anew:
+                batch.plan.stretches = first.plan.stretches
             agree(batch.run(backend), batch.run(REFERENCE))
             assert len(made) == times
         # Others that share, and more rows: nothing that is remembered holds.

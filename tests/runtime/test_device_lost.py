@@ -16,7 +16,8 @@ SCRIPT = """
 import json, multiprocessing, os, sys
 from coppice.runtime.channel import Channel
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.engine_loop import Leaving, Ready, engine_main
+from coppice.runtime.engine_loop import engine_main
+from coppice.runtime.messages import Leaving, Ready
 from coppice.runtime.model_runner import ModelRunner
 from coppice.runtime.sampling_params import SamplingParams
 

@@ -15,7 +15,8 @@ from coppice.radix import check
 from coppice.runtime import prompt_logprobs as module
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
-from coppice.runtime.logprobs import Logprobs, best_of_rows, log_probabilities, of_tokens
+from coppice.runtime.logprob_rows import best_of_rows, log_probabilities, of_tokens
+from coppice.runtime.logprobs import Logprobs
 from coppice.runtime.prompt_logprobs import KnownLogprobs
 from coppice.runtime.request import Request
 from coppice.runtime.sampling_params import SamplingParams

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from coppice.runtime import weights
 from coppice.runtime.decoder import Decoder
 from coppice.runtime.model_config import load_model_config
-from coppice.runtime.weights import load_decoder, resolve_dtype, resolve_model
+from coppice.runtime.model_path import resolve_model
+from coppice.runtime.weights import load_decoder, resolve_dtype
 
 CPU = torch.device("cpu")
 
