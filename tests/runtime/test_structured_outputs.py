@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from coppice.runtime import grammars
+from coppice.runtime import grammar_source, grammars
 from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import Engine
@@ -513,14 +513,14 @@ def test_a_model_without_an_end_is_refused(checkpoint: Path) -> None:
 )
 def test_bad_forms_are_named(form: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be") as caught:
-        grammars.check(StructuredOutputsParams(**form))
+        grammar_source.check(StructuredOutputsParams(**form))
     assert len(str(caught.value)) < 600
 
 
 def test_good_forms_pass() -> None:
     for form, _ in FORMS.values():
-        grammars.check(form)
-    grammars.check(StructuredOutputsParams(json_object=True))
+        grammar_source.check(form)
+    grammar_source.check(StructuredOutputsParams(json_object=True))
 
 
 @pytest.mark.parametrize(
