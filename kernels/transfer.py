@@ -30,13 +30,13 @@ def stage(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tens
 def send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """The arrays as tensors on the device, all of them in one transfer; the arrays may change then.
 
-    They are views of one piece of memory, each at a multiple of 16 bytes. On a GPU the transfer is
-    queued on the current stream; torch keeps the pinned copy until it is through. O(bytes).
+    On a GPU they are views of one piece of memory, each at a multiple of 16 bytes, and the transfer
+    is queued on the current stream; torch keeps the pinned copy until it is through. O(bytes).
     """
+    if device.type == "cpu":
+        return [torch.from_numpy(array.copy()) for array in arrays]
     starts = _starts([array.nbytes for array in arrays])
-    packed = _packed(arrays, starts, starts[-1], device)
-    if device.type != "cpu":
-        packed = packed.to(device, non_blocking=True)
+    packed = _packed(arrays, starts, starts[-1], device).to(device, non_blocking=True)
     return _views(packed, starts, arrays)
 
 

@@ -188,7 +188,10 @@ class Steps:
         if len(rows) > len(logits):
             logits = take(logits, rows)
         beams = [row for row, each in enumerate(sequences) if each.request.beam_search]
-        if beams:
+        if beams and len(beams) == len(sequences):
+            self._searches.score(logits, sequences)
+            logits, sequences = logits[:0], []
+        elif beams:
             self._searches.score(take(logits, beams), [sequences[row] for row in beams])
             others = [row for row, each in enumerate(sequences) if not each.request.beam_search]
             logits, sequences = take(logits, others), [sequences[row] for row in others]
