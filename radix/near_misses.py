@@ -141,15 +141,30 @@ def difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Difference:
     """The two sides up to where they are the same again, if they are within what was kept.
 
     That is where the fewest tokens of both are left out, and the next four, or all that is left of
-    one of them (two at least), are equal.
+    one of them (two at least), are equal. O(tokens).
     """
-    for total in range(len(ours) + len(theirs)):
-        for left in range(max(0, total - len(theirs)), min(total, len(ours)) + 1):
-            right = total - left
-            same = min(_RESYNC, len(ours) - left, len(theirs) - right)
-            if same >= 2 and ours[left : left + same] == theirs[right : right + same]:
-                return Difference(ours[:left], theirs[:right])
-    return Difference(ours, theirs)
+    first = _first_places(ours, _RESYNC)
+    found = [
+        (first[run] + right, first[run], right)
+        for run, right in _first_places(theirs, _RESYNC).items()
+        if run in first
+    ]
+    for left_over in range(2, min(_RESYNC, len(ours) + 1, len(theirs) + 1)):
+        left, right = len(ours) - left_over, len(theirs) - left_over
+        if (at := _first_places(theirs, left_over).get(ours[left:])) is not None:
+            found.append((left + at, left, at))
+        if (at := _first_places(ours, left_over).get(theirs[right:])) is not None:
+            found.append((at + right, at, right))
+    _, left, right = min(found, default=(0, len(ours), len(theirs)))
+    return Difference(ours[:left], theirs[:right])
+
+
+def _first_places(tokens: tuple[int, ...], length: int) -> dict[tuple[int, ...], int]:
+    """Where each run of `length` tokens comes first. O(tokens)."""
+    places: dict[tuple[int, ...], int] = {}
+    for at in range(len(tokens) - length + 1):
+        places.setdefault(tokens[at : at + length], at)
+    return places
 
 
 def _ids(tokens: bytes) -> tuple[int, ...]:

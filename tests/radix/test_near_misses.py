@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
 import pytest
 
 from coppice.radix.near_misses import (
@@ -93,6 +94,21 @@ def test_a_difference_ends_where_both_are_the_same_again(
 ) -> None:
     expected = Difference(ours if left is None else left, theirs if right is None else right)
     assert difference(ours, theirs) == expected
+
+
+def test_a_difference_leaves_out_the_fewest_tokens_of_both() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(2000):
+        ours, theirs = (tuple(rng.integers(0, 3, rng.integers(0, 12)).tolist()) for _ in range(2))
+        ends = [
+            (left + right, left, right)
+            for left in range(len(ours))
+            for right in range(len(theirs))
+            if (same := min(4, len(ours) - left, len(theirs) - right)) >= 2
+            and ours[left : left + same] == theirs[right : right + same]
+        ]
+        _, left, right = min(ends, default=(0, len(ours), len(theirs)))
+        assert difference(ours, theirs) == Difference(ours[:left], theirs[:right])
 
 
 def test_texts_are_cut() -> None:
