@@ -24,7 +24,14 @@ from coppice.frontend.cache_words import (
 from coppice.frontend.history import SPANS, History, Sample
 from coppice.runtime.live_report import LiveReport, PinState, PrefixEnds, TreePicture
 from coppice.runtime.prefix_tree import PrefixNode
-from coppice.runtime.report import CAUSES, CacheAccounts, Counts, NearMiss, Windows
+from coppice.runtime.report import (
+    CAUSES,
+    CacheAccounts,
+    Counts,
+    NearMiss,
+    PromptCauses,
+    Windows,
+)
 
 SCHEMA = "coppice.cache-report"
 VERSION = 1
@@ -152,6 +159,7 @@ def report_json(
         "prefixes": [_prefix(prefix, names) for prefix in tree.prefixes],
         "tree": [_node(node, names) for node in tree.nodes],
         "near_misses": [_near_miss(each, names) for each in accounts.near_misses],
+        "recent": [_recent(each, names) for each in live.recent],
         "pins": [pin_json(pin, names) for pin in live.pins],
     }
 
@@ -236,4 +244,23 @@ def _near_miss(group: NearMiss, names: Names) -> dict[str, Any]:
             for each in group.differences
         ],
         "after": names.piece(group.after, group.tokens_after),
+    }
+
+
+def _recent(request: PromptCauses, names: Names) -> dict[str, Any]:
+    parted = request.difference
+    return {
+        "namespace": names.namespace(request.namespace),
+        "seconds_ago": request.seconds_ago,
+        "prompt_tokens": request.prompt_tokens,
+        "hit_tokens": request.hit_tokens,
+        "causes": request.causes,
+        "evicted_idle_seconds": request.evicted_idle_seconds,
+        "evicted_seconds": request.evicted_seconds,
+        "divergence": parted
+        and {
+            "before": names.piece(request.before, request.divergence),
+            "ours": names.piece(parted.ours),
+            "theirs": names.piece(parted.theirs),
+        },
     }

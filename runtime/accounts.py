@@ -37,6 +37,7 @@ class PromptCauses:
     Attributes:
         request_id: the name under which the engine ran it.
         namespace: the one it was matched in.
+        seconds_ago: when it was admitted.
         prompt_tokens: the hit ones and those of all causes.
         hit_tokens: whose KV was reused.
         causes: the computed ones, by cause; those that there were.
@@ -49,6 +50,7 @@ class PromptCauses:
 
     request_id: str
     namespace: Hashable
+    seconds_ago: float
     prompt_tokens: int
     hit_tokens: int
     causes: dict[str, int]
@@ -143,7 +145,8 @@ class PromptAccounts:
 
     def recent(self) -> tuple[PromptCauses, ...]:
         """The last requests that were admitted, oldest first. Settles what is pending."""
-        return tuple(_causes(request_id, account) for request_id, account in self._recent)
+        now = self._clock()
+        return tuple(_causes(request_id, account, now) for request_id, account in self._recent)
 
     def counts(self) -> Counts:
         """Tokens by hit and cause since the start. Settles what is pending."""
@@ -177,11 +180,12 @@ def _kind(sequence: Sequence) -> Kind:
     return "same" if sequence.index else "cross"
 
 
-def _causes(request_id: str, account: RequestAccount) -> PromptCauses:
+def _causes(request_id: str, account: RequestAccount, now: float) -> PromptCauses:
     went, parted = account.evicted_at, account.divergence
     return PromptCauses(
         request_id,
         account.namespace,
+        now - account.time,
         account.prompt_tokens,
         account.hit_tokens,
         {cause: tokens for cause, tokens in account.causes.items() if tokens},

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coppice.radix import CacheAccounts, Pin, SharedPrefix
+from coppice.runtime.accounts import PromptCauses
 from coppice.runtime.prefix_tree import SHOWN_TOKENS, PrefixNode, heaviest_nodes
 from coppice.runtime.stats import EngineStats, engine_stats
 
@@ -57,6 +58,7 @@ class LiveReport:
 
     stats: EngineStats
     accounts: CacheAccounts
+    recent: tuple[PromptCauses, ...]  # of the last requests, oldest first
     eviction_policy: str
     pins: tuple[PinState, ...]
 
@@ -75,6 +77,7 @@ def live_report(engine: Engine) -> LiveReport:
     return LiveReport(
         stats=engine_stats(engine),
         accounts=engine.accounts.snapshot(),
+        recent=engine.accounts.recent(),
         eviction_policy=engine.config.eviction_policy,
         pins=tuple(pin_state(pin, engine.pins.clock()) for pin in engine.pins),
     )

@@ -136,8 +136,35 @@ def test_text_is_told_with_report_text(served: Callable[..., str], checkpoint: P
     jsonschema.validate(report, report_schema())
     assert all(isinstance(piece["text"], str) for piece in pieces(report))
     assert any("The key is under the mat" in piece["text"] for piece in pieces(report["tree"]))
+    (day,) = pieces(report["recent"][2]["divergence"])[1:2]  # of the second day
+    assert "1" in day["text"]
     server.complete("Hidden " + SHARED, cache_salt=SECRET)
     assert SECRET not in server.http.get("/cache/report").text
+
+
+def test_the_last_requests_are_told_one_by_one_without_what_other_namespaces_hold(
+    quiet: Server,
+) -> None:
+    quiet.complete(SHARED + "One end.", cache_salt="fresh")
+    quiet.complete(SHARED + "Another end.", cache_salt="fresh")
+    end = time.monotonic() + 30
+    while time.monotonic() < end:  # the report may be a second old
+        first, second = quiet.ok("GET", "/cache/report")["recent"][-2:]
+        if first["namespace"] == second["namespace"] != "default":
+            break
+    assert first["namespace"] == second["namespace"]
+    assert first["namespace"].startswith("#")
+    for each in (first, second):
+        assert each["prompt_tokens"] == each["hit_tokens"] + sum(each["causes"].values())
+        assert each["evicted_idle_seconds"] is None and each["evicted_seconds"] is None
+        assert 0 <= second["seconds_ago"] <= each["seconds_ago"] < 60
+    # In the default namespace the same tokens go on in many ways.
+    assert first["causes"]["namespace"] > 0
+    assert (first["hit_tokens"], first["divergence"]) == (0, None)
+    assert second["hit_tokens"] == second["divergence"]["before"]["tokens"] > 50
+    assert second["divergence"]["ours"]["tokens"] > 0
+    assert second["divergence"]["ours"]["hash"] != second["divergence"]["theirs"]["hash"]
+    assert {piece["text"] for piece in pieces(second)} == {None}
 
 
 def test_hashes_tell_equal_texts_and_nothing_else() -> None:

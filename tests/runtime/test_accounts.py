@@ -216,6 +216,7 @@ def test_the_last_requests_are_told_one_by_one() -> None:
     assert last.causes["evicted"] + last.hit_tokens >= 96
     assert last.evicted_seconds is not None and last.evicted_idle_seconds is not None
     assert loop.now - before > last.evicted_seconds >= 50.0
+    assert 0 <= last.seconds_ago < 50.0 <= third.seconds_ago < second.seconds_ago
     assert last.evicted_idle_seconds > last.evicted_seconds, "used, then gone, then wanted"
     for each in (first, second, third, last):
         assert each.prompt_tokens == each.hit_tokens + sum(each.causes.values())
