@@ -1,4 +1,4 @@
-"""Measure the CPU attention kernels: both sides of every comparison in turn, in one run.
+"""Measure the CPU kernels, attention and choice of tokens: all sides in turn, in one run.
 
     python benchmarks/kernels.py [--json FILE] [--quick] [--cpu]
 
@@ -67,6 +67,8 @@ def _rows(quick: bool, outside: dict[str, str]) -> list[dict[str, Any]]:
     rows += _plain_decode(1, 4 * shared, 16, 8, 128, rounds)
     rows += _prefill(512 if quick else 2048, shared, 16, 8, 128, rounds)
     rows += _stretch_rule(rounds, quick)
+    rows += _choice(32, 32_000, rounds)
+    rows += _choice(8 if quick else 32, 151_936, rounds)
     rows += _steps(2 if quick else 5, outside)
     return rows
 
@@ -317,6 +319,51 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
                     "shared stretch once": partial(data.attend, data.tree),
                 }
                 rows += _compare("stretch rule", shape, ways, rounds)[1:]
+    return rows
+
+
+def _choice(batch: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
+    """Tokens of random rows at temperature 0.8, with top-p 0.95 and without."""
+    import numpy as np
+    import torch
+
+    from coppice.kernels import choice
+
+    logits = torch.randn(batch, vocabulary) * 4
+    columns = np.ones((batch, choice.COLUMNS))
+    columns[:, choice.TEMPERATURE] = 0.8
+    columns[:, choice.TOP_K], columns[:, choice.MIN_P] = vocabulary, 0
+    columns[:, choice.UNIFORM] = np.random.default_rng(0).random(batch)
+    compiled = choice.compiled_choice
+
+    def by_sorting() -> Any:
+        """As transformers' `generate` does it."""
+        scaled = logits / 0.8
+        if top_p < 1:
+            ordered, order = scaled.sort(descending=False)
+            less = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+            less[:, -1] = False
+            scaled = scaled.masked_fill(torch.zeros_like(less).scatter_(1, order, less), -torch.inf)
+        return scaled.softmax(-1).multinomial(1)
+
+    def by_halving() -> Any:
+        choice.compiled_choice = lambda: None  # type: ignore[assignment]
+        try:
+            return choice.choose(logits, columns)
+        finally:
+            choice.compiled_choice = compiled
+
+    rows = []
+    for top_p in (0.95, 1.0):
+        columns[:, choice.TOP_P] = top_p
+        shape = {"batch": batch, "vocabulary": vocabulary, "top_p": top_p}
+        ways: dict[str, Callable[[], Any]] = {
+            "sort and multinomial": by_sorting,
+            "halving, in torch": by_halving,
+            "compiled": lambda: choice.choose(logits, columns),
+        }
+        assert torch.equal(ways["compiled"](), by_halving())
+        rows += _compare("choice of tokens", shape, ways, rounds)
     return rows
 
 

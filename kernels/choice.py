@@ -14,17 +14,24 @@ and numbers alone.
 
 FlashInfer's kernels do not serve here. Those that sample draw numbers that hang on the row's place
 in the batch; those that only cut off keep all equals of the last token that is kept, more than were
-asked for, and leave the drawing to be done. On a GPU `triton_choice` does all of it in one kernel.
+asked for, and leave the drawing to be done. On a GPU `triton_choice` does all of it in one kernel,
+on a CPU `choice_numba` in one pass and a few parts of one. What is here serves where there is
+neither.
 """
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+from types import ModuleType
 from typing import Final
 
 import numpy as np
 import torch
 
 from coppice.kernels.transfer import send
+
+_log = logging.getLogger(__name__)
 
 #: Numbers of a row, float64: the temperature, above 0; most tokens (from the size of the vocabulary
 #: on: all; 1 is the most probable one, whatever the others say); top-p (from 1 on: all); min-p; and
@@ -49,16 +56,51 @@ def choose(logits: torch.Tensor, columns: np.ndarray) -> torch.Tensor:
 
         (numbers,) = send([columns], logits.device)
         return choose_rows(logits, numbers)
-    tokens = logits.argmax(dim=-1)
     rows = np.flatnonzero(columns[:, TOP_K] != 1)
+    some = len(rows) < len(columns)
+    compiled = compiled_choice() if logits.device.type == "cpu" and len(rows) else None
+    if compiled is not None and not some:
+        tokens = torch.empty(len(rows), dtype=torch.int64)
+    else:
+        tokens = logits.argmax(dim=-1)
     if not len(rows):
         return tokens
-    some = len(rows) < len(columns)
+    if compiled is not None:
+        compiled.choose_rows(
+            logits.contiguous().numpy(), columns, rows, tokens.numpy(), torch.get_num_threads()
+        )
+        return tokens
     index, numbers = send([rows, columns[rows] if some else columns], logits.device)
     if not some:
         return _choose(logits, columns, numbers)
     chosen = _choose(logits.index_select(0, index), columns[rows], numbers)
     return tokens.index_copy_(0, index, chosen)
+
+
+@cache
+def compiled_choice() -> ModuleType | None:
+    """``choice_numba``, compiled or loaded from numba's cache; None where it does not work."""
+    try:
+        from coppice.kernels import choice_numba
+
+        _try_out(choice_numba)
+    except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError
+        _log.info("tokens are chosen by torch: %s: %s", type(error).__name__, error)
+        return None
+    return choice_numba
+
+
+def _try_out(compiled: ModuleType) -> None:
+    """Every kind of filter on rows whose order is known, alone and shared among threads."""
+    weights = np.array([8.0, 1.0, 4.0, 2.0, 1.0], np.float32)
+    filters = {(5, 1.0, 0.0): 4, (2, 1.0, 0.0): 2, (5, 0.6, 0.0): 2, (5, 1.0, 0.2): 3}
+    for times in (1, 4096):
+        logits = np.tile(np.log(weights), (len(filters) * times, 1))
+        columns = np.array([[1.0, *each, 0.999] for each in filters] * times)
+        tokens = np.empty(len(columns), np.int64)
+        compiled.choose_rows(logits, columns, np.arange(len(columns)), tokens, 2)
+        if tokens.tolist() != [*filters.values()] * times:
+            raise ArithmeticError("the compiled kernels choose wrong tokens")
 
 
 def _choose(logits: torch.Tensor, columns: np.ndarray, numbers: torch.Tensor) -> torch.Tensor:

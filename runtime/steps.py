@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch
 
+from coppice.kernels.choice import compiled_choice
 from coppice.kernels.transfer import take
 from coppice.runtime.accounts import PromptAccounts
 from coppice.runtime.batch import Batch, LateTokens
@@ -90,6 +91,8 @@ class Steps:
         self._overlap = overlap
         self._eos = frozenset(runner.model_config.eos_token_ids)
         self._sampler = Sampler(runner.model_config.eos_token_ids)
+        if runner.device.type == "cpu":
+            compiled_choice()  # now, and not in the first step that samples
         self._before: Step | None = None  # its tokens are late
         self._settled = 0.0  # when the tokens of the last step were here
         self._untold: list[StepOutput] = []  # by a call that was interrupted

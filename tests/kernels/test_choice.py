@@ -1,4 +1,4 @@
-"""A token of each row without sorting, against what a sort finds: torch's way and the kernel's."""
+"""A token of each row without sorting, against what a sort finds: torch's way, and the kernels'."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.kernels.choice import COLUMNS, choose
+from coppice.kernels import choice
+from coppice.kernels.choice import COLUMNS, choose, compiled_choice
 from coppice.kernels.gpu_backend import INTERPRETED
 from coppice.kernels.triton_choice import choose_rows
 
@@ -38,9 +39,21 @@ def by_sorting(logits, columns):
     return tokens, np.array(margins)
 
 
+def compiled(logits, columns):
+    assert compiled_choice() is not None, "numba works on every machine that runs the tests"
+    return choose(logits, columns).tolist()
+
+
+def by_torch(logits, columns):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "compiled_choice", lambda: None)
+        return choose(logits, columns).tolist()
+
+
 def ways():
     return [
-        pytest.param(lambda logits, columns: choose(logits, columns).tolist(), id="torch"),
+        pytest.param(compiled, id="numba"),
+        pytest.param(by_torch, id="torch"),
         pytest.param(
             lambda logits, columns: choose_rows(
                 logits.to(DEVICE), torch.from_numpy(columns).to(DEVICE)
@@ -126,3 +139,32 @@ def test_the_greatest_numbers_choose_the_last_token_that_is_kept():
         logits = torch.tensor([[1.0, 1.0, 1.0, -200.0]])
         columns = np.array([[1.0, 4, 1.0, 0.0, 1 - 2.0**-53]])
         assert way(logits, columns) == [2]
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_rows_that_are_no_numbers_get_some_token(rows):
+    """Who asks for them is told of it; the others' tokens are what they are without them."""
+    generator = np.random.default_rng(3)
+    logits = torch.from_numpy(generator.normal(0, 2, (rows, 5000)).astype(np.float32))
+    columns = numbers(rows, generator, 5000)
+    expected = compiled(logits, columns)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        logits[0] = bad
+        columns[0] = [1.0, 50, 0.9, 0.1, 0.5]
+        found = compiled(logits, columns)
+        assert 0 <= found[0] < 5000
+        assert found[1:] == expected[1:]
+    logits[:] = torch.full((5000,), -torch.nan)
+    logits[:, 77] = 1.0
+    columns[:, 1] = 50  # torch takes the first NaN for the greatest
+    assert set(compiled(logits, columns)) == {77}
+
+
+@pytest.mark.parametrize("width", [1, 2, 63, 1024, 1025, 4097])
+def test_any_size_of_vocabulary(width):
+    generator = np.random.default_rng(4)
+    logits = torch.from_numpy(generator.normal(0, 3, (64, width)).astype(np.float32))
+    columns = numbers(64, generator, width)
+    expected, margins = by_sorting(logits, columns)
+    clear = margins > 1e-6
+    assert (np.array(compiled(logits, columns)) == expected)[clear].all()

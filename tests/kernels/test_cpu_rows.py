@@ -187,6 +187,7 @@ def test_threads_run_before_compiled_code_is_loaded(module):
     [
         ("items_numba", ["few_lanes", "vectors", "vector_code", "tasks_numba"]),
         ("rows_numba", ["tasks_numba"]),
+        ("choice_numba", ["tasks_numba"]),
         ("int8_panels", ["row_blocks", "vector_code", "tasks_numba"]),
         ("row_blocks", ["vector_code"]),
         ("int8_numba", ["row_blocks", "vector_code", "rows_numba", "tasks_numba", "team_numba"]),
