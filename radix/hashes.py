@@ -192,9 +192,12 @@ def _remembered(index: Ints) -> NDArray[np.bool_]:
 
 
 def last_border(positions: Ints, block_tokens: int) -> Ints:
-    """The last of a prompt's positions up to each of these where a prefix is remembered."""
-    fine, coarse = (positions // size * size for size in (block_tokens, COARSE * block_tokens))
-    return np.where(coarse < FINE_BLOCKS * block_tokens, fine, coarse)
+    """The last of a prompt's positions up to each of these where a prefix is remembered.
+
+    `block_tokens` is a power of two.
+    """
+    coarse = positions & -(COARSE * block_tokens)
+    return np.where(coarse < FINE_BLOCKS * block_tokens, positions & -block_tokens, coarse)
 
 
 def mix(hashes: Hashes) -> Hashes:

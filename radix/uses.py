@@ -70,15 +70,14 @@ class Uses:
         last = np.empty(len(seen), np.bool_)
         np.not_equal(seen[1:], seen[:-1], out=last[:-1])
         last[first_row - 1] = True
-        np.logical_and(last, seen, out=last)
-        counts = np.add.reduceat(last, first_row, dtype=np.int64)
         rows = last.nonzero()[0]
-        before = seen[rows].astype(np.uint64)
+        before = seen[rows]
+        rows, before = rows[before > 0], before[before > 0].astype(np.uint64)
         ends = self._ends[rows].astype(np.int64)
-        piece = np.arange(len(first_row)).repeat(counts)
+        piece = first_row.searchsorted(rows, "right") - 1
         goes_on = piece[1:] == piece[:-1]
         begins = start[piece]
-        begins[1:] = np.where(goes_on, ends[:-1], begins[1:])
+        np.copyto(begins[1:], ends[:-1], where=goes_on)
         self._curve.use(
             stamps, self._whole(start, start + lengths), before, self._whole(begins, ends)
         )
@@ -97,5 +96,4 @@ class Uses:
 
     def _whole(self, begins: Ints, ends: Ints) -> Ints:
         """Tokens from border to border: those that are known again when they are used again."""
-        borders = last_border(np.array((begins, ends)), self._block_tokens)
-        return borders[1] - borders[0]
+        return last_border(ends, self._block_tokens) - last_border(begins, self._block_tokens)
