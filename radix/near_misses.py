@@ -143,28 +143,31 @@ def difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Difference:
     That is where the fewest tokens of both are left out, and the next four, or all that is left of
     one of them (two at least), are equal. O(tokens).
     """
-    first = _first_places(ours, _RESYNC)
-    found = [
-        (first[run] + right, first[run], right)
-        for run, right in _first_places(theirs, _RESYNC).items()
-        if run in first
-    ]
-    for left_over in range(2, min(_RESYNC, len(ours) + 1, len(theirs) + 1)):
-        left, right = len(ours) - left_over, len(theirs) - left_over
-        if (at := _first_places(theirs, left_over).get(ours[left:])) is not None:
+    first: dict[tuple[int, ...], int] = {}  # where each run of ours comes first
+    for left in range(len(ours) - _RESYNC + 1):
+        first.setdefault(ours[left : left + _RESYNC], left)
+    found = []
+    for right in range(len(theirs) - _RESYNC + 1):
+        if (at := first.get(theirs[right : right + _RESYNC], -1)) >= 0:
+            found.append((at + right, at, right))
+    for rest in range(2, min(_RESYNC, len(ours) + 1, len(theirs) + 1)):
+        left, right = len(ours) - rest, len(theirs) - rest
+        if (at := _place(ours[left:], theirs)) >= 0:
             found.append((left + at, left, at))
-        if (at := _first_places(ours, left_over).get(theirs[right:])) is not None:
+        if (at := _place(theirs[right:], ours)) >= 0:
             found.append((at + right, at, right))
     _, left, right = min(found, default=(0, len(ours), len(theirs)))
     return Difference(ours[:left], theirs[:right])
 
 
-def _first_places(tokens: tuple[int, ...], length: int) -> dict[tuple[int, ...], int]:
-    """Where each run of `length` tokens comes first. O(tokens)."""
-    places: dict[tuple[int, ...], int] = {}
-    for at in range(len(tokens) - length + 1):
-        places.setdefault(tokens[at : at + length], at)
-    return places
+def _place(run: tuple[int, ...], tokens: tuple[int, ...]) -> int:
+    """Where a run comes first in tokens, -1 if it does not."""
+    at = -1
+    while run[0] in tokens[at + 1 :]:
+        at = tokens.index(run[0], at + 1)
+        if tokens[at : at + len(run)] == run:
+            return at
+    return -1
 
 
 def _ids(tokens: bytes) -> tuple[int, ...]:

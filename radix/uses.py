@@ -71,8 +71,8 @@ class Uses:
         np.not_equal(seen[1:], seen[:-1], out=last[:-1])
         last[first_row - 1] = True
         rows = last.nonzero()[0]
-        before = seen[rows]
-        rows, before = rows[before > 0], before[before > 0].astype(np.uint64)
+        before = seen[rows].astype(np.uint64)
+        rows, before = rows[before > 0], before[before > 0]
         ends = self._ends[rows].astype(np.int64)
         piece = first_row.searchsorted(rows, "right") - 1
         goes_on = piece[1:] == piece[:-1]

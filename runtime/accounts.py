@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -81,7 +81,7 @@ class PromptAccounts:
         self._evicted_tokens = 0  # of which the accounting was told
         self.eviction_ages = Buckets(AGES)
         self.rounded_off_tokens = 0
-        self._recent: deque[tuple[str, RequestAccount]] = deque(maxlen=RECENT_REQUESTS)
+        self._recent: deque[_Recent] = deque(maxlen=RECENT_REQUESTS)
 
     def admitted(self, sequence: Sequence, tree: RadixTree, match: Match, in_flight: int) -> None:
         """`sequence`, which holds `match`, is about to be computed from its end on."""
@@ -107,7 +107,7 @@ class PromptAccounts:
             now=now,
         )
         if sequence.account.kind == "cross":
-            self._recent.append((sequence.request.request_id, sequence.account))
+            self._recent.append(_Recent(sequence.request.request_id, sequence.account))
 
     def forked(self, sequence: Sequence) -> None:
         """`sequence` goes on from what another one of its request has computed."""
@@ -146,7 +146,7 @@ class PromptAccounts:
     def recent(self) -> tuple[PromptCauses, ...]:
         """The last requests that were admitted, oldest first. Settles what is pending."""
         now = self._clock()
-        return tuple(_causes(request_id, account, now) for request_id, account in self._recent)
+        return tuple(each.causes(now) for each in self._recent)
 
     def counts(self) -> Counts:
         """Tokens by hit and cause since the start. Settles what is pending."""
@@ -180,21 +180,35 @@ def _kind(sequence: Sequence) -> Kind:
     return "same" if sequence.index else "cross"
 
 
-def _causes(request_id: str, account: RequestAccount, now: float) -> PromptCauses:
-    went, parted = account.evicted_at, account.divergence
-    return PromptCauses(
-        request_id,
-        account.namespace,
-        now - account.time,
-        account.prompt_tokens,
-        account.hit_tokens,
-        {cause: tokens for cause, tokens in account.causes.items() if tokens},
-        account.evicted_idle_seconds,
-        None if went is None else account.time - went,
-        None if parted is None else parted.position,
-        () if parted is None else _ids(parted.before),
-        None if parted is None else difference(_ids(parted.ours), _ids(parted.theirs)),
-    )
+class _Recent:
+    """One of the last requests. What became of its prompt is looked up once, when it is asked."""
+
+    __slots__ = ("_account", "_causes", "_request_id")
+
+    def __init__(self, request_id: str, account: RequestAccount) -> None:
+        self._request_id = request_id
+        self._account = account
+        self._causes: PromptCauses | None = None
+
+    def causes(self, now: float) -> PromptCauses:
+        account, ago = self._account, now - self._account.time
+        if self._causes is not None:
+            return replace(self._causes, seconds_ago=ago)
+        went, parted = account.evicted_at, account.divergence
+        self._causes = PromptCauses(
+            self._request_id,
+            account.namespace,
+            ago,
+            account.prompt_tokens,
+            account.hit_tokens,
+            {cause: tokens for cause, tokens in account.causes.items() if tokens},
+            account.evicted_idle_seconds,
+            None if went is None else account.time - went,
+            None if parted is None else parted.position,
+            () if parted is None else _ids(parted.before),
+            None if parted is None else difference(_ids(parted.ours), _ids(parted.theirs)),
+        )
+        return self._causes
 
 
 def _ids(tokens: bytes) -> tuple[int, ...]:
