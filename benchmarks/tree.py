@@ -9,9 +9,10 @@ A request is what an engine does to the tree for it: match, lock, claim or copy 
 (which evicts), insert the prompt, allocate and insert the output, release, and the accounts of all
 that. Requests come one after another. A row gives milliseconds a request (mean, median, 99th
 percentile), microseconds an allocation that evicts, the hit rate (hit tokens over prompt tokens)
-and resident bytes a cached token, of a process of its own; `accounts_share` is the accounts' part
-of the mean, `compiled` says whether the tree was (see `setup.py`; COPPICE_PURE_PYTHON=1: no).
-Libraries have loaded before what they load when first used. `bytes_without_free_heap` are the same
+and resident bytes a cached token; `accounts_share` is the accounts' part of the mean, `compiled`
+says whether the tree was (see `setup.py`; COPPICE_PURE_PYTHON=1: no). Bytes are what a process of
+its own takes more than before it made the tree; it has made the requests once then, and libraries
+have loaded what they load when first used. `bytes_without_free_heap` are the same
 once the C library (glibc only) has given back the free parts of its heap: whatever comes and goes
 leaves them between what stays, the prompts that are made here as much as the tree's edges.
 
@@ -189,11 +190,12 @@ def measure(
     with_accounts: bool,
 ) -> dict[str, Any]:
     """Runs all requests through a fresh tree; returns a row's figures."""
-    if not pool_tokens:  # no workload enters more than all of its tokens, page ends included
-        pool_tokens = sum(
-            (len(work.prompt) + len(work.output)) // TOKEN_BYTES + 2 * page_size
-            for work in requests_of(workload, *options)
-        )
+    # Once without a tree: what making the requests leaves in memory is no part of one either.
+    most = sum(
+        (len(work.prompt) + len(work.output)) // TOKEN_BYTES + 2 * page_size
+        for work in requests_of(workload, *options)
+    )
+    pool_tokens = pool_tokens or most  # no workload enters more, page ends included
     warm_up()
     gc.collect()
     trim_heap()

@@ -110,7 +110,9 @@ def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, prompts: Any, me
     after = llm.cache_report()
     assert after.accounts.overall.since_start == before.accounts.overall.since_start
     assert [each.hits for each in after.top_prefixes] == [each.hits for each in before.top_prefixes]
-    same = {"accounts": before.accounts, "top_prefixes": before.top_prefixes}  # but for their ages
+    assert [each.request_id for each in after.recent] == [each.request_id for each in before.recent]
+    # But for their ages.
+    same = {name: getattr(before, name) for name in ("accounts", "top_prefixes", "recent")}
     assert replace(after, **same) == before
     assert nothing_left(llm)
 
