@@ -94,12 +94,13 @@ def _try_out(compiled: ModuleType) -> None:
     """Every kind of filter on rows whose order is known, alone and shared among threads."""
     weights = np.array([8.0, 1.0, 4.0, 2.0, 1.0], np.float32)
     filters = {(5, 1.0, 0.0): 4, (2, 1.0, 0.0): 2, (5, 0.6, 0.0): 2, (5, 1.0, 0.2): 3}
-    for times in (1, 4096):
-        logits = np.tile(np.log(weights), (len(filters) * times, 1))
-        columns = np.array([[1.0, *each, 0.999] for each in filters] * times)
+    for width in (len(weights), 1 << 15):
+        logits = np.full((len(filters), width), -np.inf, np.float32)
+        logits[:, : len(weights)] = np.log(weights)
+        columns = np.array([[1.0, *each, 0.999] for each in filters])
         tokens = np.empty(len(columns), np.int64)
         compiled.choose_rows(logits, columns, np.arange(len(columns)), tokens, 2)
-        if tokens.tolist() != [*filters.values()] * times:
+        if tokens.tolist() != [*filters.values()]:
             raise ArithmeticError("the compiled kernels choose wrong tokens")
 
 
