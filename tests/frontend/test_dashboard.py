@@ -30,7 +30,8 @@ PHONE, DESK = 390, 1280
 @pytest.fixture(scope="module")
 def url(served: Callable[..., str], checkpoint: Path) -> str:
     """A server that shows texts, after requests with hits, near misses, namespaces and a pin."""
-    url = served("--report-text")
+    # Other tests don't ask for one with these options: their prompts would be in its tree.
+    url = served("--report-text", "--drain-timeout", "20")
     for number in range(8):
         prompts = [(f"{HOSTILE}Where is {number}? {HOUSES}", None)]
         prompts += [(f"{HOSTILE}{HOUSES} Question {number % 3}", None), (HOUSES, "a-secret")]
