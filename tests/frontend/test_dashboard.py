@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,26 @@ HOSTILE = "</script><img src=x onerror='window.broken=1'><b>bold</b> &amp; "
 HOUSES = " ".join(f"The key is under the mat of house {7 * number}." for number in range(14))
 PHONE, DESK = 390, 1280
 
+PROMPTS: list[tuple[str, str | None]] = [
+    each
+    for number in range(8)
+    for each in (
+        (f"{HOSTILE}Where is {number}? {HOUSES}", None),
+        (f"{HOSTILE}{HOUSES} Question {number % 3}", None),
+        (HOUSES, "a-secret"),
+    )
+]
+
 
 @pytest.fixture(scope="module")
 def url(served: Callable[..., str], checkpoint: Path) -> str:
     """A server that shows texts, after requests with hits, near misses, namespaces and a pin."""
     # Other tests don't ask for one with these options: their prompts would be in its tree.
     url = served("--report-text", "--drain-timeout", "20")
-    for number in range(8):
-        prompts = [(f"{HOSTILE}Where is {number}? {HOUSES}", None)]
-        prompts += [(f"{HOSTILE}{HOUSES} Question {number % 3}", None), (HOUSES, "a-secret")]
-        for prompt, salt in prompts:
-            body = {"model": str(checkpoint), "prompt": prompt, "max_tokens": 4, "cache_salt": salt}
-            answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
-            assert answer.status_code == 200, answer.text
+    for prompt, salt in PROMPTS:
+        body = {"model": str(checkpoint), "prompt": prompt, "max_tokens": 4, "cache_salt": salt}
+        answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
     pin = {"name": "<i>houses</i>", "prompt": HOUSES, "ttl": 3600}
     assert httpx.put(url + "/cache/pins", json=pin).status_code == 200
     return url
@@ -143,14 +151,20 @@ def opened(browser: Any, url: str) -> Iterator[Callable[..., Window]]:
 
 @contextmanager
 def load(url: str, checkpoint: Path) -> Iterator[None]:
-    """Requests come, two at a time, as long as it is open."""
+    """Requests come, two at a time, as long as it is open: again those that came before.
+
+    However many there are, the tree keeps its proportions.
+    """
     ended = threading.Event()
 
     def ask() -> None:
         with httpx.Client(timeout=60) as http:
-            while not ended.is_set():
-                body = {"model": str(checkpoint), "prompt": HOUSES, "max_tokens": 20}
-                http.post(url + "/v1/completions", json=body | {"ignore_eos": True})
+            for prompt, salt in cycle(PROMPTS):
+                if ended.is_set():
+                    return
+                body = {"model": str(checkpoint), "prompt": prompt, "max_tokens": 20}
+                body |= {"cache_salt": salt, "ignore_eos": True}
+                http.post(url + "/v1/completions", json=body)
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
