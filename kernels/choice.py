@@ -59,16 +59,14 @@ def choose(logits: torch.Tensor, columns: np.ndarray) -> torch.Tensor:
     rows = np.flatnonzero(columns[:, TOP_K] != 1)
     some = len(rows) < len(columns)
     compiled = compiled_choice() if logits.device.type == "cpu" and len(rows) else None
-    if compiled is not None and not some:
-        tokens = torch.empty(len(rows), dtype=torch.int64)
-    else:
-        tokens = logits.argmax(dim=-1)
-    if not len(rows):
-        return tokens
     if compiled is not None:
+        tokens = logits.argmax(dim=-1) if some else torch.empty(len(rows), dtype=torch.int64)
         compiled.choose_rows(
             logits.contiguous().numpy(), columns, rows, tokens.numpy(), torch.get_num_threads()
         )
+        return tokens
+    tokens = logits.argmax(dim=-1)
+    if not len(rows):
         return tokens
     index, numbers = send([rows, columns[rows] if some else columns], logits.device)
     if not some:

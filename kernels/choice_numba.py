@@ -176,20 +176,19 @@ def _draw(
                 kept += np.float64(weights[i])
             sums[piece] = kept
         total += sums[piece]
-    threshold, running, token = uniform * total, 0.0, 0
+    threshold, running, latest = uniform * total, 0.0, 0
     for piece in range(pieces):
         if not sums[piece]:
             continue
-        if running + sums[piece] <= threshold and piece + 1 < pieces:
-            running += sums[piece]
-            token = piece  # the last one with any weight, unless a later one is entered
-            continue
-        found = _within(weights, piece, last, equals, least, threshold, running, ranks[piece])
-        if found[1]:
-            return found[0]
+        latest = piece
+        if running + sums[piece] > threshold:
+            token, found = _within(
+                weights, piece, last, equals, least, threshold, running, ranks[piece]
+            )
+            if found:  # else a sum in another order has been less
+                return token
         running += sums[piece]
-        token = piece
-    return _within(weights, token, last, equals, least, np.inf, 0.0, ranks[token])[0]
+    return _within(weights, latest, last, equals, least, np.inf, 0.0, ranks[latest])[0]
 
 
 @njit(cache=True)
@@ -261,7 +260,8 @@ def choose_rows(
     """Writes the tokens of some ``rows`` to ``tokens``; see ``choice.choose``.
 
     ``logits`` float32 ``[R, V]``, ``columns`` float64 ``[R, COLUMNS]``, ``tokens`` int64 ``[R]``,
-    all contiguous, and ``rows`` int64 indices. O(rows * V).
+    and ``rows`` int64 indices, all contiguous; many are shared among up to ``num_threads``
+    threads. O(rows * V).
     """
     num_rows, width = logits.shape
     held = [logits, columns, rows, tokens]

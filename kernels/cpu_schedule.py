@@ -143,7 +143,11 @@ class GrowingSchedule:
         self._table = np.searchsorted(plan.page_indptr, items[:, 2], side="right") - 1
 
     def schedule(self, plan: AttentionPlan, model: CpuCostModel) -> CpuSchedule | None:
-        """That of a later plan; None if it is none of such a step. O(items + rows)."""
+        """That of a later plan; None if it is none of such a step.
+
+        O(items + rows), and O(members) where stretches were looked for again. ``model`` is the one
+        that the first schedule was made with.
+        """
         before, tree = self._plan, self._schedule.tree
         if (
             plan.num_sequences != before.num_sequences
@@ -154,6 +158,7 @@ class GrowingSchedule:
         if plan.stretches != before.stretches:  # other objects
             if not _same(choose_shared(plan, None, model), tree.shared):
                 return None
+            # So that later plans with these need not be compared again.
             self._plan = before = replace(before, stretches=plan.stretches)
         grown = plan.context_len - before.context_len
         if grown.min() < 0 or grown.max() > _MOST_GROWTH:

@@ -162,9 +162,7 @@ def difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Difference:
 
 def _place(run: tuple[int, ...], tokens: tuple[int, ...]) -> int:
     """Where a run comes first in tokens, -1 if it does not."""
-    at = -1
-    while run[0] in tokens[at + 1 :]:
-        at = tokens.index(run[0], at + 1)
+    for at in range(len(tokens) - len(run) + 1):
         if tokens[at : at + len(run)] == run:
             return at
     return -1
