@@ -11,6 +11,8 @@ from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 # A ghost knows every 128th of its tokens and its first 8, to tell how far new tokens repeat it.
 STRIDE = 128
 _HEAD = 8
+# A ghost for so many tokens of capacity, which costs about 3 bytes a token of it.
+_TOKENS_A_GHOST = 256
 
 
 class Record:
@@ -40,17 +42,18 @@ Ended = Callable[[Record, int, bool], None]
 
 
 class History:
-    """The records of a tree: of what is cached, and of up to `max_ghosts` that were evicted.
+    """The records of a tree: of what is cached, and of a bounded number that were evicted.
 
     `ended(record, age, hit)` is called before each use of a record, `age` requests after its last
     one, and when a ghost is forgotten without another use. Beside it, an LRU cache of
     `capacity_tokens` is simulated on the records: `lru_hit_tokens` against our `hit_tokens`.
     """
 
-    def __init__(self, capacity_tokens: int, max_ghosts: int, ended: Ended) -> None:
+    def __init__(self, capacity_tokens: int, ended: Ended) -> None:
         self.now = 0  # requests
         self.hit_tokens = self.lru_hit_tokens = self.entered_tokens = 0
-        self._capacity, self._max_ghosts, self._ended = capacity_tokens, max_ghosts, ended
+        self._capacity, self._ended = capacity_tokens, ended
+        self._max_ghosts = 256 + capacity_tokens // _TOKENS_A_GHOST
         self._records: list[Record] = []
         self._roots: dict[Hashable, Record] = {}
         self._ghosts: deque[Record] = deque()  # by the time of their eviction, revived ones among

@@ -128,8 +128,6 @@ class ReuseTable:
                 densities[bucket] = densities[bucket - 1] - round(_STEPS)
 
 
-# A ghost for so many tokens of capacity, which costs about 3 bytes a token of it.
-_TOKENS_A_GHOST = 256
 # What is compared with LRU: windows of at least so many requests that enter at least half the
 # capacity; the first few only learn, so that a short run is plain LRU.
 _WINDOW = 64
@@ -154,8 +152,7 @@ class HitDensity(EvictionOrder):
     def __init__(self, capacity_tokens: int) -> None:
         super().__init__(capacity_tokens)
         self._table = ReuseTable()
-        ghosts = 256 + capacity_tokens // _TOKENS_A_GHOST
-        self._history = History(capacity_tokens, ghosts, self._table.ended)
+        self._history = History(capacity_tokens, self._table.ended)
         self._leaves = LeafHeap()
         self._learned = 0  # request of the last table
         self._learn_at = 16

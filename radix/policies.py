@@ -47,11 +47,6 @@ class LeastFrequentlyUsed(EvictionOrder):
         return self._leaves.pop()
 
 
-# What was evicted is remembered for a while, in one record for so many tokens of capacity: a record
-# stands for what a request has added, which is more.
-_TOKENS_A_GHOST = 256
-
-
 class SegmentedLeastRecentlyUsed(EvictionOrder):
     """Tokens that were used once go first, then those used again; each least recently used first.
 
@@ -72,8 +67,7 @@ class SegmentedLeastRecentlyUsed(EvictionOrder):
         super().__init__(capacity_tokens)
         self._probation = LeafHeap()
         self._protected = LeafHeap()
-        ghosts = 256 + capacity_tokens // _TOKENS_A_GHOST
-        self._history = History(capacity_tokens, ghosts, self._use)
+        self._history = History(capacity_tokens, self._use)
         # Protected is what was used again, and last after this request.
         self._returned = 0
         self._protected_tokens = 0
