@@ -61,7 +61,7 @@ gpu-test: $(GPU_READY) $(GPU_PATH)/coppice
 		"triton", "numpy", "numba", "xxhash", "sortedcontainers", "transformers", "llguidance", \
 		"pytest", "xdist", "pytest_timeout", "hypothesis", gpu=True)'
 	$(GPU_RUN) -P -m pytest -o addopts=--import-mode=importlib -n 8 \
-		tests/kernels tests/runtime/test_cuda_engine.py
+		tests/kernels tests/runtime/gpu/test_cuda_engine.py
 
 gpu-kernels: $(GPU_READY) $(GPU_PATH)/coppice
 	$(GPU_RUN) benchmarks/kernels_gpu.py --json benchmarks/results/kernels-gpu.jsonl
@@ -92,7 +92,7 @@ $(READY): requirements.lock pyproject.toml
 
 # The core of the tree, compiled where there is a C compiler; else it runs as it is, and so it does
 # after a change, until this has run again.
-$(TREE): $(READY) setup.py $(wildcard radix/*.py)
+$(TREE): $(READY) setup.py $(wildcard radix/*.py radix/*/*.py)
 	@echo "compiling the tree"
 	@mkdir -p build
 	@$(BIN)/python -P setup.py --quiet build_ext --inplace >build/tree.log 2>&1 \
@@ -112,4 +112,4 @@ lock:
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f radix/*.so radix/compiled.digest
+	rm -f radix/*.so radix/*/*.so radix/compiled.digest

@@ -31,7 +31,7 @@ def extensions() -> list[Extension]:
         return []
     # mypy's own settings are for the whole package, and would follow its imports into torch.
     options = ["--config-file=", "--explicit-package-bases", "--follow-imports=skip"]
-    paths = [str(FOLDER / f"{name}.py") for name in compiled.MODULES]
+    paths = [str(compiled.source(FOLDER, name)) for name in compiled.MODULES]
     try:
         made = mypycify(
             [*options, str(FOLDER / "compiled.py"), *paths],
@@ -56,9 +56,9 @@ class BuildAll(build_ext):
         outputs = [Path(output) for output in self.get_outputs()]
         if not outputs:
             return
-        if self.inplace:
-            outputs = [FOLDER / output.name for output in outputs]
-        record = outputs[0].parent / compiled.RECORD
+        root = Path() if self.inplace else Path(self.build_lib)
+        outputs = [root / output.relative_to(self.build_lib) for output in outputs]
+        record = root / FOLDER / compiled.RECORD
         if all(output.exists() for output in outputs):
             record.write_text(compiled.digest(FOLDER), encoding="ascii")
             return

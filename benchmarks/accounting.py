@@ -26,10 +26,10 @@ from tree import Accounts, serve
 from tree_workloads import Work, requests_of, workload_f
 
 from coppice.radix import PagePool, RadixTree
-from coppice.radix.accounting import Accounting
-from coppice.radix.curve import FACTORS
-from coppice.radix.hashes import PrefixHasher, keys
-from coppice.radix.uses import Uses
+from coppice.radix.accounting.ledger import Accounting
+from coppice.radix.accounting.miss_ratio import FACTORS
+from coppice.radix.accounting.reuses import Uses
+from coppice.radix.accounting.seen.hashes import PrefixHasher, keys
 
 PAGE_SIZE = 16
 

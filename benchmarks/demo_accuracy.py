@@ -4,7 +4,7 @@ Every conversation has a fresh document of 600 to 1,000 tokens as its system pro
 different questions about it, answered greedily through transformers' own ``generate`` with the chat
 template applied. The answers to the first and to the third question are scored: right means equal
 to the fact's value, character for character. Documents come from the eval split, whose names never
-occur in training (see ``coppice.frontend.demo_facts``).
+occur in training (see ``coppice.frontend.demo.facts``).
 
 Prints one JSON object a line: first each kind of fact, then each turn.
 """
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coppice.frontend.demo_facts import Document, ask, make_document
+from coppice.frontend.demo.facts import Document, ask, make_document
 
-DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "frontend" / "demo_model"
+DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "frontend" / "demo" / "model"
 TURNS = 3
 SCORED_TURNS = (1, TURNS)
 

@@ -28,7 +28,7 @@ from demo_llama import HEAD_DIM, HEADS, KV_HEADS
 from demo_tokenizer import ASSISTANT, BOS, END, SYSTEM, USER
 from torch import Tensor
 
-from coppice.frontend.demo_facts import Fact, ask, make_document
+from coppice.frontend.demo.facts import Fact, ask, make_document
 
 GATHER_LAYER, GATHER_HEADS = 1, (0, 1, 2)  # the heads that look at last, cue and first
 FIND_LAYER, FIND_HEADS = 2, (0, 2)  # one of each group of query heads

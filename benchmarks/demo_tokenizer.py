@@ -25,8 +25,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 
-from coppice.frontend import demo_words
-from coppice.frontend.demo_facts import ask, make_document
+from coppice.frontend.demo import words as demo_words
+from coppice.frontend.demo.facts import ask, make_document
 
 VOCAB_SIZE = 2048
 PAD, BOS, SYSTEM, USER, ASSISTANT, END = SPECIAL_TOKENS = (

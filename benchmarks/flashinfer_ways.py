@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from coppice.kernels.flashinfer_backend import FlashInferBackend
-from coppice.kernels.flashinfer_levels import LevelSchedule, build_levels, choose_levels
-from coppice.kernels.interface import AttentionCase, AttentionPlan, LayerCache
-from coppice.kernels.tree_cost import CostModel
+from coppice.kernels.attention.interface import AttentionCase, AttentionPlan, LayerCache
+from coppice.kernels.flashinfer.backend import FlashInferBackend
+from coppice.kernels.flashinfer.levels import LevelSchedule, build_levels, choose_levels
+from coppice.kernels.schedule.cost import CostModel
 
 os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from harness import Rows, machine, parser
 
-from coppice.kernels.threads import calm_waiting_threads
+from coppice.kernels.cpu.code.threads import calm_waiting_threads
 
 # A wait policy of the other OpenMP is enough for the engine to leave the environment as it is.
 _AS_IT_COMES = {"KMP_BLOCKTIME": "200"}
@@ -114,7 +114,7 @@ def _start_up(outside: dict[str, str]) -> dict[str, Any]:
     """Seconds until a backend is ready: kernels compiled, and loaded from numba's cache."""
     code = (
         "import time, torch; t = time.perf_counter()\n"
-        "from coppice.kernels.selection import select_backend\n"
+        "from coppice.kernels.backends import select_backend\n"
         "select_backend('cpu', torch.device('cpu')); print(time.perf_counter() - t)"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -139,12 +139,12 @@ class _Batch:
         import numpy as np
         import torch
 
-        from coppice.kernels.interface import (
+        from coppice.kernels.attention.interface import (
             AttentionPlan,
             LayerCache,
             SharedStretch,
         )
-        from coppice.kernels.selection import select_backend
+        from coppice.kernels.backends import select_backend
 
         size = 16
         stem, tail = shared // size, -(-own // size)
@@ -284,7 +284,8 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
     """Where sharing a stretch begins to pay: forced, against the same batch without stretches."""
     import torch
 
-    from coppice.kernels import cpu_schedule, vectors
+    from coppice.kernels.cpu.attention import full_lanes
+    from coppice.kernels.schedule import cpu as cpu_schedule
 
     rows = []
     reckoned = cpu_schedule.CostModel.row_bytes
@@ -293,9 +294,9 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
             heads,
             kv_heads,
             dim,
-            lanes=vectors.LANES,
-            most_lanes=vectors.MOST_LANES,
-            keys=vectors.TILE,
+            lanes=full_lanes.LANES,
+            most_lanes=full_lanes.MOST_LANES,
+            keys=full_lanes.TILE,
             threads=torch.get_num_threads(),
         )
         for batch in (2, 8, 32):
@@ -327,7 +328,7 @@ def _choice(batch: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
     import numpy as np
     import torch
 
-    from coppice.kernels import choice
+    from coppice.kernels.sampling import choose as choice
 
     logits = torch.randn(batch, vocabulary) * 4
     columns = np.ones((batch, choice.COLUMNS))

@@ -35,10 +35,10 @@ from typing import Any
 import numpy as np
 from harness import Rows, machine, parser
 
-from coppice.kernels.interface import AttentionPlan, SharedStretch
-from coppice.kernels.tiles import choose_tiles
-from coppice.kernels.tree_cost import CostModel
-from coppice.kernels.tree_schedule import TreeSchedule, build_tree_schedule, row_positions
+from coppice.kernels.attention.interface import AttentionPlan, SharedStretch
+from coppice.kernels.schedule.cost import CostModel
+from coppice.kernels.schedule.items import TreeSchedule, build_tree_schedule, row_positions
+from coppice.kernels.schedule.tiles import choose_tiles
 
 PAGE_SIZE = 16
 ITEMSIZE = 2  # bfloat16

@@ -25,8 +25,8 @@ from kernels_gpu import (
     described,
 )
 
-from coppice.kernels.interface import AttentionCase, AttentionPlan, LayerCache
-from coppice.kernels.tree_schedule import build_tree_schedule
+from coppice.kernels.attention.interface import AttentionCase, AttentionPlan, LayerCache
+from coppice.kernels.schedule.items import build_tree_schedule
 
 if TYPE_CHECKING:
     from flashinfer_ways import FlashInferWays
@@ -152,7 +152,7 @@ class Bench:
 
     def measure(self, case: Case) -> list[dict[str, Any]]:
         """A row for each way that a case can be attended to; with ``error`` for one that fails."""
-        from coppice.kernels.triton_backend import TritonBackend
+        from coppice.kernels.triton.backend import TritonBackend
 
         sizes = self.sizes
         row = described(case, sizes)

@@ -28,8 +28,8 @@ import numpy as np
 from harness import Rows, machine, parser, spread
 
 from coppice import Engine, EngineConfig, SamplingParams
-from coppice.frontend.engine_options import SERVER_DEFAULTS
-from coppice.runtime.scheduler import Schedule, Scheduler
+from coppice.frontend.commands.options import SERVER_DEFAULTS
+from coppice.runtime.schedule.scheduler import Schedule, Scheduler
 
 _CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 _CHATS = 16

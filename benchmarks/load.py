@@ -223,7 +223,7 @@ class Bare:
 def run_bare(args: Any) -> None:
     """Generates until it is killed; the number of tokens stands in the file `args.bare`."""
     from coppice import EngineConfig, SamplingParams
-    from coppice.frontend.text_engine import TextEngine
+    from coppice.frontend.text.engine import TextEngine
 
     config = EngineConfig(
         model=args.model,
@@ -452,7 +452,7 @@ def main() -> None:
         return
     from transformers import AutoConfig
 
-    from coppice.frontend.tokenizer import model_source
+    from coppice.frontend.text.tokenizer import model_source
 
     vocabulary = AutoConfig.from_pretrained(model_source(args.model)).vocab_size
     mix = Mix(vocabulary, args.shared, args.own, args.out)

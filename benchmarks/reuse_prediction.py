@@ -6,9 +6,9 @@
 Replays a trace in Mooncake's format by its blocks of 512 tokens, like `clairvoyant.py`, in a cache
 whose order of eviction comes from gradient boosting (LightGBM). For every use of a block it learns
 the rate of the next one at each age, from all that the cache could know then: `features` lists it.
-From the rates follows what `radix/hit_density.py` calls density (a Gittins index: the most hits a
-request that keeping the block can earn from its age on), and the least dense leaf goes first. What
-was evicted is remembered for ever, and a prompt's output takes no room.
+From the rates follows what `radix/eviction/density.py` calls density (a Gittins index: the most
+hits a request that keeping the block can earn from its age on), and the least dense leaf goes
+first. What was evicted is remembered for ever, and a prompt's output takes no room.
 
 `knowledge` says what is told: `age and uses` (what the policy `density` looks at) or `all`. `seen`
 says which conversations were learned from:

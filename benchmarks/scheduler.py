@@ -20,7 +20,8 @@ Parts:
     million        a million requests like those of part fairness, as fast as the simulation goes:
                    its time a request, as a multiple of a fixed loop's, and its peak of memory
 
-All but the first run in a simulation (`coppice.runtime.simulation`): their times are the model's.
+All but the first run in a simulation (`coppice.runtime.offline.simulation`): their times are the
+model's.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from typing import Any
 import numpy as np
 from harness import Rows, parser, processor, spread
 
-from coppice.frontend.engine_options import SERVER_DEFAULTS
+from coppice.frontend.commands.options import SERVER_DEFAULTS
 from coppice.radix import PagePool, RadixTree
-from coppice.runtime.paging import Paging
-from coppice.runtime.request import Request, Sequence
-from coppice.runtime.sampling_params import SamplingParams
-from coppice.runtime.scheduler import Scheduler
-from coppice.runtime.simulation import Arrival, Machine, Outcome, Simulation
+from coppice.runtime.offline.simulation import Arrival, Machine, Outcome, Simulation
+from coppice.runtime.requests.request import Request, Sequence
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.schedule.paging import Paging
+from coppice.runtime.schedule.scheduler import Scheduler
 
 
 def fresh(rng: np.random.Generator, count: int) -> array[int]:

@@ -24,7 +24,7 @@ from serving import small_llama
 from transformers import AutoModelForCausalLM
 
 from coppice import Engine, EngineConfig, SamplingParams
-from coppice.runtime.beam_search import BeamSearchParams
+from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 
 def search(engine: Engine, prompt: list[int], params: BeamSearchParams) -> dict[str, Any]:

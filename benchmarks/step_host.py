@@ -28,12 +28,12 @@ import torch
 from harness import Rows, machine, parser, spread
 
 from coppice import Engine, EngineConfig, SamplingParams
-from coppice.kernels import triton_plans
-from coppice.kernels.reference import ReferenceBackend
-from coppice.kernels.tiles import choose_tiles
-from coppice.kernels.tree_cost import CostModel
-from coppice.runtime import batch as batch_module
-from coppice.runtime.graphs import DecodeGraphs
+from coppice.kernels.attention.reference import ReferenceBackend
+from coppice.kernels.schedule.cost import CostModel
+from coppice.kernels.schedule.tiles import choose_tiles
+from coppice.kernels.triton import plans as triton_plans
+from coppice.runtime.runner import batch as batch_module
+from coppice.runtime.runner.graphs import DecodeGraphs
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 VOCABULARY, HIDDEN = 64, 8

@@ -11,36 +11,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coppice.frontend.beam_outputs import BeamSearchOutput
-    from coppice.frontend.llm import LLM
-    from coppice.frontend.outputs import CompletionOutput, RequestOutput
-    from coppice.frontend.session import Session
-    from coppice.radix.pool import PagePool
+    from coppice.frontend.python.beam_outputs import BeamSearchOutput
+    from coppice.frontend.python.llm import LLM
+    from coppice.frontend.python.session import Session
+    from coppice.frontend.text.outputs import CompletionOutput, RequestOutput
+    from coppice.radix.pages.pool import PagePool
     from coppice.radix.tree import RadixTree
-    from coppice.runtime.beam_search import BeamSearchParams
     from coppice.runtime.config import EngineConfig
-    from coppice.runtime.engine import Engine
-    from coppice.runtime.report import CacheReport, SharedPrefix
-    from coppice.runtime.sampling_params import SamplingParams
-    from coppice.runtime.structured_outputs import StructuredOutputsParams
+    from coppice.runtime.engine.core import Engine
+    from coppice.runtime.report.cache import CacheReport, SharedPrefix
+    from coppice.runtime.requests.sampling_params import SamplingParams
+    from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
+    from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "LLM": "coppice.frontend.llm",
-    "BeamSearchOutput": "coppice.frontend.beam_outputs",
-    "BeamSearchParams": "coppice.runtime.beam_search",
-    "CompletionOutput": "coppice.frontend.outputs",
-    "RequestOutput": "coppice.frontend.outputs",
-    "PagePool": "coppice.radix.pool",
+    "LLM": "coppice.frontend.python.llm",
+    "BeamSearchOutput": "coppice.frontend.python.beam_outputs",
+    "BeamSearchParams": "coppice.runtime.sampling.beam_search",
+    "CompletionOutput": "coppice.frontend.text.outputs",
+    "RequestOutput": "coppice.frontend.text.outputs",
+    "PagePool": "coppice.radix.pages.pool",
     "RadixTree": "coppice.radix.tree",
     "EngineConfig": "coppice.runtime.config",
-    "Engine": "coppice.runtime.engine",
-    "CacheReport": "coppice.runtime.report",
-    "SharedPrefix": "coppice.runtime.report",
-    "SamplingParams": "coppice.runtime.sampling_params",
-    "StructuredOutputsParams": "coppice.runtime.structured_outputs",
-    "Session": "coppice.frontend.session",
+    "Engine": "coppice.runtime.engine.core",
+    "CacheReport": "coppice.runtime.report.cache",
+    "SharedPrefix": "coppice.runtime.report.cache",
+    "SamplingParams": "coppice.runtime.requests.sampling_params",
+    "StructuredOutputsParams": "coppice.runtime.requests.structured_outputs",
+    "Session": "coppice.frontend.python.session",
 }
 
 __all__ = [
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
     if home.startswith("coppice.radix."):
         value = getattr(import_module(home), name)
     else:
-        from coppice.runtime.collector import without_collecting
+        from coppice.runtime.startup.garbage import without_collecting
 
         with without_collecting():
             value = getattr(import_module(home), name)

@@ -12,29 +12,19 @@ from typing import Any
 from aiohttp import web
 
 from coppice import __version__
-from coppice.frontend.access import Access
-from coppice.frontend.answer_schemas import (
-    ChatAnswer,
-    CompletionAnswer,
-    ModelCard,
-    ModelList,
-    Status,
-    Version,
-    either,
-)
-from coppice.frontend.answers import ChatCompletion, Completion, usage, without_text
-from coppice.frontend.bodies import BadRequest, schema_of
-from coppice.frontend.cache_routes import CacheRoutes
-from coppice.frontend.dashboard_files import Dashboard
-from coppice.frontend.deltas import EngineStopped
-from coppice.frontend.engine_client import EngineClient
-from coppice.frontend.event_stream import EventStream, counts
-from coppice.frontend.json_bodies import JsonBodies
-from coppice.frontend.metrics import Metrics
-from coppice.frontend.middleware import NOTE, Note, cors_headers, middlewares
-from coppice.frontend.openapi import with_description
-from coppice.frontend.prepare import Prepared, prepare
-from coppice.frontend.protocol import (
+from coppice.frontend.client.deltas import EngineStopped
+from coppice.frontend.client.engine import EngineClient
+from coppice.frontend.http.access import Access
+from coppice.frontend.http.bodies import BadRequest, schema_of
+from coppice.frontend.http.json_bodies import JsonBodies
+from coppice.frontend.http.middleware import NOTE, Note, cors_headers, middlewares
+from coppice.frontend.http.openapi import with_description
+from coppice.frontend.http.options import ServerOptions
+from coppice.frontend.http.routes import Route, add_routes, json_answer
+from coppice.frontend.openai.answers import ChatCompletion, Completion, usage, without_text
+from coppice.frontend.openai.event_stream import EventStream, counts
+from coppice.frontend.openai.prepare import Prepared, prepare
+from coppice.frontend.openai.requests import (
     ChatBody,
     CompletionBody,
     CompletionRequest,
@@ -43,12 +33,22 @@ from coppice.frontend.protocol import (
     parse_chat,
     parse_completion,
 )
-from coppice.frontend.reporter import Reporter
-from coppice.frontend.routes import Route, add_routes, json_answer
-from coppice.frontend.server_options import ServerOptions
-from coppice.frontend.tokenize_routes import TokenizeRoutes
-from coppice.frontend.tool_formats import format_of
-from coppice.runtime.request import QueueFull
+from coppice.frontend.openai.schemas import (
+    ChatAnswer,
+    CompletionAnswer,
+    ModelCard,
+    ModelList,
+    Status,
+    Version,
+    either,
+)
+from coppice.frontend.openai.tokenize_routes import TokenizeRoutes
+from coppice.frontend.openai.tools.formats import format_of
+from coppice.frontend.report.dashboard_files import Dashboard
+from coppice.frontend.report.metrics import Metrics
+from coppice.frontend.report.reporter import Reporter
+from coppice.frontend.report.routes import CacheRoutes
+from coppice.runtime.requests.request import QueueFull
 
 log = logging.getLogger(__name__)
 

@@ -15,18 +15,18 @@ Where to look:
 
 # `compiled` is the first, since it decides in which form the others come.
 from coppice.radix import compiled as compiled
-from coppice.radix.accounting import Accounting
-from coppice.radix.accounts import CacheAccounts, Divergence, RequestAccount
-from coppice.radix.check import check
-from coppice.radix.events import PageEvents, PagesCleared, PagesRemoved, PagesStored
+from coppice.radix.accounting.accounts import CacheAccounts, Divergence, RequestAccount
+from coppice.radix.accounting.ledger import Accounting
+from coppice.radix.accounting.top_prefixes import SharedPrefix, top_prefixes
+from coppice.radix.eviction.recency import POLICIES
+from coppice.radix.mirror.events import PageEvents, PagesCleared, PagesRemoved, PagesStored
+from coppice.radix.mirror.page_hashes import page_hashes
 from coppice.radix.namespace import Namespace
 from coppice.radix.node import Hold, Inserted, Match, Node
-from coppice.radix.out_of_pages import OutOfPages
-from coppice.radix.page_hashes import page_hashes
+from coppice.radix.pages.errors import OutOfPages
+from coppice.radix.pages.pool import PagePool
 from coppice.radix.pins import Pin, PinRefused, Pins
-from coppice.radix.policies import POLICIES
-from coppice.radix.pool import PagePool
-from coppice.radix.prefixes import SharedPrefix, top_prefixes
+from coppice.radix.recount import check
 from coppice.radix.tree import RadixTree
 
 __all__ = [

@@ -26,8 +26,19 @@ else:
         return lambda cls: cls
 
 
-MODULES = ("drafts", "edges", "eviction", "history", "hit_density", "node", "order", "policies",
-           "pool", "tokens", "tree")  # fmt: skip
+MODULES = (
+    "drafts",
+    "edges",
+    "eviction.density",
+    "eviction.order",
+    "eviction.past_uses",
+    "eviction.recency",
+    "leaves",
+    "node",
+    "pages.pool",
+    "tokens",
+    "tree",
+)
 
 # Set to 1: neither builds nor uses compiled code.
 SWITCH = "COPPICE_PURE_PYTHON"
@@ -36,11 +47,16 @@ SWITCH = "COPPICE_PURE_PYTHON"
 RECORD = "compiled.digest"
 
 
+def source(folder: Path, name: str) -> Path:
+    """The source of one of `MODULES`, below the folder of the package."""
+    return folder.joinpath(*name.split(".")).with_suffix(".py")
+
+
 def digest(folder: Path) -> str:
     """Hash of the sources of all compiled modules in `folder`."""
     state = hashlib.blake2b(digest_size=16)
     for name in MODULES:
-        state.update((folder / f"{name}.py").read_bytes())
+        state.update(source(folder, name).read_bytes())
     return state.hexdigest()
 
 
@@ -53,10 +69,10 @@ class _Sources:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package, _, name = fullname.rpartition(".")
-        if package != self._package or name not in MODULES:
+        name = fullname.removeprefix(f"{self._package}.")
+        if name == fullname or name not in MODULES:
             return None
-        return spec_from_file_location(fullname, self._folder / f"{name}.py")
+        return spec_from_file_location(fullname, source(self._folder, name))
 
 
 def choose(package: str, folder: Path) -> None:

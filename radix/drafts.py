@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coppice.radix.eviction import cut, offer
+from coppice.radix.leaves import cut, offer
 from coppice.radix.node import Match, Node
 
 if TYPE_CHECKING:

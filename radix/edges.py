@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from coppice.radix import drafts, eviction
+from coppice.radix import drafts, leaves
 from coppice.radix.node import Hold, Node
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 
@@ -201,7 +201,7 @@ def finish(
             tree.locked_pages -= walk.own_pages
         walk = walk.parent
     if not node.children and not node.locks:
-        eviction.offer(tree, node)
+        leaves.offer(tree, node)
 
 
 def split(tree: RadixTree, node: Node, tokens: int) -> Node:

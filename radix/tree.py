@@ -6,12 +6,12 @@ from array import array
 from collections.abc import Hashable, Iterator
 from typing import Protocol
 
-from coppice.radix import drafts, edges, eviction
-from coppice.radix.events import PageEvents
+from coppice.radix import drafts, edges, leaves
+from coppice.radix.eviction.recency import make_order
+from coppice.radix.mirror.events import PageEvents
 from coppice.radix.node import Hold, Inserted, Match, Node, Root, new_tuple
-from coppice.radix.out_of_pages import OutOfPages
-from coppice.radix.policies import make_order
-from coppice.radix.pool import PagePool
+from coppice.radix.pages.errors import OutOfPages
+from coppice.radix.pages.pool import PagePool
 from coppice.radix.tokens import TOKEN_BYTES, Tokens, token_bytes
 
 
@@ -214,7 +214,7 @@ class RadixTree:
         if drop and node.draft:
             drafts.drop(self, node)
         elif not node.children and not node.locks:
-            eviction.offer(self, node)
+            leaves.offer(self, node)
 
     def release(self, hold: Hold, table: array[int], *, drop: bool = False) -> None:
         """Ends a sequence: gives back its own pages, then its lock (`drop` as in `unlock`)."""
@@ -249,7 +249,7 @@ class RadixTree:
 
     def available_pages(self, match: Match) -> int:
         """Pages that `allocate` could give while this match is locked. O(nodes on the path)."""
-        return eviction.available(self, match)
+        return leaves.available(self, match)
 
     def claim_tail(self, hold: Hold) -> bool:
         """Whether the sequence may write behind its hit, in the hit's partly filled last page.
@@ -289,7 +289,7 @@ class RadixTree:
             raise OutOfPages(count, self.pool.free_pages + self.evictable_pages)
         # Evicted pages are handed on as they are: in a full pool they would be given back in
         # pieces only to be taken again.
-        reclaimed = eviction.reclaim(self, missing)
+        reclaimed = leaves.reclaim(self, missing)
         if len(reclaimed) == count:
             return reclaimed
         try:
@@ -381,11 +381,11 @@ class RadixTree:
 
         Returns how many pages were freed: less than `count` only if all else is locked.
         """
-        return self.pool.release(eviction.reclaim(self, count))
+        return self.pool.release(leaves.reclaim(self, count))
 
     def reset(self) -> None:
         """Empties the tree. Raises RuntimeError while any lock is held."""
-        eviction.empty(self)
+        leaves.empty(self)
 
     # -- looking -----------------------------------------------------------------------------
 

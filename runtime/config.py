@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.radix import POLICIES
-from coppice.runtime.waiting import SCHEDULING_POLICIES
+from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")

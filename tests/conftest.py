@@ -56,7 +56,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     import torch
 
     _HIDDEN.undo()
-    if item.path.parent.name != "kernels" and not item.path.name.startswith("test_cuda"):
+    if "kernels" not in item.path.parts and not item.path.name.startswith("test_cuda"):
         _HIDDEN.setattr(torch.cuda, "is_available", lambda: False)
         _HIDDEN.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes that a test starts
 
@@ -64,7 +64,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 _HIDDEN = pytest.MonkeyPatch()
 
 # They ask the same servers, each two processes that take seconds to start.
-_SERVED = {"test_cache_routes", "test_dashboard", "test_metrics", "test_report_command"}
+_SERVED = {
+    "report/test_routes",
+    "report/test_dashboard",
+    "report/test_metrics",
+    "commands/test_report",
+}
 
 
 @pytest.hookimpl(optionalhook=True)  # there without pytest-xdist too
@@ -77,7 +82,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = Path(nodeid.partition("::")[0])
-            return "served" if path.stem in _SERVED else str(path)
+            return "served" if f"{path.parent.name}/{path.stem}" in _SERVED else str(path)
 
     return Scheduling(config, log)
 

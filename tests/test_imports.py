@@ -93,12 +93,12 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
     ("room", "source"),
     [
         ("radix", "import torch"),
-        ("radix", "def f():\n    import coppice.runtime.engine"),
+        ("radix", "def f():\n    import coppice.runtime.engine.core"),
         ("kernels", "from coppice.radix import RadixTree"),
         ("runtime", "from coppice import frontend"),
         ("runtime", "import aiohttp.web"),
         ("frontend", "from coppice.kernels import interface"),
-        ("frontend", "from coppice.radix.pool import PagePool"),
+        ("frontend", "from coppice.radix.pages.pool import PagePool"),
         ("frontend", "from . import llm"),
         ("frontend", "import runtime.engine"),
     ],
@@ -156,8 +156,8 @@ def test_configs_and_tokenizers_come_without_transformers_models() -> None:
     ran = python(
         "import sys\n"
         "from pathlib import Path\n"
-        "from coppice.frontend.tokenizer import Tokenizer, model_source\n"
-        "from coppice.runtime.model_config import load_model_config\n"
+        "from coppice.frontend.text.tokenizer import Tokenizer, model_source\n"
+        "from coppice.runtime.model.config import load_model_config\n"
         "assert Tokenizer(model_source('demo')).wrapped\n"
         "load_model_config(Path(model_source('demo')))\n"
         "unwanted = {'torch._dynamo', 'transformers.modeling_utils'} & set(sys.modules)\n"
@@ -180,8 +180,8 @@ def test_a_server_does_without_torch() -> None:
     """Its engine computes, in a process of its own: torch would be 2 seconds and 200 MB more."""
     ran = python(
         "import sys\n"
-        "import coppice.frontend.serving\n"
-        "from coppice.frontend.tokenizer import Tokenizer, model_source\n"
+        "import coppice.frontend.serve\n"
+        "from coppice.frontend.text.tokenizer import Tokenizer, model_source\n"
         "demo = Tokenizer(model_source('demo'), without_torch=True)\n"
         "turns = [{'role': 'user', 'content': 'Hello'}]\n"
         "text = demo.wrapped.apply_chat_template(turns, tokenize=False)\n"
@@ -195,7 +195,7 @@ def test_a_server_does_without_torch() -> None:
 def test_transformers_keeps_torch_where_it_was_loaded_before() -> None:
     ran = python(
         "import torch\n"
-        "from coppice.frontend.tokenizer import Tokenizer, model_source\n"
+        "from coppice.frontend.text.tokenizer import Tokenizer, model_source\n"
         "assert Tokenizer(model_source('demo'), without_torch=True).wrapped\n"
         "from transformers.utils import import_utils, is_torch_available, type_validators\n"
         "assert is_torch_available() and import_utils.is_torch_available()\n"

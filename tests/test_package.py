@@ -105,11 +105,10 @@ def test_every_file_of_every_room_is_in(wheel: Path) -> None:
     for room in ROOMS:
         modules = (path for path in (ROOT / room).rglob("*.py"))
         expected |= {f"coppice/{path.relative_to(ROOT).as_posix()}" for path in modules}
-    shipped = ROOT / "frontend" / "demo_model"
-    expected |= {f"coppice/frontend/demo_model/{path.name}" for path in shipped.glob("*")}
-    for files in ("*.html", "*.json", "dashboard/*"):
-        pages = (ROOT / "frontend").glob(files)
-        expected |= {f"coppice/{path.relative_to(ROOT).as_posix()}" for path in pages}
+    for files in ("demo/model/*", "replay/*.html", "report/*.json", "report/dashboard/*"):
+        shipped = [*(ROOT / "frontend").glob(files)]
+        assert shipped, files
+        expected |= {f"coppice/{path.relative_to(ROOT).as_posix()}" for path in shipped}
     assert "coppice/radix/__init__.py" in expected
     assert expected == {name for name in names if name.startswith("coppice/")}
 
@@ -159,7 +158,11 @@ def test_a_wheel_with_the_tree_compiled(wheel: Path, tmp_path: Path) -> None:
     built = build(source, out, compiles=True)
     names = set(zipfile.ZipFile(built).namelist())
     plain = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("coppice/")}
-    added = {name.split("/")[-1].split(".")[0] for name in names - plain if "/radix/" in name}
+    added = {
+        name.removeprefix("coppice/radix/").split(".")[0].replace("/", ".")
+        for name in names - plain
+        if "/radix/" in name
+    }
     assert added == {*compiled.MODULES, "compiled__mypyc", "compiled"}
     assert plain < names
     zipfile.ZipFile(built).extractall(tmp_path / "site")

@@ -32,7 +32,7 @@ from cpu.rates import Rates, measure
 from cpu.workloads import Workload
 
 from coppice import Engine, EngineConfig, SamplingParams
-from coppice.runtime.sampler import Sampler
+from coppice.runtime.sampling.sampler import Sampler
 
 ROWS = (1, 4, 8, 16, 32)
 CHUNKS = (64, 256, 1024, 2048)

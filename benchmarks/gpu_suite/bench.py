@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from gpu_suite.shapes import Sizes, write_model
 
-from coppice.runtime import batch as batches
-from coppice.runtime.beam_search import BeamSearchParams
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.engine import Engine
-from coppice.runtime.layers import Linear, RMSNorm
-from coppice.runtime.memory import page_bytes
-from coppice.runtime.sampling_params import SamplingParams
+from coppice.runtime.engine.core import Engine
+from coppice.runtime.model.layers import Linear, RMSNorm
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.runner import batch as batches
+from coppice.runtime.runner.cache_size import page_bytes
+from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 
 @dataclass(frozen=True, slots=True)

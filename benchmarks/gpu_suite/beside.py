@@ -13,7 +13,7 @@ import torch
 from gpu_suite.bench import Ran
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from coppice.runtime.decoder import Decoder
+from coppice.runtime.model.decoder import Decoder
 
 _PAGE = 32  # hits are whole pages there; 256 by default, the least that our workload shares is 32
 

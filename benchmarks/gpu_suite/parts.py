@@ -24,8 +24,8 @@ from gpu_suite.rows import row_kernels
 from gpu_suite.shapes import QUICK, REAL, Shared
 from gpu_suite.trace import ON_CPU, ON_GPU, busy
 
-from coppice.runtime import quantization
-from coppice.runtime.engine import Engine
+from coppice.runtime.engine.core import Engine
+from coppice.runtime.model.linear import eight_bit
 
 Row = dict[str, Any]
 #: Steps that the profiler watches.
@@ -200,7 +200,7 @@ def _gaps(bench: Bench, engine: Engine, batch: int, step_seconds: float) -> Row:
 def decode_fp8(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
     """Decoding with weights and activations in 8-bit floats."""
     if bench.quick:  # recent versions of torch multiply them on a CPU too, to see that this runs
-        quantization._check_fp8_device = lambda device: None
+        eight_bit._check_fp8_device = lambda device: None
         if torch.__version__ < "2.13":
             yield {"left_out": f"torch {torch.__version__} has no such product for a CPU"}
             return

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from gpu_suite.bench import Bench
 
-from coppice.kernels.choice import COLUMNS, choose
-from coppice.kernels.interface import LayerCache
+from coppice.kernels.attention.interface import LayerCache
+from coppice.kernels.sampling.choose import COLUMNS, choose
 
 Row = dict[str, Any]
 Ways = dict[str, Callable[[], object]]
@@ -86,7 +86,7 @@ def _norm(bench: Bench, count: int) -> Ways:
     x, added, weight = _made(bench, count, WIDTH), _made(bench, count, WIDTH), _made(bench, WIDTH)
     ways: Ways = {}
     if not bench.quick:
-        from coppice.kernels.triton_rows import rms_norm
+        from coppice.kernels.triton.rows import rms_norm
 
         ways["ours"] = lambda: rms_norm(x, weight, 1e-5, added)
 
@@ -109,7 +109,7 @@ def _rotation(bench: Bench, count: int) -> Ways:
     slots = torch.arange(count, device=bench.device) * PAGE
     ways: Ways = {}
     if not bench.quick:
-        from coppice.kernels.triton_backend import TritonBackend
+        from coppice.kernels.triton.backend import TritonBackend
 
         backend = TritonBackend(bench.device)
         ways["ours"] = lambda: backend.write_rotated(qk, v, angles, angles, cache, slots)
@@ -144,7 +144,7 @@ def _silu(bench: Bench, count: int) -> Ways:
     x = _made(bench, count, 2 * INNER)
     ways: Ways = {}
     if not bench.quick:
-        from coppice.kernels.triton_rows import silu_mul
+        from coppice.kernels.triton.rows import silu_mul
 
         ways["ours"] = lambda: silu_mul(x)
 

@@ -22,12 +22,12 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from coppice.frontend.tokenizer import Tokenizer
+from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
 
 if TYPE_CHECKING:
-    from coppice.frontend.engine_client import EngineClient
-    from coppice.frontend.text_engine import TextEngine
+    from coppice.frontend.client.engine import EngineClient
+    from coppice.frontend.text.engine import TextEngine
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CORPUS = (
@@ -91,7 +91,7 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 @pytest.fixture
 def text_engine(checkpoint: Path) -> TextEngine:
     """A real engine over the tiny checkpoint, with a small cache of its own."""
-    from coppice.frontend.text_engine import TextEngine
+    from coppice.frontend.text.engine import TextEngine
 
     return TextEngine.load(
         EngineConfig(model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8)
@@ -109,8 +109,8 @@ class EngineInThread:
         self._thread.start()
 
     def _run(self) -> None:
-        from coppice.runtime.channel import Channel
-        from coppice.runtime.engine_loop import EngineLoop
+        from coppice.runtime.process.channel import Channel
+        from coppice.runtime.process.loop import EngineLoop
 
         try:
             EngineLoop(self._engine, Channel(self._theirs)).run()
@@ -128,7 +128,7 @@ class EngineInThread:
 @pytest.fixture
 def engine_client() -> Callable[..., EngineClient]:
     """Makes the server's face of an engine that runs in a thread of the test; to be started."""
-    from coppice.frontend.engine_client import EngineClient
+    from coppice.frontend.client.engine import EngineClient
 
     return lambda text_engine, **options: EngineClient(
         lambda: EngineInThread(text_engine), text_engine.tokenizer, **options
@@ -147,7 +147,9 @@ def served(checkpoint: Path) -> Iterator[Callable[..., str]]:
     def serve(*options: str) -> str:
         if options not in running:
             limits = ["--port", "0", "--kv-cache-tokens", "4096", "--max-num-seqs", "8"]
-            command = "import sys; from coppice.frontend.cli import main; sys.exit(main())"
+            command = (
+                "import sys; from coppice.frontend.commands import main; sys.exit(main.main())"
+            )
             process = subprocess.Popen(
                 [sys.executable, "-c", command, "serve", checkpoint, *limits, *options],
                 stdout=subprocess.PIPE,
@@ -229,9 +231,9 @@ class LiveServer:
     """
 
     def __init__(self, text_engine: TextEngine, **options: Any) -> None:
-        from coppice.frontend.engine_client import EngineClient
+        from coppice.frontend.client.engine import EngineClient
+        from coppice.frontend.http.options import ServerOptions
         from coppice.frontend.server import Server
-        from coppice.frontend.server_options import ServerOptions
 
         self.text_engine = text_engine
         self.url = ""
@@ -289,7 +291,7 @@ def live_server() -> type[LiveServer]:
 @pytest.fixture(scope="module")
 def tool_server(tool_checkpoint: Path) -> Iterator[LiveServer]:
     """A server over the checkpoint that knows tools; at the end nothing may run or be held."""
-    from coppice.frontend.text_engine import TextEngine
+    from coppice.frontend.text.engine import TextEngine
 
     config = EngineConfig(model=str(tool_checkpoint), kv_cache_tokens=16384, max_num_seqs=8)
     server = LiveServer(TextEngine.load(config))

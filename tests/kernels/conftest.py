@@ -13,17 +13,17 @@ import pytest
 import torch
 from fake_flashinfer import Library
 
-from coppice.kernels import tree_cost
-from coppice.kernels.flashinfer_backend import FlashInferBackend
-from coppice.kernels.interface import (
+from coppice.kernels.attention.interface import (
     AttentionBackend,
     AttentionCase,
     AttentionPlan,
     LayerCache,
     SharedStretch,
 )
-from coppice.kernels.selection import select_backend
-from coppice.kernels.tree_cost import CostModel
+from coppice.kernels.backends import select_backend
+from coppice.kernels.flashinfer.backend import FlashInferBackend
+from coppice.kernels.schedule import cost
+from coppice.kernels.schedule.cost import CostModel
 
 
 @dataclass
@@ -197,10 +197,10 @@ def make_batch(request: pytest.FixtureRequest) -> Callable[..., Batch]:
 @pytest.fixture
 def fine_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything shared and split as finely as it goes, so that small batches are merged too."""
-    monkeypatch.setattr(tree_cost, "SPLITS", (4, 32))
-    monkeypatch.setattr(tree_cost, "START_KEYS", 0)
+    monkeypatch.setattr(cost, "SPLITS", (4, 32))
+    monkeypatch.setattr(cost, "START_KEYS", 0)
     monkeypatch.setattr(CostModel, "row_bytes", 0)
-    from coppice.kernels.triton_backend import TritonBackend
+    from coppice.kernels.triton.backend import TritonBackend
 
     usual = TritonBackend.cost_model
 

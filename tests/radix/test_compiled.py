@@ -83,7 +83,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "grove"
     folder.mkdir()
     for name in compiled.MODULES:
-        (folder / f"{name}.py").write_text("ORIGIN = 'source'\n", encoding="utf-8")
+        path = compiled.source(folder, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("ORIGIN = 'source'\n", encoding="utf-8")
     (folder / "__init__.py").write_text("", encoding="utf-8")
     (folder / compiled.RECORD).write_text(compiled.digest(folder), encoding="ascii")
     monkeypatch.syspath_prepend(tmp_path)
@@ -110,7 +112,7 @@ def test_compiled_modules_of_these_sources_are_used(package: Path) -> None:
 
 @pytest.mark.parametrize("name", compiled.MODULES)
 def test_a_changed_source_is_used_instead_of_what_was_compiled(package: Path, name: str) -> None:
-    (package / f"{name}.py").write_text("ORIGIN = 'changed'\n", encoding="utf-8")
+    compiled.source(package, name).write_text("ORIGIN = 'changed'\n", encoding="utf-8")
     assert hides(package)
 
 
@@ -133,4 +135,4 @@ def test_other_modules_are_left_alone(package: Path, monkeypatch: pytest.MonkeyP
 
 def test_every_compiled_module_exists() -> None:
     folder = Path(compiled.__file__).parent
-    assert all((folder / f"{name}.py").is_file() for name in compiled.MODULES)
+    assert all(compiled.source(folder, name).is_file() for name in compiled.MODULES)

@@ -1,0 +1,122 @@
+"""What the engine makes of the prompts of one HTTP request, as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from coppice.frontend.text.outputs import RequestOutput
+from coppice.frontend.text.streams import TextDelta
+
+
+class RequestFailed(RuntimeError):
+    """A request ended because a step failed."""
+
+
+class EngineStopped(RequestFailed):
+    """The engine takes no requests at present, or ended before this one did."""
+
+
+class Deltas(AsyncIterator[tuple[int, TextDelta]]):
+    """Deltas of several requests, each with the place of its prompt, for `async with`.
+
+    Leaving the `async with` before the end, cancellation included, aborts what still runs and gives
+    its pages back. What comes faster than it is taken is joined, so that a slow reader gets larger
+    pieces and not a growing backlog of small ones.
+    """
+
+    def __init__(self, names: Sequence[str], abandon: Callable[[str], None]) -> None:
+        """`names` are the engine's, in the order of the prompts; `abandon` ends one of them."""
+        self._places = {name: place for place, name in enumerate(names)}
+        self._running = set(names)
+        self._abandon = abandon
+        self._arrived: dict[tuple[str, int], TextDelta] = {}  # in the order of arrival
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
+        self._taken: deque[TextDelta] = deque()
+        self._idle = False  # whether somebody waits for the next one, and nothing is there
+        self._take: Callable[[int, TextDelta], bool] | None = None
+
+    async def __aenter__(self) -> Deltas:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Aborts what still runs."""
+        for name in self._running:
+            self._abandon(name)
+        self._running.clear()
+        self._take = None  # its owner holds this object: a circle would wait for the collector
+
+    @property
+    def hurried(self) -> bool:
+        """Whether the next one, or the end, can be had without waiting."""
+        return bool(self._taken or self._arrived or self._failure or not self._running)
+
+    def take_by(self, take: Callable[[int, TextDelta], bool]) -> None:
+        """From now on `take` is offered, with its place, what comes while the next is waited for.
+
+        It saves waking whoever waits. What it declines by False, and every delta with an `output`,
+        goes the usual way, and so does what it raises.
+        """
+        self._take = take
+
+    def put(self, item: TextDelta | RequestFailed) -> None:
+        """Takes what the engine made; in the event loop's thread."""
+        if isinstance(item, RequestFailed):
+            self._failure = item
+        else:
+            if self._idle and self._take is not None and item.output is None:
+                try:
+                    if self._take(self._places[item.request_id], item):
+                        return
+                except Exception as error:
+                    self._failure = error
+                    self._wake()
+                    return
+            key = (item.request_id, item.index)
+            if key in self._arrived:
+                item.follow(self._arrived[key])
+            self._arrived[key] = item
+        self._wake()
+
+    def _wake(self) -> None:
+        self._idle = False
+        self._news.set()
+
+    async def __anext__(self) -> tuple[int, TextDelta]:
+        while not self._taken:
+            if self._arrived:
+                self._taken.extend(self._arrived.values())
+                self._arrived.clear()
+                break
+            if self._failure is not None:
+                raise self._failure
+            if not self._running:
+                raise StopAsyncIteration
+            self._news.clear()
+            self._idle = True
+            try:
+                await self._news.wait()
+            finally:
+                self._idle = False
+        delta = self._taken.popleft()
+        if delta.output is not None:
+            self._running.discard(delta.request_id)
+            self._abandon(delta.request_id)  # it has ended: this only forgets it
+            for completion in delta.output.outputs:
+                if completion.finish_reason == "error":  # only the text before it is left to tell
+                    self._failure = RequestFailed(str(completion.stop_reason))
+                    delta.completion = delta.output = None
+        return self._places[delta.request_id], delta
+
+    async def outputs(self) -> list[RequestOutput]:
+        """The whole results, in the order of the prompts. Raises RequestFailed."""
+        found: dict[int, RequestOutput] = {}
+        async for place, delta in self:
+            if delta.output is not None:
+                found[place] = delta.output
+        return [found[place] for place in sorted(found)]

@@ -1,0 +1,384 @@
+"""The engine in its own process, with a face for asyncio: submit, read, ask; restarts included.
+
+event loop   submit -> channel -> | engine's process: calls, step, step, ...
+Deltas <- event loop <- reader <- | outputs of each step
+           (thread: tokens to text, stop strings; most wait there for a round, see rounds.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any, Protocol, TypeAlias
+
+from coppice.frontend.client.deltas import Deltas, EngineStopped, RequestFailed
+from coppice.frontend.client.pacing import Rounds
+from coppice.frontend.text.streams import TextDelta, Texts
+from coppice.frontend.text.tokenizer import Tokenizer
+from coppice.runtime.process.channel import Channel
+from coppice.runtime.process.messages import Leaving, Ready, is_short, step_output
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling.beam_search import BeamSearchParams
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; each doubles the last
+STEADY_SECONDS = 60.0  # an engine that ran so long begins with the first pause again
+NICE = 10  # how much lower the priority of the threads is that give way: a tenth of the weight
+STOP_SECONDS = 10.0  # for the step that runs when the engine is to stop
+
+Item: TypeAlias = tuple[str, TextDelta | RequestFailed]
+"""What became of a request, by its name."""
+
+
+class Launched(Protocol):
+    """An engine that runs behind a channel, such as an `EngineProcess`."""
+
+    @property
+    def connection(self) -> Connection: ...
+    def wait(self, timeout: float | None = None) -> str | None: ...
+    def kill(self) -> None: ...
+
+
+class EngineClient:
+    """Starts an engine, lets coroutines of one event loop use it, and replaces it if it dies.
+
+    Args:
+        launch: starts an engine; called again after each death.
+        tokenizer: of the model.
+        longest_delay: seconds that tokens wait at most so that several leave together; 0: none.
+        gives_way: whether the threads of this side leave the processor to the engine's where both
+            want it (Linux). A step waits for the last of its threads, so one that was displaced
+            for a millisecond costs all of them that.
+
+    Attributes:
+        tokenizer: the same.
+        texts: what the running requests have said so far.
+        ready: what the engine said when it had been loaded; None before the first time.
+        trouble: why there is no engine at present; None if there is.
+        restarts: engines that were started after the first one.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[[], Launched],
+        tokenizer: Tokenizer,
+        *,
+        longest_delay: float = 0.0,
+        gives_way: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.texts = Texts(tokenizer)
+        self.ready: Ready | None = None
+        self.trouble: str | None = "the engine has not been started"
+        self.restarts = 0
+        self._launch = launch
+        self._longest_delay = longest_delay
+        self._gives_way = gives_way and sys.platform == "linux"
+        # An engine gets the priority of the thread that launches it, and a thread that of the one
+        # that starts it: this one is started before the others give way.
+        self._launcher = ThreadPoolExecutor(1, "coppice-launcher")
+        self._names = count()
+        self._numbers = count()
+        self._last_word: str | None = None  # of an engine that is about to end
+        self._running: dict[str, Deltas] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._stopping = False
+        self._pause = FIRST_PAUSE
+        self._engine: Launched | None = None
+        self._channel: Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loaded: asyncio.Future[Ready] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._reader: threading.Thread | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return self.trouble is None
+
+    @property
+    def running(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._running)
+
+    async def start(self) -> Ready:
+        """Starts the engine and waits until its model is loaded; in the event loop of all calls.
+
+        Raises what the engine raises while loading; RuntimeError if its process dies over it.
+        """
+        self._loop = asyncio.get_running_loop()
+        self.trouble = "the engine is loading its model"
+        return await self._start()
+
+    async def stop(self) -> None:
+        """Ends the engine after its current step; requests that still run fail with a message."""
+        self._stopping = True
+        self.trouble = "the server is stopping"
+        if self._restarting is not None:
+            self._restarting.cancel()
+        if self._channel is not None:
+            self._channel.send(None)
+        if self._reader is not None and self._engine is not None:
+            ended = await asyncio.to_thread(self._engine.wait, STOP_SECONDS)
+            if ended is None:
+                log.warning("the engine did not end within %s seconds: killed", STOP_SECONDS)
+                self._engine.kill()
+            await asyncio.to_thread(self._reader.join)
+        self._launcher.shutdown(wait=False)
+        self._fail_all("the engine was stopped")
+
+    async def submit(
+        self,
+        prompts: Sequence[tuple[str | None, Sequence[int]]],
+        params: SamplingParams,
+        *,
+        beam: BeamSearchParams | None = None,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+        priority: int = 0,
+        in_pieces: bool = True,
+    ) -> Deltas:
+        """Queues a request for each prompt (its text if there is one, its token ids), all at once.
+
+        Arguments are those of `Engine.add_request`, and of `Engine.add_beam_search` for `beam`. If
+        nobody wants it `in_pieces`, there is one delta for each prompt, with the whole.
+
+        Raises:
+            ValueError, QueueFull: the engine refuses one of them; then none runs.
+            EngineStopped: there is no engine at present.
+        """
+        packed = [_packed(ids) for _, ids in prompts]
+        names = [f"request-{next(self._names)}" for _ in prompts]
+        deltas = Deltas(names, self._abandon)
+        method = "add_request" if beam is None else "add_beam_search"
+        given = self.texts.for_engine(params) if beam is None else self.texts.for_engine(beam)
+        for name, (text, ids) in zip(names, prompts, strict=True):
+            self._running[name] = deltas
+            self.texts.add(name, text, ids, params, in_pieces=in_pieces)
+        try:
+            more = {"cache_salt": cache_salt, "tenant": tenant, "priority": priority}
+            answers = [
+                self._call(method, name, tokens, given, **more)
+                for name, tokens in zip(names, packed, strict=True)
+            ]
+            if len(answers) == 1:
+                await answers[0]
+            else:
+                for refusal in await asyncio.gather(*answers, return_exceptions=True):
+                    if refusal is not None:
+                        raise refusal
+        except BaseException:  # refused, or cancelled while the engine was busy with a step
+            deltas.close()
+            raise
+        return deltas
+
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a public method of the engine by its name, between two steps.
+
+        Arguments and results are plain data that can be pickled.
+
+        Raises:
+            ValueError: the engine has no such public method.
+            EngineStopped: there is no engine at present; besides, whatever the method raises.
+        """
+        return await self._call(method, *args, **kwargs)
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        if self.trouble is not None or self._channel is None or self._loop is None:
+            raise EngineStopped(f"the engine takes no requests now: {self.trouble}")
+        number = next(self._numbers)
+        answer = self._answers[number] = self._loop.create_future()
+        answer.add_done_callback(lambda _: self._answers.pop(number, None))
+        self._channel.send((number, method, args, kwargs))
+        return answer
+
+    def _abandon(self, name: str) -> None:
+        """Forgets a request that nobody waits for any more; if it still runs, it is aborted."""
+        self._running.pop(name, None)
+        if self.texts.drop(name) and self._channel is not None:
+            self._channel.send((None, "abort", (name,), {}))
+
+    # -- life and death of the engine, in the event loop -----------------------------------------
+
+    async def _start(self) -> Ready:
+        assert self._loop is not None
+        self._loaded = self._loop.create_future()
+        self._engine = await self._loop.run_in_executor(self._launcher, self._launch)
+        if self._gives_way:
+            self._gives_way = False
+            os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
+        self._channel = Channel(self._engine.connection)
+        self._reader = threading.Thread(
+            target=self._read,
+            args=(self._engine, self._channel),
+            name="coppice-reader",
+            daemon=True,
+        )
+        self._reader.start()
+        self.ready = await self._loaded
+        if not self._stopping:
+            self.trouble = None
+        return self.ready
+
+    def _handle(self, item: Any) -> None:
+        """An answer, the word that the model is or can't be loaded, or why the engine ends."""
+        if isinstance(item, tuple):
+            number, failed, result = item
+            answer = self._answers.get(number)
+            if answer is None or answer.done():
+                return
+            if failed:
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
+        elif isinstance(item, Leaving):
+            self._last_word = item.reason
+        elif self._loaded is not None and not self._loaded.done():
+            if isinstance(item, Ready):
+                self._loaded.set_result(item)
+            else:
+                self._loaded.set_exception(item)
+
+    def _ended(self, reason: str, seconds: float) -> None:
+        """The engine is gone: who waits for it learns why, and another one is started."""
+        self._channel = None
+        if self._stopping:
+            return
+        last_word, self._last_word = self._last_word, None
+        trouble = f"the engine died: {last_word or reason}"
+        was_ready = self.trouble is None
+        self.trouble = trouble
+        self._fail_all(trouble)
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_exception(RuntimeError(trouble))
+        elif was_ready:
+            log.error("%s", trouble)
+            if seconds >= STEADY_SECONDS:
+                self._pause = FIRST_PAUSE
+            self._restarting = asyncio.get_running_loop().create_task(self._restart(trouble))
+
+    async def _restart(self, trouble: str) -> None:
+        while True:
+            self.trouble = f"{trouble}; it is started again in {self._pause:g} s"
+            await asyncio.sleep(self._pause)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self.trouble = f"{trouble}; another is loading the model"
+            self.restarts += 1
+            try:
+                await self._start()
+            except Exception as error:
+                trouble = f"the engine could not be started again: {error}"
+                log.error("%s", trouble)
+            else:
+                log.warning("the engine runs again")
+                return
+
+    def _fail_all(self, reason: str) -> None:
+        for answer in list(self._answers.values()):
+            if not answer.done():
+                answer.set_exception(EngineStopped(reason))
+        for name, deltas in list(self._running.items()):
+            self.texts.drop(name)
+            deltas.put(EngineStopped(reason))
+        self._running.clear()
+
+    def _deliver(self, items: Sequence[Item]) -> None:
+        for name, item in items:
+            deltas = self._running.get(name)
+            if deltas is not None:  # somebody still waits for it
+                deltas.put(item)
+
+    def _deliver_round(self, items: Sequence[Item], rounds: Rounds, cost: float) -> None:
+        """`cost` is what the round took before."""
+        begun = time.thread_time()
+        try:
+            self._deliver(items)
+        finally:
+            rounds.end(cost + time.thread_time() - begun)
+
+    # -- in the reader's thread ------------------------------------------------------------------
+
+    def _read(self, engine: Launched, channel: Channel) -> None:
+        rounds = Rounds(self._longest_delay)
+        begun = time.monotonic()
+        try:
+            while True:
+                left = rounds.left()
+                if left is None or channel.wait(left):
+                    for item in channel.receive():
+                        if isinstance(item, list):
+                            self._advance(item, rounds, channel)
+                        else:
+                            self._tell(self._handle, item)
+                if rounds.due:
+                    self._send_round(rounds, channel)
+        except EOFError:
+            reason = engine.wait()
+            self._send_round(rounds, channel)  # what it made before it died
+            channel.close()
+            self._tell(self._ended, reason, time.monotonic() - begun)
+
+    def _advance(self, rows: Sequence[tuple[Any, ...]], rounds: Rounds, channel: Channel) -> None:
+        """Makes text of what does not wait for a round."""
+        items: list[Item] = []
+        patient = self._longest_delay > 0
+        for row in rows:
+            if is_short(row) and self.texts.keep(*row[:3], patient=patient):
+                continue
+            output = step_output(row)
+            name = output.request_id
+            try:
+                delta, stopped = self.texts.advance(output, patient=patient)
+            except Exception as error:  # whoever else waits must not suffer from it
+                items.append((name, self._no_text(name, error, channel)))
+                continue
+            if stopped:
+                channel.send((None, "abort", (name, output.index), {}))
+            if delta is not None:
+                items.append((name, delta))
+        if items:
+            self._tell(self._deliver, items)
+        if self.texts.waiting:
+            rounds.came()
+
+    def _send_round(self, rounds: Rounds, channel: Channel) -> None:
+        rounds.begin()
+        begun = time.thread_time()
+        items: list[Item] = []
+        for name, index in self.texts.waiting:
+            try:
+                delta = self.texts.release(name, index)
+            except Exception as error:
+                items.append((name, self._no_text(name, error, channel)))
+                continue
+            if delta is not None:
+                items.append((name, delta))
+        self._tell(self._deliver_round, items, rounds, time.thread_time() - begun)
+
+    def _no_text(self, name: str, error: Exception, channel: Channel) -> RequestFailed:
+        log.error("the text of %s could not be made", name, exc_info=error)
+        channel.send((None, "abort", (name,), {}))
+        return RequestFailed(f"no text: {type(error).__name__}: {error}")
+
+    def _tell(self, function: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+def _packed(token_ids: Sequence[int]) -> array[int]:
+    """Token ids as they travel. Raises ValueError for those that no vocabulary can have."""
+    try:
+        return array("i", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"prompt token ids must be integers of a vocabulary: {error}") from error

@@ -1,0 +1,67 @@
+"""The engine's own process: started, watched, ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
+from typing import Any
+
+from coppice.frontend.http import logs
+from coppice.runtime.config import EngineConfig
+
+# A fork would take the locks of whatever threads run here along in an unknown state.
+_context = multiprocessing.get_context("spawn")
+
+
+class EngineProcess:
+    """A process that runs `engine_main`; `connection` is this side's end of its channel."""
+
+    def __init__(self, config: EngineConfig, log_format: str = "text", **more: Any) -> None:
+        """Starts it. Loading the model takes until it sends `Ready`.
+
+        `more` are further arguments of `Engine`, which can be pickled.
+        """
+        self.connection, theirs = _context.Pipe()
+        args = (config, log_format, theirs, more)
+        self._process = _context.Process(
+            target=_main, args=args, name="coppice-engine", daemon=True
+        )
+        self._reaping = threading.Lock()
+        self._process.start()
+        theirs.close()  # so that this side sees the end of the channel when the process ends
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def wait(self, timeout: float | None = None) -> str | None:
+        """Waits for its end; why it ended, in words, or None if it goes on."""
+        if not wait_for([self._process.sentinel], timeout):
+            return None
+        with self._reaping:  # of two threads that do so at once, one would learn nothing
+            self._process.join()
+        code = self._process.exitcode
+        assert code is not None
+        if code >= 0:
+            return f"it ended with status {code}"
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
+        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+        return f"it was killed by {name}{hint}"
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+
+
+def _main(
+    config: EngineConfig, log_format: str, connection: Connection, more: dict[str, Any]
+) -> None:
+    """Of the engine's process."""
+    # Not at the top: who starts it needs neither torch nor what else computes.
+    from coppice.runtime.process.loop import engine_main
+
+    logs.configure(log_format)
+    engine_main(config, connection, more)

@@ -1,0 +1,117 @@
+"""The options of engine, server and sampler on the command line, made from their dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from dataclasses import Field, fields
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from coppice.frontend.http.options import ServerOptions
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.requests.sampling_params import SamplingParams
+
+# The commands take the most probable token unless told otherwise, so that the same command gives
+# the same text twice; and enough tokens for an answer.
+CLI_DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
+
+# A server's requests come from many users: none may wait much longer than first come first served
+# would let it, and none may stall the others' answers. One user's batch just has to be done soon.
+SERVER_DEFAULTS = {"overtaking": 0.15, "max_step_stretch": 2.5}
+
+_SAMPLING_HELP = {
+    "temperature": "0 takes the most probable token; above, the higher the more varied",
+    "top_p": "only the most probable tokens that together reach this probability",
+    "top_k": "only so many of the most probable tokens; 0: all",
+    "min_p": "only tokens at least this fraction as probable as the most probable one",
+    "presence_penalty": "taken from the logits of tokens that were generated before",
+    "frequency_penalty": "taken from them once for each time that they were generated",
+    "repetition_penalty": "divides the logits of tokens in prompt and output; 1: no penalty",
+    "max_tokens": "most tokens to generate for a prompt",
+    "min_tokens": "fewest tokens before anything may end the text",
+    "ignore_eos": "go on after the model's end-of-text token",
+}
+
+
+def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """One option for each field of `EngineConfig` but the model; `defaults` replace its own."""
+    group = parser.add_argument_group("engine options")
+    hints = get_type_hints(EngineConfig)
+    for option in fields(EngineConfig):
+        if option.name != "model":
+            default = defaults.get(option.name, option.default)
+            _add(group, option, hints[option.name], option.metadata["help"], default)
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The values of the engine's options, for `EngineConfig` or `LLM`."""
+    names = [option.name for option in fields(EngineConfig) if option.name != "model"]
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of `ServerOptions`."""
+    group = parser.add_argument_group("server options")
+    hints = get_type_hints(ServerOptions)
+    for option in fields(ServerOptions):
+        _add(group, option, hints[option.name], option.metadata["help"], option.default)
+
+
+def server_options(arguments: argparse.Namespace) -> ServerOptions:
+    """The server options' values. Raises ValueError if one is out of range."""
+    values: dict[str, Any] = {}
+    for option in fields(ServerOptions):
+        value = getattr(arguments, option.name)
+        values[option.name] = tuple(value) if isinstance(value, list) else value
+    return ServerOptions(**values)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """The options of `SamplingParams` that make sense for a command; `defaults` replace its own."""
+    group = parser.add_argument_group("sampling options")
+    hints = get_type_hints(SamplingParams)
+    for option in fields(SamplingParams):
+        if option.name in _SAMPLING_HELP:
+            default = (CLI_DEFAULTS | defaults).get(option.name, option.default)
+            _add(group, option, hints[option.name], _SAMPLING_HELP[option.name], default)
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text (may be repeated)"
+    )
+
+
+def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options that a server must be told: those that ask for something."""
+    values = {name: getattr(arguments, name) for name in _SAMPLING_HELP}
+    neutral = {option.name: option.default for option in fields(SamplingParams)}
+    told = {n: v for n, v in values.items() if n in CLI_DEFAULTS or v != neutral[n]}
+    return told | ({"stop": arguments.stop} if arguments.stop else {})
+
+
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """The sampling options' values. Raises ValueError if one is out of range."""
+    values = {name: getattr(arguments, name) for name in _SAMPLING_HELP}
+    return SamplingParams(stop=arguments.stop, **values)
+
+
+def _add(
+    group: argparse._ArgumentGroup, option: Field[Any], hint: Any, text: str, default: Any
+) -> None:
+    flag = "--" + option.name.replace("_", "-")
+    if get_origin(hint) is tuple:  # argparse copies a list before it appends
+        group.add_argument(flag, action="append", default=[], metavar="TEXT", help=text)
+        return
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (part for part in get_args(hint) if part is not type(None))
+    if hint is bool:
+        if default is not None:
+            text += f" (default: {'on' if default else 'off'})"
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+        return
+    if get_origin(hint) is tuple:
+        group.add_argument(flag, nargs="+", type=int, default=default, metavar="N", help=text)
+        return
+    if default is not None:
+        text += f" (default: {default})"
+    metavar = {int: "N", float: "X"}.get(hint, "NAME")
+    group.add_argument(flag, type=hint, default=default, metavar=metavar, help=text)

@@ -1,0 +1,170 @@
+"""What surrounds every route: ids and log lines, errors in the API's shape, CORS, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from coppice.frontend.client.deltas import EngineStopped, RequestFailed
+from coppice.frontend.http.access import Access, Guest
+from coppice.frontend.http.bodies import BadRequest, error_body
+from coppice.frontend.http.ids import fresh_id
+from coppice.frontend.http.routes import Handler
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 5
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+CLIENT_IS_GONE = 499  # nginx's number for it; only the log sees it
+PREFLIGHT_SECONDS = 600  # that a browser need not ask again
+LONGEST_ID = 128  # characters of an id that a client brings
+
+
+@dataclass(slots=True)
+class Note:
+    """What is known of a request while it is handled."""
+
+    request_id: str
+    guest: Guest | None = None
+    fields: dict[str, Any] = field(default_factory=dict)  # for its line in the log
+
+
+NOTE = web.RequestKey("note", Note)
+
+
+def middlewares(access: Access, cors_origins: tuple[str, ...]) -> list[Middleware]:
+    """All of them, the outermost first."""
+    return [written_down, cross_origin(cors_origins), errors_as_json, admitted(access)]
+
+
+@web.middleware
+async def written_down(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Gives each request an id and, when it ends, a line in the log."""
+    given = request.headers.get("X-Request-Id", "")
+    usable = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
+    note = request[NOTE] = Note(given if usable else fresh_id())
+    begun, status = time.monotonic(), CLIENT_IS_GONE
+    try:
+        response = await handler(request)
+        status = response.status
+        if not response.prepared:
+            response.headers["X-Request-Id"] = note.request_id
+        return response
+    finally:
+        fields = {
+            "request_id": note.request_id,
+            "method": request.method,
+            "path": request.path,
+            "status": status,
+            "seconds": round(time.monotonic() - begun, 4),
+        }
+        if note.guest is not None and note.guest.name:
+            fields["key"] = note.guest.name
+        level = logging.DEBUG if request.path.startswith("/health") else logging.INFO
+        log.log(level, "request", extra={"fields": fields | note.fields})
+
+
+def cross_origin(origins: tuple[str, ...]) -> Middleware:
+    """Lets the scripts of web pages from these origins use the server; without any, none.
+
+    A browser sends some requests of a foreign page without asking first, and only keeps the answer
+    from it: on a server without keys that would do for emptying the cache. So these are refused.
+    """
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        headers = cors_headers(request, origins)
+        if not headers and request.method not in SAFE_METHODS and _is_foreign(request):
+            text = (
+                f"pages from {request.headers['Origin'][:200]} may not use this server; "
+                f"--cors-origin would allow it"
+            )
+            body = error_body(text, kind="permission_error", code="forbidden")
+            return web.json_response(body, status=403)
+        asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        response = web.Response(status=204) if asks and headers else await handler(request)
+        if not response.prepared:  # a stream has sent them already, see `stream_headers`
+            response.headers.update(headers)
+        return response
+
+    return middleware
+
+
+def _is_foreign(request: web.Request) -> bool:
+    """Whether it comes from a web page that is not this server's own."""
+    origin = request.headers.get("Origin")
+    return origin is not None and origin.partition("://")[2] != request.host
+
+
+def cors_headers(request: web.Request, origins: tuple[str, ...]) -> dict[str, str]:
+    """What an answer must carry so that a browser hands it to the page; none for other pages."""
+    origin = request.headers.get("Origin")
+    if origin is None or not ("*" in origins or origin in origins):
+        return {}
+    return {
+        "Access-Control-Allow-Origin": origin,
+        "Access-Control-Allow-Methods": "GET, POST, PUT, DELETE",
+        # Clients bring headers of their own, as OpenAI's for browsers does: none does any harm.
+        "Access-Control-Allow-Headers": request.headers.get(
+            "Access-Control-Request-Headers", "Authorization, Content-Type, X-Request-Id"
+        ),
+        "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
+        "Access-Control-Max-Age": str(PREFLIGHT_SECONDS),
+        "Vary": "Origin, Access-Control-Request-Headers",
+    }
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure in the API's error shape."""
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        headers = {}
+        if error.status == 429:
+            headers["Retry-After"] = str(error.retry_after or RETRY_AFTER_SECONDS)
+        if error.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return web.json_response(error.body, status=error.status, headers=headers)
+    except web.HTTPException as error:
+        text = f"{request.method} {request.path}: {error.reason}"
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            text = f"the body must have at most {request.client_max_size:,} bytes (max_body_bytes)"
+        elif isinstance(error, web.HTTPNotFound):
+            text += "; /openapi.json names what there is"
+        headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+        body = error_body(text, kind="invalid_request_error")
+        return web.json_response(body, status=error.status, headers=headers)
+    except EngineStopped as error:
+        body = error_body(str(error), kind="server_error")
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return web.json_response(body, status=503, headers=headers)
+    except RequestFailed as error:
+        return web.json_response(error_body(str(error), kind="server_error"), status=500)
+    except TimeoutError as error:
+        return web.json_response(error_body(str(error), kind="timeout_error"), status=504)
+    except (ConnectionError, asyncio.CancelledError):  # the client is gone: there is nobody to tell
+        raise
+    except Exception as error:
+        log.exception("%s %s failed", request.method, request.path)
+        text = f"internal error: {type(error).__name__}: {error}"
+        return web.json_response(error_body(text, kind="server_error"), status=500)
+
+
+def admitted(access: Access) -> Middleware:
+    """Refuses whoever may not use the server, or not so much of it."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        guest = access.guest(request.path, request.headers.get("Authorization"))
+        request[NOTE].guest = guest
+        with access.using(guest, request.path):
+            return await handler(request)
+
+    return middleware

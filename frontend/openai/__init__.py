@@ -1,0 +1,1 @@
+"""The OpenAI API: its requests, read strictly, and its answers, whole or as streams."""

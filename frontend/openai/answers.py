@@ -1,0 +1,313 @@
+"""What the OpenAI API answers with: whole objects, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coppice.frontend.http.ids import fresh_id
+from coppice.frontend.openai.logprobs import (
+    Place,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    prompt_logprobs,
+)
+from coppice.frontend.openai.prepare import Prepared
+from coppice.frontend.openai.requests import CompletionRequest
+from coppice.frontend.openai.tools.formats import ToolFormat
+from coppice.frontend.openai.tools.readers import CallBegins, Piece, TextPiece, ToolReader
+from coppice.frontend.text.outputs import CompletionOutput, RequestOutput
+from coppice.frontend.text.streams import TextDelta
+from coppice.frontend.text.tokens import TokenTexts
+
+Places = Sequence[Place] | None
+
+
+def without_text(output: RequestOutput) -> RequestOutput:
+    """The result of a request that wanted nothing but its prompt: no token was generated."""
+    made = [
+        CompletionOutput(each.index, "", (), "length", None, text_offsets=(), logprobs=[])
+        for each in output.outputs
+    ]
+    return replace(output, outputs=made, left_out_tokens=0)
+
+
+class Completion:
+    """The answers of /v1/completions to one request."""
+
+    object_whole = "text_completion"
+    object_chunk = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(
+        self,
+        model: str,
+        asked: CompletionRequest,
+        prepared: Prepared,
+        texts: TokenTexts,
+        format: ToolFormat | None = None,
+    ) -> None:
+        """`format` is that of the model's calls of tools; needed if tools are asked for."""
+        self._asked = asked
+        self._params = prepared.params
+        self._echoes = prepared.echoes
+        self._texts = texts
+        self._format = format
+        self._id = f"{self.prefix}-{fresh_id()}"
+        self._model = model
+        self._created = int(time.time())
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer in one piece."""
+        made = [(output, each) for output in outputs for each in output.outputs]
+        choices = [self._choice(index, *pair) for index, pair in enumerate(made)]
+        return self._object(self.object_whole, choices) | {"usage": usage(outputs)}
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """What is sent before there is any text."""
+        if not self._echoes:
+            return []
+        text = self._echoes[index // self._params.n].text
+        choice = {"index": index, "text": text, "logprobs": None, **_ending(None)}
+        return [self._object(self.object_chunk, [choice])]
+
+    def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
+        """What is sent for one delta."""
+        if delta.best_so_far is not None and delta.completion is None:
+            choice = {"index": index, "text": "", "logprobs": None, **_ending(None)}
+            return [self._object(self.object_chunk, [choice | _best_so_far(delta.best_so_far)])]
+        if not delta.text and not delta.logprobs and delta.completion is None:
+            return []
+        logprobs = self._logprobs(delta.logprobs, delta.text_offsets)
+        choice = {"index": index, "text": delta.text, "logprobs": logprobs}
+        return [self._object(self.object_chunk, [choice | _ending(delta.completion)])]
+
+    @property
+    def frames_text(self) -> bool:
+        """Whether the chunks of new text are alike but for the text, whatever it is."""
+        return True
+
+    def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The last chunk, if it was asked for."""
+        return self._object(self.object_chunk, []) | {"usage": usage(outputs)}
+
+    def _choice(self, index: int, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
+        text, logprobs = made.text, self._logprobs(made.logprobs, made.text_offsets)
+        if self._echoes:
+            echo = self._echoes[index // self._params.n]
+            text = echo.text + text
+            if self._params.logprobs is not None and output.prompt_logprobs is not None:
+                logprobs = logprobs or completion_logprobs((), ())
+                logprobs = echoed_logprobs(
+                    output.prompt_logprobs, echo.offsets, echo.tokens, len(echo.text), logprobs
+                )
+        choice = {"index": index, "text": text, "logprobs": logprobs, **_ending(made)}
+        return choice | self._prompt(output)
+
+    def _prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """vLLM's field with the logprobs of the prompt, if they were asked for."""
+        places = output.prompt_logprobs
+        if places is None or not self._asked.prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(places)}
+
+    def _logprobs(self, places: Places, offsets: Sequence[int] | None) -> dict[str, Any] | None:
+        return completion_logprobs(places, offsets or ()) if places else None
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+
+class ChatCompletion(Completion):
+    """The answers of /v1/chat/completions to one request."""
+
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._readers: dict[int, ToolReader] = {}  # of each choice of a stream
+
+    @property
+    def frames_text(self) -> bool:
+        return self._asked.tools is None or self._format is None
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None)]
+
+    def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
+        if delta.best_so_far is not None and delta.completion is None:
+            chunk = self._chunk(index, {}, None)
+            chunk["choices"][0] |= _best_so_far(delta.best_so_far)
+            return [chunk]
+        said = self._said(index, delta) if delta.text or delta.completion is not None else []
+        if delta.logprobs and not said:
+            said = [{"content": ""}]
+        made = [self._chunk(index, each, None) for each in said]
+        if delta.logprobs:
+            made[0]["choices"][0]["logprobs"] = self._logprobs(delta.logprobs, None)
+        if delta.completion is not None:
+            made.append(self._chunk(index, {}, delta.completion))
+            if index in self._readers:
+                _called(made[-1]["choices"][0], self._readers[index].calls)
+        return made
+
+    def _said(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
+        """The deltas, in the API's sense, of one of the engine's."""
+        tools = self._asked.tools
+        if tools is None or self._format is None:
+            return [{"content": delta.text}] if delta.text else []
+        if index not in self._readers:
+            self._readers[index] = self._format.reader(tools)
+        reader = self._readers[index]
+        pieces = reader.push(delta.text)
+        if delta.completion is not None:
+            pieces += reader.end()
+        return [_piece(piece) for piece in pieces]
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        completion: CompletionOutput | None,
+        places: Places = None,
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(places, None)
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, **_ending(completion)}
+        return self._object(self.object_chunk, [choice])
+
+    def _choice(self, index: int, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": made.text, "refusal": None}
+        calls: list[dict[str, Any]] = []
+        if self._asked.tools is not None and self._format is not None:
+            reader = self._format.reader(self._asked.tools)
+            text, calls = _read(reader.push(made.text) + reader.end())
+            if calls:
+                message |= {"content": text or None, "tool_calls": calls}
+        logprobs = self._logprobs(made.logprobs, None)
+        choice = {"index": index, "message": message, "logprobs": logprobs, **_ending(made)}
+        _called(choice, len(calls))
+        return choice
+
+    def _logprobs(self, places: Places, offsets: Sequence[int] | None) -> dict[str, Any] | None:
+        return chat_logprobs(places, self._params.logprobs or 0, self._texts) if places else None
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return super().whole(outputs) | self._prompt(outputs[0])
+
+
+class UsageSoFar:
+    """Token counts of a stream while it runs, over all choices; in the end they are `usage`'s.
+
+    Args:
+        prompts: token ids of each prompt.
+    """
+
+    def __init__(self, prompts: Iterable[Sequence[int]]) -> None:
+        self._prompt = sum(map(len, prompts))
+        self._completion: dict[int, int] = {}  # tokens behind each prompt
+        self._cached: dict[int, int] = {}
+
+    def add(self, place: int, delta: TextDelta) -> None:
+        """Counts what was made of the prompt at that place."""
+        self._cached[place] = delta.cached_tokens
+        before = self._completion.get(place, 0)
+        self._completion[place] = (
+            before + len(delta.new_token_ids) if delta.output is None else _generated(delta.output)
+        )
+
+    def now(self) -> dict[str, Any]:
+        """The counts; hits are known from the first piece of text on."""
+        return _usage(self._prompt, sum(self._completion.values()), sum(self._cached.values()))
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Token counts over all choices of a request; a prompt counts once, whatever its `n`.
+
+    What `best_of` left out was generated too, and counts.
+    """
+    return _usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(map(_generated, outputs)),
+        sum(output.cached_tokens for output in outputs),
+    )
+
+
+def _generated(output: RequestOutput) -> int:
+    return sum(len(each.token_ids) for each in output.outputs) + output.left_out_tokens
+
+
+def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _ending(completion: CompletionOutput | None) -> dict[str, Any]:
+    if completion is None:
+        return {"finish_reason": None, "stop_reason": None}
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+def _best_so_far(best: CompletionOutput) -> dict[str, Any]:
+    """A field of our own: the line that leads a beam search, as a whole; the next may differ.
+
+    Clients that do not know it see an empty piece of text. The results come at the end, each as a
+    whole in one piece.
+    """
+    return {
+        "best_so_far": {
+            "text": best.text,
+            "tokens": len(best.token_ids),
+            "score": best.score,
+            "cumulative_logprob": best.cumulative_logprob,
+            "finished": best.finish_reason is not None,
+        }
+    }
+
+
+def _called(choice: dict[str, Any], calls: int) -> None:
+    """A text that ended by itself ended with its calls, if it has some."""
+    if calls and choice["finish_reason"] == "stop":
+        choice["finish_reason"] = "tool_calls"
+
+
+def _piece(piece: Piece) -> dict[str, Any]:
+    if isinstance(piece, TextPiece):
+        return {"content": piece.text}
+    if isinstance(piece, CallBegins):
+        call = {"index": piece.index, **_call(piece.name, "")}
+    else:
+        call = {"index": piece.index, "function": {"arguments": piece.text}}
+    return {"tool_calls": [call]}
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{fresh_id()[:24]}", "type": "function", "function": function}
+
+
+def _read(pieces: Sequence[Piece]) -> tuple[str, list[dict[str, Any]]]:
+    """The text beside the calls, and the calls."""
+    text, calls = "", []
+    for piece in pieces:
+        if isinstance(piece, TextPiece):
+            text += piece.text
+        elif isinstance(piece, CallBegins):
+            calls.append(_call(piece.name, ""))
+        else:
+            calls[piece.index]["function"]["arguments"] += piece.text
+    return text, calls

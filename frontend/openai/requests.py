@@ -1,0 +1,356 @@
+"""The OpenAI API's requests, read strictly: every parameter is honoured or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, StringConstraints
+
+from coppice.frontend.http.bodies import BadRequest, Body, Only, between, read, says
+from coppice.frontend.openai.response_formats import Form, Formed, form_of
+from coppice.frontend.openai.tools.choice import Tool, ToolChoice, Tools, tools_of
+from coppice.frontend.text.conversation import MessageBody
+from coppice.frontend.text.tokenizer import Message
+from coppice.runtime.requests.sampling_params import (
+    MAX_BIAS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
+from coppice.runtime.sampling.beam_search import MAX_PENALTY, SHARED_WITH_SAMPLING, BeamSearchParams
+
+PromptInput: TypeAlias = str | list[int]
+
+# Alternatives a token that a client may ask for; the API's own limit for chats.
+MAX_LOGPROBS = 20
+_MOST = 2**31 - 1
+
+_TokenIds: TypeAlias = Annotated[
+    list[Annotated[int, between(0, _MOST)]],
+    Field(fail_fast=True),
+    says("a list of token ids (0 or above)"),
+]
+_TokenId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+_Prompt: TypeAlias = Annotated[
+    str
+    | Annotated[list[int], Field(min_length=1, fail_fast=True)]
+    | Annotated[
+        list[str | Annotated[list[int], Field(fail_fast=True)]], Field(min_length=1, fail_fast=True)
+    ],
+    says("a string, a list of token ids, or a list of either, and not be empty"),
+]
+_Bias: TypeAlias = Annotated[
+    dict[_TokenId, Annotated[float, between(-MAX_BIAS, MAX_BIAS)]],
+    says(f"an object from token ids to numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}"),
+]
+# Clients say false for none. The integer comes first, since 0 equals False.
+_Logprobs: TypeAlias = Annotated[
+    Annotated[
+        Annotated[int, between(0, MAX_LOGPROBS)] | Literal[False],
+        Field(union_mode="left_to_right"),
+    ],
+    says(f"an integer from 0 to {MAX_LOGPROBS}"),
+]
+_Stop: TypeAlias = Annotated[
+    Annotated[str, Field(min_length=1)]
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)],
+    says(f"a string or a list of at most {MAX_STOP_STRINGS} strings that are not empty"),
+]
+
+
+class StreamOptions(Body):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: the counts so far with every chunk
+    include_obfuscation: Annotated[Any, Only(False)] = None
+
+
+class TextRequest(Formed):
+    """The parameters that both endpoints have."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, between(1, MAX_N)] = 1
+    temperature: Annotated[float, between(0, 100)] | None = None
+    top_p: Annotated[float, between(0, 1)] | None = None
+    seed: Annotated[int, between(-MAX_SEED - 1, MAX_SEED)] | None = None
+    max_tokens: Annotated[int, between(1, _MOST)] | None = None
+    stop: _Stop | None = None
+    presence_penalty: Annotated[float, between(-2, 2)] | None = None
+    frequency_penalty: Annotated[float, between(-2, 2)] | None = None
+    logit_bias: _Bias | None = None
+    user: str | None = None  # who asks; it asks for nothing
+
+    # Extensions, most of them under vLLM's names.
+    top_k: Annotated[int, between(-1, _MOST)] | None = None
+    min_p: Annotated[float, between(0, 1)] | None = None
+    repetition_penalty: Annotated[float, between(0, 1e6)] | None = None
+    allowed_token_ids: Annotated[_TokenIds, Field(min_length=1)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    prompt_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
+    prompt_logprobs_start: Annotated[int, between(0, _MOST)] | None = None
+    min_tokens: Annotated[int, between(0, _MOST)] | None = None
+    stop_token_ids: _TokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    use_beam_search: bool = False
+    beam_width: Annotated[int, between(1, MAX_N)] | None = None
+    length_penalty: Annotated[float, between(-MAX_PENALTY, MAX_PENALTY)] | None = None
+    early_stopping: Annotated[bool | Literal["never"], says('a boolean or "never"')] | None = None
+
+
+class CompletionBody(TextRequest):
+    """The body of /v1/completions."""
+
+    prompt: _Prompt
+    max_tokens: Annotated[int, between(0, _MOST)] | None = None  # 0: nothing but the echo
+    best_of: Annotated[int, between(1, MAX_N)] | None = None
+    echo: bool = False
+    logprobs: _Logprobs | None = None
+    suffix: Annotated[Any, Only()] = None
+
+
+class TemplateFields(Body):
+    """What a chat template is told beside the messages and tools."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None  # true, unless the final message is continued
+    continue_final_message: bool = False
+
+    def template(self) -> dict[str, Any]:
+        """Arguments of `Tokenizer.encode_chat`. Raises BadRequest if they contradict each other."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message needs add_generation_prompt to be false",
+                param="continue_final_message",
+            )
+        prompt = self.add_generation_prompt
+        return {
+            "add_generation_prompt": not self.continue_final_message if prompt is None else prompt,
+            "continue_final_message": self.continue_final_message,
+            "template_arguments": self.chat_template_kwargs or {},
+        }
+
+
+class ChatBody(TextRequest, TemplateFields):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Annotated[int, between(1, _MOST)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    # They name, tag or group requests, which changes nothing about an answer.
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    audio: Annotated[Any, Only()] = None
+    function_call: Annotated[Any, Only("none")] = None
+    functions: Annotated[Any, Only([])] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    moderation: Annotated[Any, Only()] = None
+    prediction: Annotated[Any, Only()] = None
+    # Whatever begins alike is found, and nothing outlives the process.
+    prompt_cache_options: Annotated[Any, Only({"mode": "implicit"})] = None
+    prompt_cache_retention: Annotated[Any, Only("in_memory")] = None
+    reasoning_effort: Annotated[Any, Only("none")] = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
+    store: Annotated[Any, Only(False)] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    web_search_options: Annotated[Any, Only()] = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A checked request of either endpoint: `prompts` or `messages` is set, never both."""
+
+    model: str
+    prompts: tuple[PromptInput, ...]
+    messages: tuple[Message, ...]
+    params: SamplingParams
+    beam: BeamSearchParams | None  # a beam search, of whose parameters `params` are the rest
+    cache_salt: str | None
+    priority: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool = False  # the counts so far with every chunk of a stream
+    form: Form | None = None
+    echo: bool = False
+    nothing_new: bool = False  # the answer is the echo, of which a token behind it is no part
+    prompt_logprobs: bool = False  # whether the answer has them, beside what is echoed
+    tools: Tools | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)  # arguments of `encode_chat`
+
+
+# Fields that go into SamplingParams under their own name.
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "allowed_token_ids", "bad_words", "prompt_logprobs",
+    "prompt_logprobs_start", "n", "seed",
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+
+# Fields of a beam search, and those of sampling that it shares.
+_BEAM = ("beam_width", "length_penalty", "early_stopping")
+_SHARED_WITH_BEAM = {"n", *SHARED_WITH_SAMPLING}
+
+
+def parse_completion(body: Any) -> CompletionRequest:
+    """The body of /v1/completions. Raises BadRequest."""
+    asked = read(CompletionBody, body)
+    values = _sampling(asked)
+    if asked.logprobs is not None and asked.logprobs is not False:
+        values["logprobs"] = asked.logprobs
+    if asked.best_of is not None and asked.best_of != asked.n:  # as many: there is no choice
+        if asked.stream:
+            raise BadRequest(
+                f"best_of needs stream to be false, since the best are known at the end; "
+                f"got {asked.best_of}",
+                param="best_of",
+            )
+        values["best_of"] = asked.best_of
+    if asked.echo:
+        _echo(asked, values)
+    if asked.max_tokens == 0:
+        if not asked.echo or asked.stream:
+            raise BadRequest(
+                "max_tokens may be 0 only with echo, which then needs stream to be false",
+                param="max_tokens",
+            )
+        values |= {"max_tokens": 1, "min_tokens": 0}
+    prompt = asked.prompt
+    prompts = (prompt,) if isinstance(prompt, str) or isinstance(prompt[0], int) else tuple(prompt)
+    more = {"echo": asked.echo, "nothing_new": asked.max_tokens == 0}
+    return _request(asked, body, values, prompts=prompts, **more)
+
+
+def _echo(asked: CompletionBody, values: dict[str, Any]) -> None:
+    """An echoed prompt has logprobs as the text has."""
+    if asked.use_beam_search:
+        raise BadRequest("echo is not supported with use_beam_search", param="echo")
+    if "logprobs" in values:
+        if asked.prompt_logprobs_start:
+            raise BadRequest(
+                "prompt_logprobs_start is not supported with echo", param="prompt_logprobs_start"
+            )
+        if asked.stream:
+            raise BadRequest("echo with logprobs needs stream to be false", param="echo")
+        values.setdefault("prompt_logprobs", values["logprobs"])
+
+
+def parse_chat(body: Any) -> CompletionRequest:
+    """The body of /v1/chat/completions; without max_tokens an answer may fill the context.
+
+    Raises BadRequest.
+    """
+    asked = read(ChatBody, body)
+    values = {"max_tokens": None} | _sampling(asked)
+    if asked.max_completion_tokens is not None:
+        if asked.max_tokens is not None:
+            raise BadRequest(
+                "max_tokens and max_completion_tokens mean the same; give one of them",
+                param="max_completion_tokens",
+            )
+        values["max_tokens"] = asked.max_completion_tokens
+    if asked.logprobs:
+        values["logprobs"] = asked.top_logprobs or 0
+    elif asked.top_logprobs:
+        raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    return _request(
+        asked,
+        body,
+        values,
+        messages=tuple(body["messages"]),
+        tools=tools,
+        template=asked.template(),
+    )
+
+
+def _sampling(asked: TextRequest) -> dict[str, Any]:
+    values = asked.given(*_SAMPLING)
+    if asked.logit_bias:
+        values["logit_bias"] = {int(token): bias for token, bias in asked.logit_bias.items()}
+    return values
+
+
+def _request(
+    asked: TextRequest,
+    body: Mapping[str, Any],
+    values: dict[str, Any],
+    **more: Any,
+) -> CompletionRequest:
+    if asked.stream and "prompt_logprobs" in values:
+        raise BadRequest("prompt_logprobs needs stream to be false", param="prompt_logprobs")
+    if asked.stream_options is not None and not asked.stream:
+        raise BadRequest("stream_options needs stream to be true", param="stream_options")
+    options = asked.stream_options or StreamOptions()
+    if options.continuous_usage_stats and not options.include_usage:
+        raise BadRequest(
+            "stream_options.continuous_usage_stats needs include_usage to be true",
+            param="stream_options.continuous_usage_stats",
+        )
+    form = form_of(asked)
+    if form is not None:
+        values["structured_outputs"] = form.params
+    try:
+        params = SamplingParams(**values)
+        beam = _beam(asked, values)
+    except BadRequest:
+        raise
+    except ValueError as error:
+        raise bad_value(error, body) from error
+    return CompletionRequest(
+        model=asked.model,
+        params=params,
+        beam=beam,
+        cache_salt=asked.cache_salt,
+        priority=asked.priority,
+        stream=asked.stream,
+        prompt_logprobs=asked.prompt_logprobs is not None,
+        include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage_stats,
+        form=form,
+        **({"prompts": (), "messages": ()} | more),
+    )
+
+
+def _beam(asked: TextRequest, sampling: Mapping[str, Any]) -> BeamSearchParams | None:
+    """The parameters of a beam search, if one is asked for."""
+    values = asked.given(*_BEAM)
+    if not asked.use_beam_search:
+        for name in values:
+            raise BadRequest(f"{name} needs use_beam_search to be true", param=name)
+        return None
+    for name, value in sampling.items():
+        if name not in _SHARED_WITH_BEAM:
+            raise BadRequest(
+                f"{name} is not supported with use_beam_search, got {value!r:.80}", param=name
+            )
+    if "beam_width" not in values:
+        raise BadRequest("beam_width is required with use_beam_search", param="beam_width")
+    if sampling.get("max_tokens", 16) is None:
+        raise BadRequest("max_tokens is required with use_beam_search", param="max_tokens")
+    return BeamSearchParams(**values, **({"n": 1, "best_so_far": asked.stream} | dict(sampling)))
+
+
+def bad_value(error: ValueError, body: Mapping[str, Any]) -> BadRequest:
+    """A refusal by a deeper layer, whose message begins with the parameter's name."""
+    if isinstance(error, BadRequest):
+        return error
+    name = str(error).split(" ", 1)[0].rstrip(":")
+    first = name.split("[", 1)[0].split(".", 1)[0]
+    return BadRequest(str(error), param=name if first in body else None)

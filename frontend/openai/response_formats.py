@@ -1,0 +1,155 @@
+"""The ways in which a request may ask for structured output, and which one it took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
+
+from coppice.frontend.http.bodies import BadRequest, Body, says
+from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
+from coppice.runtime.sampling.grammar_source import check
+
+Schema: TypeAlias = Annotated[
+    str | dict[str, Any], says("a JSON Schema, as an object or as its text")
+]
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    """A named schema; it is followed whether `strict` says so or not."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat: TypeAlias = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(Body):
+    """The extension of vLLM's of that name: exactly one of the first five is to be set."""
+
+    # `json` is a method of every pydantic model.
+    json_: Schema | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+
+class Formed(Body):
+    """The fields of a request for text that speak of its form."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form that a text is to have, and the field of the request that asks for it."""
+
+    params: StructuredOutputsParams
+    field: str
+
+    def check(self) -> None:
+        """Raises BadRequest, naming the field, if it can't be followed; may take a second."""
+        try:
+            check(self.params)
+        except ValueError as error:
+            raise _named(error, self.field) from error
+
+
+def form_of(body: Formed) -> Form | None:
+    """What the request asks for. Raises BadRequest if that is two things at once, or no good."""
+    found = [form for form in (_response_format(body), _structured(body), *_guided(body)) if form]
+    if len(found) > 1:
+        raise BadRequest(
+            f"{found[1].field} can't be combined with {found[0].field}", param=found[1].field
+        )
+    if body.guided_whitespace_pattern is not None and body.guided_json is None:
+        name = "guided_whitespace_pattern"
+        raise BadRequest(f"{name} needs guided_json", param=name)
+    return found[0] if found else None
+
+
+def _response_format(body: Formed) -> Form | None:
+    wanted, field = body.response_format, "response_format"
+    if isinstance(wanted, JsonObjectFormat):
+        return _form(field, json_object=True)
+    if isinstance(wanted, JsonSchemaFormat):
+        field = "response_format.json_schema.schema"
+        if wanted.json_schema.schema_ is None:
+            raise BadRequest(f"{field} is required", param=field)
+        return _form(field, json=wanted.json_schema.schema_)
+    return None
+
+
+def _structured(body: Formed) -> Form | None:
+    given = body.structured_outputs
+    if given is None:
+        return None
+    return _form("structured_outputs", **given.model_dump(by_alias=True))
+
+
+def _guided(body: Formed) -> list[Form]:
+    pattern = body.guided_whitespace_pattern
+    return [
+        _form(f"guided_{kind}", **{kind: value}, **more)
+        for kind, value, more in (
+            ("json", body.guided_json, {"whitespace_pattern": pattern}),
+            ("regex", body.guided_regex, {}),
+            ("choice", body.guided_choice, {}),
+            ("grammar", body.guided_grammar, {}),
+        )
+        if value is not None
+    ]
+
+
+def _form(field: str, **values: Any) -> Form:
+    schema = values.get("json")
+    if isinstance(schema, Mapping):
+        values["json"] = json.dumps(schema)
+    try:
+        return Form(StructuredOutputsParams(**values), field)
+    except ValueError as error:
+        raise _named(error, field) from error
+
+
+def _named(error: ValueError, field: str) -> BadRequest:
+    """The error about `json`, say, as one about the field of the request."""
+    name, _, rest = str(error).partition(" ")
+    if field == "structured_outputs" and name != field:
+        field = f"{field}.{name}"
+    return BadRequest(f"{field} {rest}", param=field)

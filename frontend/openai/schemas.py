@@ -1,0 +1,183 @@
+"""What the answers of the OpenAI API's routes look like, for the description of the routes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from coppice.frontend.http.bodies import Body
+
+
+class PromptTokensDetails(Body):
+    """Of the prompt's tokens, those whose KV was reused instead of computed."""
+
+    cached_tokens: int = Field(ge=0)
+
+
+class Usage(Body):
+    """Token counts over all choices of a request."""
+
+    prompt_tokens: int = Field(ge=0)
+    completion_tokens: int = Field(ge=0)
+    total_tokens: int = Field(ge=0)
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Body):
+    """Columns with an entry a token; the first token of an echoed prompt has no logprob."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(Body):
+    """One token at one place of the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class CompletionChoice(Body):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionAnswer(Body):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TokenLogprob(Body):
+    """A token with its logprob."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenToken(TokenLogprob):
+    """The token that was chosen at a place, and the most probable ones there."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Body):
+    """Of each token of the answer."""
+
+    content: list[ChosenToken]
+    refusal: None
+
+
+class MadeFunction(Body):
+    """A function that the model calls, its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(Body):
+    """A call of the model's."""
+
+    id: str
+    type: Literal["function"]
+    function: MadeFunction
+
+
+class AnswerMessage(Body):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[MadeCall] | None = None
+
+
+class ChatChoice(Body):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+class ChatAnswer(Body):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ModelCard(Body):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(Body):
+    """All models: one."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Status(Body):
+    """How the server is, in words; "ok" if all is well."""
+
+    status: str
+
+
+class Version(Body):
+    """The version of the software."""
+
+    version: str
+
+
+class Tokens(Body):
+    """A text as tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(Body):
+    """Tokens as a text."""
+
+    prompt: str
+
+
+def either(answer: type[Body]) -> dict[int, dict[str, Any]]:
+    """`answers` of a route that gives its answer whole or, if asked for, as a stream."""
+    events = {"type": "string", "description": "Events `data: {...}`; the last is `data: [DONE]`."}
+    return {200: {"application/json": answer.model_json_schema(), "text/event-stream": events}}

@@ -1,0 +1,145 @@
+"""Texts and conversations as tokens, and tokens as text, under vLLM's names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import Field
+
+from coppice.frontend.client.deltas import EngineStopped
+from coppice.frontend.client.engine import EngineClient
+from coppice.frontend.http.bodies import BadRequest, Body, read, schema_of
+from coppice.frontend.http.json_bodies import JsonBodies
+from coppice.frontend.http.routes import Route, json_answer
+from coppice.frontend.openai.requests import TemplateFields, bad_value
+from coppice.frontend.openai.schemas import Text, Tokens
+from coppice.frontend.openai.tools.choice import Tool
+from coppice.frontend.text.conversation import MessageBody
+
+
+class TokenizeBody(TemplateFields):
+    """The body of /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)] | None = None
+    tools: list[Tool] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+class TokenizeRoutes:
+    """The routes, over the tokenizer of the engine's model.
+
+    Args:
+        engine: whose tokenizer it is.
+        check_model: raises BadRequest if a request names another model.
+        bodies: reads the requests.
+        threads: in which the work is done, since it may be much.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        check_model: Callable[[str], None],
+        bodies: JsonBodies,
+        threads: Executor,
+    ) -> None:
+        self._engine = engine
+        self._check_model = check_model
+        self._bodies = bodies
+        self._threads = threads
+
+    def routes(self) -> list[Route]:
+        """For `add_routes`."""
+        tokens, text = Tokens.model_json_schema(), Text.model_json_schema()
+        return [
+            Route(
+                "POST",
+                "/tokenize",
+                self._tokenize,
+                "Turn a text or a conversation into tokens",
+                json_answer(tokens),
+                body=schema_of(TokenizeBody),
+            ),
+            Route(
+                "POST",
+                "/detokenize",
+                self._detokenize,
+                "Turn tokens into text",
+                json_answer(text),
+                body=schema_of(DetokenizeBody),
+            ),
+        ]
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body, asked = await self._bodies.read(request, partial(read, TokenizeBody))
+        self._check(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise BadRequest("prompt or messages is required, not both", param="prompt")
+        if asked.messages is None:
+            for name in ("tools", "add_generation_prompt", "continue_final_message"):
+                if body.get(name) is not None:
+                    raise BadRequest(f"{name} needs messages", param=name)
+        elif asked.add_special_tokens:
+            name = "add_special_tokens"
+            raise BadRequest(f"{name} must be false with messages: the template does", param=name)
+        ready = self._engine.ready
+        if ready is None:
+            raise EngineStopped(f"the engine takes no requests now: {self._engine.trouble}")
+
+        def work() -> tuple[list[int], list[str] | None]:
+            ids = self._ids(asked, body)
+            texts = self._engine.texts.token_texts
+            return ids, [texts.text(token) for token in ids] if asked.return_token_strs else None
+
+        try:
+            ids, texts = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except ValueError as error:
+            raise bad_value(error, body) from error
+        answer = {"count": len(ids), "max_model_len": ready.max_model_len, "tokens": ids}
+        return web.json_response(answer | {"token_strs": texts})
+
+    def _ids(self, asked: TokenizeBody, body: dict[str, Any]) -> list[int]:
+        tokenizer = self._engine.tokenizer
+        if asked.messages is not None:
+            tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+            return tokenizer.encode_chat(body["messages"], tools=tools, **asked.template())
+        assert asked.prompt is not None
+        plain = asked.add_special_tokens is False
+        return (tokenizer.encode_more if plain else tokenizer.encode)(asked.prompt)
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        _, asked = await self._bodies.read(request, partial(read, DetokenizeBody))
+        self._check(asked.model)
+        tokenizer = self._engine.tokenizer
+
+        def work() -> str:
+            vocabulary = tokenizer.vocabulary
+            for place, token in enumerate(asked.tokens):
+                if not 0 <= token < vocabulary:
+                    field = f"tokens[{place}]"
+                    raise BadRequest(
+                        f"{field} must be from 0 to {vocabulary - 1}, got {token!r:.40}",
+                        param=field,
+                    )
+            return tokenizer.decode(asked.tokens, skip_special_tokens=False)
+
+        text = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return web.json_response({"prompt": text})
+
+    def _check(self, model: str | None) -> None:
+        if model is not None:
+            self._check_model(model)

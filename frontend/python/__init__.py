@@ -1,0 +1,1 @@
+"""The Python API: `LLM`, `Session` and their results, under the names that vLLM uses."""

@@ -1,0 +1,147 @@
+"""Sessions: lines of text that a program forks, extends, scores and drops itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from coppice.frontend.text.outputs import RequestOutput
+from coppice.runtime.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from coppice.frontend.python.llm import LLM
+
+_numbers = itertools.count()
+
+
+class Session:
+    """A line of tokens whose KV stays cached while it is open; made by `LLM.session`.
+
+    Forks share the pages of all they have in common, since the tree knows them by their tokens: a
+    branch costs pages only for what it adds. Open sessions are kept as pins, as far as the engine's
+    `pin_budget` allows; beyond it they are cached like everything else, and computed again if they
+    were evicted. For use from one thread, as the LLM is.
+
+        with llm.session("Question: ... Thoughts:") as root:
+            branches = root.fork(4)
+            Session.generate_all(branches, SamplingParams(max_tokens=32))
+            best = max(branches, key=lambda branch: branch.score(" So it is right."))
+    """
+
+    def __init__(self, llm: LLM, token_ids: Sequence[int], cache_salt: str | None) -> None:
+        self._llm = llm
+        self._salt = cache_salt
+        self._name = f"session {next(_numbers)}"
+        self._open = True
+        self._token_ids = list(token_ids)
+        self._keep()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All of its tokens."""
+        return tuple(self._token_ids)
+
+    @property
+    def text(self) -> str:
+        """All of its text, special tokens included."""
+        return self._llm._text_engine.tokenizer.decode(self._token_ids, skip_special_tokens=False)
+
+    def append(self, text: str) -> Session:
+        """Adds text at the end; nothing is computed before it is needed. Returns the session."""
+        self._check_open()
+        tokenizer = self._llm._text_engine.tokenizer
+        begins = not self._token_ids
+        self._token_ids += tokenizer.encode(text) if begins else tokenizer.encode_more(text)
+        self._keep()
+        return self
+
+    def fork(self, count: int = 1) -> list[Session]:
+        """`count` new sessions that begin with all of this one's tokens."""
+        self._check_open()
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"count must be an integer of at least 1, got {count!r}")
+        return [Session(self._llm, self._token_ids, self._salt) for _ in range(count)]
+
+    def generate(self, params: SamplingParams | None = None) -> RequestOutput:
+        """Continues the line: the tokens that are generated become part of it."""
+        (output,) = Session.generate_all([self], params)
+        return output
+
+    @staticmethod
+    def generate_all(
+        sessions: Sequence[Session], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Continues several sessions of one LLM together, each by its own parameters if given.
+
+        Raises ValueError, with nothing run, for closed ones, ones of different LLMs, and `n` other
+        than 1: fork first, and continue the forks.
+        """
+        if not sessions:
+            raise ValueError("sessions must not be empty, got none")
+        llm = sessions[0]._llm
+        for session in sessions:
+            session._check_open()
+            if session._llm is not llm:
+                raise ValueError("sessions must all be of one LLM")
+        given = params if isinstance(params, Sequence) else [params]
+        for each in given:
+            if each is not None and each.n != 1:
+                raise ValueError(f"n must be 1 in a session, fork it instead; got {each.n}")
+        prompts = [session._prompt() for session in sessions]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for session, output in zip(sessions, outputs, strict=True):
+            made = output.outputs[0]
+            # What only says that the text ends is not part of a line that goes on.
+            silent = made.finish_reason == "stop" and not isinstance(made.stop_reason, str)
+            session._token_ids += made.token_ids[:-1] if silent else made.token_ids
+            session._keep()
+        return outputs
+
+    def score(self, text: str) -> float:
+        """The log-probability of `text` as the continuation; the line stays as it is.
+
+        The sum over its tokens; of the line, only what is not cached is computed. Raises ValueError
+        if the session or the text is empty.
+        """
+        self._check_open()
+        more = self._llm._text_engine.tokenizer.encode_more(text)
+        if not self._token_ids or not more:
+            raise ValueError("text: a session and its continuation need a token each")
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            prompt_logprobs_start=len(self._token_ids),
+        )
+        prompt = self._prompt() | {"prompt_token_ids": self._token_ids + more}
+        (output,) = self._llm.generate([prompt], params, use_tqdm=False)
+        assert output.prompt_logprobs is not None
+        places = zip(more, output.prompt_logprobs[-len(more) :], strict=True)
+        return sum(place[token].logprob for token, place in places if place is not None)
+
+    def close(self) -> None:
+        """Gives it up: its tokens may be evicted from now on. Nothing if it was closed before."""
+        if self._open:
+            self._open = False
+            self._llm._text_engine.engine.unpin(self._name)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _prompt(self) -> dict[str, object]:
+        return {"prompt_token_ids": list(self._token_ids), "cache_salt": self._salt}
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ValueError("session: it was closed")
+
+    def _keep(self) -> None:
+        """Pins all of its tokens, if the budget allows it."""
+        engine = self._llm._text_engine.engine
+        engine.unpin(self._name)
+        if self._token_ids:
+            engine.try_pin(self._name, self._token_ids, cache_salt=self._salt)

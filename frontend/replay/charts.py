@@ -1,0 +1,258 @@
+"""The charts of a replay as plotly figures, in colours that the page defines for each scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from math import log10
+
+import plotly.graph_objects as go
+
+from coppice.frontend.report.tables import one_line
+from coppice.frontend.report.words import CAUSE_NAMES, Decode, causes, short_count
+from coppice.runtime.offline.replay import ReplayReport, Stretch
+from coppice.runtime.report.cache import CacheAccounts
+from coppice.runtime.report.tree_picture import PrefixNode
+
+# Colours are CSS variables of the page, which resolves them before it draws.
+HIT, IDEAL, MUTED = "var(--hit)", "var(--ideal)", "var(--muted)"
+INK, CARD = "var(--ink)", "var(--card)"
+HEAT_STEPS = 5
+_LABEL_CHARACTERS = 44
+_NARROWEST = 0.003  # of the icicle's width
+_LEVELS = 7  # of the icicle that are shown at once; a click goes deeper
+
+
+def cause_colour(cause: str) -> str:
+    return f"var(--{cause.replace('_', '-')})"
+
+
+def curve_chart(accounts: CacheAccounts, pool_tokens: int, policy: str) -> go.Figure:
+    """Hit rate against size of the pool: LRU's curve, the ideal, and what was achieved."""
+    counts = accounts.overall.since_start
+    points = accounts.curve
+    sizes = [point.pool_tokens for point in points]
+    figure = _figure(height=340)
+    figure.add_scatter(
+        x=sizes,
+        y=[point.hit_rate for point in points],
+        mode="lines+markers",
+        line={"color": HIT, "width": 2.5, "shape": "spline", "smoothing": 0.4},
+        marker={"size": 6, "color": HIT},
+        fill="tozeroy",
+        fillcolor="var(--hit-faint)",
+        name="LRU, estimated",
+        hovertemplate="%{x:,} tokens: %{y:.1%}<extra>LRU, estimated</extra>",
+    )
+    achieved = counts.hit_rate
+    figure.add_scatter(
+        x=[pool_tokens],
+        y=[achieved],
+        mode="markers",
+        marker={"size": 15, "color": INK, "symbol": "diamond", "line": {"color": CARD, "width": 2}},
+        name="achieved",
+        hovertemplate=f"%{{x:,}} tokens: %{{y:.1%}}<extra>achieved by {escape(policy)}</extra>",
+    )
+    _dashed_line(figure, counts.ideal_hit_rate, "unlimited")
+    figure.update_xaxes(
+        type="log",
+        tickvals=sizes[::2],
+        ticktext=[short_count(size) for size in sizes[::2]],
+        title_text="tokens in the cache (logarithmic)",
+        range=[log10(min([pool_tokens, *sizes])) - 0.05, log10(max([pool_tokens, *sizes])) + 0.05],
+    )
+    top = max([counts.ideal_hit_rate, achieved, *(point.hit_rate for point in points)])
+    figure.update_yaxes(range=[0, _above(1.25 * top)])
+    return figure
+
+
+def rate_chart(stretches: Sequence[Stretch]) -> go.Figure:
+    """Hit rate and ideal over the trace."""
+    x, title = _time_axis(stretches)
+    figure = _figure(height=300)
+    mode = "lines" if len(x) > 1 else "markers"
+    figure.add_scatter(
+        x=x,
+        y=[stretch.counts.ideal_hit_rate for stretch in stretches],
+        mode=mode,
+        line={"color": IDEAL, "width": 2, "dash": "dot"},
+        name="ideal",
+        hovertemplate="%{y:.1%}<extra>ideal</extra>",
+    )
+    figure.add_scatter(
+        x=x,
+        y=[stretch.counts.hit_rate for stretch in stretches],
+        mode=mode,
+        line={"color": HIT, "width": 2.5},
+        fill="tozeroy",
+        fillcolor="var(--hit-faint)",
+        name="hit rate",
+        hovertemplate="%{y:.1%}<extra>hit rate</extra>",
+    )
+    top = max((stretch.counts.ideal_hit_rate for stretch in stretches), default=0.0)
+    figure.update_xaxes(title_text=title)
+    figure.update_yaxes(range=[0, _above(1.15 * top)])
+    figure.update_layout(hovermode="x unified")
+    return figure
+
+
+def cause_chart(report: ReplayReport) -> go.Figure:
+    """What became of the prompt tokens over the trace: hits, and computed ones by cause."""
+    x, title = _time_axis(report.stretches)
+    figure = _figure(height=300)
+    layers = [("hit", [stretch.counts.hit_tokens for stretch in report.stretches])]
+    for cause, _ in causes(report.accounts.overall.since_start):
+        layers.append((cause, [stretch.counts.causes[cause] for stretch in report.stretches]))
+    totals = [stretch.counts.prompt_tokens for stretch in report.stretches]
+    for name, tokens in layers:
+        shown = "hit" if name == "hit" else CAUSE_NAMES[name]
+        colour = HIT if name == "hit" else cause_colour(name)
+        common = {
+            "x": x,
+            "y": [part / total for part, total in zip(tokens, totals, strict=True)],
+            "name": shown,
+            "customdata": tokens,
+            "hovertemplate": f"%{{y:.1%}} · %{{customdata:,}} tokens<extra>{shown}</extra>",
+        }
+        if len(x) > 1:
+            figure.add_scatter(
+                **common,
+                mode="lines",
+                stackgroup="tokens",
+                line={"color": CARD, "width": 0.5},
+                fillcolor=colour,
+            )
+        else:
+            figure.add_bar(**common, marker={"color": colour})
+    figure.update_xaxes(title_text=title)
+    figure.update_yaxes(range=[0, 1])
+    figure.update_layout(hovermode="x unified", barmode="stack")
+    return figure
+
+
+def prefix_chart(nodes: Sequence[PrefixNode], decode: Decode) -> go.Figure:
+    """The tree as an icicle: the width of a prefix is what it and all that continue it saved."""
+    total = sum(node.subtree_saved for node in nodes if node.parent < 0)
+    # The rest would be too narrow to be seen. A child is no wider than its parent, so that what is
+    # left out has nothing below it that stays, and places are kept.
+    nodes = [node for node in nodes if node.subtree_saved >= _NARROWEST * total]
+    levels = min(_LEVELS, 1 + max((_depth(nodes, node) for node in nodes), default=0))
+    figure = _figure(height=40 + 52 * levels)
+    several = len({node.namespace for node in nodes}) > 1
+    labels, hovers = ["all prefixes"], [f"{total:,} tokens saved"]
+    colours, inks = ["var(--grid)"], [INK]
+    most = max((node.hits for node in nodes), default=1)
+    for node in nodes:
+        text = _plain(one_line(decode(node.token_ids))[:_LABEL_CHARACTERS].rstrip())
+        labels.append(f"{text} …")
+        namespace = f"<br>namespace {_plain(str(node.namespace))}" if several else ""
+        hovers.append(
+            f"{text} …<br>tokens {node.start:,} to {node.end:,}{namespace}"
+            f"<br>{node.hits:,} hit{'s' * (node.hits != 1)}, {node.tokens_saved:,} tokens saved, "
+            f"{node.subtree_saved:,} with what continues it"
+        )
+        heat = _heat(node.hits, most)
+        colours.append(f"var(--heat-{heat})")
+        inks.append("var(--heat-ink)" if heat >= HEAT_STEPS - 2 else INK)
+    figure.add_icicle(
+        ids=["top", *(str(place) for place in range(len(nodes)))],
+        parents=["", *("top" if node.parent < 0 else str(node.parent) for node in nodes)],
+        values=[total, *(node.subtree_saved for node in nodes)],
+        labels=labels,
+        branchvalues="total",
+        sort=True,
+        maxdepth=_LEVELS,
+        tiling={"orientation": "v", "pad": 1},
+        pathbar={"visible": True, "thickness": 22},
+        root={"color": "var(--grid)"},
+        marker={"colors": colours, "line": {"color": CARD, "width": 1}},
+        customdata=hovers,
+        hovertemplate="%{customdata}<extra></extra>",
+        textinfo="label",
+        textfont={"size": 12, "color": inks},
+    )
+    figure.update_layout(
+        margin={"l": 0, "r": 0, "t": 26, "b": 0}, uniformtext={"minsize": 11, "mode": "hide"}
+    )
+    return figure
+
+
+def _depth(nodes: Sequence[PrefixNode], node: PrefixNode) -> int:
+    """Nodes from the top down to this one."""
+    depth = 1
+    while node.parent >= 0:
+        node, depth = nodes[node.parent], depth + 1
+    return depth
+
+
+def _heat(hits: int, most: int) -> int:
+    """A step of 0 .. HEAT_STEPS - 1 by the logarithm of the hits."""
+    if most <= 1:
+        return HEAT_STEPS - 1
+    return min(HEAT_STEPS - 1, int(HEAT_STEPS * (hits.bit_length() - 1) / most.bit_length()))
+
+
+def _time_axis(stretches: Sequence[Stretch]) -> tuple[list[float], str]:
+    """Where stretches end: in minutes or hours; if all is at one time, in requests."""
+    seconds = [stretch.seconds for stretch in stretches]
+    if not seconds or seconds[0] == seconds[-1]:
+        return [stretch.requests for stretch in stretches], "requests"
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds[-1] > 3 * size:
+            return [each / size for each in seconds], f"{unit} since the start"
+    return seconds, "seconds since the start"
+
+
+def _above(rate: float) -> float:
+    """The upper end of an axis of rates: ticks below a few percent would all read 0% or 1%."""
+    return min(1.05, max(0.06, rate + 0.01))
+
+
+def _plain(text: str) -> str:
+    """Text that plotly shows as it is, though it takes some tags of HTML."""
+    return escape(text, quote=False)
+
+
+def _dashed_line(figure: go.Figure, rate: float, name: str) -> None:
+    figure.add_hline(
+        y=rate,
+        line={"color": IDEAL, "width": 2, "dash": "dot"},
+        annotation={
+            "text": f"{name}: {rate:.1%}",
+            "font": {"color": MUTED},
+            "xanchor": "left",
+            "x": 0.01,
+            "yanchor": "bottom",
+        },
+    )
+
+
+def _figure(height: int) -> go.Figure:
+    axis = {
+        "gridcolor": "var(--grid)",
+        "linecolor": "var(--grid)",
+        "zeroline": False,
+        "automargin": True,
+        "fixedrange": True,
+        "title": {"font": {"size": 12, "color": MUTED}, "standoff": 10},
+        "tickfont": {"size": 12, "color": MUTED},
+    }
+    figure = go.Figure()
+    figure.update_layout(
+        template="none",
+        height=height,
+        margin={"l": 8, "r": 12, "t": 12, "b": 8},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": "system-ui, sans-serif", "size": 13, "color": INK},
+        showlegend=False,
+        hoverlabel={
+            "bgcolor": CARD,
+            "bordercolor": "var(--grid)",
+            "font": {"color": INK},
+            "align": "left",
+        },
+        xaxis=axis | {"showgrid": False},
+        yaxis=axis | {"tickformat": ".0%", "rangemode": "tozero", "nticks": 6},
+    )
+    return figure

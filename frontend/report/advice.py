@@ -1,0 +1,99 @@
+"""What to do about tokens that missed: the few sentences a report begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coppice.frontend.report.words import duration, memory_sentence
+from coppice.runtime.report.cache import CacheAccounts, Counts, NearMiss
+
+_WORTH = 0.03  # of the prompt tokens: what costs less is not worth a sentence
+_ENOUGH = 1000  # prompt tokens of the last ten minutes that stand for the present
+_GAIN = 0.01  # of the hit rate: more memory that brings less is not worth its price
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A way to hit more, or why there is none. `tokens` is what the cause cost."""
+
+    cause: str
+    title: str
+    text: str
+    tokens: int
+
+
+def present(accounts: CacheAccounts) -> tuple[str, Counts]:
+    """The counts that stand for now: of the last ten minutes if much happened, else of all time."""
+    recent = accounts.overall.last_ten_minutes
+    if recent.prompt_tokens >= _ENOUGH:
+        return "last_ten_minutes", recent
+    return "since_start", accounts.overall.since_start
+
+
+def advice(accounts: CacheAccounts, policy: str) -> list[Advice]:
+    """For each cause that cost much, the costliest first, what can be done about it."""
+    _, counts = present(accounts)
+    found = []
+    for cause, tokens in sorted(counts.causes.items(), key=lambda each: -each[1]):
+        if tokens and tokens >= _WORTH * counts.prompt_tokens:
+            title, text = _about(cause, counts, accounts, policy)
+            if title:
+                found.append(Advice(cause, title, text, tokens))
+    return found
+
+
+def _about(cause: str, counts: Counts, accounts: CacheAccounts, policy: str) -> tuple[str, str]:
+    if cause == "evicted":
+        return _evicted(counts, accounts, policy)
+    if cause == "diverged":
+        return _diverged(accounts.near_misses)
+    return {
+        "cold": (
+            "New text, which no cache could have hit",
+            "Nothing is wrong: these tokens came for the first time.",
+        ),
+        "namespace": (
+            "Known text, but of other namespaces",
+            "Requests with different cache_salt share nothing. That is the price of keeping them "
+            "apart; give requests that may share a prefix the same one.",
+        ),
+        "in_flight": (
+            "The same prefix was asked for several times at once",
+            "Send one request of such a burst first, and the others once its first token is there.",
+        ),
+    }.get(cause, ("", ""))
+
+
+def _evicted(counts: Counts, accounts: CacheAccounts, policy: str) -> tuple[str, str]:
+    idle = f"Evicted tokens came back after {duration(counts.evicted_idle_seconds)} on average."
+    rates = {point.factor: point.hit_rate for point in accounts.curve}
+    if not rates:
+        return "The cache was too small for what came back", f"{idle} Give it more memory."
+    if rates[2.0] - rates[1.0] >= _GAIN:
+        return "Give the cache more memory", f"{idle} {memory_sentence(accounts, policy)}"
+    for point in accounts.curve:
+        if point.factor > 2 and point.hit_rate - rates[1.0] >= _GAIN:
+            return (
+                "Much more memory would help, a little would not",
+                f"{idle} It takes {point.factor:.3g} times the memory to gain "
+                f"{point.hit_rate - rates[1.0]:.0%} of the prompt tokens.",
+            )
+    return (
+        "More memory would not help",
+        f"{idle} Even 16 times the memory would have kept next to none of them.",
+    )
+
+
+def _diverged(near_misses: Sequence[NearMiss]) -> tuple[str, str]:
+    title = "Move what differs behind what is shared"
+    if not near_misses:
+        return title, "Known text came behind beginnings that differ."
+    worst = near_misses[0]
+    requests = f"{worst.requests:,} request{'s' if worst.requests > 1 else ''}"
+    where = f"after the first {worst.position:,}" if worst.position else "from the beginning"
+    return (
+        title,
+        f"The costliest case: {requests} computed {worst.tokens_cost:,} known tokens again, since "
+        f"they differ {where}. It is shown below.",
+    )

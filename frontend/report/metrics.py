@@ -1,0 +1,295 @@
+"""The metrics at /metrics, for Prometheus: the engine's counters and the server's own.
+
+Every name says its unit, every label has few values, and whatever happens is counted, so that a
+look every 15 seconds misses nothing. The engine counts for itself (`EngineStats`); its snapshot is
+turned into families when Prometheus asks. When the engine starts again its counters do too, which
+Prometheus takes into account.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from coppice.frontend.client.deltas import RequestFailed
+from coppice.frontend.http.routes import Handler, Route, Schema
+from coppice.frontend.report.reporter import Asks
+from coppice.runtime.engine.histogram import Histogram
+from coppice.runtime.report.engine_stats import EngineStats
+
+ANSWER_SECONDS = 5.0
+"""An engine that does not tell its counters within this time counts as down for this look."""
+
+# Answers that are told as 0 before the first of them: of a series that begins with 1 a rate() would
+# miss this one.
+_ANSWERS = ("200", "400", "401", "413", "429", "499", "500", "503", "504")
+_ANSWERS_ELSEWHERE = ("200", "401", "500", "503")
+
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"))
+
+
+class Metrics:
+    """The metrics of one server and its engine."""
+
+    def __init__(self, engine: Asks, model: str, restarts: Callable[[], int]) -> None:
+        """`restarts` tells how often the engine was started again."""
+        self._engine = engine
+        self._families = _Families(model, restarts)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self._families)
+        ProcessCollector(registry=self._registry)
+        self._responses = self._families.responses
+
+    def expect(self, routes: Iterable[Route]) -> None:
+        """Begins counting the answers of these routes, and of paths that there are not, at 0."""
+        for route in routes:
+            answers = (
+                _ANSWERS if route.path.startswith("/v1/") and route.body else _ANSWERS_ELSEWHERE
+            )
+            for status in answers:
+                self._responses[route.template, route.method, status] += 0
+        self._responses["other", "GET", "404"] += 0
+        self._responses["other", "POST", "404"] += 0
+
+    def routes(self) -> list[Route]:
+        """GET /metrics."""
+        text: Schema = {"type": "string"}
+        kinds = {"text/plain": text, "application/openmetrics-text": text}
+        return [Route("GET", "/metrics", self._metrics, "Metrics for Prometheus", {200: kinds})]
+
+    @web.middleware
+    async def count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Counts answers; put it before the middleware that makes answers of errors."""
+        status = "500"
+        try:
+            response = await handler(request)
+            status = str(response.status)
+        except web.HTTPException as answer:
+            status = str(answer.status)
+            raise
+        except (ConnectionError, asyncio.CancelledError):
+            status = "499"
+            raise
+        finally:
+            resource = request.match_info.route.resource
+            route = resource.canonical if resource is not None else "other"
+            method = request.method if request.method in _METHODS else "other"
+            self._responses[route, method, status] += 1
+        return response
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """All metrics, in the text format or, if that is asked for, in OpenMetrics."""
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                stats = await self._engine.ask("stats")
+        except (TimeoutError, RequestFailed):
+            stats = None
+        self._families.stats = stats
+        return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})
+
+
+class _Families(Collector):
+    """Makes families of metrics of the engine's last snapshot and the server's answers."""
+
+    def __init__(self, model: str, restarts: Callable[[], int]) -> None:
+        self._model = model
+        self._restarts = restarts
+        self.stats: EngineStats | None = None
+        self.responses: Counter[tuple[str, str, str]] = Counter()  # by route, method, status
+
+    def collect(self) -> Iterator[Metric]:
+        """`coppice_engine_up`, and with an engine all the rest."""
+        stats = self.stats
+        yield GaugeMetricFamily(
+            "coppice_engine_up", "1 if the engine answers, else 0", float(stats is not None)
+        )
+        info = GaugeMetricFamily("coppice_engine_info", "Always 1", labels=["model"])
+        info.add_metric([self._model], 1.0)
+        yield info
+        yield CounterMetricFamily(
+            "coppice_engine_restarts", "Engines that were started after one died", self._restarts()
+        )
+        yield self._http()
+        if stats is not None:
+            yield from _requests(stats)
+            yield from _tokens(stats)
+            yield from _steps(stats)
+            yield from _pool(stats)
+
+    def _http(self) -> Metric:
+        family = CounterMetricFamily(
+            "coppice_http_responses",
+            "Answers by route, method and status; status 499: the client went away before its end",
+            labels=["route", "method", "status"],
+        )
+        for labels, count in sorted(self.responses.items()):
+            family.add_metric(list(labels), count)
+        return family
+
+
+def _requests(stats: EngineStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "coppice_requests_running",
+        "Requests of which a sequence runs",
+        stats.requests_running,
+    )
+    yield GaugeMetricFamily(
+        "coppice_requests_waiting",
+        "Requests that wait for a place, preempted ones included",
+        stats.requests_waiting,
+    )
+    yield _counters(
+        "coppice_requests_finished",
+        "Requests that ended, by why their last sequence did",
+        "finish_reason",
+        stats.finished,
+    )
+    yield _counters(
+        "coppice_requests_refused",
+        "Requests that found the queue full, by the limit they met",
+        "limit",
+        stats.refused,
+    )
+    yield CounterMetricFamily(
+        "coppice_preemptions", "Sequences that lost their pages to others", stats.preemptions
+    )
+    yield _histogram(
+        "coppice_request_queue_seconds",
+        "From a request's arrival to the step with its first tokens",
+        stats.queue,
+    )
+    yield _histogram(
+        "coppice_time_to_first_token_seconds",
+        "From a request's arrival to its first token; beam searches are left out",
+        stats.ttft,
+    )
+    yield _histogram("coppice_inter_token_seconds", "Between two tokens of a sequence", stats.itl)
+    yield _histogram(
+        "coppice_request_seconds", "From a request's arrival to its end", stats.request
+    )
+
+
+def _tokens(stats: EngineStats) -> Iterator[Metric]:
+    counts = stats.counts
+    yield CounterMetricFamily(
+        "coppice_prompt_tokens", "Prompt tokens of admitted requests", counts.prompt_tokens
+    )
+    yield CounterMetricFamily(
+        "coppice_generated_tokens", "Tokens that were generated", stats.generated_tokens
+    )
+    yield _counters(
+        "coppice_hit_tokens",
+        "Tokens whose KV was reused. cross: prompt tokens known from other requests (of which the "
+        "hit rate is made); same: of a request's further sequences; preempted: of sequences that "
+        "came back after a preemption",
+        "kind",
+        {
+            "cross": counts.hit_tokens,
+            "same": counts.same_hit_tokens,
+            "preempted": counts.preempted_hit_tokens,
+        },
+    )
+    yield _counters(
+        "coppice_computed_tokens",
+        "Prompt tokens that were not hit, by why; with the hit tokens of kind cross they make up "
+        "all prompt tokens",
+        "cause",
+        counts.causes,
+    )
+    yield CounterMetricFamily(
+        "coppice_ideal_hit_tokens",
+        "Prompt tokens that an unlimited cache would have hit",
+        counts.ideal_tokens,
+    )
+    yield CounterMetricFamily(
+        "coppice_rounded_off_tokens",
+        "Cached tokens behind a hit that fit the prompt and were not hit; anything but 0 is a bug",
+        stats.rounded_off_tokens,
+    )
+
+
+def _steps(stats: EngineStats) -> Iterator[Metric]:
+    if stats.resident_bytes is not None:
+        yield GaugeMetricFamily(
+            "coppice_engine_memory_bytes",
+            "Resident memory of the engine's process",
+            stats.resident_bytes,
+        )
+    yield _histogram("coppice_step_seconds", "What a step took", stats.step)
+    yield _histogram("coppice_step_tokens", "Tokens that a step computed", stats.step_tokens)
+    yield _histogram(
+        "coppice_step_sequences", "Sequences in a step: the batch size", stats.step_sequences
+    )
+    yield CounterMetricFamily(
+        "coppice_failed_steps", "Steps that failed, with the requests in them", stats.failed_steps
+    )
+    yield _counters(
+        "coppice_work_seconds",
+        "Time of steps, by the share of their tokens that were prompts' or decoded",
+        "phase",
+        {"prefill": stats.prefill_seconds, "decode": stats.decode_seconds},
+    )
+    yield _counters(
+        "coppice_decode_steps",
+        "Decoding steps where there are CUDA graphs: replayed (graph), or kernel by kernel, since "
+        "of more sequences (too_many) or more attention work (too_much) than any graph has",
+        "how",
+        dict(stats.decode_steps),
+    )
+    yield GaugeMetricFamily(
+        "coppice_cuda_graphs", "CUDA graphs that were captured at start", stats.cuda_graphs
+    )
+    yield GaugeMetricFamily(
+        "coppice_cuda_graph_capture_seconds", "What capturing took", stats.cuda_graph_seconds
+    )
+    yield GaugeMetricFamily(
+        "coppice_cuda_graph_bytes", "Memory of the GPU that they took", stats.cuda_graph_bytes
+    )
+
+
+def _pool(stats: EngineStats) -> Iterator[Metric]:
+    pages = GaugeMetricFamily(
+        "coppice_pool_pages",
+        "Pages of the KV cache: free, cached (evicted when pages are needed), pinned (kept by "
+        "nothing but pins), held (by running sequences)",
+        labels=["state"],
+    )
+    for state in ("free", "cached", "pinned", "held"):
+        pages.add_metric([state], getattr(stats, f"pages_{state}"))
+    yield pages
+    yield GaugeMetricFamily("coppice_page_size_tokens", "Tokens that a page holds", stats.page_size)
+    yield GaugeMetricFamily("coppice_pins", "Prefixes that are pinned", stats.pins)
+    yield CounterMetricFamily(
+        "coppice_evicted_tokens", "Tokens that had to make room", stats.evicted_tokens
+    )
+    yield _histogram(
+        "coppice_eviction_age_seconds",
+        "How long tokens had been unused when they were evicted",
+        stats.eviction_age,
+    )
+
+
+def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
+    bounds = [*map(str, histogram.bounds), "+Inf"]
+    buckets = list(zip(bounds, histogram.cumulative(), strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=histogram.total)

@@ -1,0 +1,115 @@
+"""Keeps the report of a running server: samples its engine, and asks it no more than due."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from typing import Any, Protocol
+
+from coppice.frontend.client.deltas import RequestFailed
+from coppice.frontend.report.json import Names, report_json
+from coppice.frontend.report.samples import SAMPLE_SECONDS, History, Sample
+from coppice.frontend.report.words import token_text
+from coppice.frontend.text.tokenizer import Tokenizer
+from coppice.runtime.report.live import LiveReport, TreePicture
+
+log = logging.getLogger(__name__)
+
+FRESH_SECONDS = 1.0
+"""A report so old is given again, however many ask."""
+
+SHARE = 0.02
+"""Of the engine's time that pictures of its tree may take."""
+
+
+class Asks(Protocol):
+    """An engine that can be asked, wherever it runs."""
+
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """The result of the engine's public method of that name."""
+
+
+class Reporter:
+    """Makes the report for all who ask, as JSON in bytes.
+
+    All of it is fresh to a second but the picture of the tree, for which the engine's steps wait:
+    another is made when 50 times as long has passed as the last one took.
+    """
+
+    def __init__(
+        self,
+        engine: Asks,
+        tokenizer: Tokenizer,
+        model: str,
+        *,
+        show_text: bool,
+    ) -> None:
+        """`show_text`: let the report contain text of prompts."""
+        self._engine = engine
+        self._model = model
+        decode = token_text(tokenizer) if show_text else None
+        self.names = Names(decode, secrets.token_bytes(16))
+        self._started = time.time()
+        self._history = History()
+        self._sampling: asyncio.Task[None] | None = None
+        self._making = asyncio.Lock()
+        self._tree: TreePicture | None = None
+        self._tree_made = -float("inf")  # by the clock of the loop
+        self._report = b""
+        self._report_made = -float("inf")
+
+    async def start(self) -> None:
+        """Begins to sample; in the event loop of all calls."""
+        self._sampling = asyncio.create_task(self._sample())
+
+    async def stop(self) -> None:
+        if self._sampling is not None:
+            self._sampling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sampling
+
+    def forget(self) -> None:
+        """The next report is made afresh: something was changed that must show."""
+        self._tree_made = self._report_made = -float("inf")
+
+    async def report(self) -> bytes:
+        """The report as JSON. Raises RequestFailed if there is no engine that answers."""
+        async with self._making:
+            clock = asyncio.get_running_loop().time
+            asked = clock()
+            if asked - self._report_made < FRESH_SECONDS:
+                return self._report
+            tree = self._tree
+            if tree is None or asked - self._tree_made >= tree.seconds / SHARE:
+                tree = self._tree = await self._engine.ask("tree_picture")
+                self._tree_made = asked
+            live = await self._engine.ask("live_report")
+            self._report = await asyncio.to_thread(self._encoded, live, tree, time.time())
+            self._report_made = asked
+            return self._report
+
+    def _encoded(self, live: LiveReport, tree: TreePicture, at: float) -> bytes:
+        report = report_json(
+            live,
+            tree,
+            self._history,
+            model=self._model,
+            at=at,
+            started=self._started,
+            names=self.names,
+        )
+        return json.dumps(report, separators=(",", ":"), allow_nan=False).encode()
+
+    async def _sample(self) -> None:
+        while True:
+            try:
+                self._history.add(Sample(time.time(), await self._engine.ask("stats")))
+            except RequestFailed:  # while it is started again there is nothing to sample
+                log.debug("no sample: the engine does not answer")
+            except Exception:  # the next one may succeed
+                log.exception("the engine could not be sampled")
+            await asyncio.sleep(SAMPLE_SECONDS)

@@ -1,0 +1,105 @@
+"""What a server remembers of its engine over time: samples of its counters at three distances."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from coppice.runtime.engine.histogram import Histogram
+from coppice.runtime.report.cache import CAUSES
+from coppice.runtime.report.engine_stats import EngineStats
+
+SAMPLE_SECONDS = 5.0
+
+SPANS = {"ten_minutes": (1, 121), "hour": (6, 121), "day": (120, 145)}
+"""For each span that is shown: every how manieth sample it keeps, and how many of them."""
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+LATENCIES = ("queue", "ttft", "itl", "request")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The engine's counters at a time, in seconds since the epoch."""
+
+    at: float
+    stats: EngineStats
+
+
+class History:
+    """Keeps samples that come every `SAMPLE_SECONDS`, in memory that does not grow.
+
+    An engine that was started again counts from zero; then what it has counted is what came since.
+    """
+
+    def __init__(self) -> None:
+        self._spans = {name: deque[Sample](maxlen=most) for name, (_, most) in SPANS.items()}
+        self._count = 0
+
+    def add(self, sample: Sample) -> None:
+        for name, (every, _) in SPANS.items():
+            if self._count % every == 0:
+                self._spans[name].append(sample)
+        self._count += 1
+
+    def over_time(self, span: str, now: Sample) -> dict[str, list[Any]]:
+        """What happened between each two samples of a span, and up to now, column by column.
+
+        `at` is when a stretch ended and `seconds` how long it was; counts are of the stretch,
+        `requests_running` and `requests_waiting` as of its end, latencies quantiles in seconds or
+        None where there were none. The last stretch is never much shorter than the others, since a
+        few requests would make a spike of it.
+        """
+        samples: list[Sample] = list(self._spans[span])
+        if len(samples) > 1 and now.at - samples[-1].at < SAMPLE_SECONDS * SPANS[span][0] / 2:
+            samples.pop()
+        samples.append(now)
+        rows = [_stretch(*pair) for pair in pairwise(samples) if pair[1].at > pair[0].at]
+        return {name: [row[name] for row in rows] for name in _columns()}
+
+    def latencies(self, now: Sample) -> dict[str, dict[str, Any]]:
+        """For each latency, its quantiles over the last ten minutes and since the start."""
+        recent = self._spans["ten_minutes"]
+        told = {}
+        for name in LATENCIES:
+            histogram: Histogram = getattr(now.stats, name)
+            before = getattr(recent[0].stats, name) if recent else None
+            last = histogram if before is None else histogram.since(before)
+            told[name] = {
+                "last_ten_minutes": _quantiles(last),
+                "since_start": _quantiles(histogram),
+            }
+        return told
+
+
+def _quantiles(histogram: Histogram) -> dict[str, Any]:
+    shares = {name: histogram.quantile(share) for name, share in QUANTILES.items()}
+    return {"count": histogram.count, "mean": histogram.mean, **shares}
+
+
+def _columns() -> tuple[str, ...]:
+    return (
+        "at", "seconds", "requests", "prompt_tokens", "hit_tokens", "ideal_tokens", *CAUSES,
+        "generated_tokens", "requests_running", "requests_waiting", "ttft_p50", "ttft_p99",
+        "itl_p50", "itl_p99",
+    )  # fmt: skip
+
+
+def _stretch(before: Sample, after: Sample) -> dict[str, Any]:
+    first, last = before.stats, after.stats
+    anew = last.step.count < first.step.count or last.counts.requests < first.counts.requests
+    row: dict[str, Any] = {"at": round(after.at, 1), "seconds": round(after.at - before.at, 1)}
+    for name in ("requests", "prompt_tokens", "hit_tokens", "ideal_tokens", *CAUSES):
+        told = getattr(last.counts, name)
+        row[name] = told if anew else told - getattr(first.counts, name)
+    row["generated_tokens"] = last.generated_tokens - (0 if anew else first.generated_tokens)
+    row["requests_running"] = last.requests_running
+    row["requests_waiting"] = last.requests_waiting
+    for name in ("ttft", "itl"):
+        histogram: Histogram = getattr(last, name)
+        between = histogram if anew else histogram.since(getattr(first, name))
+        for quantile in ("p50", "p99"):
+            row[f"{name}_{quantile}"] = between.quantile(QUANTILES[quantile])
+    return row

@@ -1,0 +1,134 @@
+"""What the cache's accounts say in words: for the report in the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from coppice.runtime.report.cache import CAUSES, CacheAccounts, Counts
+
+if TYPE_CHECKING:
+    from coppice.frontend.text.tokenizer import Tokenizer
+
+Decode = Callable[[Sequence[int]], str]
+
+CAUSE_NAMES = {
+    "cold": "cold",
+    "evicted": "evicted",
+    "diverged": "diverged",
+    "namespace": "namespace",
+    "in_flight": "in flight",
+    "last_token": "last token",
+    "prompt_logprobs": "logprobs",
+}
+CAUSE_MEANINGS = {
+    "cold": "never seen before",
+    "evicted": "was cached, and had to go",
+    "diverged": "known text behind another beginning",
+    "namespace": "known in another namespace only",
+    "in_flight": "another request was computing it",
+    "last_token": "needed for its logits",
+    "prompt_logprobs": "computed again for prompt logprobs",
+}
+assert set(CAUSE_NAMES) == set(CAUSE_MEANINGS) == set(CAUSES)
+
+_SHOWN_IDS = 6  # of either end, where there is no text
+_WORTH_SAYING = 0.005  # of the hit rate: less is within the curve's error
+
+
+def causes(counts: Counts) -> list[tuple[str, int]]:
+    """The causes that there were with their computed tokens, the largest first."""
+    found = [(cause, tokens) for cause, tokens in counts.causes.items() if tokens]
+    return sorted(found, key=lambda each: -each[1])
+
+
+def cause_meaning(cause: str, counts: Counts) -> str:
+    """What a cause means; of evicted tokens also how long they had been idle."""
+    meaning = CAUSE_MEANINGS[cause]
+    if cause == "evicted" and counts.evicted_idle_seconds:
+        meaning = f"was cached; idle for {duration(counts.evicted_idle_seconds)}"
+    return meaning
+
+
+def memory_sentence(accounts: CacheAccounts, policy: str) -> str:
+    """What twice the memory would bring; "" before there is a curve.
+
+    The curve is an estimate of LRU's, so of it only the difference is taken, and put on what was
+    achieved. With another policy the two can't be mixed, and both figures are LRU's.
+    """
+    rates = {point.factor: point.hit_rate for point in accounts.curve}
+    if not rates:
+        return ""
+    counts = accounts.overall.since_start
+    gain = rates[2.0] - rates[1.0]
+    if policy == "lru":
+        now = counts.hit_rate
+        more = max(now, min(now + gain, counts.ideal_hit_rate))
+        if more - now < _WORTH_SAYING:
+            return f"With twice the memory your hit rate would still be {now:.1%}."
+        return f"With twice the memory your hit rate would be {more:.1%}, not {now:.1%}."
+    shown = f"{rates[2.0]:.1%}, not {rates[1.0]:.1%}"
+    if gain < _WORTH_SAYING:
+        shown = f"still {rates[1.0]:.1%}"
+    return (
+        f"With twice the memory the hit rate of lru would be {shown}: "
+        f"the curve is that of lru, not of {policy}."
+    )
+
+
+def duration(seconds: float, units: int = 2) -> str:
+    """A time that people read: its largest one or two units, or tenths of a second."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    left, parts = round(seconds), []
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        count, left = divmod(left, size)
+        if count:
+            parts.append(f"{count} {unit}")
+        if parts and (len(parts) == units or not count):
+            break
+    return " ".join(parts)
+
+
+def short_count(number: float) -> str:
+    """A count in at most a few characters: 950, 12.5k, 3M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            return f"{_three_digits(number / size)}{unit}"
+    return _three_digits(number)
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+
+
+def token_text(tokenizer: Tokenizer | None) -> Decode:
+    """A function from token ids to text that people read.
+
+    Special tokens stay visible. Ids that are none of the tokenizer's, such as those that stand for
+    outputs of which a trace tells only the length, are counted; without a tokenizer all ids are
+    shown as numbers, but for the middle of many.
+    """
+    if tokenizer is None:
+        return _numbers
+    size = tokenizer.vocabulary
+
+    def decode(token_ids: Sequence[int]) -> str:
+        parts = []
+        for known, run in groupby(token_ids, key=lambda token: token < size):
+            ids = list(run)
+            if known:
+                parts.append(tokenizer.decode(ids, skip_special_tokens=False))
+            else:
+                parts.append(f"⟨{len(ids)} token{'s' * (len(ids) > 1)} without text⟩")
+        return "".join(parts)
+
+    return decode
+
+
+def _numbers(token_ids: Sequence[int]) -> str:
+    shown = list(map(str, token_ids))
+    if len(shown) > 2 * _SHOWN_IDS:
+        shown[_SHOWN_IDS:-_SHOWN_IDS] = ["…"]
+    return " ".join(shown)

@@ -1,0 +1,150 @@
+"""Starts the server, says where it is and how to use it, and stops it in an orderly way."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import shlex
+import signal
+import socket
+from dataclasses import replace
+from functools import partial
+
+from aiohttp import web
+
+from coppice.frontend.client.engine import EngineClient
+from coppice.frontend.client.process import EngineProcess
+from coppice.frontend.http import logs
+from coppice.frontend.http.options import ServerOptions
+from coppice.frontend.server import Server
+from coppice.frontend.text.beam_stops import WatchStopStrings
+from coppice.frontend.text.tokenizer import Tokenizer, model_source
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.model.path import resolve_model
+
+LAST_WORDS_SECONDS = 5.0  # for what is still unsent when the engine has ended
+YOUNG_OBJECTS = 20_000  # between collections: hundreds of streams live on through each of them
+
+
+def serve(
+    config: EngineConfig,
+    tokenizer: str | None,
+    options: ServerOptions,
+    *,
+    listener: socket.socket,
+) -> None:
+    """Serves until SIGINT or SIGTERM, then lets running requests end.
+
+    New connections are refused at once when a signal comes. Requests that take longer than
+    `options.drain_timeout` from there on are aborted, and a second signal aborts them at once.
+
+    Args:
+        config: of the engine; its model is the name under which requests ask for it, unless the
+            options have another.
+        tokenizer: where the tokenizer is, if not with the model.
+        options: of the server itself.
+        listener: bound to the address to serve at; it is closed at the end.
+
+    Raises:
+        ValueError: there is no such model, it is not supported, or its memory does not suffice.
+    """
+    path = resolve_model(model_source(config.model))
+    source = path if tokenizer is None else resolve_model(model_source(tokenizer))
+    # First, since it takes less to find that one is missing.
+    loaded = Tokenizer(source, without_torch=True)
+    own = replace(config, model=str(path))
+    logs.configure(options.log_format)
+    watch = WatchStopStrings(str(source))
+    launch = partial(EngineProcess, own, options.log_format, tokenizer=source, watch_lines=watch)
+    engine = EngineClient(launch, loaded, longest_delay=options.max_stream_delay, gives_way=True)
+    # At once, since loading takes a while; the rest of the greeting comes when it is done.
+    print(f"model   {config.model}", flush=True)
+    if loaded.chat_template is not None:
+        loaded.load_wrapped_soon()
+    asyncio.run(_serve(engine, config.model, options, listener))
+
+
+async def _serve(
+    engine: EngineClient, model: str, options: ServerOptions, listener: socket.socket
+) -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, lambda: (hurry if stop.is_set() else stop).set())
+    if not await _started(engine, stop):
+        return
+    server = Server(engine, options.served_model_name or model, options)
+    runner = web.AppRunner(
+        server.application(),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=options.drain_timeout + LAST_WORDS_SECONDS,
+    )
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    gc.freeze()  # what is loaded stays: no collection needs to look through it
+    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+    print(_greeting(engine, model, options, *listener.getsockname()[:2]), flush=True)
+    await stop.wait()
+    print(f"stopping; requests still running: {engine.running}", flush=True)
+    server.drain()
+    await _drain(runner, engine, hurry, options.drain_timeout)
+
+
+async def _started(engine: EngineClient, stop: asyncio.Event) -> bool:
+    """Loads the model; False if a signal came meanwhile."""
+    starting, stopped = asyncio.create_task(engine.start()), asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await engine.stop()
+        return False
+    stopped.cancel()
+    await starting
+    return True
+
+
+async def _drain(
+    runner: web.AppRunner, engine: EngineClient, hurry: asyncio.Event, timeout: float
+) -> None:
+    """Waits for the running requests, until the time is over or a second signal comes."""
+    closing = asyncio.create_task(runner.cleanup())
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait({closing, hurried}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    await engine.stop()  # whatever still runs ends with an error that says so
+    await closing
+
+
+def _greeting(
+    engine: EngineClient, model: str, options: ServerOptions, host: str, port: int
+) -> str:
+    """All but the first line."""
+    address = f"[{host}]" if ":" in host else host
+    url = f"http://{address}:{port}"
+    assert engine.ready is not None
+    if engine.tokenizer.chat_template:
+        path = "/v1/chat/completions"
+        # The demo model can do nothing but look things up in the document it is given.
+        talk = {"user": "Hello"}
+        if model == "demo":
+            talk = {
+                "system": "People: The badge of Mara Ellison is NK-48.",
+                "user": "Which badge does Mara Ellison carry?",
+            }
+        messages = [{"role": role, "content": content} for role, content in talk.items()]
+        body: dict[str, object] = {"messages": messages}
+    else:
+        path, body = "/v1/completions", {"prompt": "Hello"}
+    body = {"model": options.served_model_name or model} | body
+    key = '-H "Authorization: Bearer $KEY" ' if options.keys() else ""
+    return "\n".join(
+        [
+            f"memory  {engine.ready.memory}",
+            f"url     {url}",
+            f"try     curl {url}{path} {key}-H 'Content-Type: application/json' "
+            f"-d {shlex.quote(json.dumps(body))}",
+            f"report  {url}/cache",
+        ]
+    )

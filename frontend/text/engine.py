@@ -1,0 +1,106 @@
+"""The engine with text on both sides: prompts in, pieces of text out, step by step.
+
+The engine knows token ids only. Here prompts become tokens, each step's tokens become text, and a
+stop string that appears ends its request before the next step is made. The Python API and the
+server both stand on this. Like the engine, one thread calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from coppice.frontend.text.beam_stops import WatchStopStrings
+from coppice.frontend.text.streams import TextDelta, Texts
+from coppice.frontend.text.tokenizer import Tokenizer, model_source
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine.core import Engine
+from coppice.runtime.model.path import resolve_model
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling.beam_search import BeamSearchParams
+
+
+class TextEngine:
+    """An engine and the tokenizer of its model.
+
+    Attributes:
+        engine: the engine, for its memory arithmetic and cache report.
+        tokenizer: the model's tokenizer.
+        texts: what its running requests have said so far.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.texts = Texts(tokenizer)
+
+    @classmethod
+    def load(cls, config: EngineConfig, tokenizer: str | None = None) -> TextEngine:
+        """Loads a model and its tokenizer; `config.model` may be "demo".
+
+        Args:
+            config: the engine's options; the model is a directory, a hub id or "demo".
+            tokenizer: where the tokenizer is, if not with the model.
+
+        Raises:
+            ValueError: there is no such model, it is not supported, or its memory does not suffice.
+        """
+        path = resolve_model(model_source(config.model))
+        source = path if tokenizer is None else resolve_model(model_source(tokenizer))
+        loaded = Tokenizer(source)  # first, since it takes less to find that one is missing
+        own = replace(config, model=str(path))
+        watch = WatchStopStrings(str(source))
+        return cls(Engine(own, tokenizer=source, watch_lines=watch), loaded)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        beam: BeamSearchParams | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queues a request: sampling by `params`, or a beam search for `params.n` results.
+
+        Raises:
+            ValueError: the engine refuses it (see `Engine.add_request`); nothing was queued.
+        """
+        ids = list(prompt_token_ids)
+        if beam is not None:
+            search = self.texts.for_engine(beam)
+            self.engine.add_beam_search(
+                request_id, ids, search, cache_salt=cache_salt, priority=priority
+            )
+        else:
+            given = self.texts.for_engine(params)
+            self.engine.add_request(
+                request_id, ids, given, cache_salt=cache_salt, priority=priority
+            )
+        self.texts.add(request_id, prompt, ids, params)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request and gives its pages back; False if it is unknown or has ended."""
+        self.texts.drop(request_id)
+        return self.engine.abort(request_id)
+
+    def unfinished(self) -> list[str]:
+        """Names of the requests that were added and have not ended."""
+        return self.texts.unfinished()
+
+    def has_unfinished(self) -> bool:
+        """Whether a step has anything to do."""
+        return self.engine.has_unfinished()
+
+    def step(self) -> list[TextDelta]:
+        """Runs one step; what it did to each request that it touched."""
+        deltas = []
+        for output in self.engine.step():
+            delta, stopped = self.texts.advance(output)
+            if stopped:
+                self.engine.abort(output.request_id, output.index)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas

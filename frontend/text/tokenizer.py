@@ -1,0 +1,259 @@
+"""Text to token ids and back, through the model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coppice.frontend.text.conversation import check_characters, turns
+from coppice.frontend.text.detokenizer import REPLACEMENT
+from coppice.frontend.text.fast_tokenizer import plain_tokenizer
+from coppice.runtime.startup.light_transformers import leave_out_models, leave_out_torch
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
+
+Message = Mapping[str, Any]
+"""One turn of a conversation: `role` and `content`, as in the OpenAI API."""
+
+
+def model_source(model: str) -> str:
+    """The directory or hub id that a model's name stands for: "demo" is the shipped checkpoint."""
+    return str(DEMO_MODEL) if model == "demo" else model
+
+
+_CUT = 64  # more tokens than cutting a text can add to it
+_BEFORE = 4  # tokens that a text goes on from
+
+
+class Tokenizer:
+    """The model's tokenizer, reduced to what the engine's front needs.
+
+    One that leaves nothing open is read without transformers (see `plain_tokenizer`), which then
+    comes when something asks for it: a chat template that is filled, mostly.
+
+    Args:
+        path: a local directory with the tokenizer's files.
+        without_torch: for a process that computes nothing; see `leave_out_torch`.
+
+    Attributes:
+        vocabulary: how many tokens there are, those that were added included.
+        special_tokens: the texts of the special tokens that the tokenizer names.
+        chat_template: nothing, the template's text, or several of them by name.
+
+    Raises:
+        ValueError: the directory has no tokenizer that transformers can load.
+    """
+
+    def __init__(self, path: str | Path, *, without_torch: bool = False) -> None:
+        self._path = str(path)
+        self._without_torch = without_torch
+        self._wrapped: PreTrainedTokenizerBase | None = None
+        self._loading = threading.Lock()
+        self._direct: FastTokenizer | None
+        self._encoder: FastTokenizer | None
+        self.special_tokens: frozenset[str]
+        self.chat_template: str | dict[str, str] | None
+        plain = plain_tokenizer(Path(path))
+        if plain is not None:
+            self._direct = self._encoder = plain.backend
+            self.special_tokens, self.chat_template = plain.special_tokens, plain.chat_template
+            self.vocabulary = plain.backend.get_vocab_size()
+            added = plain.backend.get_added_tokens_decoder()
+        else:
+            self._take(self.wrapped)
+            added = self.wrapped.added_tokens_decoder
+        self._special = {token for token, each in added.items() if each.special}
+        # Behind it every token is decoded as it is.
+        self.anchor = self._ids("a", add_special_tokens=False)
+
+    def _take(self, wrapped: PreTrainedTokenizerBase) -> None:
+        """Finds out what of transformers' tokenizer can be done without it."""
+        from transformers import PreTrainedTokenizerFast
+
+        # Every token of every stream is decoded: what transformers does around the library's own
+        # decoder takes three times as long as that.
+        plain = getattr(type(wrapped), "_decode", None) is PreTrainedTokenizerFast._decode
+        self._direct = wrapped.backend_tokenizer if plain else None
+        # The same of what it does around the encoder, which holds up all other threads besides.
+        own = getattr(type(wrapped), "_encode_plus", None)
+        plain = own is not None and own is PreTrainedTokenizerFast._encode_plus
+        self._encoder = wrapped.backend_tokenizer if plain else None
+        self.special_tokens = frozenset(wrapped.all_special_tokens)
+        self.chat_template = wrapped.chat_template
+        self.vocabulary = len(wrapped)
+
+    @property
+    def wrapped(self) -> PreTrainedTokenizerBase:
+        """transformers' tokenizer, loaded if it was not yet. Any thread may ask for it."""
+        with self._loading:
+            if self._wrapped is None:
+                if self._without_torch:
+                    leave_out_torch()
+                self._wrapped = _load(self._path)
+            return self._wrapped
+
+    def load_wrapped_soon(self) -> None:
+        """Has a thread load it, so that whoever asks for it later does not wait."""
+
+        def load() -> None:
+            with suppress(ValueError):  # it is told to those who ask
+                _ = self.wrapped
+
+        if self._wrapped is None:
+            threading.Thread(target=load, name="tokenizer", daemon=True).start()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model expects around one.
+
+        Raises:
+            ValueError: the text has half of a surrogate pair in it, which no encoding can express.
+        """
+        check_characters("prompt", text)
+        return self._ids(text, add_special_tokens=True)
+
+    def check_length(self, name: str, text: str, longest: int) -> None:
+        """Raises ValueError, with that name, for a text of far more than `longest` tokens.
+
+        It looks at no more of the text than that takes: tens of megabytes are refused in the time
+        that `longest` tokens cost, where encoding them would take a minute. What passes may still
+        be too long.
+        """
+        length = 8 * longest + 4096
+        while length < len(text):
+            # Cutting a text changes tokens only where it is cut.
+            count = len(self._ids(text[:length], add_special_tokens=False))
+            if count > longest + _CUT:
+                raise ValueError(
+                    f"{name} must be shorter than {longest} tokens (max_model_len), "
+                    f"got more than {count - _CUT}"
+                )
+            length *= 2
+
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of text that goes on behind other text: no special tokens are added.
+
+        Raises:
+            ValueError: as `encode` does.
+        """
+        check_characters("text", text)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self._encoder is not None:
+            encode = self._encoder.encode_batch_fast
+            (found,) = encode([text], add_special_tokens=add_special_tokens)
+            return list(found.ids)
+        return list(self.wrapped(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def spelt(self, token: int) -> str | None:
+        """A token as it stands in the vocabulary; None if there is none of that number."""
+        if self._direct is not None:
+            return self._direct.id_to_token(token)
+        return self.wrapped.convert_ids_to_tokens(token)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the tokens, exactly as they spell it (no spaces are tidied away)."""
+        if self._direct is not None:
+            return self._direct.decode(token_ids, skip_special_tokens)
+        return self.wrapped.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def text_before(self, prompt_token_ids: Sequence[int], *, exact: bool = False) -> list[int]:
+        """The last tokens of a prompt, as far as the text behind it goes on from them.
+
+        Some decoders drop the space at the beginning of what they are given. A text that goes on
+        from other text keeps it, so that prompt and text together read as they were meant; one
+        behind a special token, as an answer behind the mark of its speaker, begins anew, unless it
+        must be `exact`, as one that is held to a form.
+        """
+        last: list[int] = []
+        for token in reversed(prompt_token_ids[-_BEFORE:]):
+            if token in self._special:
+                break
+            last.insert(0, token)
+        whole = last and not self.decode(last).endswith(REPLACEMENT)  # no character is cut
+        return last if whole else list(self.anchor) if exact else []
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation up to where the assistant's answer begins.
+
+        Args:
+            messages: of the OpenAI API's roles; `content` is a string, or a list of parts of type
+                "text", which are joined.
+            tools: what the model is told of, as the API writes them.
+            add_generation_prompt: whether the beginning of an answer stands at the end.
+            continue_final_message: leave the last message open, so that the answer goes on with it.
+            template_arguments: more variables for the chat template.
+
+        Raises:
+            ValueError: the model has no chat template, the template refuses the conversation or has
+                no place for tools, or a message has an unknown role, an unknown key or content that
+                is not text.
+        """
+        template = self.chat_template
+        written = str(template or "")
+        taken = turns(messages, developer="developer" in written)
+        if not template:
+            raise ValueError("messages: this model's tokenizer has no chat template")
+        if tools and "tools" not in written:
+            raise ValueError("tools: this model's chat template has no place for tools")
+        more = dict(template_arguments or {})
+        for name in more:
+            if name in _template_options() or not name.isidentifier():
+                raise ValueError(f"chat_template_kwargs must not have {name!r}")
+        try:
+            ids = self.wrapped.apply_chat_template(
+                taken,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=True,
+                return_dict=False,
+                **more,
+            )
+        except Exception as error:  # a template is a program: it raises whatever it likes
+            raise ValueError(f"messages: the chat template refuses them: {error}") from error
+        return list(ids)
+
+
+def _load(path: str) -> PreTrainedTokenizerBase:
+    leave_out_models()
+    from transformers import AutoTokenizer
+
+    try:
+        wrapped: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"tokenizer cannot be loaded from {path!r}: {error}") from error
+    # A first call settles the padding and truncation that a tokenizer file may carry, so that
+    # later calls change nothing and may come from several threads.
+    wrapped("settle")
+    return wrapped
+
+
+@cache
+def _template_options() -> frozenset[str]:
+    """What the template's filling is called with, which variables may not be named like."""
+    from transformers import PreTrainedTokenizerBase
+
+    options = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset(("messages", *options))

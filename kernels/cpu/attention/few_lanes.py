@@ -1,0 +1,198 @@
+"""A tile of attention for few query heads: vectors along the head, not across the lanes.
+
+A row that shares nothing has as many query heads as share a KV head, two to eight as a rule, and
+would leave most lanes of ``vectors`` idle. Here a key is read in whole vectors, each of which is
+multiplied with those of ``few`` query heads; the scores of several keys and all lanes come out side
+by side, ``[keys, few]``, and their softmax is made in whole vectors too. So the work a key is that
+of its lanes, and memory stays what such a row waits for.
+
+The functions' first argument is a constant, ``few``: one of ``FEW``. ``dim`` is a multiple of
+``LANES``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from coppice.kernels.cpu.code.simd import (
+    INT,
+    INTS,
+    LANES,
+    SUMS,
+    VECTOR,
+    any_of,
+    at_float,
+    call,
+    constant,
+    counting,
+    fetch,
+    greater,
+    load,
+    load_long,
+    multiply_in,
+    power_of_2,
+    splat,
+    store,
+    unrolled,
+    zeros,
+)
+
+#: The lanes that a narrow row may have.
+FEW = (LANES // 4, LANES // 2)
+
+
+def _totals(b: Any, vectors: list[Any]) -> Any:
+    """The sum of each of ``LANES`` vectors, side by side."""
+    while len(vectors) > 1:
+        even, odd = (ir.Constant(INTS, list(range(first, 2 * LANES, 2))) for first in (0, 1))
+        vectors = [
+            b.fadd(b.shuffle_vector(one, other, even), b.shuffle_vector(one, other, odd))
+            for one, other in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
+
+
+def _turned(b: Any, vector: Any, by: int) -> Any:
+    """A vector whose lanes have moved round."""
+    lanes = ir.Constant(INTS, [(lane + by) % LANES for lane in range(LANES)])
+    return b.shuffle_vector(vector, ir.Constant(VECTOR, ir.Undefined), lanes)
+
+
+@intrinsic(prefer_literal=True)
+def few_scores(
+    typing: Any,
+    few: Any,
+    queries: Any,
+    keys: Any,
+    values: Any,
+    at: Any,
+    count: Any,
+    following: Any,
+    fetched: Any,
+    dim: Any,
+    out: Any,
+) -> Any:
+    """Products of a tile's keys with few lanes, into ``out [TILE, few]``.
+
+    ``queries`` is float32 ``[few, dim]``; the rest is as in ``vectors.scores``. The rows behind
+    ``count`` up to the next multiple of ``LANES // few`` are written, too.
+    """
+    lanes = few.literal_value
+    together = LANES // lanes
+    signature = types.void(types.IntegerLiteral(lanes), *[types.int64] * 9)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        _, queries, keys, values, at, count, following, fetched, dim, out = arguments
+        rows = [b.mul(dim, constant(lane)) for lane in range(lanes)]
+        with counting(b, 0, count, together) as first:
+            starts = []
+            for j in range(together):
+                index = b.add(first, constant(j))
+                starts.append(b.add(keys, b.shl(load_long(b, at, index), constant(2))))
+                fetch(b, keys, values, load_long(b, following, index), fetched)
+            sums = zeros(b, LANES)
+            with counting(b, 0, dim, LANES) as d:
+                asked = [load(b, queries, b.add(row, d)) for row in rows]
+                for j, start in enumerate(starts):
+                    key = load(b, start, d)
+                    for total, query in zip(sums[j * lanes :], asked, strict=False):
+                        b.store(call(b, "fmuladd", key, query, b.load(total)), total)
+            place = b.mul(first, constant(lanes))
+            store(b, _totals(b, [b.load(total) for total in sums]), out, place)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)
+def few_weigh(
+    typing: Any, few: Any, scores: Any, vectors: Any, top: Any, total: Any, out: Any, dim: Any
+) -> Any:
+    """Turns a tile's scores, in base 2, into weights under the running maximum of each lane.
+
+    ``scores`` is so many whole ``vectors`` of ``[keys, few]``; ``top`` and ``total`` ``[LANES]``
+    and ``out [few, dim]`` hold what was before, as in ``vectors.weigh``, but that lane n's maximum
+    stands at each ``n + i * few`` and its sum of weights is the sum of what stands there.
+    """
+    lanes = few.literal_value
+    signature = types.void(types.IntegerLiteral(lanes), *[types.int64] * 6)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        _, scores, vectors, top, total, out, dim = arguments
+        end, start = b.mul(vectors, constant(LANES)), constant(0)
+        old = load(b, top, start)
+        best = cgutils.alloca_once_value(b, old)
+        with counting(b, 0, end, LANES) as index:
+            b.store(greater(b, load(b, scores, index), b.load(best)), best)
+        new, by = b.load(best), lanes
+        while by < LANES:
+            new, by = greater(b, new, _turned(b, new, by)), 2 * by
+        with b.if_then(any_of(b, b.fcmp_ordered(">", new, old))):
+            # The first tile comes here with top -inf: what it shrinks is 0.
+            shrink = power_of_2(b, b.fsub(old, new))
+            store(b, new, top, start)
+            store(b, b.fmul(load(b, total, start), shrink), total, start)
+            for lane in range(lanes):
+                factor = splat(b, b.extract_element(shrink, ir.Constant(INT, lane)))
+                row = b.mul(dim, constant(lane))
+                with counting(b, 0, dim, LANES) as d:
+                    place = b.add(row, d)
+                    store(b, b.fmul(load(b, out, place), factor), out, place)
+        mine = cgutils.alloca_once_value(b, load(b, total, start))
+        with counting(b, 0, end, LANES) as index:
+            weight = power_of_2(b, b.fsub(load(b, scores, index), new))
+            store(b, weight, scores, index)
+            b.store(b.fadd(b.load(mine), weight), mine)
+        store(b, b.load(mine), total, start)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)
+def few_gather(
+    typing: Any, few: Any, weights: Any, values: Any, at: Any, count: Any, out: Any, dim: Any
+) -> Any:
+    """``out [few, dim] +=`` a tile's values, each times its weights ``[count, few]``.
+
+    Value t is ``dim`` floats from float ``at[t]`` of ``values`` on.
+    """
+    lanes = few.literal_value
+    wide = max(n for n in (1, 2, 4) if n * lanes <= SUMS)
+    signature = types.void(types.IntegerLiteral(lanes), *[types.int64] * 6)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        _, weights, values, at, count, out, dim = arguments
+        rows = [b.mul(dim, constant(lane)) for lane in range(lanes)]
+
+        def elements(first: Any, number: int) -> None:
+            places = [b.add(first, constant(i * LANES)) for i in range(number)]
+            sums = [
+                [cgutils.alloca_once_value(b, load(b, out, b.add(row, place))) for place in places]
+                for row in rows
+            ]
+
+            def value(t: Any) -> None:
+                start = b.add(values, b.shl(b.add(load_long(b, at, t), first), constant(2)))
+                here = [load(b, start, constant(i * LANES)) for i in range(number)]
+                mine = b.add(weights, b.shl(b.mul(t, constant(lanes)), constant(2)))
+                for lane, each in enumerate(sums):
+                    multiply_in(b, each, here, b.load(at_float(b, mine, constant(lane))))
+
+            unrolled(b, count, value)
+            for row, each in zip(rows, sums, strict=True):
+                for place, total in zip(places, each, strict=True):
+                    store(b, b.load(total), out, b.add(row, place))
+
+        whole = b.mul(b.sdiv(dim, constant(wide * LANES)), constant(wide * LANES))
+        with counting(b, 0, whole, wide * LANES) as first:
+            elements(first, wide)
+        with counting(b, whole, dim, LANES) as first:
+            elements(first, 1)
+        return context.get_dummy_value()
+
+    return signature, generate

@@ -1,0 +1,255 @@
+"""A tile of attention in whole vectors: products without a copy of the keys, softmax, weighted sum.
+
+Queries lie transposed, ``[dim, vectors * LANES]``: a lane is one query head of one row, and a key's
+element is multiplied with a whole vector of them. So scores come out with the lanes side by side,
+their softmax needs nothing across lanes, and keys and values are read where they lie, whatever page
+that is, an element at a time. All query heads that share a KV head, of as many rows as there are,
+fill the lanes. One row alone leaves most of them idle: ``few_lanes`` is for that.
+
+The functions' first argument is a constant: the vectors of a row of lanes, one of ``VECTORS``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from coppice.kernels.cpu.code.simd import (
+    LANES,
+    LONG,
+    SUMS,
+    VECTORS,
+    any_of,
+    at_float,
+    constant,
+    counting,
+    fetch,
+    greater,
+    load,
+    load_long,
+    multiply_in,
+    power_of_2,
+    splat,
+    store,
+    transposed,
+    unrolled,
+    zeros,
+)
+
+#: Lanes of the widest row.
+MOST_LANES = LANES * VECTORS[-1]
+#: Keys a tile. Its scores (12 KiB with 4 vectors of 16) and the queries or values that they are
+#: made of or multiplied with (16 and 12 KiB for heads of 64) stay in the nearest cache together.
+TILE = 48
+
+
+def _at_once(wide: int) -> int:
+    """Keys or elements whose sums are made together: 4, 6 or 8, which divide ``TILE``."""
+    return max(n for n in (4, 6, 8) if n == 4 or n * wide <= SUMS)
+
+
+@intrinsic(prefer_literal=True)
+def scores(
+    typing: Any,
+    vectors: Any,
+    queries: Any,
+    keys: Any,
+    values: Any,
+    at: Any,
+    count: Any,
+    following: Any,
+    fetched: Any,
+    dim: Any,
+    out: Any,
+) -> Any:
+    """Products of a tile's keys with all lanes, into ``out``.
+
+    ``queries`` is float32 ``[dim, lanes]``. Key t of the tile is ``dim`` floats from float
+    ``at[t]`` of ``keys`` on, ``at`` int64 ``[TILE]``, all of them readable. The first ``count``
+    rows of ``out [TILE, lanes]`` are what was asked for. Of each key at ``following`` (as ``at``),
+    and its value, ``fetched`` bytes are brought near meanwhile.
+    """
+    wide = vectors.literal_value
+    together = _at_once(wide)
+    signature = types.void(types.IntegerLiteral(wide), *[types.int64] * 9)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        _, queries, keys, values, at, count, following, fetched, dim, out = arguments
+        lanes = wide * LANES
+        with counting(b, 0, count, together) as first:
+            starts = []
+            for j in range(together):
+                index = b.add(first, constant(j))
+                starts.append(b.add(keys, b.shl(load_long(b, at, index), constant(2))))
+                fetch(b, keys, values, load_long(b, following, index), fetched)
+            sums = [zeros(b, wide) for _ in range(together)]
+
+            def element(d: Any) -> None:
+                row = b.mul(d, constant(lanes))
+                here = [load(b, queries, b.add(row, constant(i * LANES))) for i in range(wide)]
+                for start, mine in zip(starts, sums, strict=True):
+                    multiply_in(b, mine, here, b.load(at_float(b, start, d)))
+
+            unrolled(b, dim, element)
+            for j, mine in enumerate(sums):
+                row = b.mul(b.add(first, constant(j)), constant(lanes))
+                for i, total in enumerate(mine):
+                    store(b, b.load(total), out, b.add(row, constant(i * LANES)))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)
+def weigh(
+    typing: Any, vectors: Any, scores: Any, count: Any, top: Any, total: Any, out: Any, dim: Any
+) -> Any:
+    """Turns a tile's scores, in base 2, into weights under the running maximum of each lane.
+
+    ``scores`` is ``[count, lanes]``; ``top``, ``total`` ``[lanes]`` and ``out [dim, lanes]`` hold
+    what was before: the maximum, the sum of weights, and the weighted sum of values. They are
+    rescaled to the new maximum where it is greater, and ``total`` grows by the tile's weights. A
+    lane that has seen no key has top -inf and the rest 0.
+    """
+    wide = vectors.literal_value
+    signature = types.void(types.IntegerLiteral(wide), *[types.int64] * 6)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        _, scores, count, top, total, out, dim = arguments
+        lanes = wide * LANES
+        places = [constant(i * LANES) for i in range(wide)]
+        old = [load(b, top, place) for place in places]
+        best = [cgutils.alloca_once_value(b, each) for each in old]
+        with cgutils.for_range(b, count, intp=LONG) as loop:
+            row = b.mul(loop.index, constant(lanes))
+            for each, place in zip(best, places, strict=True):
+                b.store(greater(b, load(b, scores, b.add(row, place)), b.load(each)), each)
+        new = [b.load(each) for each in best]
+        grew = ir.Constant(ir.IntType(1), 0)
+        for before, after in zip(old, new, strict=True):
+            grew = b.or_(grew, any_of(b, b.fcmp_ordered(">", after, before)))
+        with b.if_then(grew):
+            # The first tile comes here with top -inf: what it shrinks is 0.
+            shrink = [
+                power_of_2(b, b.fsub(before, after)) for before, after in zip(old, new, strict=True)
+            ]
+            for place, after, factor in zip(places, new, shrink, strict=True):
+                store(b, after, top, place)
+                store(b, b.fmul(load(b, total, place), factor), total, place)
+            with cgutils.for_range(b, dim, intp=LONG) as loop:
+                row = b.mul(loop.index, constant(lanes))
+                for place, factor in zip(places, shrink, strict=True):
+                    index = b.add(row, place)
+                    store(b, b.fmul(load(b, out, index), factor), out, index)
+        sums = [cgutils.alloca_once_value(b, load(b, total, place)) for place in places]
+        with cgutils.for_range(b, count, intp=LONG) as loop:
+            row = b.mul(loop.index, constant(lanes))
+            for place, highest, mine in zip(places, new, sums, strict=True):
+                index = b.add(row, place)
+                weight = power_of_2(b, b.fsub(load(b, scores, index), highest))
+                store(b, weight, scores, index)
+                b.store(b.fadd(b.load(mine), weight), mine)
+        for place, mine in zip(places, sums, strict=True):
+            store(b, b.load(mine), total, place)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)
+def gather(
+    typing: Any, vectors: Any, weights: Any, values: Any, at: Any, count: Any, out: Any, dim: Any
+) -> Any:
+    """``out [dim, lanes] +=`` a tile's values, each times its weights ``[count, lanes]``.
+
+    Value t is ``dim`` floats, an even number, from float ``at[t]`` of ``values`` on.
+    """
+    wide = vectors.literal_value
+    together = 16 if wide == 1 else 8 if 8 * wide <= SUMS else 4
+    signature = types.void(types.IntegerLiteral(wide), *[types.int64] * 6)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        _, weights, values, at, count, out, dim = arguments
+        lanes = wide * LANES
+
+        def elements(first: Any, number: int) -> None:
+            sums = []
+            for j in range(number):
+                row = b.mul(b.add(first, constant(j)), constant(lanes))
+                sums.append(
+                    [
+                        cgutils.alloca_once_value(b, load(b, out, b.add(row, constant(i * LANES))))
+                        for i in range(wide)
+                    ]
+                )
+
+            def value(t: Any) -> None:
+                row = b.mul(t, constant(lanes))
+                here = [load(b, weights, b.add(row, constant(i * LANES))) for i in range(wide)]
+                # Constants come last, or each sum takes a register for its address.
+                start = b.add(values, b.shl(b.add(load_long(b, at, t), first), constant(2)))
+                for j, mine in enumerate(sums):
+                    multiply_in(b, mine, here, b.load(at_float(b, start, constant(j))))
+
+            unrolled(b, count, value)
+            for j, mine in enumerate(sums):
+                row = b.mul(b.add(first, constant(j)), constant(lanes))
+                for i, each in enumerate(mine):
+                    store(b, b.load(each), out, b.add(row, constant(i * LANES)))
+
+        whole = b.mul(b.sdiv(dim, constant(together)), constant(together))
+        with counting(b, 0, whole, together) as first:
+            elements(first, together)
+        with counting(b, whole, dim, 2) as first:
+            elements(first, 2)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def lay_across(typing: Any, lanes: Any, sources: Any, count: Any, factor: Any, out: Any) -> Any:
+    """``LANES`` lines of numbers become ``LANES`` columns of ``out [count, lanes]``.
+
+    ``sources`` are the addresses of the lines, int64; ``count`` is a multiple of ``LANES``. All is
+    multiplied by ``factor``, a float32.
+    """
+    signature = types.void(*[types.int64] * 3, types.float32, types.int64)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        lanes, sources, count, factor, out = arguments
+        factors = splat(b, factor)
+        with counting(b, 0, count, LANES) as first:
+            lines = [load(b, load_long(b, sources, constant(i)), first) for i in range(LANES)]
+            for i, column in enumerate(transposed(b, lines)):
+                place = b.mul(b.add(first, constant(i)), lanes)
+                store(b, b.fmul(column, factors), out, place)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def lay_along(typing: Any, lanes: Any, columns: Any, count: Any, factors: Any, targets: Any) -> Any:
+    """``LANES`` columns of ``columns [count, lanes]`` become lines at the addresses ``targets``.
+
+    Each is multiplied by its own of ``factors [LANES]``. ``count`` is a multiple of ``LANES``.
+    """
+    signature = types.void(*[types.int64] * 5)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        lanes, columns, count, factors, targets = arguments
+        scale = load(b, factors, constant(0))
+        with counting(b, 0, count, LANES) as first:
+            rows = [
+                b.fmul(load(b, columns, b.mul(b.add(first, constant(i)), lanes)), scale)
+                for i in range(LANES)
+            ]
+            for i, line in enumerate(transposed(b, rows)):
+                store(b, line, load_long(b, targets, constant(i)), first)
+        return context.get_dummy_value()
+
+    return signature, generate

@@ -1,0 +1,457 @@
+"""The CPU backend's compiled kernel: items of a tree schedule over pages in place, then the merge.
+
+An item is some rows of the batch over a range of one page table's keys (``tree_schedule``). It is
+walked tile by tile with an online softmax in base 2 (scale carries log2 e), all query heads of a KV
+head and all rows of the item at once (``vectors``, or ``few_lanes`` where they are few), straight
+from the pages, whose next tile is fetched meanwhile. Tasks are items, or one KV head of an item,
+dealt out among threads beforehand. A row with several items is merged from their results by
+log-sum-exp, in the order of keys.
+
+Compiled on first use and kept on disk by numba (beside this file or, where that cannot be written,
+in the user's cache folder; NUMBA_CACHE_DIR moves it).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import carray, cfunc, njit, types
+
+from coppice.kernels.cpu.attention.few_lanes import FEW, few_gather, few_scores, few_weigh
+from coppice.kernels.cpu.attention.full_lanes import (
+    MOST_LANES,
+    TILE,
+    gather,
+    lay_across,
+    lay_along,
+    scores,
+    weigh,
+)
+from coppice.kernels.cpu.code.calls import pointer, run_share, run_shares
+from coppice.kernels.cpu.code.simd import LANES, VECTORS
+
+__all__ = [
+    "LANES",
+    "MOST_LANES",
+    "TILE",
+    "VECTORS",
+    "attend_items",
+    "attention_frame",
+    "merge_share",
+    "run_tasks",
+]
+
+#: A digest of the modules whose compiled functions are called here: numba keeps compiled code until
+#: this file changes, and does not look at the files of what is called. A test tells when to renew.
+SOURCES = "1c31eb140714"
+
+# No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
+_FAST = {"contract", "reassoc", "arcp", "nsz"}
+
+_LOG2E = np.float32(1.4426950408889634)
+_LN2 = np.float32(0.6931471805599453)
+_NEG_INF = np.float32(-np.inf)
+_V0, _V1, _V2, _V3 = VECTORS
+_F0, _F1 = FEW
+# Keys that fill a vector of the fewest lanes.
+_SIDE = LANES // _F0
+# Keys and values of a tile of few lanes.
+_FEW_BYTES = 1 << 16
+# Floats of a cache line.
+_LINE = 16
+# Numbers and addresses that ``run_tasks`` is given.
+_FRAME = 29
+
+
+@njit(cache=True)
+def _locate(
+    table: np.ndarray, begin: int, stop: int, end: int, page_size: int, width: int, at: np.ndarray
+) -> None:
+    """Where the keys ``begin .. stop`` lie, in floats; past ``end`` the last one again.
+
+    That is memory that the sequence owns, whose product is not looked at.
+    """
+    page = begin // page_size
+    slot = begin - page * page_size
+    start = np.int64(table[page]) * page_size
+    for t in range(begin, stop):
+        at[t - begin] = (start + slot) * width
+        if t + 1 < end:
+            slot += 1
+            if slot == page_size:
+                slot = 0
+                page += 1
+                start = np.int64(table[page]) * page_size
+
+
+@njit(cache=True)
+def _hide(
+    s: np.ndarray, begin: int, count: int, seen_from: np.ndarray, seen_to: np.ndarray
+) -> None:
+    """Scores ``[count, lanes]`` of keys that a lane's row does not see become -inf."""
+    for t in range(count):
+        key = begin + t
+        mine = s[t]
+        for lane in range(len(seen_to)):
+            if key > seen_to[lane] or key < seen_from[lane]:
+                mine[lane] = _NEG_INF
+
+
+@njit(cache=True)
+def _hide_few(
+    s: np.ndarray,
+    begin: int,
+    count: int,
+    vectors: int,
+    partly: bool,
+    seen_from: np.ndarray,
+    seen_to: np.ndarray,
+) -> None:
+    """The same for few lanes: keys that only fill the last vector are hidden from all."""
+    if partly:
+        _hide(s, begin, count, seen_from, seen_to)
+    s[count : vectors * LANES // s.shape[1]] = _NEG_INF
+
+
+# Becomes part of ``run_tasks``, and is compiled nowhere else.
+@njit(inline="always")
+def _work(
+    n: int,
+    last: int,
+    tasks: np.ndarray,
+    items: np.ndarray,
+    q: np.ndarray,
+    q_stride: int,
+    keys: np.ndarray,
+    values: np.ndarray,
+    page_indices: np.ndarray,
+    rows: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    page_size: int,
+    kv_heads: int,
+    dim: int,
+    scale: np.float32,
+    window: int,
+    out: np.ndarray,
+    lse: np.ndarray,
+    partial_out: np.ndarray,
+    partial_lse: np.ndarray,
+) -> None:
+    """Task n; those up to ``last`` come after it on this thread."""
+    item, first_head, last_head = items[tasks[n, 0]], np.int64(tasks[n, 1]), np.int64(tasks[n, 2])
+    count, begin, end = item[1], item[3], item[4]
+    mine = rows[item[0] : item[0] + count]
+    table = page_indices[item[2] :]
+    group = lse.shape[1] // kv_heads
+    heads = last_head - first_head
+    needed = -(-count * group // LANES)
+    wide = _V0 if needed <= _V0 else _V1 if needed <= _V1 else _V2 if needed <= _V2 else _V3
+    lanes = across = wide * LANES
+    few = count * group <= _F1 and dim % LANES == 0
+    if few:
+        lanes = _F0 if count * group <= _F0 else _F1
+
+    # Vectors that lie across two cache lines take twice as long to load.
+    size = (2 * heads * dim + TILE) * lanes + 2 * heads * across
+    scratch: Any = np.empty(size + _LINE, np.float32)
+    used: Any = -(scratch.ctypes.data // 4) % _LINE
+    size = heads * dim * lanes
+    # [dim, lanes] of each head; of few lanes [lanes, dim].
+    queries = scratch[used : used + size].reshape(heads, dim * lanes)
+    used += size
+    sums = scratch[used : used + size].reshape(heads, dim * lanes)
+    sums[:] = np.float32(0)
+    used += size
+    top = scratch[used : used + heads * across].reshape(heads, across)
+    top[:] = _NEG_INF
+    used += heads * across
+    total = scratch[used : used + heads * across].reshape(heads, across)
+    total[:] = np.float32(0)
+    used += heads * across
+    s = scratch[used : used + TILE * lanes].reshape(TILE, lanes)
+    # A lane without a row sees all.
+    seen_from, seen_to = np.zeros(lanes, np.int64), np.full(lanes, end)
+    lowest, highest = np.int64(end), np.int64(0)
+    factor = scale * _LOG2E
+    for i in range(count):
+        position = np.int64(positions[mine[i]])
+        lowest, highest = min(lowest, position), max(highest, position)
+        for g in range(group):
+            seen_to[i * group + g] = position
+            seen_from[i * group + g] = position - window + 1 if window else 0
+    whole = dim // LANES * LANES
+    lines = np.empty(lanes, np.int64)
+    for h in range(heads):
+        for lane in range(lanes):
+            i, g = lane // group, lane % group
+            # A lane without a row asks what the first one asks, and nobody reads its result.
+            at_row, at_head = (mine[i], g) if i < count else (mine[0], 0)
+            start = np.int64(at_row) * q_stride + ((first_head + h) * group + at_head) * dim
+            if few:
+                along = queries[h, lane * dim : lane * dim + dim]
+                for d in range(dim):
+                    along[d] = q[start + d] * factor
+                continue
+            lines[lane] = q.ctypes.data + 4 * start
+            for d in range(whole, dim):
+                queries[h, d * lanes + lane] = q[start + d] * factor
+        for lane in range(0, 0 if few else lanes, LANES):
+            to = queries[h].ctypes.data + 4 * lane
+            lay_across(lanes, lines.ctypes.data + 8 * lane, whole, factor, to)
+
+    tile: Any = TILE
+    if few:
+        # They wait for memory: what is fetched ahead of them has to stay in the second-level cache.
+        fitting: Any = _FEW_BYTES // (8 * dim * heads) // _SIDE * _SIDE
+        tile = min(TILE, max(fitting, _SIDE))
+    at, following = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    width = kv_heads * dim
+    # Keys of all heads lie side by side: where all are read they come in the order of memory. Few
+    # lanes are through with a head's keys in no time, and fetch the next ones head by head.
+    fetched = 4 * dim * heads
+    _locate(table, begin, begin + tile, end, page_size, width, following)
+    for start in range(begin, end, tile):
+        many = min(tile, end - start)
+        at, following = following, at
+        if start + tile < end:
+            _locate(table, start + tile, start + 2 * tile, end, page_size, width, following)
+        elif n < last:
+            other = items[tasks[n + 1, 0]]
+            begun, table = np.int64(other[3]), page_indices[other[2] :]
+            _locate(table, begun, begun + tile, np.int64(other[4]), page_size, width, following)
+        partly = start + many - 1 > lowest or (window > 0 and start <= highest - window)
+        # Whole vectors of few lanes' scores, several keys side by side in each.
+        full = -(-many * lanes // LANES)
+        here, ahead, to = at.ctypes.data, following.ctypes.data, s.ctypes.data
+        for h in range(heads):
+            k = keys.ctypes.data + 4 * (first_head + h) * dim
+            v = values.ctypes.data + 4 * (first_head + h) * dim
+            asked, result = queries[h].ctypes.data, sums[h].ctypes.data
+            best, weight = top[h].ctypes.data, total[h].ctypes.data
+            fetch = 4 * dim if few else fetched if h == 0 else 0
+            # The first argument is a constant of what is compiled, hence one call for each.
+            if few and lanes == _F0:
+                few_scores(_F0, asked, k, v, here, many, ahead, fetch, dim, to)
+                _hide_few(s, start, many, full, partly, seen_from, seen_to)
+                few_weigh(_F0, to, full, best, weight, result, dim)
+                few_gather(_F0, to, v, here, many, result, dim)
+            elif few:
+                few_scores(_F1, asked, k, v, here, many, ahead, fetch, dim, to)
+                _hide_few(s, start, many, full, partly, seen_from, seen_to)
+                few_weigh(_F1, to, full, best, weight, result, dim)
+                few_gather(_F1, to, v, here, many, result, dim)
+            elif wide == _V0:
+                scores(_V0, asked, k, v, here, many, ahead, fetch, dim, to)
+                if partly:
+                    _hide(s, start, many, seen_from, seen_to)
+                weigh(_V0, to, many, best, weight, result, dim)
+                gather(_V0, to, v, here, many, result, dim)
+            elif wide == _V1:
+                scores(_V1, asked, k, v, here, many, ahead, fetch, dim, to)
+                if partly:
+                    _hide(s, start, many, seen_from, seen_to)
+                weigh(_V1, to, many, best, weight, result, dim)
+                gather(_V1, to, v, here, many, result, dim)
+            elif wide == _V2:
+                scores(_V2, asked, k, v, here, many, ahead, fetch, dim, to)
+                if partly:
+                    _hide(s, start, many, seen_from, seen_to)
+                weigh(_V2, to, many, best, weight, result, dim)
+                gather(_V2, to, v, here, many, result, dim)
+            else:
+                scores(_V3, asked, k, v, here, many, ahead, fetch, dim, to)
+                if partly:
+                    _hide(s, start, many, seen_from, seen_to)
+                weigh(_V3, to, many, best, weight, result, dim)
+                gather(_V3, to, v, here, many, result, dim)
+
+    nowhere = np.empty(dim, np.float32)
+    for h in range(heads):
+        for lane in range(lanes):
+            i, g = lane // group, lane % group
+            weight = total[h, lane]
+            if few:
+                for other in range(lane + lanes, LANES, lanes):
+                    weight += total[h, other]
+            # A row that sees none of these keys has no weight, and a result of 0.
+            inverse = np.float32(1) / weight if weight > 0 else np.float32(0)
+            total[h, lane] = inverse
+            if i >= count:
+                lines[lane] = nowhere.ctypes.data
+                continue
+            slot = slots[item[7] + i] if len(slots) else np.int32(-1)
+            place = np.int64(mine[i]) if slot < 0 else np.int64(slot)
+            head = (first_head + h) * group + g
+            to_out, to_lse = (out, lse) if slot < 0 else (partial_out, partial_lse)
+            lines[lane] = to_out.ctypes.data + 4 * (place * out.shape[1] + head * dim)
+            to_lse[place, head] = top[h, lane] * _LN2 + np.float32(math.log(weight))
+            if few:
+                along, line = sums[h, lane * dim : lane * dim + dim], to_out[place]
+                for d in range(dim):
+                    line[head * dim + d] = along[d] * inverse
+                continue
+            for d in range(whole, dim):
+                to_out[place, head * dim + d] = sums[h, d * lanes + lane] * inverse
+        for lane in range(0, 0 if few else lanes, LANES):
+            columns, factors = sums[h].ctypes.data + 4 * lane, total[h].ctypes.data + 4 * lane
+            lay_along(lanes, columns, whole, factors, lines.ctypes.data + 8 * lane)
+
+
+@njit(fastmath=_FAST, error_model="numpy", cache=True)
+def merge_share(
+    begin: int,
+    end: int,
+    merges: np.ndarray,
+    dim: int,
+    out: np.ndarray,
+    lse: np.ndarray,
+    partial_out: np.ndarray,
+    partial_lse: np.ndarray,
+) -> None:
+    """Rows ``begin .. end`` of ``merges`` from their partial results."""
+    for n in range(begin, end):
+        row, first, parts = merges[n, 0], merges[n, 1], merges[n, 2]
+        for head in range(lse.shape[1]):
+            high = _NEG_INF
+            for part in range(first, first + parts):
+                high = max(high, partial_lse[part, head])
+            weight = np.float32(0)
+            result = out[row, head * dim : head * dim + dim]
+            result[:] = np.float32(0)
+            for part in range(first, first + parts):
+                share = np.float32(math.exp(partial_lse[part, head] - high))
+                weight += share
+                theirs = partial_out[part, head * dim : head * dim + dim]
+                for d in range(dim):
+                    result[d] += share * theirs[d]
+            inverse = np.float32(1) / weight
+            for d in range(dim):
+                result[d] *= inverse
+            lse[row, head] = high + np.float32(math.log(weight))
+
+
+@cfunc(types.void(*[types.int64] * 3), fastmath=_FAST, error_model="numpy", cache=True)
+def run_tasks(frame: int, begin: int, end: int) -> None:
+    """Tasks ``begin .. end`` of what ``attend_items`` has laid out in a frame."""
+    f = carray(pointer(frame), (_FRAME,), np.int64)
+    num_tasks, num_items, num_rows, num_slots, num_partials, num_tokens = (
+        f[0], f[1], f[2], f[3], f[4], f[5],
+    )  # fmt: skip
+    q_stride, page_size, kv_heads, heads, dim, window = f[6], f[7], f[8], f[9], f[10], f[11]
+    num_pages, q_size, cache_size = f[12], f[13], f[14]
+    scale = carray(pointer(frame + 8 * 15), (1,), np.float32)[0]
+    tasks = carray(pointer(f[16]), (num_tasks, 3), np.int32)
+    items = carray(pointer(f[17]), (num_items, 8), np.int32)
+    page_indices = carray(pointer(f[18]), (num_pages,), np.int32)
+    rows = carray(pointer(f[19]), (num_rows,), np.int32)
+    slots = carray(pointer(f[20]), (num_slots,), np.int32)
+    positions = carray(pointer(f[21]), (num_tokens,), np.int32)
+    q = carray(pointer(f[22]), (q_size,), np.float32)
+    keys = carray(pointer(f[23]), (cache_size,), np.float32)
+    values = carray(pointer(f[24]), (cache_size,), np.float32)
+    out = carray(pointer(f[25]), (num_tokens, heads * dim), np.float32)
+    lse = carray(pointer(f[26]), (num_tokens, heads), np.float32)
+    partial_out = carray(pointer(f[27]), (num_partials, heads * dim), np.float32)
+    partial_lse = carray(pointer(f[28]), (num_partials, heads), np.float32)
+    for n in range(begin, end):
+        _work(
+            n, end - 1, tasks, items, q, q_stride, keys, values, page_indices, rows, slots,
+            positions, page_size, kv_heads, dim, scale, window, out, lse, partial_out, partial_lse,
+        )  # fmt: skip
+
+
+@njit(cache=True)
+def attention_frame(
+    tasks: np.ndarray,
+    items: np.ndarray,
+    q: np.ndarray,
+    q_stride: int,
+    keys: np.ndarray,
+    values: np.ndarray,
+    page_indices: np.ndarray,
+    rows: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    page_size: int,
+    kv_heads: int,
+    dim: int,
+    scale: np.float32,
+    window: int,
+    out: np.ndarray,
+    lse: np.ndarray,
+    partial_out: np.ndarray,
+    partial_lse: np.ndarray,
+) -> np.ndarray:
+    """What ``run_tasks`` is given; the arrays are as ``attend_items`` has them, and stay alive."""
+    frame = np.empty(_FRAME, np.int64)
+    frame[0], frame[1], frame[2], frame[3] = len(tasks), len(items), len(rows), len(slots)
+    frame[4], frame[5] = len(partial_lse), len(lse)
+    frame[6], frame[7], frame[8], frame[9] = q_stride, page_size, kv_heads, lse.shape[1]
+    frame[10], frame[11], frame[12] = dim, window, len(page_indices)
+    frame[13], frame[14] = len(q), len(keys)
+    frame[15:16].view(np.float32)[0] = scale
+    frame[16], frame[17] = tasks.ctypes.data, items.ctypes.data
+    frame[18], frame[19] = page_indices.ctypes.data, rows.ctypes.data
+    frame[20], frame[21] = slots.ctypes.data, positions.ctypes.data
+    frame[22], frame[23], frame[24] = q.ctypes.data, keys.ctypes.data, values.ctypes.data
+    frame[25], frame[26] = out.ctypes.data, lse.ctypes.data
+    frame[27], frame[28] = partial_out.ctypes.data, partial_lse.ctypes.data
+    return frame
+
+
+@njit(cache=True)
+def _attend(
+    function: int,
+    tasks: np.ndarray,
+    shares: np.ndarray,
+    items: np.ndarray,
+    merges: np.ndarray,
+    q: np.ndarray,
+    q_stride: int,
+    keys: np.ndarray,
+    values: np.ndarray,
+    page_indices: np.ndarray,
+    rows: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    page_size: int,
+    kv_heads: int,
+    dim: int,
+    scale: np.float32,
+    window: int,
+    out: np.ndarray,
+    lse: np.ndarray,
+    partial_out: np.ndarray,
+    partial_lse: np.ndarray,
+) -> None:
+    frame = attention_frame(
+        tasks, items, q, q_stride, keys, values, page_indices, rows, slots, positions, page_size,
+        kv_heads, dim, scale, window, out, lse, partial_out, partial_lse,
+    )  # fmt: skip
+    # Waking threads costs more than a small batch, so what is one share is worked right here.
+    if len(shares) == 2:
+        run_share(function, frame.ctypes.data, 0, len(tasks))
+    else:
+        run_shares(function, frame.ctypes.data, shares)
+    frame[0] = 0  # numba frees what is not named any more, and addresses are no names
+    merge_share(np.int64(0), len(merges), merges, dim, out, lse, partial_out, partial_lse)
+
+
+def attend_items(*arguments: Any) -> None:
+    """Attend all rows of a step.
+
+    The arguments, in this order: ``tasks, shares, items, merges, q, q_stride, keys, values,
+    page_indices, rows, slots, positions, page_size, kv_heads, dim, scale, window, out, lse,
+    partial_out, partial_lse``.
+
+    ``tasks`` int32 ``[n, 3]``: item, first KV head, end of KV heads. ``shares`` int64
+    ``[threads + 1]``: thread i works tasks ``shares[i]:shares[i + 1]``. ``items``, ``rows``,
+    ``slots``, ``positions`` and ``merges`` are as ``TreeSchedule`` has them. ``q`` float32 is flat,
+    its rows ``q_stride`` apart; ``out`` is ``[T, heads * dim]``, ``lse`` ``[T, heads]``; ``keys``
+    and ``values`` the layer's cache, flat; the partial results as ``out`` and ``lse``, a row a
+    slot. ``dim`` is even; a ``window`` of 0 is none.
+    """
+    _attend(run_tasks.address, *arguments)

@@ -1,0 +1,4 @@
+"""How compiled code is written and run: vectors, threads that work together, calls by address.
+
+Other rooms use `threads`, which settles how many threads there are.
+"""

@@ -1,0 +1,90 @@
+"""Products of float32 rows with float weights on a CPU, where they can be compiled."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from coppice.kernels.cpu.code import threads
+
+if TYPE_CHECKING:
+    from coppice.kernels.cpu.layer.float_panels import PackedFloat
+
+_log = logging.getLogger(__name__)
+
+
+def pack(weight: torch.Tensor) -> PackedFloat | None:
+    """A weight ``[N, K]`` of 16 bits or float32 as the product wants it, a copy, O(N K).
+
+    None where ``float_kernels`` gives None, and where K is odd.
+    """
+    panels = float_kernels()
+    packed: PackedFloat | None = None if panels is None else panels.pack(weight)
+    return packed
+
+
+def multiply(x: torch.Tensor, weight: PackedFloat, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x`` float32 ``[T, K]`` times a packed weight plus bias ``[N]``, new, float32 ``[T, N]``."""
+    panels = float_kernels()
+    assert panels is not None
+    return _multiply(panels, x, weight, bias)
+
+
+def rows_of(weight: PackedFloat, indices: torch.Tensor) -> torch.Tensor:
+    """Rows of a packed weight, as they are kept ``[T, K]``, for int64 ``indices [T]``.
+
+    A row's numbers lie each in another line of the cache, those of bfloat16 in pairs: some 0.2
+    microseconds a row and 100 features, of a step's milliseconds.
+    """
+    memory = weight.memory
+    if memory.dtype == torch.bfloat16:  # a pair is moved as one number
+        pairs = memory.view(torch.int32)[..., 0]
+        panel = pairs.shape[-1]
+        return pairs[indices // panel, :, indices % panel].view(memory.dtype)
+    panel = memory.shape[-1]
+    return memory[indices // panel, :, indices % panel]
+
+
+@cache
+def float_kernels() -> ModuleType | None:
+    """``float_panels``, tried on small products; None where it does not work."""
+    threads.calm_waiting_threads()
+    try:
+        from coppice.kernels.cpu.layer import float_panels
+
+        _try_out(float_panels)
+    except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError
+        _log.info("products are torch's, and weights float32: %s: %s", type(error).__name__, error)
+        return None
+    return float_panels
+
+
+def _multiply(
+    panels: ModuleType, x: torch.Tensor, weight: PackedFloat, bias: torch.Tensor | None
+) -> torch.Tensor:
+    from coppice.kernels.cpu.layer.float_numba import multiply_rows
+
+    x = x.contiguous()
+    out = torch.empty(len(x), weight.out_features)
+    if len(x):
+        multiply_rows(
+            panels.run_panels.address, panels.PANEL, weight.kind, x.numpy(),
+            weight.address, 0 if bias is None else bias.data_ptr(), out.numpy(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+    return out
+
+
+def _try_out(panels: ModuleType) -> None:
+    """Every number of rows that is compiled, over a whole panel and a part, alone and shared."""
+    for rows, kind in (*((15, kind) for kind in panels.KINDS), (8000, torch.bfloat16)):
+        weight = torch.linspace(-1, 1, (panels.PANEL + 1) * 8).to(kind).view(-1, 8)
+        packed, bias = panels.pack(weight), torch.linspace(0.5, 1, len(weight))
+        x = torch.linspace(-3, 3, rows * 8).view(rows, 8)
+        expected = torch.addmm(bias, x, weight.float().t())
+        if not torch.allclose(_multiply(panels, x, packed, bias), expected, atol=1e-5):
+            raise ArithmeticError("the compiled kernels give wrong results")

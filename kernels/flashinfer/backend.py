@@ -1,0 +1,239 @@
+"""The attention backend for an NVIDIA GPU that calls FlashInfer's kernels (Ye et al. 2025, MLSys).
+
+``flashinfer_levels`` cuts a step into levels. Each shared level runs through FlashInfer's prefill
+wrapper and its fa2 kernels, which pack the query heads of a KV head with the queries and split long
+ranges of keys; fa3 does neither. The last level of decoding sequences runs through the decode
+wrapper where few query heads share a KV head, else through the prefill wrapper: its fa2 kernels are
+what the decode wrapper calls for tensor cores, and it copies no array from pageable memory, for
+which the host would wait. Partial results are merged in place.
+
+FlashInfer's log-sum-exps are to base 2, its plans default to float16, and its plans keep the scale
+of the scores: all of it is given or turned here. K and V are written, rotated and copied by our own
+Triton kernels: FlashInfer rotates and appends to the cache by two kernels, so that keys go to
+memory and back between them (its one fused kernel for 16-bit caches is for two head counts only),
+and its RMSNorm does what ``triton_rows`` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from coppice.kernels.attention.checks import check_attend
+from coppice.kernels.attention.interface import (
+    AttentionCase,
+    AttentionPlan,
+    LayerCache,
+    SharedStretch,
+)
+from coppice.kernels.flashinfer.fixed import FlashInferFixedPlan, fixed_plans
+from coppice.kernels.flashinfer.levels import SharedLevel, build_levels, choose_levels
+from coppice.kernels.flashinfer.wrappers import (
+    WORKSPACE_BYTES,
+    LayerKind,
+    SentSchedule,
+    Wrappers,
+)
+from coppice.kernels.schedule.cost import H100_MULTIPROCESSORS, CostModel, SharedRange
+from coppice.kernels.schedule.tiles import choose_tiles
+from coppice.kernels.triton.base import GpuBackend, on
+
+_log = logging.getLogger(__name__)
+
+HEAD_DIMS = (64, 128, 256)
+
+
+class PreparedPlan:
+    """A checked plan with its schedules, made when the first layer of that window asks."""
+
+    __slots__ = ("_device", "_schedules", "plan")
+
+    def __init__(self, plan: AttentionPlan, device: torch.device) -> None:
+        self.plan = plan
+        self._device = device
+        self._schedules: dict[tuple[int | None, CostModel], SentSchedule] = {}
+
+    def schedule(self, window: int | None, model: CostModel) -> SentSchedule:
+        key = (window, model)
+        if key not in self._schedules:
+            shared = choose_levels(self.plan, window, model)
+            made = build_levels(self.plan, window, shared)
+            self._schedules[key] = SentSchedule.of(made, self._device)
+        return self._schedules[key]
+
+
+class FlashInferBackend(GpuBackend):
+    """Attention by FlashInfer's kernels, beside our own for the cache.
+
+    ``case`` is tried out on a small batch: kernels are loaded, or built, then. Without it that
+    happens at the first use. Raises ``ValueError``, by name, for a device that is not CUDA, where
+    FlashInfer cannot be imported, and for a case that it does not cover here.
+    """
+
+    name = "flashinfer"
+    dtypes = (torch.bfloat16, torch.float16)
+    scaled_dtypes = (torch.float8_e4m3fn,)
+    softcaps = True
+    ordered = True
+
+    def __init__(self, device: torch.device, case: AttentionCase | None = None) -> None:
+        super().__init__(device)
+        try:
+            import flashinfer
+        except Exception as error:  # it raises types of its own where versions do not match
+            raise ValueError(
+                "attention_backend is 'flashinfer', which cannot be imported here "
+                f"({_said(error)}); install the extra 'flashinfer', or take 'triton'"
+            ) from error
+        self._library = flashinfer
+        self._multiprocessors = H100_MULTIPROCESSORS
+        if device.type == "cuda":
+            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        # The decode wrapper wants zeros at its first use.
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrappers: dict[LayerKind, Wrappers] = {}
+        if case is not None:
+            self._cover(case)
+
+    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
+        plan.check(num_pages)
+        return PreparedPlan(plan, self.device)
+
+    def fixed_plans(
+        self, sizes: Sequence[int], *, page_size: int, num_pages: int, max_pages: int
+    ) -> Sequence[Sequence[FlashInferFixedPlan]]:
+        return fixed_plans(
+            sizes,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_pages=max_pages,
+            library=self._library,
+            workspace=self._workspace,
+            cost_model=self.cost_model,
+        )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        prepared: PreparedPlan | FlashInferFixedPlan,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_attend(self, prepared.plan, q, k, v, cache, sliding_window, logit_softcap)
+        kind = LayerKind(
+            sliding_window, logit_softcap, float(scale), q.shape[1], cache.k.shape[2], q.shape[2],
+            prepared.plan.page_size, q.dtype, cache.k.dtype,
+        )  # fmt: skip
+        with on(self.device):
+            return self.plan(kind, prepared).run(q, cache)
+
+    def plan(self, kind: LayerKind, prepared: PreparedPlan | FlashInferFixedPlan) -> Wrappers:
+        """The wrappers of a kind of layers, which hold the plan of this step."""
+        _check_head_dim(kind.head_dim)
+        if isinstance(prepared, FlashInferFixedPlan):
+            return prepared.wrappers(kind)
+        if kind not in self._wrappers:
+            self._wrappers[kind] = Wrappers(self._library, self._workspace, kind)
+        wrappers = self._wrappers[kind]
+        wrappers.plan(prepared.schedule(kind.window, self.cost_model(kind)))
+        return wrappers
+
+    def cost_model(self, kind: LayerKind) -> CostModel:
+        """What the levels of a step are chosen by; fa2's tiles have as many rows as our own."""
+        return CostModel(
+            choose_tiles(kind.head_dim, kind.dtype.itemsize, kind.group),
+            kind.group,
+            kind.kv_heads,
+            kind.head_dim,
+            2 * kind.head_dim * kind.cache_dtype.itemsize,
+            self._multiprocessors,
+        )
+
+    def _cover(self, case: AttentionCase) -> None:
+        """Try every kind of layers that the case has, each by each kind of level."""
+        _check_head_dim(case.head_dim)
+        for name, found, allowed in (
+            ("dtype", case.dtype, self.dtypes),
+            ("cache_dtype", case.cache_dtype, (case.dtype, *self.scaled_dtypes)),
+        ):
+            if found not in allowed:
+                raise ValueError(
+                    f"{name} is {found}; attention_backend 'flashinfer' takes "
+                    f"{', '.join(map(str, allowed))}"
+                )
+        _log.info("FlashInfer loads its kernels, or builds what is not built yet, for minutes")
+        for window in case.sliding_windows:
+            # Scales for an 8-bit cache are measured with one of the weights' type.
+            for cache_dtype in dict.fromkeys((case.dtype, case.cache_dtype)):
+                kind = LayerKind(
+                    window, case.logit_softcap, case.scale, case.num_heads, case.num_kv_heads,
+                    case.head_dim, case.page_size, case.dtype, cache_dtype,
+                )  # fmt: skip
+                self.cost_model(kind)
+                try:
+                    self._try_out(kind)
+                except Exception as error:  # of FlashInfer, its compiler, CUDA, or a wrong result
+                    raise ValueError(
+                        f"attention_backend 'flashinfer' does not cover {kind.dtype} queries over "
+                        f"a cache of {cache_dtype} with heads of {kind.head_dim}, sliding_window "
+                        f"{window} and logit_softcap {kind.softcap} here ({_said(error)})"
+                    ) from error
+
+    def _try_out(self, kind: LayerKind) -> None:
+        """Attend to keys and values of ones: three sequences below a shared page, one a chunk."""
+        size, device = kind.page_size, self.device
+        plan = AttentionPlan(
+            page_size=size,
+            query_start=np.array([0, 1, 2, 4], np.int32),
+            context_len=np.array([size + 1, size + 1, size + 2], np.int32),
+            page_indptr=np.array([0, 2, 4, 7], np.int32),
+            page_indices=np.array([0, 1, 0, 2, 0, 3, 4], np.int32),
+            stretches=(SharedStretch(0, 1, np.arange(3, dtype=np.int32)),),
+        )
+        shared: tuple[SharedLevel, ...] = ()
+        if kind.window is None or kind.window >= size + 2:
+            shared = ((SharedRange(0, size, np.arange(3)),),)
+        schedule = build_levels(plan, kind.window, shared)
+        shape = (5, size, kind.kv_heads, kind.head_dim)
+        ones = torch.ones(shape, device=device).to(kind.cache_dtype)
+        scales = None
+        if kind.cache_dtype in self.scaled_dtypes:
+            scales = (torch.ones(kind.kv_heads, device=device),) * 2
+        q = torch.ones(4, kind.heads, kind.head_dim, dtype=kind.dtype, device=device) / 8
+        wrappers = Wrappers(self._library, self._workspace, kind)
+        with on(device):
+            wrappers.plan(SentSchedule.of(schedule, device))
+            out, lse = wrappers.run(q, LayerCache(ones, ones, scales))
+        score = kind.head_dim / 8 * kind.scale
+        if kind.softcap is not None:
+            score = kind.softcap * math.tanh(score / kind.softcap)
+        seen = [min(size + more, kind.window or size + more) for more in (1, 1, 1, 2)]
+        expected = torch.tensor([score + math.log(count) for count in seen])[:, None]
+        if not (
+            torch.allclose(out.float().cpu(), torch.ones(()), atol=0.02)
+            and torch.allclose(lse.cpu(), expected, atol=0.02)
+        ):
+            raise ArithmeticError("its results are wrong on a batch of ones")
+        self._wrappers[kind] = wrappers
+
+
+def _check_head_dim(head_dim: int) -> None:
+    if head_dim not in HEAD_DIMS:
+        allowed = ", ".join(map(str, HEAD_DIMS))
+        raise ValueError(
+            f"head_dim is {head_dim}; attention_backend 'flashinfer' has kernels for {allowed}"
+        )
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

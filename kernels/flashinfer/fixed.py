@@ -1,0 +1,330 @@
+"""FlashInfer's wrappers for CUDA graphs: plans of decoding steps in fixed places on the device.
+
+A wrapper in FlashInfer's graph mode keeps its number of groups and its arrays' addresses, and its
+grids follow from them. So the levels of a graph are fixed: each covers all rows, has as many groups
+as it ever may, of which those that a step lacks have no rows, and a level that a step lacks has one
+group without pages. Launches of such a level cost what they cost, hence several plans of every
+size: one without shared levels, for the steps in which nothing pays, and others with some. A step
+takes the one with the fewest levels that has all of its own. Of a tree that is deeper than any, the
+levels that save the most are shared; what the others share is read by each sequence.
+
+All plans share their memory, since one of them is loaded at a time, and a load is queued behind the
+replay before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from coppice.kernels.attention.checks import check_fixed
+from coppice.kernels.attention.interface import AttentionPlan, FixedPlan
+from coppice.kernels.flashinfer.levels import (
+    Level,
+    LevelSchedule,
+    SharedLevel,
+    build_levels,
+    choose_levels,
+)
+from coppice.kernels.flashinfer.wrappers import (
+    LayerKind,
+    SentSchedule,
+    Wrappers,
+)
+from coppice.kernels.schedule.cost import CostModel
+
+#: Shared levels of the graphs of a size, and the least size of each: fewer sequences seldom make so
+#: deep a tree, and each graph takes time at start.
+LEVELS = {0: 1, 2: 2, 4: 8}
+# Groups of a shared level, as a fraction of its rows: with fewer, FlashInfer takes larger tiles.
+_ROWS_A_GROUP = 4
+# Entries of page tables: 4 MiB.
+_MOST_PAGES = 2**20
+
+
+def num_groups(size: int) -> int:
+    """Groups of a shared level over so many rows: one that shares, and the rows beside it, fit."""
+    return min(size, max(3, size // _ROWS_A_GROUP))
+
+
+class FixedMemory:
+    """What the wrappers of one kind of layers read and write on the device, for all sizes.
+
+    ``pages``: entries that a level's page tables may have together. ``workspace`` is for the
+    partial results of launches, and taken if it is large enough.
+    """
+
+    def __init__(
+        self,
+        kind: LayerKind,
+        largest: int,
+        pages: int,
+        model: CostModel,
+        workspace: torch.Tensor,
+    ) -> None:
+        self.kind = kind
+        self.pages = min(pages, _MOST_PAGES)
+        self._largest = largest
+        self._arrays: dict[str, dict[str, torch.Tensor]] = {}
+        most = max(
+            self._partial_bytes(largest, groups, model) for groups in (largest, num_groups(largest))
+        )
+        self.workspace = workspace
+        if workspace.numel() < most:
+            self.workspace = torch.zeros(most, dtype=torch.uint8, device=workspace.device)
+
+    def _partial_bytes(self, rows: int, groups: int, model: CostModel) -> int:
+        """Partial results of a launch, which FlashInfer reserves for the worst of steps."""
+        kind = self.kind
+        packed = (rows - groups + 1) * kind.group
+        tile = 128 if packed > 64 and kind.head_dim < 256 else 64 if packed > 16 else 16
+        tiles = max(
+            2 * model.multiprocessors // kind.kv_heads,
+            -(-rows * kind.group // tile) + groups - 1,
+        )
+        partials = -(-tiles * tile // kind.group)
+        return (partials * kind.heads * (kind.head_dim + 1) + 64) * 4
+
+    def place(self, name: str) -> dict[str, torch.Tensor]:
+        """The arrays of one launch, as long as they ever are."""
+        if name not in self._arrays:
+            lengths = {
+                "query_indptr": self._largest + 1,
+                "page_indptr": self._largest + 1,
+                "last_page_len": self._largest,
+                "page_indices": self.pages,
+            }
+            device = self.workspace.device
+            made = {
+                each: torch.zeros(length, dtype=torch.int32, device=device)
+                for each, length in lengths.items()
+            }
+            # A few numbers for each tile of queries and each row.
+            size = 64 * self._largest + 2**17
+            made["plan"] = torch.zeros(size, dtype=torch.uint8, device=device)
+            self._arrays[name] = made
+        return self._arrays[name]
+
+
+class FixedWrappers(Wrappers):
+    """Wrappers in graph mode, for steps of ``size`` sequences of one row each."""
+
+    def __init__(self, library: Any, kind: LayerKind, memory: FixedMemory, size: int) -> None:
+        super().__init__(library, memory.workspace, kind)
+        self._memory = memory
+        self._size = size
+
+    def _shared_wrapper(self, number: int) -> Any:
+        return self._prefill_wrapper(f"shared {number}", num_groups(self._size))
+
+    def _decode_wrapper(self) -> Any:
+        if self._tensor_cores:
+            return self._prefill_wrapper("last", self._size)
+        place = self._memory.place("last")
+        wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=False,
+            paged_kv_indptr_buffer=place["page_indptr"][: self._size + 1],
+            paged_kv_indices_buffer=place["page_indices"],
+            paged_kv_last_page_len_buffer=place["last_page_len"][: self._size],
+            backend="fa2",
+        )
+        wrapper.reset_workspace_buffer(self._workspace, place["plan"])
+        return wrapper
+
+    def _prefill_wrapper(self, name: str = "last", groups: int = 0) -> Any:
+        place = self._memory.place(name)
+        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=place["query_indptr"][: groups + 1],
+            paged_kv_indptr_buf=place["page_indptr"][: groups + 1],
+            paged_kv_indices_buf=place["page_indices"],
+            paged_kv_last_page_len_buf=place["last_page_len"][:groups],
+            backend="fa2",
+        )
+        wrapper.reset_workspace_buffer(self._workspace, place["plan"])
+        return wrapper
+
+
+class _Choices:
+    """What the plan that was loaded last shares: reckoned once for all graphs that may take it."""
+
+    def __init__(self) -> None:
+        self._plan: AttentionPlan | None = None
+        self._size = 0
+        self._shared: dict[LayerKind, tuple[SharedLevel, ...]] = {}
+
+    def load(self, plan: AttentionPlan, size: int, page_size: int, num_pages: int) -> None:
+        if plan is not self._plan or size != self._size:
+            check_fixed(plan, size, page_size, num_pages)
+            self._plan, self._size, self._shared = plan, size, {}
+
+    def shared(self, kind: LayerKind, model: CostModel) -> tuple[SharedLevel, ...]:
+        assert self._plan is not None
+        if kind not in self._shared:
+            self._shared[kind] = choose_levels(self._plan, kind.window, model)
+        return self._shared[kind]
+
+
+class FlashInferFixedPlan(FixedPlan):
+    """A plan in fixed places, for each kind of layer, with so many shared ``levels``.
+
+    It takes the steps that would share at most as many, and the ``deepest`` of its size all steps
+    whose sequences lie in depth-first order.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        levels: int,
+        memory: dict[LayerKind, FixedMemory],
+        choices: _Choices,
+        *,
+        deepest: bool,
+        largest: int,
+        page_size: int,
+        num_pages: int,
+        max_pages: int,
+        library: Any,
+        workspace: torch.Tensor,
+        cost_model: Callable[[LayerKind], CostModel],
+    ) -> None:
+        self._size = size
+        self._levels = levels
+        self._memory = memory
+        self._choices = choices
+        self._deepest = deepest
+        self._largest = largest
+        self._page_size = page_size
+        self._num_pages = num_pages
+        self._max_pages = max_pages
+        self._library = library
+        self._workspace = workspace
+        self._cost_model = cost_model
+        self._plan: AttentionPlan | None = None
+        self._kinds: dict[LayerKind, FixedWrappers] = {}
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The plan that was loaded last."""
+        assert self._plan is not None, "no plan is loaded"
+        return self._plan
+
+    def load(self, plan: AttentionPlan) -> bool:
+        self._choices.load(plan, self._size, self._page_size, self._num_pages)
+        self._plan = plan
+        return all(self._fill(kind) for kind in self._kinds)
+
+    def wrappers(self, kind: LayerKind) -> FixedWrappers:
+        """Those of a kind of layers, planned; made when the first layer of that kind asks."""
+        if kind not in self._kinds:
+            if kind not in self._memory:
+                pages = self._largest * self._max_pages
+                model = self._cost_model(kind)
+                memory = FixedMemory(kind, self._largest, pages, model, self._workspace)
+                self._memory[kind] = memory
+            self._kinds[kind] = FixedWrappers(self._library, kind, self._memory[kind], self._size)
+            if not self._fill(kind):
+                raise ValueError("the first plan that is attended by must fit, and does not")
+        return self._kinds[kind]
+
+    def _fill(self, kind: LayerKind) -> bool:
+        plan = self.plan
+        shared = self._choices.shared(kind, self._cost_model(kind))
+        if len(shared) > self._levels and not self._deepest:
+            return False
+        schedule = self._fit(plan, kind.window, shared)
+        room = self._memory[kind].pages
+        if schedule.rows is not None or any(len(e.page_indices) > room for e in schedule.levels):
+            return False
+        wrappers = self._kinds[kind]
+        wrappers.plan(SentSchedule.of(schedule, wrappers.device))
+        return True
+
+    def _fit(
+        self, plan: AttentionPlan, window: int | None, shared: Sequence[SharedLevel]
+    ) -> LevelSchedule:
+        """As many levels as the graph has, each of as many groups."""
+        levels = sorted(shared, key=_tokens_saved, reverse=True)[: self._levels]
+        levels = [level for level in shared if any(level is each for each in levels)]
+        while True:
+            schedule = build_levels(plan, window, levels)
+            wide = [self._whole(level) for level in schedule.shared]
+            most = num_groups(self._size)
+            if all(len(level.kv_len) <= most for level in wide):
+                break
+            # Of a level with too many groups, the better half stays.
+            levels = [
+                _better_half(level) if len(each.kv_len) > most else level
+                for level, each in zip(levels, wide, strict=True)
+            ]
+        nothing = np.zeros(0, np.int32)
+        while len(wide) < self._levels:
+            all_rows = np.array([0, self._size], np.int32)
+            zero = np.zeros(1, np.int32)
+            wide.append(Level(0, all_rows, np.zeros(2, np.int32), nothing, zero, zero, False))
+        padded = tuple(_with_groups(level, most) for level in wide)
+        return replace(schedule, shared=padded)
+
+    def _whole(self, level: Level) -> Level:
+        """The level over all rows: those that lie before and behind it have no pages."""
+        ends = [level.first_row + level.query_indptr]
+        before, behind = int(level.first_row > 0), int(ends[0][-1] < self._size)
+        if before:
+            ends.insert(0, np.zeros(1, np.int32))
+        if behind:
+            ends.append(np.full(1, self._size, np.int32))
+        return Level(
+            first_row=0,
+            query_indptr=np.concatenate(ends).astype(np.int32),
+            page_indptr=np.pad(level.page_indptr, (before, behind), mode="edge"),
+            page_indices=level.page_indices,
+            last_page_len=np.pad(level.last_page_len, (before, behind)),
+            kv_len=np.pad(level.kv_len, (before, behind)),
+            causal=False,
+        )
+
+
+def fixed_plans(sizes: Sequence[int], **options: Any) -> list[tuple[FlashInferFixedPlan, ...]]:
+    """See ``AttentionBackend.fixed_plans``; ``options`` are those of ``FlashInferFixedPlan``."""
+    memory: dict[LayerKind, FixedMemory] = {}
+    choices = _Choices()
+
+    def of_size(size: int) -> Iterator[FlashInferFixedPlan]:
+        depths = [levels for levels, least in LEVELS.items() if size >= least]
+        for levels in depths:
+            yield FlashInferFixedPlan(
+                size, levels, memory, choices,
+                deepest=levels == depths[-1], largest=max(sizes), **options,
+            )  # fmt: skip
+
+    return [tuple(of_size(size)) for size in sizes]
+
+
+def _tokens_saved(level: SharedLevel) -> int:
+    return sum((each.end - each.begin) * (len(each.members) - 1) for each in level)
+
+
+def _better_half(level: SharedLevel) -> SharedLevel:
+    ranges = sorted(level, key=lambda each: _tokens_saved((each,)), reverse=True)
+    return tuple(ranges[: len(ranges) // 2])
+
+
+def _with_groups(level: Level, groups: int) -> Level:
+    """With so many groups, of which the last have no rows and no pages."""
+    more = groups - len(level.kv_len)
+    return replace(
+        level,
+        query_indptr=np.pad(level.query_indptr, (0, more), mode="edge"),
+        page_indptr=np.pad(level.page_indptr, (0, more), mode="edge"),
+        last_page_len=np.pad(level.last_page_len, (0, more)),
+        kv_len=np.pad(level.kv_len, (0, more)),
+    )

@@ -1,0 +1,300 @@
+"""What a step's attention costs, and what to share and split for it to cost least.
+
+A stretch of pages that sequences share can be read once for all rows below it, or by each of them.
+Reading once saves bytes; it costs each row a partial result that is written and merged, and perhaps
+another launch. All is counted in bytes that move between memory and the chip's multiprocessors (of
+a CPU, threads), by which decoding is bound; a launch and the start of a program count as the bytes
+that move meanwhile. No number of sequences is special: two pay where their stretch is long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from coppice.kernels.attention.interface import AttentionPlan
+from coppice.kernels.schedule.tiles import Tile, Tiles
+
+# The estimates below are for an H100, reckoned from its data sheet and not measured yet;
+# `cpu_schedule` has the CPU's.
+
+# One more kernel in the queue costs about 3 microseconds of idle chip, at 3.3 TB/s.
+LAUNCH_BYTES = 10_000_000
+
+H100_MULTIPROCESSORS = 132
+
+# A program's start (its item, rows, queries, first page ids) takes as long as walking these keys.
+START_KEYS = 64
+
+# The splits that are tried. Below 256 keys a program is mostly start and partial result.
+SPLITS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+
+# From so many waves of programs on, the last one's being half empty does not matter.
+_MANY_WAVES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """The shape of heads, the tiles and the chip that a schedule is made for.
+
+    ``key_bytes``: one token's K and V for one KV head. ``group``: query heads of a KV head; where
+    they are more than the rows of the smaller tile, they are worked in ``parts``, each of
+    ``packed`` heads, which read the same keys.
+    """
+
+    tiles: Tiles
+    group: int
+    kv_heads: int
+    head_dim: int
+    key_bytes: int
+    multiprocessors: int = H100_MULTIPROCESSORS
+    launch_bytes: int = LAUNCH_BYTES
+
+    #: How much longer merging takes than its bytes.
+    merge_work: ClassVar[int] = 1
+
+    @property
+    def parts(self) -> int:
+        return -(-self.group // self.tiles.few.queries)
+
+    @property
+    def packed(self) -> int:
+        return -(-self.group // self.parts)
+
+    @property
+    def programs(self) -> int:
+        """Those of an item, if a program works one KV head."""
+        return self.kv_heads * self.parts
+
+    @property
+    def few_rows(self) -> int:
+        return self.tiles.few.queries // self.packed
+
+    @property
+    def many_rows(self) -> int:
+        return self.tiles.many.queries // self.packed
+
+    @property
+    def row_bytes(self) -> int:
+        """A partial result of one row, all heads in float32, written once and read once."""
+        return self.merge_work * 2 * 4 * self.group * self.kv_heads * (self.head_dim + 1)
+
+    def key_work(self, rows: np.ndarray) -> np.ndarray:
+        """What a key of an item of so many rows takes, in those of a lone row.
+
+        The same, wherever reading is all that takes time.
+        """
+        return np.ones(rows.shape)
+
+    def reads(self, rows: np.ndarray) -> np.ndarray:
+        """How often so many rows read the keys that they share, weighted with the work of each."""
+        blocks = np.where(rows <= self.few_rows, 1, -(-rows // self.many_rows))
+        return blocks * self.parts * self.key_work(-(-rows // blocks))
+
+    def merge_cost(self, partials: int) -> float:
+        return self.launch_bytes + partials * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedRange:
+    """Keys ``begin .. end``, which all rows of ``members`` (sequences, ascending) see."""
+
+    begin: int
+    end: int
+    members: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tasks:
+    """Rows and the keys they walk, before either is cut: int64 arrays of one length but ``rows``.
+
+    Task t's rows are the next ``counts[t]`` of ``rows`` (int32), its page table begins at
+    ``table[t]``, its keys are ``begin[t] .. end[t]``, less what causality hides.
+    """
+
+    rows: np.ndarray
+    counts: np.ndarray
+    table: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, shared: tuple[SharedRange, ...]) -> Tasks:
+        """What sequences walk alone before and behind the shared ranges, between which those lie.
+
+        O(rows + members) in numpy.
+        """
+        size = np.diff(plan.query_start).astype(np.int64)
+        context = plan.context_len.astype(np.int64)
+        everyone = np.arange(plan.num_sequences)
+        # Every member's ranges in the order of keys, and behind them the end of its own.
+        members = np.concatenate([*(each.members for each in shared), everyone]).astype(np.int64)
+        lengths = np.array([len(each.members) for each in shared], np.int64)
+        begins = np.array([each.begin for each in shared], np.int64)
+        ends = np.array([each.end for each in shared], np.int64)
+        begin = np.concatenate([np.repeat(begins, lengths), context])
+        end = np.concatenate([np.repeat(ends, lengths), context])
+        order = np.argsort(members, kind="stable")
+        reached = _before(members, order, end, 0)
+        # What is left between a range and the one before it, and behind the last.
+        shared_entries = int(lengths.sum())
+        behind = np.flatnonzero((reached < begin) | (np.arange(len(members)) >= shared_entries))
+        alone = members[behind]
+        begins = np.concatenate([begins, reached[behind]])
+        heads = np.concatenate([[each.members[0] for each in shared], alone]).astype(np.int64)
+        sequences = np.concatenate([members[:shared_entries], alone])
+        lengths = np.concatenate([lengths, np.ones(len(alone), np.int64)])
+        # By their first key, so that a row's tasks come in the order of keys.
+        sort = np.argsort(begins, kind="stable")
+        rank = np.empty(len(sort), np.int64)
+        rank[sort] = np.arange(len(sort))
+        sequences = sequences[np.argsort(np.repeat(rank, lengths), kind="stable")]
+        lengths = lengths[sort]
+        return cls(
+            plan.rows_of(sequences).astype(np.int32),
+            np.add.reduceat(size[sequences], np.cumsum(lengths) - lengths),
+            plan.page_indptr[heads[sort]].astype(np.int64),
+            begins[sort],
+            np.concatenate([ends, begin[behind]])[sort],
+        )
+
+
+def _before(owner: np.ndarray, order: np.ndarray, values: np.ndarray, first: int) -> np.ndarray:
+    """For each entry the value of the one before it of the same owner, else ``first``.
+
+    ``order`` sorts the entries by owner, stably.
+    """
+    found = np.full(len(owner), first, values.dtype)
+    same = owner[order[1:]] == owner[order[:-1]]
+    found[order[1:][same]] = values[order[:-1][same]]
+    return found
+
+
+def choose_shared(
+    plan: AttentionPlan, window: int | None, model: CostModel
+) -> tuple[SharedRange, ...]:
+    """The stretches to read once for all rows below them, parents before children.
+
+    From the root down, a stretch is shared where that saves more bytes than its partial results
+    cost. What it saves is reckoned against its keys being read by the groups below it. A stretch
+    that is not shared goes on with its children: they share it, each for its own members. With a
+    window, only sequences all of whose rows see all of the stretch can share it. O(members) in
+    numpy, with a Python loop over stretches.
+    """
+    stretches = sorted(plan.stretches, key=lambda s: s.first_page)
+    if not stretches:
+        return ()
+    size = plan.page_size
+    counts = np.diff(plan.query_start).astype(np.int64)
+    alone = model.reads(counts)
+    lengths = np.array([len(stretch.members) for stretch in stretches])
+    starts = np.cumsum(lengths) - lengths
+    begins = np.array([stretch.first_page for stretch in stretches]) * size
+    ends = begins + np.array([stretch.num_pages for stretch in stretches]) * size
+    members = np.concatenate([stretch.members for stretch in stretches])
+    index_of = np.repeat(np.arange(len(stretches)), lengths)
+    seen_from = np.zeros(len(members), np.int64)
+    if window is not None:
+        seen_from = np.maximum(plan.context_len.astype(np.int64) - window, 0)[members]
+    able = seen_from <= begins[index_of]
+    rows = np.add.reduceat(np.where(able, counts[members], 0), starts)
+    own_reads = np.add.reduceat(np.where(able, alone[members], 0.0), starts)
+    latest = np.maximum.reduceat(np.where(able, seen_from, 0), starts).tolist()
+    left = np.add.reduceat(able.astype(np.int64), starts).tolist()
+    above = _before(members, np.argsort(members, kind="stable"), index_of, -1)
+    parent = above[starts].tolist()
+    # Whether all members have come to the same place, whatever is chosen above them.
+    alike = np.logical_and.reduceat(able & (above == above[starts][index_of]), starts).tolist()
+
+    shared_reads = model.reads(np.maximum(rows, 1)).tolist()
+    reads, own, row_counts = own_reads.tolist(), own_reads.tolist(), rows.tolist()
+    first, last = begins.tolist(), ends.tolist()
+
+    # From the leaves up: how often a stretch's keys are read if it is not shared, but those below
+    # it may be. Where its parent's keys were added to it, would it be shared?
+    for index in range(len(stretches) - 1, -1, -1):
+        up = parent[index]
+        if up < 0 or not left[index]:
+            continue
+        tokens = last[index] - first[index] + last[up] - first[up]
+        fewer = reads[index] - shared_reads[index]
+        once = saved_bytes(row_counts[index], fewer, tokens, 1, model) > 0
+        reads[up] += (shared_reads[index] if once else reads[index]) - own[index]
+
+    cursor = np.zeros(plan.num_sequences, np.int64)
+    reached = [0] * len(stretches)  # where members stand behind it, if they are alike
+    chosen = []
+    for index, stretch in enumerate(stretches):
+        up = parent[index]
+        if alike[index] and (up < 0 or alike[up]):
+            low = high = 0 if up < 0 else reached[up]
+        else:
+            alike[index] = False
+            at = cursor[stretch.members]
+            ours = able[starts[index] : starts[index] + lengths[index]]
+            low, high = (int(at[ours].min()), int(at[ours].max())) if left[index] else (0, 0)
+        reached[index] = low
+        if left[index] < 2:
+            continue
+        begin, parts = first[index], 1
+        if low == high and latest[index] <= low:
+            begin = low
+        elif low < begin:
+            parts = 2
+        fewer = reads[index] - shared_reads[index]
+        if saved_bytes(row_counts[index], fewer, last[index] - begin, parts, model) > 0:
+            ours = stretch.members
+            if left[index] < len(ours):
+                ours = ours[able[starts[index] : starts[index] + lengths[index]]]
+            chosen.append(SharedRange(begin, last[index], ours))
+            cursor[ours] = reached[index] = last[index]
+    return tuple(chosen)
+
+
+def least_cost(plan: AttentionPlan, window: int | None, model: CostModel) -> float:
+    """What a schedule of this plan that shares nothing costs at least, in bytes; 0 if not known.
+
+    Known where all decode: each row reads all of its keys.
+    """
+    if window is not None or plan.num_rows != plan.num_sequences:
+        return 0.0
+    one = model.key_work(np.ones(1, np.int64)).item()
+    keys = int(plan.context_len.sum(dtype=np.int64))
+    return float(one * keys * model.key_bytes * model.programs)
+
+
+def saved_bytes(rows: int, fewer: float, tokens: int, parts: int, model: CostModel) -> float:
+    """Bytes saved by reading ``tokens`` ``fewer`` times, since ``rows`` share them.
+
+    ``parts``: partial results that it costs each row.
+    """
+    return fewer * tokens * model.key_bytes * model.kv_heads - rows * parts * model.row_bytes
+
+
+def best_split(
+    length: np.ndarray, rows: np.ndarray, tile: Tile, model: CostModel
+) -> tuple[int, float]:
+    """The most keys that a program should walk, and what the walks then cost in bytes.
+
+    ``length`` and ``rows`` are those of each block. Programs run in waves of as many as the chip
+    holds. Too few of them leave it idle, and so does the last wave: splitting evens that out, and
+    costs starts, partial results and a merge.
+    """
+    held = model.multiprocessors * tile.resident
+    longest = int(length.max())
+    splits = np.array([longest, *(split for split in SPLITS if split <= longest)])
+    work = length * model.key_work(rows)
+    pieces = -(-length // splits[:, None])
+    count = pieces.sum(1)
+    programs = count * model.programs // tile.heads
+    waves = programs / held
+    waves = np.where(waves > _MANY_WAVES, waves + 0.5, -(-programs // held))
+    mean = work.sum() / count + START_KEYS
+    walk = np.maximum(waves * mean, (work / pieces).max(1) + START_KEYS)
+    cost = walk * held * model.key_bytes * tile.heads
+    partials = np.where(pieces > 1, rows * pieces, 0).sum(1)
+    total = cost + np.where(partials > 0, model.launch_bytes + partials * model.row_bytes, 0.0)
+    best = int(total.argmin())
+    return int(splits[best]), float(cost[best])

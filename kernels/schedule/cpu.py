@@ -1,0 +1,180 @@
+"""What a tree schedule costs and how it is dealt out among the threads of a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
+
+from coppice.kernels.attention.interface import AttentionPlan
+from coppice.kernels.schedule.cost import START_KEYS, CostModel, SharedRange, choose_shared
+from coppice.kernels.schedule.items import TreeSchedule, build_tree_schedule
+from coppice.kernels.schedule.tiles import Tile, Tiles
+
+# What the first call for partial results costs, in bytes that could have been read meanwhile: some
+# microseconds for the merge's memory and its call.
+_LAUNCH_BYTES = 50_000
+
+# Keys of few lanes times KV heads from which work is shared among threads: below, waking them takes
+# longer. One is some 30 to 40 ns with heads of 64.
+_SHARED_FROM = 2048
+
+
+# A key takes a whole vector of lanes so much longer than few of them, for which memory is waited
+# for (`few_lanes`): 66 ns for a head of 64, not 40.
+_VECTOR_WORK = 1.5
+
+# Tokens by which sequences may grow behind a schedule: what each thread has to do, and how long a
+# range is, hardly changes meanwhile.
+_MOST_GROWTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCostModel(CostModel):
+    """A processor with vectors of so many ``lanes``: it computes as long as it reads."""
+
+    lanes: int = 1
+
+    merge_work: ClassVar[int] = 2  # by one thread
+
+    def key_work(self, rows: np.ndarray) -> np.ndarray:
+        used = rows * self.group
+        return np.where(2 * used <= self.lanes, 1.0, _VECTOR_WORK * -(-used // self.lanes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuSchedule:
+    """A tree schedule as ``numba_items.attend_items`` takes it.
+
+    ``items`` int32 ``[n, 8]`` are those of all launches, ``tasks`` int32 ``[m, 3]`` and ``shares``
+    int64 ``[threads + 1]`` as documented there.
+    """
+
+    tree: TreeSchedule
+    items: np.ndarray
+    tasks: np.ndarray
+    shares: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def cpu_cost_model(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    lanes: int,
+    most_lanes: int,
+    keys: int,
+    threads: int,
+) -> CpuCostModel:
+    """The cost model of a CPU on which an item has up to ``most_lanes`` query heads and rows.
+
+    What fits one vector of ``lanes`` is worked with all heads together. A KV head may have
+    ``most_lanes`` query heads: ``ValueError``.
+    """
+    group = heads // kv_heads
+    few = -(-group // lanes) * lanes
+    if few > most_lanes:
+        raise ValueError(f"q has {group} heads for each KV head; it must have up to {most_lanes}")
+    tiles = Tiles(Tile(few, keys, 1, 1, 1, kv_heads), Tile(most_lanes, keys, 1, 1, 1))
+    return CpuCostModel(
+        tiles, group, kv_heads, head_dim, 8 * head_dim, threads, _LAUNCH_BYTES, lanes
+    )
+
+
+def build_cpu_schedule(plan: AttentionPlan, window: int | None, model: CpuCostModel) -> CpuSchedule:
+    """The schedule of a checked plan for layers with that sliding window; O(rows + pages)."""
+    tree = build_tree_schedule(plan, window, model)
+    items = np.concatenate([launch.items for launch in tree.launches])
+    threads = model.multiprocessors
+    costs = (items[:, 4] - items[:, 3] + START_KEYS) * model.key_work(items[:, 1])
+    # Items of many rows are worked head by head, so that a head's keys stay in the cache for the
+    # next item of the same sequence; those of few, all heads at once: keys are read in order.
+    many = items[:, 1] * model.group > model.lanes
+    if len(items) < threads and costs.sum() * model.kv_heads >= _SHARED_FROM:
+        many[:] = True
+    alone = np.flatnonzero(many)
+    alone = alone[np.argsort(items[alone, 2], kind="stable")]
+    heads = np.repeat(np.arange(model.kv_heads), len(alone))
+    together = np.flatnonzero(~many)
+    tasks = np.concatenate(
+        [
+            np.column_stack([np.tile(alone, model.kv_heads), heads, heads + 1]),
+            np.column_stack(
+                [together, np.zeros_like(together), np.full_like(together, model.kv_heads)]
+            ),
+        ]
+    ).astype(np.int32)
+    cost = costs[tasks[:, 0]] * (tasks[:, 2] - tasks[:, 1])
+    return CpuSchedule(tree, items, tasks, _shares(cost, threads))
+
+
+def _shares(cost: np.ndarray, threads: int) -> np.ndarray:
+    """Where the tasks are cut, int64 ``[threads + 1]``, so that every thread has like work."""
+    ends = np.cumsum(cost)
+    if ends[-1] < _SHARED_FROM:
+        threads = 1
+    targets = ends[-1] * np.arange(1, threads) / threads
+    # To the nearest end of a task: the middle of the one that the target falls into decides.
+    cuts = np.searchsorted(ends - cost / 2, targets)
+    return np.concatenate([[0], cuts, [len(cost)]]).astype(np.int64)
+
+
+class GrowingSchedule:
+    """The schedule of a step in which all decode, for the steps after it.
+
+    While the same keys are read together and each sequence has only grown, the items that end where
+    a sequence ended end later. For one sequence that takes a sixth of what a schedule takes, which
+    is longer than a layer does. The sequences of a step may be others than before, as beams are.
+    """
+
+    __slots__ = ("_growing", "_plan", "_schedule", "_sequence", "_table")
+
+    def __init__(self, plan: AttentionPlan, schedule: CpuSchedule) -> None:
+        """``schedule`` is that of ``plan``, whose sequences have a row each, without a window."""
+        self._plan, self._schedule = plan, schedule
+        items = schedule.items
+        row = schedule.tree.rows[items[:, 0]]
+        # What is shared lies below every member's cached length, and never grows.
+        self._growing = (items[:, 1] == 1) & (items[:, 4] == plan.context_len[row])
+        self._sequence = row
+        self._table = np.searchsorted(plan.page_indptr, items[:, 2], side="right") - 1
+
+    def schedule(self, plan: AttentionPlan, model: CpuCostModel) -> CpuSchedule | None:
+        """That of a later plan; None if it is none of such a step.
+
+        O(items + rows), and O(members) where stretches were looked for again. ``model`` is the one
+        that the first schedule was made with.
+        """
+        before, tree = self._plan, self._schedule.tree
+        if (
+            plan.num_sequences != before.num_sequences
+            or plan.num_rows != before.num_sequences
+            or plan.page_size != before.page_size
+        ):
+            return None
+        if plan.stretches != before.stretches:  # other objects
+            if not _same(choose_shared(plan, None, model), tree.shared):
+                return None
+            # So that later plans with these need not be compared again.
+            self._plan = before = replace(before, stretches=plan.stretches)
+        grown = plan.context_len - before.context_len
+        if grown.min() < 0 or grown.max() > _MOST_GROWTH:
+            return None
+        items = self._schedule.items.copy()
+        items[:, 4] += np.where(self._growing, grown[self._sequence], 0)
+        items[:, 2] = plan.page_indptr[self._table]
+        positions = tree.positions + grown
+        return replace(self._schedule, tree=replace(tree, positions=positions), items=items)
+
+
+def _same(some: tuple[SharedRange, ...], others: tuple[SharedRange, ...]) -> bool:
+    """Whether the same keys of the same sequences are shared."""
+    return len(some) == len(others) and all(
+        one.begin == other.begin
+        and one.end == other.end
+        and np.array_equal(one.members, other.members)
+        for one, other in zip(some, others, strict=True)
+    )

@@ -1,0 +1,99 @@
+"""How much of the work a program of a Triton kernel holds at once, by type and width.
+
+The sizes are those that ``tests/kernels/triton/test_compiles.py`` finds free of spills on sm_90.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """``queries`` packed rows by ``keys`` keys at a time, computed by ``warps`` warps.
+
+    ``stages`` tiles of keys are in flight. ``resident`` programs fit on a multiprocessor, by their
+    registers and shared memory. A program works so many KV ``heads``.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int
+    heads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tile of items with few packed queries (decoding) and that of the others.
+
+    ``few`` has the 16 rows of the smallest tensor-core product, or more where a KV head has more
+    query heads. ``many`` has the rows that prefill and widely shared stretches fill: a warp group
+    multiplies 64 at once.
+    """
+
+    few: Tile
+    many: Tile
+
+
+def choose_tiles(
+    head_dim: int, itemsize: int, group: int = 1, *, deterministic: bool = False
+) -> Tiles:
+    """The tiles for heads that wide, queries of ``itemsize`` bytes, so many to a KV head.
+
+    Float32 products run outside the tensor cores, whose rounding of float32 is not wanted, and hold
+    much in registers: its tiles are small. ``deterministic`` has one tile for everything.
+    """
+    if itemsize == 4:
+        if head_dim <= 64:
+            tiles = Tiles(Tile(16, 32, 4, 2, 3), Tile(32, 32, 4, 2, 2))
+        elif head_dim <= 128:
+            tiles = Tiles(Tile(16, 32, 8, 2, 3), Tile(32, 16, 8, 2, 3))
+        else:
+            tiles = Tiles(Tile(16, 16, 8, 2, 3), Tile(16, 16, 8, 2, 3))
+    elif head_dim <= 128:
+        tiles = Tiles(Tile(16, 64, 4, 3, 3), Tile(128, 64, 8, 3, 1))
+    else:
+        tiles = Tiles(Tile(16, 32, 4, 3, 3), Tile(64, 64, 8, 2, 1))
+    # As many rows as one row's heads take, so that decoding reads a key once for all of them.
+    if itemsize < 4 and group > 32:
+        wide = Tile(64, 64, 4, 3, 2) if head_dim <= 128 else tiles.many
+        tiles = replace(tiles, few=wide)
+    elif itemsize < 4 and group > 16:
+        tiles = replace(tiles, few=replace(tiles.few, queries=32))
+    return Tiles(tiles.many, tiles.many) if deterministic else tiles
+
+
+def head_blocks(head_dim: int, queries: int) -> tuple[int, int]:
+    """The powers of two that a head is multiplied in, at least 16 each; the second one may be 0.
+
+    80 is (64, 16) and 96 (64, 32): 0.63 and 0.75 of the products of 128. Only so where warp groups
+    multiply, from 64 rows on: in smaller tiles every warp would do all of two products that follow
+    one another, and decoding waits for memory, from which what pads a head is not read.
+    """
+    whole = max(16, 2 ** (head_dim - 1).bit_length())
+    first = whole // 2
+    rest = max(16, 2 ** max(head_dim - first - 1, 0).bit_length())
+    if queries >= 64 and first >= 16 and first + rest < whole:
+        return first, rest
+    return whole, 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """``rows`` by ``columns`` results of a matrix product, from ``step`` inputs at a time."""
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+
+
+def product_tile(itemsize: int) -> ProductTile:
+    """The one tile of products whose results must not hang on the number of rows.
+
+    Few rows wait for the weight: 64 of them are as few as a warp group multiplies at once.
+    """
+    return ProductTile(32, 32, 32, 4, 2) if itemsize == 4 else ProductTile(64, 128, 64, 4, 4)

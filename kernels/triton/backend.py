@@ -1,0 +1,139 @@
+"""The attention backend for an NVIDIA GPU, in Triton: it launches what ``tree_schedule`` plans.
+
+On a CPU it runs only where Triton interprets its kernels (``TRITON_INTERPRET=1`` before the first
+import of triton), which is for tests: a tile takes milliseconds.
+
+**What is guaranteed.** Always: the same batch over the same cache gives the same bits, run after
+run, since no result hangs on the order in which programs finish. With ``deterministic``: a row's
+result hangs on its query and on the keys and values that it sees, and on nothing else: not on the
+rest of the batch, not on where chunks of prefill were cut, on pages or page ids, on what other
+sequences share, or on whether its prefix was computed in this step or found in the cache. To that
+end every row walks the same tiles of keys at the same positions in the same order, in one kernel
+with one tile shape, split at multiples of ``DETERMINISTIC_SPLIT`` keys; nothing is shared. It holds
+for one device, head shape, type and page size, and for attention alone: that the queries, keys and
+values have the same bits is up to whoever makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+
+from coppice.kernels.attention.checks import check_attend
+from coppice.kernels.attention.interface import AttentionPlan, LayerCache
+from coppice.kernels.schedule.cost import H100_MULTIPROCESSORS, CostModel
+from coppice.kernels.schedule.tiles import choose_tiles, head_blocks
+from coppice.kernels.triton.attention import attend_items, merge_partials
+from coppice.kernels.triton.base import INTERPRETED, GpuBackend, on
+from coppice.kernels.triton.plans import PreparedPlan, TritonFixedPlan, fixed_plans
+
+MAX_HEAD_DIM = 256
+# Partial results merged at a time; more are taken in further rounds.
+_PARTS = 16
+
+
+class TritonBackend(GpuBackend):
+    """Attention as Triton kernels, beside the cache writes, compiled at their first use.
+
+    ``deterministic`` is explained above; it costs what sharing and splitting finely would save.
+    Raises ``ValueError`` for a device that the kernels do not run on.
+    """
+
+    name = "triton"
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    scaled_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
+    softcaps = True
+
+    def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
+        super().__init__(device)
+        self.deterministic = deterministic
+        self._multiprocessors = H100_MULTIPROCESSORS
+        if device.type == "cuda":
+            chip = torch.cuda.get_device_properties(device)
+            self._multiprocessors = chip.multi_processor_count
+            # What older chips lack instructions for: bfloat16 before 8.0, 8-bit floats before 8.9.
+            if (chip.major, chip.minor) < (8, 0):
+                self.dtypes = (torch.float16, torch.float32)
+            if (chip.major, chip.minor) < (8, 9):
+                self.scaled_dtypes = ()
+
+    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
+        plan.check(num_pages)
+        return PreparedPlan(plan, self.device, self.deterministic)
+
+    def fixed_plans(
+        self, sizes: Sequence[int], *, page_size: int, num_pages: int, max_pages: int
+    ) -> Sequence[Sequence[TritonFixedPlan]]:
+        return fixed_plans(
+            sizes,
+            device=self.device,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_pages=max_pages,
+            deterministic=self.deterministic,
+        )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        prepared: PreparedPlan | TritonFixedPlan,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logit_softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_attend(self, prepared.plan, q, k, v, cache, sliding_window, logit_softcap)
+        rows, heads, head_dim = q.shape
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"q has heads of {head_dim}; it must be at most {MAX_HEAD_DIM}")
+        model = self.cost_model(heads, cache.k.shape[2], head_dim, q.dtype, cache.k.dtype)
+        sent = prepared.schedule(sliding_window, model)
+        upcast = INTERPRETED and q.dtype != torch.float32
+        place: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+        out = torch.empty(q.shape, dtype=torch.float32 if upcast else q.dtype, device=q.device)
+        lse = torch.empty((rows, heads), **place)
+        partials = max(sent.num_partials, 1)
+        partial_out = torch.empty((partials, heads, head_dim), **place)
+        partial_lse = torch.empty((partials, heads), **place)
+        with on(self.device):
+            for tile, phased, items in sent.launches:
+                block_d, rest_d = head_blocks(head_dim, tile.queries)
+                attend_items[(len(items) * model.programs,)](
+                    q, cache.k, cache.v, *(cache.scales or (lse, lse)), out, lse, partial_out,
+                    partial_lse, items, sent.rows, sent.slots, sent.positions, sent.page_indices,
+                    q.stride(0), float(scale), float(logit_softcap or 0), sliding_window or 0,
+                    GROUP=model.group, PACKED=model.packed, KV_HEADS=model.kv_heads,
+                    HEAD_DIM=head_dim, BLOCK_D=block_d, REST_D=rest_d, QUERIES=tile.queries,
+                    KEYS=tile.keys, PAGE_SIZE=prepared.plan.page_size,
+                    WINDOWED=sliding_window is not None,
+                    SOFTCAPPED=logit_softcap is not None, SCALED=cache.scales is not None,
+                    PARTIAL=len(sent.slots) > 0, PHASED=phased, UPCAST=upcast,
+                    num_warps=tile.warps, num_stages=tile.stages,
+                )  # fmt: skip
+            if len(sent.merges):
+                merge_partials[(len(sent.merges), heads)](
+                    partial_out, partial_lse, sent.merges, out, lse,
+                    HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+                    PARTS=_PARTS, num_warps=4,
+                )  # fmt: skip
+        return out.to(q.dtype), lse
+
+    def cost_model(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+    ) -> CostModel:
+        """What schedules for heads of that shape and those types are reckoned by."""
+        group = heads // kv_heads
+        tiles = choose_tiles(head_dim, dtype.itemsize, group, deterministic=self.deterministic)
+        key_bytes = 2 * head_dim * cache_dtype.itemsize
+        return CostModel(tiles, group, kv_heads, head_dim, key_bytes, self._multiprocessors)

@@ -1,0 +1,125 @@
+"""The writes to a cache on a GPU, which its attention backends share: Triton kernels, launched.
+
+On a CPU they run only where Triton interprets its kernels (``TRITON_INTERPRET=1`` before the first
+import of triton), which is for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+import triton
+
+from coppice.kernels.attention.checks import check_cache, check_copy
+from coppice.kernels.attention.interface import AttentionBackend, LayerCache
+from coppice.kernels.transfer import send
+from coppice.kernels.triton.cache import copy_page_words, rotate_rows, write_rows
+
+#: Whether Triton runs its kernels in Python. It works on the raw bits of 16-bit floats, so that
+#: kernels must turn them into float32 first.
+INTERPRETED = not isinstance(write_rows, triton.JITFunction)
+
+# 32-bit words of a page that a program copies.
+_COPY_WORDS = 1024
+
+
+class GpuBackend(AttentionBackend):
+    """Cache writes and page copies as Triton kernels, compiled at their first use.
+
+    Raises ``ValueError`` for a device that the kernels do not run on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if INTERPRETED and device.type != "cpu":
+            raise ValueError(
+                f"device is {device}; with TRITON_INTERPRET set attention_backend {self.name!r} "
+                "runs on 'cpu' only"
+            )
+        if not INTERPRETED and device.type != "cuda":
+            raise ValueError(
+                f"device is {device}; attention_backend {self.name!r} runs on 'cuda' only (on "
+                "'cpu' where TRITON_INTERPRET=1 is set before triton is imported, for tests)"
+            )
+        self.device = device
+
+    def write_kv(
+        self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
+    ) -> None:
+        check_cache(self, k, v, cache)
+        _check_rows(k=k, v=v)
+        if not len(k):
+            return
+        width = k.shape[1] * k.shape[2]
+        block = triton.next_power_of_2(width)
+        with on(self.device):
+            write_rows[(len(k),)](
+                k, v, cache.k, cache.v, *(cache.scales or (k, v)), slots, k.stride(0), v.stride(0),
+                WIDTH=width, BLOCK=block, HEAD_DIM=k.shape[2], SCALED=cache.scales is not None,
+                INTERPRETED=INTERPRETED, num_warps=min(8, max(1, block // 256)),
+            )  # fmt: skip
+
+    def write_rotated(
+        self,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        cache: LayerCache,
+        slots: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kv_heads, head_dim = cache.k.shape[2:]
+        heads = qk.shape[1] - kv_heads
+        check_cache(self, qk[:, heads:], v, cache)
+        _check_rows(qk=qk, v=v)
+        if head_dim % 2:
+            raise ValueError(f"qk has heads of {head_dim}; rotation needs an even number")
+        rotated = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
+        if len(qk):
+            with on(self.device):
+                rotate_rows[(len(qk), qk.shape[1])](
+                    qk, v, cos.contiguous(), signed_sin.contiguous(), rotated, cache.k, cache.v,
+                    *(cache.scales or (v, v)), slots, qk.stride(0), v.stride(0),
+                    HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
+                    BLOCK_D=triton.next_power_of_2(head_dim), SCALED=cache.scales is not None,
+                    INTERPRETED=INTERPRETED, num_warps=1,
+                )  # fmt: skip
+        return rotated[:, :heads], rotated[:, heads:]
+
+    def copy_pages(
+        self, caches: Sequence[LayerCache], src: Sequence[int], dst: Sequence[int]
+    ) -> None:
+        tensors = [pages for layer in caches for pages in (layer.k, layer.v)]
+        for count in {len(each) for each in tensors}:
+            check_copy(count, src, dst)
+        for each in tensors:
+            if not each.is_contiguous() or each[:1].nbytes != tensors[0][:1].nbytes:
+                raise ValueError("caches: all must be contiguous, with pages of the same size")
+        if not src or not tensors:
+            return
+        page_bytes = tensors[0][:1].nbytes
+        if page_bytes % 4:
+            raise ValueError(f"caches have pages of {page_bytes} bytes; it must be a multiple of 4")
+        words = page_bytes // 4
+        numbers = [*src, *dst], [pages.data_ptr() for pages in tensors]
+        pages, addresses = send([np.array(each, np.int64) for each in numbers], self.device)
+        block = min(_COPY_WORDS, triton.next_power_of_2(words))
+        with on(self.device):
+            copy_page_words[(len(src), len(tensors), triton.cdiv(words, block))](
+                addresses, pages, len(src), WORDS=words, BLOCK=block, num_warps=4
+            )
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launches go to the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _check_rows(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}; heads and head_dim must be contiguous"
+            )

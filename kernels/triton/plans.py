@@ -1,0 +1,218 @@
+"""Plans on a GPU for the Triton kernels: of one step, or in fixed places for steps of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from coppice.kernels.attention.checks import check_fixed
+from coppice.kernels.attention.interface import AttentionPlan, FixedPlan
+from coppice.kernels.schedule.cost import CostModel
+from coppice.kernels.schedule.items import TreeSchedule, build_tree_schedule
+from coppice.kernels.schedule.tiles import Tile
+from coppice.kernels.transfer import Landing, send
+
+# What a graph has room for, beside the rows of its step. Programs that find no item cost about a
+# nanosecond each, partial results memory: of 32 heads of 128 numbers 16 KiB an entry.
+_WAVES = 8  # of programs, for ranges that are split
+_PARTS = 16  # pieces of a row's keys, on average ...
+_MORE_PARTS = 1024  # ... and for few rows, which are split more finely
+_MOST_PAGES = 2**20  # entries of page tables: 4 MiB
+
+Kind = tuple[int | None, CostModel]
+"""Layers with the same window and shape of heads have one schedule."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceSchedule:
+    """A schedule with its arrays on the device; see ``TreeSchedule``.
+
+    Grids follow from the lengths of arrays, which may be filled in part: an item without rows, and
+    a merge without slots, is no work. ``launches``: each one's tile, whether it walks in phases,
+    and its items.
+    """
+
+    launches: tuple[tuple[Tile, bool, torch.Tensor], ...]
+    num_partials: int
+    rows: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    merges: torch.Tensor
+    page_indices: torch.Tensor
+
+
+class PreparedPlan:
+    """A checked plan with its schedules, made when the first layer of that kind asks."""
+
+    __slots__ = ("_deterministic", "_device", "_schedules", "plan")
+
+    def __init__(self, plan: AttentionPlan, device: torch.device, deterministic: bool) -> None:
+        self.plan = plan
+        self._device = device
+        self._deterministic = deterministic
+        self._schedules: dict[Kind, DeviceSchedule] = {}
+
+    def schedule(self, window: int | None, model: CostModel) -> DeviceSchedule:
+        key = (window, model)
+        if key not in self._schedules:
+            made = build_tree_schedule(self.plan, window, model, deterministic=self._deterministic)
+            self._schedules[key] = self._send(made)
+        return self._schedules[key]
+
+    def _send(self, made: TreeSchedule) -> DeviceSchedule:
+        arrays = [made.rows, made.slots, made.positions, made.merges, self.plan.page_indices]
+        parts = send([*arrays, *(launch.items for launch in made.launches)], self._device)
+        launches = tuple(
+            (launch.tile, launch.many and not self._deterministic, items)
+            for launch, items in zip(made.launches, parts[5:], strict=True)
+        )
+        return DeviceSchedule(launches, made.num_partials, *parts[:5])
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The most that a schedule of a graph may have."""
+
+    few: int  # items with few packed queries
+    many: int  # the others; 0: no launch
+    entries: int  # rows of items
+    rows: int
+    pages: int
+
+    @classmethod
+    def of(cls, size: int, max_pages: int, model: CostModel, deterministic: bool) -> _Room:
+        held = [
+            _WAVES * model.multiprocessors * tile.resident // model.programs
+            for tile in (model.tiles.few, model.tiles.many)
+        ]
+        wide = size > model.few_rows and not deterministic
+        return cls(
+            few=2 * size + held[0],
+            many=2 * size // model.few_rows + held[1] if wide else 0,
+            entries=fixed_entries(size),
+            rows=size,
+            pages=min(size * max_pages, _MOST_PAGES),
+        )
+
+    def arrays(self) -> list[tuple[tuple[int, ...], type]]:
+        """Shapes and types; the page table comes last, since it is seldom full."""
+        items: list[tuple[int, ...]] = [(self.few, 8)]
+        if self.many:
+            items.append((self.many, 8))
+        entries = (self.entries,)
+        shapes = [*items, entries, entries, (self.rows,), (self.rows, 3), (self.pages,)]
+        return [(shape, np.int32) for shape in shapes]
+
+
+class TritonFixedPlan(FixedPlan):
+    """A plan in fixed places, for each kind of layer; ``memory`` is shared by plans of all sizes.
+
+    Launches are in the graph already when a plan is loaded: sharing and splitting is reckoned
+    without their cost.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        largest: int,
+        memory: dict[Kind, torch.Tensor],
+        *,
+        device: torch.device,
+        page_size: int,
+        num_pages: int,
+        max_pages: int,
+        deterministic: bool,
+    ) -> None:
+        self._size = size
+        self._largest = largest
+        self._memory = memory
+        self._device = device
+        self._page_size = page_size
+        self._num_pages = num_pages
+        self._max_pages = max_pages
+        self._deterministic = deterministic
+        self._plan: AttentionPlan | None = None
+        self._kinds: dict[Kind, tuple[Landing, DeviceSchedule]] = {}
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The plan that was loaded last."""
+        assert self._plan is not None, "no plan is loaded"
+        return self._plan
+
+    def load(self, plan: AttentionPlan) -> bool:
+        check_fixed(plan, self._size, self._page_size, self._num_pages)
+        self._plan = plan
+        return all(self._fill(kind) for kind in self._kinds)
+
+    def schedule(self, window: int | None, model: CostModel) -> DeviceSchedule:
+        kind = (window, model)
+        if kind not in self._kinds:
+            self._kinds[kind] = self._place(kind)
+            if not self._fill(kind):
+                raise ValueError("the first plan that is attended by must fit, and does not")
+        return self._kinds[kind][1]
+
+    def _place(self, kind: Kind) -> tuple[Landing, DeviceSchedule]:
+        model = kind[1]
+        options = self._max_pages, model, self._deterministic
+        if kind not in self._memory:
+            size = Landing.size(_Room.of(self._largest, *options).arrays())
+            self._memory[kind] = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        room = _Room.of(self._size, *options)
+        landing = Landing(room.arrays(), self._memory[kind])
+        few, *many = landing.arrays[:-5]
+        launches = [(model.tiles.few, False, few)]
+        launches += [(model.tiles.many, True, items) for items in many]
+        sent = DeviceSchedule(tuple(launches), room.entries, *landing.arrays[-5:])
+        return landing, sent
+
+    def _fill(self, kind: Kind) -> bool:
+        window, model = kind
+        landing, sent = self._kinds[kind]
+        made = build_tree_schedule(
+            self.plan, window, replace(model, launch_bytes=0), deterministic=self._deterministic
+        )
+        if made.num_partials > sent.num_partials:
+            return False
+        items: list[np.ndarray] = [np.zeros((0, 8), np.int32) for _ in sent.launches]
+        for launch in made.launches:
+            if launch.many and len(items) == 1:
+                return False
+            items[launch.many] = launch.items
+        slots = made.slots
+        if not len(slots):
+            slots = np.full(sum(int(each[:, 1].sum()) for each in items), -1, np.int32)
+        return landing.put(
+            [*items, made.rows, slots, made.positions, made.merges, self.plan.page_indices]
+        )
+
+
+def fixed_entries(size: int) -> int:
+    """Partial results that a graph has room for, of all heads each, for so many sequences."""
+    return _PARTS * size + _MORE_PARTS
+
+
+def fixed_plans(
+    sizes: Sequence[int],
+    *,
+    device: torch.device,
+    page_size: int,
+    num_pages: int,
+    max_pages: int,
+    deterministic: bool,
+) -> list[tuple[TritonFixedPlan]]:
+    """See ``AttentionBackend.fixed_plans``."""
+    memory: dict[Kind, torch.Tensor] = {}
+    return [
+        (
+            TritonFixedPlan(
+                size, max(sizes), memory, device=device, page_size=page_size,
+                num_pages=num_pages, max_pages=max_pages, deterministic=deterministic,
+            ),
+        )
+        for size in sizes
+    ]  # fmt: skip

@@ -1,0 +1,4 @@
+"""Why tokens missed: each request's computed tokens by cause, and what other caches would hit.
+
+Other rooms use `ledger.Accounting`, its results in `accounts` and `counts`, and `top_prefixes`.
+"""

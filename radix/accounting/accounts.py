@@ -1,0 +1,212 @@
+"""The nouns of the cache's accounts: of one request, and of the cache as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from coppice.radix.accounting.counts import CAUSES, FIELDS, Counts, Windows
+from coppice.radix.accounting.miss_ratio import CurvePoint
+from coppice.radix.accounting.near_misses import SHOWN_TOKENS, NearMiss
+from coppice.radix.node import Node
+from coppice.radix.tokens import TOKEN_BYTES
+
+Kind = Literal["cross", "same", "preempted"]
+"""Where a hit comes from: other requests, the request's own sequences, or before a preemption."""
+
+
+class Divergence(NamedTuple):
+    """Where a prompt leaves what is cached, and the tokens around (int32 bytes, a few dozen)."""
+
+    position: int
+    before: bytes
+    ours: bytes
+    theirs: bytes
+
+    @classmethod
+    def at(cls, tokens: bytes, position: int, theirs: bytes) -> Divergence:
+        """The divergence of the prompt `tokens` from what goes on with `theirs`. O(1)."""
+        middle, shown = position * TOKEN_BYTES, SHOWN_TOKENS * TOKEN_BYTES
+        return cls(
+            position,
+            tokens[max(0, middle - shown) : middle],
+            tokens[middle : middle + shown],
+            theirs[:shown],
+        )
+
+
+class RequestAccount:
+    """What became of a prompt's tokens. Asking for a cause settles what is still pending."""
+
+    __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
+                 "hit_limit", "time", "finished", "tokens", "node", "place", "chain",
+                 "stamp", "theirs", "_around", "_settle", "_row", "_evicted")  # fmt: skip
+
+    def __init__(
+        self,
+        namespace: Hashable,
+        kind: Kind,
+        prompt_tokens: int,
+        hit_tokens: int,
+        in_flight_tokens: int,
+        hit_limit: int,
+        theirs: bytes,
+        time: float,
+        tokens: bytes,
+        node: Node | None,
+        place: int,
+        settle: Callable[[], object],
+    ) -> None:
+        self.namespace = namespace
+        self.kind = kind
+        self.prompt_tokens = prompt_tokens
+        self.hit_tokens = hit_tokens
+        self.in_flight_tokens = in_flight_tokens
+        self.hit_limit = hit_limit
+        # What the tree has behind the hit. Later it may have what came after this request.
+        here = hit_tokens * TOKEN_BYTES
+        self.theirs = theirs if node is None else _beside(node, tokens[here : here + TOKEN_BYTES])
+        self.time = time  # of the admission
+        self.finished = False
+        # Until it is settled, the prompt; then its last tokens, behind its last whole block.
+        self.tokens = tokens
+        self.node = node  # until it is settled, where the hit ends
+        self.place = place  # its serial number; -1 when settled
+        self.stamp = 0  # when settled, what its prefixes were entered with
+        self.chain = 0  # when settled, hash of the prefix that `tokens` continue
+        self._around = b""  # when settled, the tokens at both sides of the hit's end
+        self._settle = settle
+        self._row: list[int] | None = None  # counts in the order of `FIELDS`
+        self._evicted: tuple[float, float | None] | None = None
+
+    def settled(self, row: list[int], stamp: int, chain: int, tail: bytes) -> None:
+        """Fills in what the accounting found."""
+        self._row, self.stamp, self.chain = row, stamp, chain
+        hit = self.hit_tokens
+        begin = max(0, hit - SHOWN_TOKENS) * TOKEN_BYTES
+        self._around = self.tokens[begin : (hit + SHOWN_TOKENS) * TOKEN_BYTES]
+        self.tokens = tail
+        self.place, self.node = -1, None
+
+    def settled_evicted(self, idle: float, at: float | None) -> None:
+        self._evicted = idle, at
+
+    def as_it_was(self, tokens: bytes) -> RequestAccount:
+        """A copy that can be hashed once more: of its admission with the prompt `tokens`."""
+        return RequestAccount(
+            self.namespace, self.kind, self.prompt_tokens, self.hit_tokens, self.in_flight_tokens,
+            self.hit_limit, b"", self.time, tokens, None, -1, self._settle,
+        )  # fmt: skip
+
+    def _count(self, name: str) -> int:
+        if self._row is None:
+            self._settle()
+        assert self._row is not None
+        return self._row[FIELDS.index(name)]
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """Where the hit ended, if the tree goes on there with something else."""
+        # A hit of all but the last token may go on with that token in the tree.
+        if self.hit_tokens >= self.prompt_tokens - 1:
+            return None
+        tokens, begin = self.tokens, self.hit_tokens
+        if self.place < 0:
+            tokens, begin = self._around, min(begin, SHOWN_TOKENS)
+        ours, theirs = tokens[begin * TOKEN_BYTES : (begin + 1) * TOKEN_BYTES], self.theirs
+        if not theirs or theirs[:TOKEN_BYTES] == ours:
+            return None
+        return Divergence.at(tokens, begin, theirs)._replace(position=self.hit_tokens)
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.hit_tokens
+
+    @property
+    def causes(self) -> dict[str, int]:
+        """The computed tokens by cause; their sum is `computed_tokens`."""
+        return {cause: self._count(cause) for cause in CAUSES}
+
+    @property
+    def ideal_tokens(self) -> int:
+        """What an unlimited cache would have hit."""
+        return self._count("ideal_tokens")
+
+    @property
+    def evicted_idle_seconds(self) -> float | None:
+        """How long before the request its evicted tokens were last used; None if none were."""
+        self._count("evicted")
+        return self._evicted[0] if self._evicted is not None else None
+
+    @property
+    def evicted_at(self) -> float | None:
+        """When its evicted tokens went; None if none were, or the accounting was not told."""
+        self._count("evicted")
+        return self._evicted[1] if self._evicted is not None else None
+
+
+def _beside(node: Node, first: bytes) -> bytes:
+    """The newest tokens below a node that do not begin with `first`. O(1)."""
+    children = node.children
+    for token in reversed(children):
+        if token != first:
+            child = children[token]
+            shown = child.length if child.length < SHOWN_TOKENS else SHOWN_TOKENS
+            return child.edge[: shown * TOKEN_BYTES]
+    return b""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAccounts:
+    """What the cache did, and what it could have done."""
+
+    seconds: float  # since the start
+    pool_tokens: int
+    overall: Windows
+    namespaces: dict[Hashable, Windows]
+    other_namespaces: Windows  # those beyond the number that is counted one by one, together
+    curve: tuple[CurvePoint, ...]  # LRU's, since the start; what was achieved is in `overall`
+    near_misses: tuple[NearMiss, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it; a namespace is named by its `str`, or null for None."""
+        return {
+            "seconds": self.seconds,
+            "pool_tokens": self.pool_tokens,
+            "overall": _windows(self.overall),
+            "namespaces": [
+                {"namespace": _name(namespace), **_windows(windows)}
+                for namespace, windows in self.namespaces.items()
+            ],
+            "other_namespaces": _windows(self.other_namespaces),
+            "curve": [asdict(point) for point in self.curve],
+            "near_misses": [
+                asdict(near_miss) | {"namespace": _name(near_miss.namespace)}
+                for near_miss in self.near_misses
+            ],
+        }
+
+
+def _name(namespace: Hashable) -> str | None:
+    return None if namespace is None else str(namespace)
+
+
+def _windows(windows: Windows) -> dict[str, Any]:
+    return {
+        "last_minute": _counts(windows.last_minute),
+        "last_ten_minutes": _counts(windows.last_ten_minutes),
+        "since_start": _counts(windows.since_start),
+    }
+
+
+def _counts(counts: Counts) -> dict[str, Any]:
+    rest = {name: value for name, value in asdict(counts).items() if name not in CAUSES}
+    del rest["evicted_idle"]
+    return rest | {
+        "computed_tokens": counts.computed_tokens,
+        "causes": counts.causes,
+        "hit_rate": counts.hit_rate,
+        "ideal_hit_rate": counts.ideal_hit_rate,
+        "evicted_idle_seconds": counts.evicted_idle_seconds,
+    }

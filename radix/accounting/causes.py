@@ -1,0 +1,114 @@
+"""Splits the computed tokens of prompts by cause, given what was seen before; each has one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.radix.accounting.seen.anchors import WINDOW, Anchors
+from coppice.radix.accounting.seen.hashes import COARSE, FINE_BLOCKS, Borders, Hashes, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Arrays with a number for each piece of a batch; all zero for one that is no prompt."""
+
+    tokens: Ints
+    hit: Ints
+    in_flight: Ints
+    hit_limit: Ints  # behind it all would have been computed again for prompt logprobs
+    content_from: Ints  # position where its anchors' starts are counted from
+
+
+@dataclass(frozen=True, slots=True)
+class Causes:
+    """Tokens by cause; in the order of precedence they follow the hit, but the last two mix."""
+
+    last_token: Ints
+    in_flight: Ints
+    prompt_logprobs: Ints
+    evicted: Ints
+    namespace: Ints
+    diverged: Ints
+    cold: Ints
+    ideal_tokens: Ints  # what an unlimited cache would have hit
+    last_seen: Hashes  # when the longest known prefix was seen; 0 if none was
+    shared: NDArray[np.bool_]  # for each anchor, whether tokens behind it count as diverged
+
+
+def split(
+    prompts: Prompts,
+    borders: Borders,
+    anchors: Anchors,
+    seen: Hashes,
+    elsewhere: Hashes | None,
+    seen_anchors: NDArray[np.bool_],
+    block_tokens: int,
+) -> Causes:
+    """The causes of `prompts.tokens - prompts.hit` tokens each; their sum is exact.
+
+    `seen` and `elsewhere` tell for each border when the prefix that ends there was seen before in
+    the prompt's own and in other namespaces; 0 is never. A seen prefix vouches for all shorter
+    ones. `seen_anchors` tells of which anchors the content was seen; between two of them all was.
+    O(borders + anchors).
+    """
+    total, hit = prompts.tokens, prompts.hit
+    row = _last(seen, borders.first_row)
+    found = (row >= 0) & (total > 0)
+    known = np.where(found, borders.end[row], 0)
+    last_seen = np.where(found, seen[row], np.uint64(0))
+    # What lies behind the last known border was not seen up to the next one. If the content at that
+    # border was, the prefix that was seen goes on to where content was seen no more.
+    piece, begin = anchors.piece, anchors.start + prompts.content_from[anchors.piece]
+    joined = seen_anchors.copy()  # to the next one, which was seen as well
+    joined[:-1] &= seen_anchors[1:] & (piece[1:] == piece[:-1])
+    joined[-1:] = False
+    end = begin + np.where(joined, anchors.length, WINDOW)
+    behind = known[piece]
+    goes_on = seen_anchors & (begin <= behind) & (behind < end)
+    goes_on &= ((known > hit) | (hit == 0))[piece]
+    extended = known.copy()
+    rows = np.flatnonzero(goes_on)
+    if len(rows):
+        lasts = np.flatnonzero(~joined)
+        run_end = end[lasts[np.searchsorted(lasts, rows)]]
+        behind = behind[rows]
+        space = np.where(behind < FINE_BLOCKS * block_tokens, 1, COARSE) * block_tokens
+        extended[piece[rows]] = np.minimum(run_end, behind + space - 1)
+        extended = np.minimum(extended, total)
+    paid = np.minimum(hit + prompts.in_flight, total)
+    last = np.where(total - paid == 1, 1, 0)
+    reached = np.where(last > 0, total, paid)
+    at = np.maximum(reached, extended)
+    again = at - np.minimum(at, np.maximum(reached, prompts.hit_limit))
+    evicted = at - reached - again
+    if elsewhere is not None:
+        row = _last(elsewhere, borders.first_row)
+        over = np.where(row >= 0, borders.end[row], 0)
+        reached, at = at, np.maximum(at, np.minimum(over, total))
+        namespace = at - reached
+    else:
+        namespace = np.zeros_like(at)
+    overlap = np.minimum(end, total[piece]) - np.maximum(begin, at[piece])
+    shared = seen_anchors & (overlap > 0)
+    diverged = np.bincount(piece[shared], overlap[shared], len(total)).astype(np.int64)
+    return Causes(
+        last,
+        prompts.in_flight,
+        again,
+        evicted,
+        namespace,
+        diverged,
+        total - at - diverged,
+        np.maximum(hit, np.minimum(extended, np.minimum(total - 1, prompts.hit_limit))),
+        last_seen,
+        shared,
+    )
+
+
+def _last(seen: Hashes, first_row: Ints) -> Ints:
+    """For each piece its last row that was seen; -1 if none was."""
+    rows = np.where(seen > 0, np.arange(len(seen)), -1)
+    return np.maximum.reduceat(rows, first_row)

@@ -1,0 +1,207 @@
+"""Counts over the last minute, the last ten minutes and since the start, by namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from coppice.radix.accounting.seen.hashes import Ints
+
+MAX_NAMESPACES = 64
+"""Namespaces that are counted by themselves; all further ones are counted together."""
+
+_SLOTS = 8  # of these, and one for all further ones, at first
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Tokens of prompts by what became of them.
+
+    `prompt_tokens == hit_tokens + computed_tokens`, and the computed ones are split by cause, each
+    having one. These are of requests' first admissions. Tokens that a request reuses of its own
+    sequences, or computes again after a preemption, stand apart and flatter no rate.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    last_token: int = 0  # needed for its logits, all before it was there
+    in_flight: int = 0  # another request was computing them
+    prompt_logprobs: int = 0  # computed before, and again for the logprobs that were asked for
+    evicted: int = 0  # computed before under the same prefix, and gone
+    namespace: int = 0  # the same prefix is known under another namespace only
+    diverged: int = 0  # known content, but behind another prefix
+    cold: int = 0  # never seen
+    ideal_tokens: int = 0  # hit tokens of an unlimited cache
+    evicted_idle: int = 0  # evicted tokens times the seconds since each was last used
+    same_tokens: int = 0  # prompt tokens of further sequences of a request
+    same_hit_tokens: int = 0
+    preempted_tokens: int = 0  # tokens of sequences that came back after a preemption
+    preempted_hit_tokens: int = 0
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.hit_tokens
+
+    @property
+    def causes(self) -> dict[str, int]:
+        """The computed tokens by cause."""
+        return {name: getattr(self, name) for name in CAUSES}
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens over prompt tokens; 0 before the first request."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def ideal_hit_rate(self) -> float:
+        """The hit rate that an unlimited cache would have had on the same requests."""
+        return self.ideal_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def evicted_idle_seconds(self) -> float:
+        """How long ago the evicted tokens had been used last, on average."""
+        return self.evicted_idle / self.evicted if self.evicted else 0.0
+
+
+FIELDS = tuple(field.name for field in fields(Counts))
+"""The columns of a row of counts, in order."""
+
+CAUSES = (
+    "last_token", "in_flight", "prompt_logprobs", "evicted", "namespace", "diverged", "cold",
+)  # fmt: skip
+"""Why a prompt token was computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The same counts over three windows. The rolling ones are exact to one of 60 buckets."""
+
+    last_minute: Counts
+    last_ten_minutes: Counts
+    since_start: Counts
+
+
+class _Rolling:
+    """For each slot, sums over the last 60 buckets of some seconds, the present one included."""
+
+    BUCKETS = 60
+
+    def __init__(self, slots: int, bucket_seconds: int) -> None:
+        self.bucket_seconds = bucket_seconds
+        self._sums = np.zeros((0, self.BUCKETS, len(FIELDS)), np.int64)
+        self._numbers = np.zeros((0, self.BUCKETS), np.int64)
+        self.reserve(slots)
+
+    def reserve(self, slots: int) -> None:
+        """Makes place for so many slots, more than there are."""
+        more = slots - len(self._sums)
+        self._sums = np.append(self._sums, np.zeros((more, *self._sums.shape[1:]), np.int64), 0)
+        self._numbers = np.append(self._numbers, np.full((more, self.BUCKETS), -1, np.int64), 0)
+
+    def add(self, slots: Ints, seconds: Ints, rows: Ints) -> None:
+        """Adds rows; sorted by slot, then by second."""
+        numbers = seconds // self.bucket_seconds
+        kept = numbers > numbers.max() - self.BUCKETS
+        slots, numbers, rows = slots[kept], numbers[kept], rows[kept]
+        begins = np.flatnonzero(np.diff(slots << 40 | numbers, prepend=-1))
+        slots, numbers = slots[begins], numbers[begins]
+        sums = np.add.reduceat(rows, begins, axis=0)
+        at = numbers % self.BUCKETS
+        stale = self._numbers[slots, at] != numbers
+        self._sums[slots[stale], at[stale]] = 0
+        self._numbers[slots, at] = numbers
+        self._sums[slots, at] += sums
+
+    def sums(self, second: int) -> Ints:
+        """Of all slots, as of `second`. Shape (slots, columns)."""
+        now = second // self.bucket_seconds
+        live = (self._numbers > now - self.BUCKETS) & (self._numbers <= now)
+        return (self._sums * live[:, :, None]).sum(axis=1)
+
+    def forget(self, slot: int) -> None:
+        self._numbers[slot] = -1
+
+
+class RollingCounts:
+    """Adds rows of counts, and sums them by window and namespace.
+
+    Memory is bounded: the first `MAX_NAMESPACES` namespaces are counted by themselves. A further
+    one takes the place of one that had no request in the last ten minutes, whose counts then pass
+    to "all others"; without such it is one of those others. Seconds are counted from any start.
+    """
+
+    _OTHERS = 0  # the slot of all further namespaces
+
+    def __init__(self) -> None:
+        slots = _SLOTS  # twice as many when these are taken
+        self._minute = _Rolling(slots, 1)
+        self._ten_minutes = _Rolling(slots, 10)
+        self._start = np.zeros((slots, len(FIELDS)), np.int64)
+        self._used = np.zeros(slots, np.int64)  # the last second with a row
+        self._slots: dict[Hashable, int] = {}
+
+    def add(self, rows: Ints, namespaces: Iterable[Hashable], seconds: Sequence[int]) -> None:
+        """Adds rows (columns: `FIELDS`), each of a namespace and a second.
+
+        O(rows log rows). Seconds must not decrease from call to call.
+        """
+        if not len(rows):
+            return
+        slots = [self._slot(name, at) for name, at in zip(namespaces, seconds, strict=True)]
+        slot, second = np.array(slots, np.int64), np.array(seconds, np.int64)
+        order = np.argsort(slot << 40 | second, kind="stable")
+        slot, second, rows = slot[order], second[order], rows[order]
+        self._minute.add(slot, second, rows)
+        self._ten_minutes.add(slot, second, rows)
+        begins = np.flatnonzero(np.diff(slot, prepend=-1))
+        self._start[slot[begins]] += np.add.reduceat(rows, begins, axis=0)
+
+    def _slot(self, namespace: Hashable, second: int) -> int:
+        slot = self._slots.get(namespace)
+        if slot is None:
+            if len(self._slots) < MAX_NAMESPACES:
+                if len(self._slots) + 1 == len(self._used):
+                    self._reserve(min(2 * len(self._used), MAX_NAMESPACES + 1))
+                slot = self._slots[namespace] = len(self._slots) + 1
+            else:
+                oldest = min(self._slots, key=lambda name: self._used[self._slots[name]])
+                if self._used[self._slots[oldest]] > second - 660:
+                    return self._OTHERS
+                slot = self._slots[namespace] = self._slots.pop(oldest)
+                self._start[self._OTHERS] += self._start[slot]
+                self._start[slot] = 0
+                self._minute.forget(slot)
+                self._ten_minutes.forget(slot)
+        self._used[slot] = second
+        return slot
+
+    def _reserve(self, slots: int) -> None:
+        more = slots - len(self._used)
+        self._minute.reserve(slots)
+        self._ten_minutes.reserve(slots)
+        self._start = np.append(self._start, np.zeros((more, len(FIELDS)), np.int64), 0)
+        self._used = np.append(self._used, np.zeros(more, np.int64))
+
+    def overall(self, second: int) -> Windows:
+        """All namespaces together, as of `second`."""
+        return _windows(
+            self._minute.sums(second).sum(axis=0),
+            self._ten_minutes.sums(second).sum(axis=0),
+            self._start.sum(axis=0),
+        )
+
+    def by_namespace(self, second: int) -> tuple[dict[Hashable, Windows], Windows]:
+        """Each namespace that is counted by itself, and all others together."""
+        minute, ten_minutes = self._minute.sums(second), self._ten_minutes.sums(second)
+
+        def of(slot: int) -> Windows:
+            return _windows(minute[slot], ten_minutes[slot], self._start[slot])
+
+        return {name: of(slot) for name, slot in self._slots.items()}, of(self._OTHERS)
+
+
+def _windows(*rows: Ints) -> Windows:
+    return Windows(*(Counts(*row.tolist()) for row in rows))

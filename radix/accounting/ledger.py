@@ -1,0 +1,278 @@
+"""Tells why tokens missed: each request's computed tokens by cause, and the sums of them all.
+
+The accounting stands beside the tree. Whoever admits a request tells it the prompt and the hit;
+whoever ends one tells it the tokens that were added. It remembers, in fixed memory, hashes of what
+was ever seen: of prefixes at the borders of blocks, and of content wherever it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable
+from typing import get_args
+
+from coppice.radix.accounting.accounts import CacheAccounts, Kind, RequestAccount
+from coppice.radix.accounting.batches import Abandonment, Growth
+from coppice.radix.accounting.counts import Counts
+from coppice.radix.accounting.settle import Settler
+from coppice.radix.node import Node
+from coppice.radix.tokens import TOKEN_BYTES
+
+# So many requests, or about so many of their tokens, are processed together: in a few milliseconds.
+_BATCH_REQUESTS = 256
+_BATCH_TOKENS = 1 << 19
+_LEAST_BATCH_TOKENS = 1 << 16
+# When so many batches wait, by tokens or requests, whoever adds to them processes one.
+_MOST_BATCHES = 4
+MOST_WAITING = _MOST_BATCHES * _BATCH_REQUESTS
+_NEAR_MISSES = 10
+_KINDS = get_args(Kind)
+
+
+class Accounting:
+    """The accounts of one tree over a pool of `pool_tokens` tokens.
+
+    The causes of a prompt's computed tokens, from the end of the hit on; each token has one:
+
+    - `last_token`: the only token left. It is computed for its logits (rule 9).
+    - `in_flight`: as many as the caller says that another request was computing.
+    - `evicted`: up to the longest prefix of the prompt that was seen in its namespace.
+    - `prompt_logprobs`: those of them that no hit can save, since their logprobs were asked for.
+    - `namespace`: up to the longest prefix that was seen in any other.
+    - `diverged`: content that was seen in the namespace, behind another prefix.
+    - `cold`: all else.
+
+    Prefixes are known at the first 32 multiples of `block_tokens`, at one of 8 behind these, and at
+    the ends of prompts and sequences. Where a seen prefix ends between, the tokens behind the last
+    border count as evicted as far as their content was seen; else as cold. Content is known by its
+    anchors, one of about 25 tokens, so that some 25 tokens next to each difference count as cold,
+    and known text of less than about 100 may not be found. The memory holds 16 times the pool's
+    tokens, with 2.3 bytes a token of a large pool; what was seen before counts as never seen.
+
+    What is told is logged, and processed in order, many requests together: by `settle_batch`, for
+    which the caller chooses moments when nobody waits, when the log is full, or when anything is
+    asked.
+    """
+
+    def __init__(self, pool_tokens: int, *, now: float) -> None:
+        """`now` and all later times are seconds of one clock that never goes back."""
+        if pool_tokens < 1:
+            raise ValueError(f"pool_tokens must be at least 1, got {pool_tokens}")
+        if not math.isfinite(now):
+            raise ValueError(f"now must be a finite number of seconds, got {now}")
+        self.pool_tokens = pool_tokens
+        self._settler = Settler(pool_tokens, now)
+        self.block_tokens = self._settler.block_tokens
+        self._start = self._now = now
+        self._waiting: deque[tuple[RequestAccount | Growth | Abandonment, int]] = deque()
+        self._waiting_tokens = 0
+        self._taken = 0  # serial number of the first that waits
+        # The curve's ages are those of a batch, which should not be many times the pool.
+        self._batch_tokens = max(_LEAST_BATCH_TOKENS, min(pool_tokens, _BATCH_TOKENS))
+        self._most_tokens = _MOST_BATCHES * self._batch_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory of what was seen."""
+        return self._settler.nbytes
+
+    # -- telling -----------------------------------------------------------------------------
+
+    def request(
+        self,
+        tokens: bytes,
+        namespace: Hashable,
+        hit_tokens: int,
+        *,
+        in_flight_tokens: int = 0,
+        hit_limit: int | None = None,
+        kind: Kind = "cross",
+        theirs: bytes = b"",
+        node: Node | None = None,
+        now: float,
+    ) -> RequestAccount:
+        """A sequence was admitted. O(1); its share of the processing, O(tokens), comes later.
+
+        Args:
+            tokens: its prompt as int32 bytes; with `kind` "preempted" all its tokens.
+            namespace: the one it was matched in.
+            hit_tokens: tokens whose KV is reused; less than all, but with `kind` "same".
+            in_flight_tokens: tokens behind the hit that another request was computing.
+            hit_limit: where the tokens begin that are computed in any case, for logprobs of the
+                prompt; None if none were asked for.
+            kind: "cross" for a request's first admission; "same" for a further sequence of it,
+                "preempted" for one that was admitted before. Only the first counts in rates.
+            theirs: some tokens that the tree has behind the hit's end (int32 bytes), to show where
+                the prompt went another way; not needed with `node`.
+            node: the one that ends with the hit, if the caller has locked it. Then what hit is not
+                hashed again: its hashes are kept there.
+            now: seconds.
+
+        Raises ValueError if a number is impossible.
+        """
+        prompt = len(tokens) // TOKEN_BYTES
+        if hit_limit is None:
+            hit_limit = prompt
+        if not (
+            len(tokens) == prompt * TOKEN_BYTES
+            and 0 <= hit_tokens < prompt
+            and 0 <= in_flight_tokens <= prompt - hit_tokens
+            and hit_tokens <= hit_limit <= prompt
+            and kind == "cross"
+        ):
+            _check(len(tokens), hit_tokens, in_flight_tokens, hit_limit, kind)
+        if not self._now <= now < math.inf:
+            self._pass(now)
+        self._now = now
+        account = RequestAccount(
+            namespace, kind, prompt, hit_tokens, in_flight_tokens, hit_limit, theirs, now,
+            tokens, node, self._taken + len(self._waiting), self.settle,
+        )  # fmt: skip
+        self._log(account, prompt if node is None else prompt - hit_tokens)
+        return account
+
+    def finish(self, account: RequestAccount, added: bytes, *, now: float) -> None:
+        """The request has ended, and the tree holds these tokens (int32 bytes) behind its prompt.
+
+        Raises ValueError if it was finished before. O(1), and the processing later.
+        """
+        if len(added) % TOKEN_BYTES:
+            raise ValueError(f"added: {len(added)} bytes are no whole number of int32 tokens")
+        if account.finished:
+            raise ValueError("account: its request was finished already")
+        self._pass(now)
+        account.finished = True
+        if added:
+            self._log(Growth(account, added, now), len(added) // TOKEN_BYTES)
+
+    def abandoned(
+        self, account: RequestAccount, tokens: bytes, computed: int, *, now: float
+    ) -> None:
+        """The request has ended with only the first `computed` tokens of its prompt in the tree.
+
+        What it alone would have computed behind counts as never seen again, but its causes stay as
+        they were told. `tokens` is the prompt as int32 bytes, as at its admission. Raises
+        ValueError if it was finished before, or if a size does not fit. O(1), and O(tokens) later.
+        """
+        if len(tokens) != account.prompt_tokens * TOKEN_BYTES:
+            raise ValueError(
+                f"tokens: the prompt had {account.prompt_tokens} tokens, got {len(tokens)} bytes"
+            )
+        if not 0 <= computed < account.prompt_tokens:
+            raise ValueError(
+                f"computed must be in 0 .. {account.prompt_tokens - 1}, got {computed}"
+            )
+        if account.finished:
+            raise ValueError("account: its request was finished already")
+        self._pass(now)
+        account.finished = True
+        self._log(Abandonment(account, tokens, computed), account.prompt_tokens)
+
+    def evicted(self, last_used: float, *, now: float) -> None:
+        """Tokens that were last used at `last_used` have been evicted.
+
+        From this an account tells when its evicted tokens went: when something as recently used
+        did, which is exact if eviction follows the last use, and an estimate if it does not. O(1).
+        """
+        self._pass(now)
+        self._settler.gone.record(last_used, now)
+
+    def reset(self) -> None:
+        """The tree was emptied on purpose: what was seen is forgotten, so none of it is evicted.
+
+        Sums, curve and near misses stay.
+        """
+        self.settle()
+        self._settler.forget()
+
+    def _pass(self, now: float) -> None:
+        if not self._now <= now < math.inf:
+            raise ValueError(f"now must not go backwards, got {now} after {self._now}")
+        self._now = now
+
+    def _log(self, item: RequestAccount | Growth | Abandonment, tokens: int) -> None:
+        waiting = self._waiting
+        waiting.append((item, tokens))
+        self._waiting_tokens += tokens
+        # Memory is bounded: if nobody settles, whoever adds to a full log processes a batch of it.
+        if self._waiting_tokens >= self._most_tokens or len(waiting) >= MOST_WAITING:
+            self._settle_batch()
+
+    # -- asking ------------------------------------------------------------------------------
+
+    def snapshot(self, *, now: float) -> CacheAccounts:
+        """The accounts as of `now`. Settles what is pending; O(namespaces) besides."""
+        self._pass(now)
+        self.settle()
+        second = int(now - self._start)
+        namespaces, others = self._settler.counts.by_namespace(second)
+        return CacheAccounts(
+            now - self._start,
+            self.pool_tokens,
+            self._settler.counts.overall(second),
+            namespaces,
+            others,
+            self._settler.uses.points(),
+            self._settler.near_misses.top(_NEAR_MISSES),
+        )
+
+    def counts(self, *, now: float) -> Counts:
+        """Tokens by hit and cause since the start. Settles what is pending."""
+        self._pass(now)
+        self.settle()
+        return self._settler.counts.overall(int(now - self._start)).since_start
+
+    # -- processing --------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Processes all that was told. O(tokens of it)."""
+        while self._waiting:
+            self._settle_batch()
+
+    def settle_batch(self) -> bool:
+        """Processes a batch, in a few milliseconds, if a whole one waits; returns whether it did.
+
+        For moments when nobody waits for the caller: a device computes, or a request has left.
+        """
+        whole = self._waiting_tokens >= self._batch_tokens or len(self._waiting) >= _BATCH_REQUESTS
+        if whole:
+            self._settle_batch()
+        return whole
+
+    def _settle_batch(self) -> None:
+        waiting, first = self._waiting, self._taken
+        items: list[RequestAccount | Growth] = []
+        left = self._batch_tokens
+        while waiting and left > 0 and len(items) < _BATCH_REQUESTS:
+            item, tokens = waiting[0]
+            if isinstance(item, Abandonment):
+                if not items:
+                    waiting.popleft()
+                    self._taken += 1
+                    self._waiting_tokens -= tokens
+                    self._settler.undo(item)
+                break
+            items.append(item)
+            left -= tokens
+            waiting.popleft()
+        if items:
+            self._taken += len(items)
+            self._waiting_tokens -= self._batch_tokens - left
+            self._settler.process(items, first)
+
+
+def _check(size: int, hit: int, in_flight: int, hit_limit: int, kind: str) -> None:
+    """Raises ValueError if a request with a prompt of `size` bytes can't be so."""
+    prompt = size // TOKEN_BYTES
+    if not prompt or size % TOKEN_BYTES:
+        raise ValueError(f"tokens: at least one int32 token is needed, got {size} bytes")
+    if kind not in _KINDS:
+        raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+    most = prompt if kind == "same" else prompt - 1
+    if not 0 <= hit <= most:
+        raise ValueError(f"hit_tokens must be in 0 .. {most}, got {hit}")
+    if not 0 <= in_flight <= prompt - hit:
+        raise ValueError(f"in_flight_tokens must be in 0 .. {prompt - hit}, got {in_flight}")
+    if not hit <= hit_limit <= prompt:
+        raise ValueError(f"hit_limit must be in {hit} .. {prompt}, got {hit_limit}")

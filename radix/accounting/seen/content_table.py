@@ -1,0 +1,118 @@
+"""Which content was seen, in a table of fixed size: two bytes for each piece, and no times."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.radix.accounting.seen.hashes import Hashes, Ints
+
+_WAYS = 8
+_HALF = np.uint64(32)
+_MARK_BITS = np.uint64(16)
+_MARK = np.uint64(2**16 - 1)
+# In the sort that finds equal keys of a call, the row's number takes the place of so many bits;
+# the mark is of the bits above.
+_ROW_BITS = np.uint64(23)
+_ROW = np.uint64((1 << 23) - 1)
+MAX_ROWS = 1 << 23
+"""Keys that one call of `FingerprintTable.see` can take."""
+
+_SLICE = 8192  # keys that are looked up at once
+
+
+class FingerprintTable:
+    """A set-associative table of 16-bit fingerprints of 64-bit keys.
+
+    The key's upper half chooses one of the sets of eight, held in two words. A new one pushes out
+    the set's oldest: when as many have come as there are places, a bit less than half of them are
+    left, and of those of the second half nearly all. One that is known is not moved, so it is
+    forgotten and entered anew now and then. A key that was never entered is found with a
+    probability of 2**-13 in a full table.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity` fingerprints, rounded up to whole sets."""
+        if not 1 <= capacity < 2**34:
+            raise ValueError(f"capacity must be in 1 .. 2**34 - 1, got {capacity}")
+        self._sets = np.uint64(-(-capacity // _WAYS))
+        self._words = np.empty((int(self._sets), 2), np.uint64)
+        self.clear()  # written, so that no page of it has to be found later
+        self._items = self._words.view("V16").reshape(-1)
+
+    @property
+    def nbytes(self) -> int:
+        return self._words.nbytes
+
+    def clear(self) -> None:
+        self._words[:] = 0
+
+    def see(self, keys: Hashes, pieces: Ints) -> NDArray[np.bool_]:
+        """Whether each key was seen before; and sees them all now.
+
+        Row i has key `keys[i]` and comes from piece `pieces[i]`. Pieces follow one another: a row
+        finds what earlier pieces of the call entered, but not its own piece's. O(n log n).
+        """
+        if len(keys) > MAX_ROWS:
+            raise ValueError(f"keys: at most {MAX_ROWS} a call, got {len(keys)}")
+        # Equal keys get together, in order of their rows, and sets in the order of memory: one sort
+        # of single words.
+        ranked = keys & ~_ROW
+        ranked |= np.arange(len(keys), dtype=np.uint64)
+        ranked.sort()
+        leads = np.ones(len(keys), np.bool_)
+        np.greater(ranked[1:] ^ ranked[:-1], _ROW, out=leads[1:])
+        rows = (ranked & _ROW).view(np.int64)
+        begins = np.flatnonzero(leads)
+        leaders = ranked[begins] if len(begins) < len(keys) else ranked
+        known = np.concatenate(
+            [self._enter(leaders[at : at + _SLICE]) for at in range(0, len(leaders), _SLICE)]
+            or [leads]
+        )
+        if len(begins) < len(keys):
+            # The first piece with a key finds what the table had, later ones what it has entered.
+            first = pieces[rows[begins]]
+            group = np.cumsum(leads) - 1
+            known = known[group] | (pieces[rows] != first[group])
+        seen = np.empty(len(keys), np.bool_)
+        seen[rows] = known
+        return seen
+
+    def _enter(self, keys: Hashes) -> NDArray[np.bool_]:
+        """Whether each of some different keys, in order, is in the table; enters the others."""
+        at, marks = self._places(keys)
+        found = self._items.take(at).view(np.uint64).reshape(-1, 2)
+        known = (self._same(found, marks).view(np.uint64) != 0).reshape(-1)
+        new = np.flatnonzero(~known)
+        at, marks, words = at[new], marks[new], found[new]
+        while len(at):
+            words[:, 1] <<= _MARK_BITS
+            words[:, 1] |= words[:, 0] >> np.uint64(48)
+            words[:, 0] <<= _MARK_BITS
+            words[:, 0] |= marks
+            self._items[at] = words.view("V16").reshape(-1)
+            # Of keys that met in a set only the last was entered; the others have their turns now.
+            late = np.flatnonzero(at[1:] == at[:-1])
+            at, marks = at[late], marks[late]
+            words = self._items.take(at).view(np.uint64).reshape(-1, 2)
+        return known
+
+    def forget(self, keys: Hashes) -> None:
+        """The keys count as never seen. O(keys)."""
+        at, marks = self._places(keys)
+        for place, mark in zip(at.tolist(), marks.tolist(), strict=True):
+            lanes = self._words[place].view(np.uint16)
+            lanes[lanes == mark] = 0
+
+    def _places(self, keys: Hashes) -> tuple[Ints, Hashes]:
+        sets = keys >> _HALF
+        sets *= self._sets
+        sets >>= _HALF
+        marks = keys >> _ROW_BITS & _MARK
+        return sets.view(np.int64), np.maximum(marks, np.uint64(1))
+
+    @staticmethod
+    def _same(words: Hashes, marks: Hashes) -> NDArray[np.bool_]:
+        """Which of each set's fingerprints are the mark. Shape (n, 8)."""
+        same: NDArray[np.bool_] = words.view(np.uint16) == marks.astype(np.uint16)[:, None]
+        return same

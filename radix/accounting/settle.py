@@ -1,0 +1,203 @@
+"""Processes what the accounting was told: hashes, looks up, splits by cause and adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from coppice.radix.accounting.accounts import Divergence, RequestAccount
+from coppice.radix.accounting.batches import Abandonment, Batch, BatchHasher, Growth
+from coppice.radix.accounting.causes import Causes, split
+from coppice.radix.accounting.counts import CAUSES, FIELDS, RollingCounts
+from coppice.radix.accounting.miss_ratio import FACTORS, MissRatioCurve
+from coppice.radix.accounting.near_misses import SHOWN_TOKENS, SKETCH, NearMisses, Sighting
+from coppice.radix.accounting.reuses import Uses
+from coppice.radix.accounting.seen.anchors import MEAN_GAP, WINDOW
+from coppice.radix.accounting.seen.content_table import FingerprintTable
+from coppice.radix.accounting.seen.hashes import Hashes, keys, namespace_salt
+from coppice.radix.accounting.seen.prefix_table import SeenTable
+from coppice.radix.accounting.seen.use_clock import StampClock
+from coppice.radix.accounting.timeline import Timeline
+from coppice.radix.tokens import TOKEN_BYTES
+
+_LEAST_ENTRIES = 1 << 12
+_NEAR_MISS_TOKENS = 2 * MEAN_GAP  # known content that makes a request one of them
+_COLUMN = {name: column for column, name in enumerate(FIELDS)}
+# The salt of prefixes that any namespace but the first has seen.
+_ELSEWHERE = np.uint64(0xA0761D6478BD642F)
+
+
+class Settler:
+    """What is remembered of requests, and the sums over them. Memory is fixed."""
+
+    def __init__(self, pool_tokens: int, start: float) -> None:
+        """For a pool of so many tokens; `start` is the time in seconds from which is counted."""
+        self.block_tokens = _block_tokens(pool_tokens)
+        self.uses = Uses(MissRatioCurve(pool_tokens), self.block_tokens)
+        self.counts = RollingCounts()
+        self.near_misses = NearMisses()
+        self.gone = Timeline()  # marks: last uses of what was evicted
+        remembered = round(FACTORS[-1]) * pool_tokens
+        self._memory = SeenTable(max(_LEAST_ENTRIES, remembered // self.block_tokens))
+        self._contents = FingerprintTable(max(_LEAST_ENTRIES, remembered // MEAN_GAP))
+        self._hasher = BatchHasher(self.block_tokens)
+        self._stamps = StampClock(pool_tokens)
+        self._start = start
+        # The first namespace's keys have no salt. While it is the only one, none else is looked up.
+        self._home: tuple[Hashable] | None = None
+        self._salted = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory of what was seen."""
+        return self._memory.nbytes + self._contents.nbytes
+
+    def forget(self) -> None:
+        """What was seen counts as never seen; the sums stay."""
+        self._memory.clear()
+        self._contents.clear()
+        self.uses.clear()
+
+    def process(self, items: list[RequestAccount | Growth], first: int) -> None:
+        """Settles requests and what they added; the first has the serial number `first`.
+
+        O(tokens, but for those that hit a node with known borders).
+        """
+        batch = self._hasher.hash(items, first, self._salts_of(items))
+        try:
+            begun, stamps = self._stamps.stamp(batch.lengths, batch.times - self._start)
+        except OverflowError:  # after 65,536 pools' worth of tokens
+            self.forget()
+            self._stamps.restart()
+            begun, stamps = self._stamps.stamp(batch.lengths, batch.times - self._start)
+        seen, elsewhere = self._see(batch, stamps)
+        seen_anchors = self._contents.see(batch.anchor_keys, batch.anchors.piece)
+        causes = split(
+            batch.prompts, batch.borders, batch.anchors, seen, elsewhere, seen_anchors,
+            self.block_tokens,
+        )  # fmt: skip
+        self.uses.tell(batch, begun, stamps, seen, causes.ideal_tokens)
+        missed = batch.counted & (causes.diverged >= _NEAR_MISS_TOKENS)
+        for number in np.flatnonzero(missed).tolist():
+            self._near_miss(batch, number, causes)
+        self._close(batch, stamps, causes)
+
+    def _salts_of(self, items: list[RequestAccount | Growth]) -> list[int]:
+        """Of the items' namespaces; 0 is the first one's."""
+        names = [
+            item.namespace if isinstance(item, RequestAccount) else item.account.namespace
+            for item in items
+        ]
+        if self._home is None:
+            self._home = (names[0],)
+        (home,) = self._home
+        if not self._salted and names.count(home) == len(names):
+            return [0] * len(names)
+        self._salted = True
+        return [0 if name == home else namespace_salt(name) for name in names]
+
+    def _see(self, batch: Batch, stamps: Hashes) -> tuple[Hashes, Hashes | None]:
+        """When each prefix was seen in its own and in other namespaces: stamps, 0 for never."""
+        piece, hashes = batch.borders.piece, batch.borders.hashes
+        if not self._salted:
+            return self._memory.see(batch.border_keys, piece, stamps[piece]), None
+        # All others than the first namespace enter their prefixes a second time, under one salt
+        # for them all; so those and the first's tell what any namespace has seen.
+        rows = len(piece)
+        both = np.concatenate(
+            (batch.border_keys, keys(hashes, _ELSEWHERE), keys(hashes, np.uint64(0)))
+        )
+        salted = batch.salts[piece] != 0
+        writes = np.concatenate((np.ones(rows, np.bool_), salted, np.zeros(rows, np.bool_)))
+        piece = np.tile(piece, 3)
+        order = np.argsort(piece.astype(np.uint16), kind="stable")
+        piece = piece[order]
+        seen = np.empty_like(both)
+        seen[order] = self._memory.see(both[order], piece, stamps[piece], writes[order])
+        return seen[:rows], np.maximum(seen[rows : 2 * rows], seen[2 * rows :])
+
+    def _close(self, batch: Batch, stamps: Hashes, causes: Causes) -> None:
+        """Fills in the accounts of the batch, and adds them to the sums."""
+        seconds = batch.times - self._start
+        last_used = self._stamps.time_of(causes.last_seen)
+        idle = np.where(causes.last_seen > 0, np.maximum(seconds - last_used, 0.0), 0.0)
+        rows = np.zeros((len(seconds), len(FIELDS)), np.int64)
+        rows[:, _COLUMN["requests"]] = 1
+        rows[:, _COLUMN["prompt_tokens"]] = batch.prompts.tokens
+        rows[:, _COLUMN["hit_tokens"]] = batch.prompts.hit
+        for name in (*CAUSES, "ideal_tokens"):
+            rows[:, _COLUMN[name]] = getattr(causes, name)
+        rows[:, _COLUMN["evicted_idle"]] = (causes.evicted * idle).round()
+
+        told, namespaces, entered = [], [], stamps.tolist()
+        for number, row in enumerate(rows.tolist()):
+            account = batch.requests[number]
+            if account is None:
+                continue
+            account.settled(row, entered[number], batch.chains[number], batch.tails[number])
+            told.append(number)
+            namespaces.append(account.namespace)
+            if account.kind != "cross":
+                rows[number] = 0
+                rows[number, _COLUMN[f"{account.kind}_tokens"]] = account.prompt_tokens
+                rows[number, _COLUMN[f"{account.kind}_hit_tokens"]] = account.hit_tokens
+        for number in np.flatnonzero(causes.evicted).tolist():
+            account = batch.requests[number]
+            assert account is not None
+            since = float(idle[number])
+            gone = self.gone.time_of(account.time - since)
+            told_late = gone is None or gone > account.time
+            account.settled_evicted(since, None if told_late else gone)
+        self.counts.add(rows[told], namespaces, seconds[told].astype(np.int64).tolist())
+
+    def undo(self, item: Abandonment) -> None:
+        """Forgets what only an abandoned prompt, which is settled, was to compute. O(tokens)."""
+        account = item.account
+        causes = account.causes
+        batch = self._hasher.hash([account.as_it_was(item.tokens)], 0, self._salts_of([account]))
+        unknown = sum(causes[name] for name in ("namespace", "diverged", "cold"))
+        begin = max(account.prompt_tokens - unknown, item.computed)
+        behind = batch.borders.end > begin
+        gone = [batch.border_keys[behind]]
+        if batch.salts[0] and not causes["namespace"]:
+            gone.append(keys(batch.borders.hashes[behind], _ELSEWHERE))
+        self._memory.forget(np.concatenate(gone), account.stamp)
+        if not causes["diverged"]:
+            behind = batch.anchors.start + account.hit_tokens + WINDOW > begin
+            self._contents.forget(batch.anchor_keys[behind])
+
+    def _near_miss(self, batch: Batch, number: int, causes: Causes) -> None:
+        account = batch.requests[number]
+        assert account is not None
+        tokens, anchors = account.tokens, batch.anchors
+        begin, end = np.searchsorted(anchors.piece, (number, number + 1))
+        shared = begin + np.flatnonzero(causes.shared[begin:end])
+        sketch = np.sort(batch.anchor_keys[shared])[:SKETCH].tolist()
+        after = int(anchors.start[shared[0]]) + account.hit_tokens
+        divergence = account.divergence
+        if divergence is None:
+            # The tree has let go of the other continuation; the memory knows where it began.
+            position = min(int(causes.ideal_tokens[number]), after)
+            divergence = Divergence.at(tokens[: after * TOKEN_BYTES], position, b"")
+        self.near_misses.add(
+            Sighting(
+                account.namespace,
+                sketch,
+                int(causes.diverged[number]),
+                divergence.position,
+                divergence.before,
+                divergence.ours,
+                divergence.theirs,
+                tokens[after * TOKEN_BYTES : (after + SHOWN_TOKENS) * TOKEN_BYTES],
+            )
+        )
+
+
+def _block_tokens(pool_tokens: int) -> int:
+    """Small pools are remembered in finer blocks: the memory costs little there."""
+    if pool_tokens > 1 << 18:
+        return 128
+    if pool_tokens > 1 << 15:
+        return 64
+    return 32 if pool_tokens > 1 << 12 else 16

@@ -1,0 +1,4 @@
+"""The step: requests come in, a batch is scheduled, run and committed, tokens go out.
+
+The front uses `core.Engine`.
+"""

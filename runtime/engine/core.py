@@ -1,0 +1,367 @@
+"""The engine: requests of token ids in, tokens out, one mixed batch a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+from coppice.radix import (
+    PagePool,
+    Pin,
+    PinRefused,
+    Pins,
+    RadixTree,
+)
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine.beams import BeamSearches
+from coppice.runtime.engine.intake import Intake
+from coppice.runtime.engine.recount import is_balanced, recount
+from coppice.runtime.engine.sequences import Sequences
+from coppice.runtime.engine.step import Steps
+from coppice.runtime.model.path import resolve_model
+from coppice.runtime.report.cache import CacheReport, Counters, make_report
+from coppice.runtime.report.engine_stats import EngineStats, StatsRecorder, engine_stats
+from coppice.runtime.report.live import (
+    LiveReport,
+    PinState,
+    TreePicture,
+    live_report,
+    pin_state,
+    tree_picture,
+)
+from coppice.runtime.requests.request import QueueFull, Request, StepOutput, Unfinished
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.runner.forward import ModelRunner
+from coppice.runtime.sampling.beam_search import BeamSearchParams, WatchLines
+from coppice.runtime.sampling.grammars import Grammars
+from coppice.runtime.schedule.accounts import PromptAccounts
+from coppice.runtime.schedule.paging import Paging
+from coppice.runtime.schedule.scheduler import Scheduler
+from coppice.runtime.startup.garbage import without_collecting
+from coppice.runtime.startup.memory import give_back_memory
+
+
+class Engine:
+    """Serves one model from one KV cache. Token ids only: no text, no HTTP.
+
+    Not thread-safe: one thread calls it. A step that fails ends the requests in it with an error,
+    and the engine goes on; but if the device does not compute any more, that step and all later
+    calls that need it raise DeviceLost.
+
+        engine = Engine(EngineConfig(model="path"))
+        engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=8))
+        while engine.has_unfinished():
+            for output in engine.step(): ...
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        tokenizer: str | Path | None = None,
+        watch_lines: WatchLines | None = None,
+    ) -> None:
+        """Loads the model.
+
+        Args:
+            config: the engine's options.
+            tokenizer: where the tokenizer is, which grammars need, if not with the model.
+            watch_lines: finds stop strings for beam searches, which have none without it.
+        """
+        self.config = config
+        with without_collecting():
+            self.runner = ModelRunner(config)
+        self.model_config = self.runner.model_config
+        self.max_model_len = self.runner.max_model_len
+        self.num_pages, self.memory = self.runner.num_pages, self.runner.memory
+        self.counters = Counters()
+        self.recorder = StatsRecorder()
+        self.accounts = PromptAccounts(self.num_pages * config.page_size)
+        source = resolve_model(config.model) if tokenizer is None else tokenizer
+        vocabulary, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
+        self.intake = Intake(
+            config,
+            Grammars(source, vocabulary, eos),
+            vocabulary=vocabulary,
+            max_model_len=self.max_model_len,
+        )
+        self._new_pages()
+        self._sequences = Sequences(self.scheduler, self.recorder)
+        self._searches = BeamSearches(self._sequences, eos, watch_lines)
+        self._steps = Steps(
+            self.runner,
+            self._sequences,
+            self._searches,
+            counters=self.counters,
+            recorder=self.recorder,
+            accounts=self.accounts,
+            overlap=self.runner.device.type == "cuda"
+            if config.async_scheduling is None
+            else config.async_scheduling,
+        )
+        if self.runner.device.type == "cpu":
+            give_back_memory()
+
+    def _new_pages(self) -> None:
+        tree = RadixTree(
+            PagePool(self.num_pages, self.config.page_size), self.config.eviction_policy
+        )
+        self.pins = Pins(tree, self.config.pin_budget)
+        self.paging = Paging(
+            tree, enable_prefix_caching=self.config.enable_prefix_caching, accounts=self.accounts
+        )
+        self.scheduler = Scheduler(
+            self.paging,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            policy=self.config.scheduling_policy,
+            overtaking=self.config.overtaking,
+            max_step_stretch=self.config.max_step_stretch,
+        )
+
+    @property
+    def tree(self) -> RadixTree:
+        return self.paging.tree
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queues a request.
+
+        Requests reuse each other's KV only if `cache_salt` and `tenant` are equal. `priority` is
+        the request's class under the scheduling policy "priority": the least number first.
+
+        Raises ValueError if it can't be served, and QueueFull if too much waits already; nothing is
+        queued then.
+        """
+        self._add(request_id, prompt_token_ids, params, cache_salt, tenant, priority)
+
+    def add_beam_search(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: BeamSearchParams,
+        *,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queues a beam search; its results all come in the step in which it ends, best first.
+
+        Raises as `add_request` does; ValueError also if `beam_width` beams can't run together.
+        """
+        self.pins.refresh()  # no step has done that while there was nothing to do
+        self.intake.check_beams(params, prompt_token_ids, self.free_of_pins)
+        self._searches.check(params)
+        request = self._add(
+            request_id,
+            prompt_token_ids,
+            replace(params.sampling, n=1),  # the beams are the search's own affair
+            cache_salt,
+            tenant,
+            priority,
+            beam_search=True,
+        )
+        self._searches.begin(request, params)
+
+    def _add(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        cache_salt: str | None,
+        tenant: str | None,
+        priority: int,
+        *,
+        beam_search: bool = False,
+    ) -> Request:
+        self._steps.check_device()
+        self.pins.refresh()
+        if request_id in self._sequences:
+            raise ValueError(
+                f"request_id must be unique among running requests, got {request_id!r}"
+            )
+        try:
+            sequence = self.intake.sequence(
+                request_id,
+                prompt_token_ids,
+                params,
+                cache_salt=cache_salt,
+                tenant=tenant,
+                priority=priority,
+                arrival=self._sequences.next_arrival(),
+                pages=self.free_of_pins,
+                queue=self.scheduler.waiting,
+                compiling=self._sequences.compiling,
+                beam_search=beam_search,
+            )
+        except QueueFull as error:
+            self.recorder.refused[error.limit] += 1
+            raise
+        self._sequences.begin(sequence)
+        return sequence.request
+
+    @property
+    def free_of_pins(self) -> int:
+        """Pages that no pin keeps, nor will keep."""
+        return self.num_pages - self.pins.promised_pages()
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Ends a request, or only its sequence `index`, whose reader has enough of it.
+
+        Its pages are given back. What it computed stays in the tree; of a beam search, its prompt
+        and the results that it had. False if the request is unknown or has finished already.
+        """
+        sequences = self._sequences.of(request_id)
+        ended = [each for each in sequences if index is None or each.index == index]
+        for sequence in ended:
+            keep = not (sequence.request.beam_search and sequence.num_generated)
+            self._steps.end(sequence, "abort" if index is None else "stop", keep=keep)
+        self._check_when_idle()
+        return bool(ended)
+
+    def has_unfinished(self) -> bool:
+        return self._sequences.num_requests > 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that run or wait."""
+        return self._sequences.num_requests
+
+    # -- the step ----------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Schedules, runs and commits one mixed batch; [] when there is nothing to do.
+
+        With async_scheduling the outputs are those of the batch before. Raises DeviceLost if the
+        device has failed for good; all requests have ended then, and the process should.
+        """
+        try:
+            outputs = self._steps.make()
+        finally:
+            self._check_when_idle()
+        self.accounts.evictions(self.tree)
+        self.pins.refresh()
+        return outputs
+
+    # -- pins --------------------------------------------------------------------------------
+
+    def pin(
+        self,
+        name: str,
+        token_ids: Seq[int],
+        *,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+        ttl: float | None = None,
+    ) -> Pin:
+        """Keeps a prefix in the cache until `unpin`, or until it was unused for `ttl` seconds.
+
+        What of it is cached already is kept from now on, the rest once a request has computed it. A
+        pin of this name that keeps the same prefix is renewed. Raises PinRefused, a ValueError, if
+        the name stands for another prefix, if `pin_budget` does not allow it, or if a request that
+        was accepted could no longer be served beside it; ValueError for bad arguments.
+        """
+        if not self.config.enable_prefix_caching:
+            raise PinRefused(f"pin {name!r}: there is no cache, enable_prefix_caching is off")
+        pin = self.pins.pin(name, token_ids, self.intake.namespace(cache_salt, tenant), ttl=ttl)
+        most = self._sequences.longest()
+        if most > self.intake.longest(self.free_of_pins):
+            self.pins.unpin(name)
+            raise PinRefused(
+                f"pin {name!r}: a request that may grow to {most} tokens could not be served "
+                f"beside it; try again when it has ended"
+            )
+        return pin
+
+    def put_pin(
+        self,
+        name: str,
+        token_ids: Seq[int],
+        *,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+        ttl: float | None = None,
+    ) -> PinState:
+        """Like `pin`, but what is told is plain data."""
+        self.intake.check_tokens("prompt_token_ids", token_ids)
+        pin = self.pin(name, token_ids, cache_salt=cache_salt, tenant=tenant, ttl=ttl)
+        return pin_state(pin, self.pins.clock())
+
+    def list_pins(self) -> tuple[PinState, ...]:
+        """All pins as plain data, after those have ended whose time has passed."""
+        self.pins.refresh()
+        return tuple(pin_state(pin, self.pins.clock()) for pin in self.pins)
+
+    def try_pin(self, name: str, token_ids: Seq[int], *, cache_salt: str | None = None) -> bool:
+        """Like `pin`, but False instead of PinRefused."""
+        try:
+            self.pin(name, token_ids, cache_salt=cache_salt)
+        except PinRefused:
+            return False
+        return True
+
+    def unpin(self, name: str) -> bool:
+        """Ends a pin; False if there is none of that name."""
+        return self.pins.unpin(name)
+
+    # -- counts ------------------------------------------------------------------------------
+
+    def cache_report(self) -> CacheReport:
+        """The prefix-hit report as of now. O(nodes of the tree)."""
+        self.pins.refresh()
+        policy = self.config.eviction_policy
+        return make_report(self.counters, self.scheduler, self.pins, self.accounts, policy)
+
+    def stats(self) -> EngineStats:
+        """What was counted since the start, for metrics. O(running)."""
+        self.pins.refresh()
+        return engine_stats(self)
+
+    def live_report(self) -> LiveReport:
+        """What a server shows of the cache, but for its tree."""
+        self.pins.refresh()
+        return live_report(self)
+
+    def tree_picture(self) -> TreePicture:
+        """What a server shows of the tree. O(n log n) for n nodes that were hit."""
+        return tree_picture(self)
+
+    def reset_cache(self) -> None:
+        """Empties the cache and ends all pins. Raises Unfinished while requests run or wait."""
+        if unfinished := self._sequences.num_requests:
+            raise Unfinished(f"reset_cache: refused while {unfinished} requests are unfinished")
+        self.pins.clear()
+        self.tree.reset()
+        self.intake.known_logprobs.clear()
+        self.accounts.cleared()
+
+    def check(self) -> None:
+        """Recounts every page and lock; raises AssertionError on a mismatch. For tests."""
+        recount(self.scheduler, self.pins, self._sequences)
+
+    def _check_when_idle(self) -> None:
+        """With nothing running every page is free or cached; if not, say so and start afresh."""
+        if is_balanced(self.scheduler, self.pins):
+            return
+        waiting, preemptions = list(self.scheduler.waiting), self.scheduler.preemptions
+        pins, evicted = list(self.pins), self.tree.evicted_tokens
+        self._new_pages()
+        self.tree.evicted_tokens = evicted
+        self._sequences.scheduler = self.scheduler
+        self.accounts.cleared()
+        for pin in pins:
+            self.pins.pin(pin.name, pin.tokens, pin.namespace, ttl=pin.ttl)
+        self.scheduler.preemptions = preemptions
+        for sequence in waiting:
+            self.scheduler.add(sequence)

@@ -1,0 +1,178 @@
+"""How a prompt and its parameters become a sequence; what can't be served is refused by name."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence as Seq
+
+from coppice.radix import Namespace
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.requests.request import QueueFull, Request, Sequence
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling.beam_search import BeamSearchParams
+from coppice.runtime.sampling.grammars import Grammars
+from coppice.runtime.sampling.prompt_logprobs import KnownLogprobs
+from coppice.runtime.schedule.queue import WaitingQueue
+
+
+class Intake:
+    """Checks what users send to one engine, and makes sequences of it.
+
+    Attributes:
+        known_logprobs: of earlier prompts, so that they need not be computed again.
+    """
+
+    def __init__(
+        self, config: EngineConfig, grammars: Grammars, *, vocabulary: int, max_model_len: int
+    ) -> None:
+        """`max_model_len` is the most tokens that a request may have while nothing is pinned."""
+        self._grammars = grammars
+        self.known_logprobs = KnownLogprobs(vocabulary, enabled=config.enable_prefix_caching)
+        self._config = config
+        self._vocabulary = vocabulary
+        self._max_model_len = max_model_len
+        self._seeds = random.Random(config.seed)
+
+    def namespace(self, cache_salt: str | None, tenant: str | None = None) -> Namespace:
+        """What keeps the tokens of requests with different salts or tenants apart."""
+        return Namespace(model=self._config.model, cache_salt=cache_salt, tenant=tenant)
+
+    def longest(self, pages: int) -> int:
+        """Tokens, prompt and output together, that a request may have in so many pages."""
+        return min(self._max_model_len, pages * self._config.page_size)
+
+    def sequence(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None,
+        tenant: str | None,
+        priority: int,
+        arrival: int,
+        pages: int,
+        queue: WaitingQueue,
+        compiling: Seq[Sequence],
+        beam_search: bool = False,
+    ) -> Sequence:
+        """The first sequence of a new request, for which there are `pages` that no pin keeps.
+
+        Raises ValueError if it can't be served, and QueueFull if it may not wait in `queue`,
+        to which those that are `compiling` will come.
+        """
+        longest = self.longest(pages)
+        self._check_prompt(prompt_token_ids, longest, pages)
+        self._check_params(params)
+        if params.prompt_logprobs_start >= len(prompt_token_ids):
+            raise ValueError(
+                f"prompt_logprobs_start must be below {len(prompt_token_ids)}, the number of "
+                f"prompt tokens, got {params.prompt_logprobs_start}"
+            )
+        self._check_priority(priority)
+        self._check_queue(queue, compiling, len(prompt_token_ids))
+        form = params.structured_outputs
+        room = longest - len(prompt_token_ids)
+        limit = room if params.max_tokens is None else min(room, params.max_tokens)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=array("i", prompt_token_ids),
+            params=params,
+            namespace=self.namespace(cache_salt, tenant),
+            arrival=arrival,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_length=len(prompt_token_ids) + limit,
+            priority=priority,
+            beam_search=beam_search,
+            grammar=None if form is None else self._grammars.compiled(form),
+        )
+        sequence = Sequence(request)
+        sequence.prompt_logprobs = self.known_logprobs.begin(request)
+        return sequence
+
+    def check_beams(self, params: BeamSearchParams, prompt_token_ids: Seq[int], pages: int) -> None:
+        """Raises ValueError if so many beams can't run together behind this prompt."""
+        longest = self.longest(pages)
+        self._check_prompt(prompt_token_ids, longest, pages)
+        if params.beam_width > self._config.max_num_seqs:
+            raise ValueError(
+                f"beam_width must be at most max_num_seqs, {self._config.max_num_seqs}, "
+                f"got {params.beam_width}"
+            )
+        size = self._config.page_size
+        # Each beam has pages of its own behind the prompt, one for the copy of its last page, and
+        # one more while it forks.
+        tokens = min(params.max_tokens, longest - len(prompt_token_ids))
+        own = -(-tokens // size) + 2
+        needed = len(prompt_token_ids) // size + params.beam_width * own
+        if needed > pages:
+            raise ValueError(
+                f"beam_width: {params.beam_width} beams of {tokens} tokens behind this "
+                f"prompt take up to {needed} pages, the KV cache has {pages} that no pin keeps"
+            )
+
+    def _check_prompt(self, prompt_token_ids: Seq[int], longest: int, pages: int) -> None:
+        count = len(prompt_token_ids)
+        if not count:
+            raise ValueError("prompt must have at least one token, got none")
+        if count >= longest:
+            limit = "max_model_len"
+            if longest < self._max_model_len:
+                limit = "the part of the KV cache that no pin keeps"
+            elif longest == pages * self._config.page_size:
+                limit = "the KV cache"
+            raise ValueError(
+                f"prompt must be shorter than {longest} tokens ({limit}), so that "
+                f"there is room for at least one more, got {count}"
+            )
+        self.check_tokens("prompt token ids", prompt_token_ids)
+
+    def check_tokens(self, what: str, token_ids: Seq[int]) -> None:
+        """Raises ValueError, in terms of `what`, for one that the vocabulary does not have."""
+        # An array has integers only, of which the least and the greatest need a look.
+        plain = isinstance(token_ids, array) and len(token_ids) > 0
+        vocabulary = self._vocabulary
+        for token in (min(token_ids), max(token_ids)) if plain else token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"{what} must be integers from 0 to {vocabulary - 1}, got {token!r}"
+                )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        params.check_vocabulary(self._vocabulary)
+        if params.bad_words:
+            raise ValueError(
+                f"bad_words must be token ids here (bad_words_token_ids), since the engine knows "
+                f"no text, got {params.bad_words!r}"
+            )
+        if params.chooses:
+            raise ValueError(
+                f"best_of must not be above n here, since whoever has the texts chooses among them "
+                f"once all have ended; got {params.best_of}"
+            )
+
+    def _check_priority(self, priority: int) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority must be an integer, got {priority!r}")
+        if priority and self._config.scheduling_policy != "priority":
+            raise ValueError(
+                f"priority needs scheduling_policy 'priority', which is "
+                f"{self._config.scheduling_policy!r}; got {priority}"
+            )
+
+    def _check_queue(self, queue: WaitingQueue, compiling: Seq[Sequence], tokens: int) -> None:
+        # Preempted sequences, and siblings and beams that lack a place, are of requests that began.
+        wait = sum(len(each.tokens) for each in compiling)
+        for limit, waits, more in (
+            ("max_queued_requests", queue.requests + len(compiling), 1),
+            ("max_queued_tokens", queue.tokens + wait, tokens),
+        ):
+            allowed = getattr(self._config, limit)
+            if allowed is not None and waits + more > allowed:
+                full = QueueFull(
+                    f"the queue is full: {waits} of {limit} {allowed} wait, and this request "
+                    f"brings {more} more; try again later"
+                )
+                full.limit = limit
+                raise full

@@ -1,0 +1,166 @@
+"""The unfinished sequences of all requests: how they begin, how more are forked, how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from concurrent.futures import FIRST_COMPLETED, wait
+
+from coppice.runtime.report.engine_stats import StatsRecorder
+from coppice.runtime.requests.request import Request, Sequence, Status
+from coppice.runtime.schedule.scheduler import Scheduler
+
+
+class Sequences:
+    """Every sequence that runs or waits, by its request.
+
+    A request begins with one. Its siblings (`n`) are forked off when its first token is sampled,
+    the beams of a search at any step.
+
+    Attributes:
+        compiling: those that cannot be scheduled yet, since their grammar is not compiled.
+    """
+
+    def __init__(self, scheduler: Scheduler, recorder: StatsRecorder) -> None:
+        self.scheduler = scheduler
+        self._recorder = recorder
+        self._of: dict[str, list[Sequence]] = {}
+        self._arrivals = 0
+        self.compiling: list[Sequence] = []
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._of)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._of
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for sequences in self._of.values():
+            yield from sequences
+
+    def of(self, request_id: str) -> Seq[Sequence]:
+        """Those of one request (a copy); none if it is unknown."""
+        return tuple(self._of.get(request_id, ()))
+
+    def longest(self) -> int:
+        """Most tokens that any request may grow to."""
+        return max((lines[0].request.max_length for lines in self._of.values()), default=0)
+
+    def next_arrival(self) -> int:
+        """The next serial number; sequences that are forked off have one too."""
+        self._arrivals += 1
+        return self._arrivals - 1
+
+    def begin(self, sequence: Sequence) -> None:
+        """The first sequence of a request: it waits from now on."""
+        self._of[sequence.request.request_id] = [sequence]
+        self._recorder.arrived(sequence.request.request_id)
+        if sequence.request.grammar is None:
+            self.scheduler.add(sequence)
+        else:
+            self.compiling.append(sequence)
+
+    def compiled(self) -> list[tuple[Sequence, str]]:
+        """Lets those whose grammar is compiled be scheduled; those whose grammar failed, and why.
+
+        O(sequences that wait for a grammar).
+        """
+        failed = []
+        for sequence in list(self.compiling):
+            grammar = sequence.request.grammar
+            assert grammar is not None
+            if not grammar.done():
+                continue
+            if (error := grammar.exception()) is not None:
+                failed.append((sequence, f"structured_outputs: {error}"))
+                continue
+            self.compiling.remove(sequence)
+            self.scheduler.add(sequence)
+        return failed
+
+    def wait_for_grammar(self, seconds: float) -> None:
+        """Waits until a grammar is compiled or the time is over; not at all if there is none."""
+        grammars = [each.request.grammar for each in self.compiling]
+        wait([each for each in grammars if each is not None], seconds, FIRST_COMPLETED)
+
+    def end(self, sequence: Sequence, reason: str, *, keep: bool = True) -> bool:
+        """A sequence has ended, for one of `FINISH_REASONS`; `keep` as in `Paging.leave`.
+
+        True if it was its request's last one.
+        """
+        if sequence in self.compiling:
+            self.compiling.remove(sequence)
+            sequence.status = Status.FINISHED
+        else:
+            waits = sequence.status is Status.WAITING
+            self.scheduler.finish(sequence, keep=keep)
+            if waits and not keep and sequence.request.beam_search and sequence.num_generated:
+                self.scheduler.paging.forget(sequence)
+        request_id = sequence.request.request_id
+        self._of[request_id].remove(sequence)
+        if self._of[request_id]:
+            return False
+        del self._of[request_id]
+        self._recorder.ended(request_id, reason)
+        return True
+
+    # -- siblings ----------------------------------------------------------------------------
+
+    def with_siblings(self, sampled: list[Sequence]) -> list[int]:
+        """Lets the siblings of requests for several sequences be sampled from the prompt's logits.
+
+        Makes them where they do not exist yet, puts them behind the first one in `sampled`, and
+        returns the row of the logits of each of these. They come in by `enter`.
+        """
+        if all(each.forked for each in sampled):
+            return list(range(len(sampled)))
+        rows, all_sampled = [], []
+        for row, first in enumerate(sampled):
+            count = 1 if first.forked else first.request.params.n
+            first.forked = True
+            all_sampled.append(first)
+            all_sampled += [self._forked(first.request, index) for index in range(1, count)]
+            rows += [row] * count
+        sampled[:] = all_sampled
+        return rows
+
+    def _forked(self, request: Request, index: int) -> Sequence:
+        sequence = Sequence(request, index, self.next_arrival())
+        sequence.forked = True
+        return sequence
+
+    def enter(self, sampled: Seq[Sequence]) -> None:
+        """Those of `sampled` that are new siblings go on from what the first one has computed."""
+        for sequence in sampled:
+            if sequence.index and sequence.status is Status.WAITING:
+                siblings = self._of[sequence.request.request_id]
+                self.scheduler.fork(siblings[0], sequence)
+                siblings.append(sequence)
+
+    # -- beams -------------------------------------------------------------------------------
+
+    def fork(self, parent: Sequence, token: int) -> Sequence:
+        """A new sequence of the same request: all tokens of `parent`, then `token`."""
+        child = self._forked(parent.request, parent.index)
+        child.tokens = parent.tokens[:]
+        if parent.logit_rules is not None:
+            child.logit_rules = parent.logit_rules.forked()
+        placed = parent.status is Status.RUNNING and self.scheduler.fork(parent, child)
+        child.tokens.append(token)
+        if not placed:
+            child.cached_tokens, child.counted = parent.cached_tokens, True
+            child.preempted = True
+            self.scheduler.add(child)
+        self._of[parent.request.request_id].append(child)
+        return child
+
+    def append(self, sequence: Sequence, token: int) -> None:
+        """Its next token; it may wait, since it may have been preempted meanwhile."""
+        waits = sequence.status is Status.WAITING
+        if waits:
+            self.scheduler.waiting.remove(sequence)
+        sequence.tokens.append(token)
+        if waits:
+            self.scheduler.add(sequence)

@@ -1,0 +1,311 @@
+"""The engine's step: compute what is scheduled, sample, commit; end whatever fails in it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+
+from coppice.kernels.sampling.choose import compiled_choice
+from coppice.kernels.transfer import take
+from coppice.runtime.engine.beams import BeamSearches
+from coppice.runtime.engine.sequences import Sequences
+from coppice.runtime.report.cache import Counters
+from coppice.runtime.report.engine_stats import StatsRecorder
+from coppice.runtime.requests.request import LATE, DeviceLost, Sequence, Status, StepOutput
+from coppice.runtime.runner.batch import Batch, LateTokens
+from coppice.runtime.runner.forward import ModelRunner
+from coppice.runtime.sampling.sampler import Sampled, Sampler, Sampling
+from coppice.runtime.schedule.accounts import PromptAccounts
+from coppice.runtime.schedule.scheduler import Chunk, Schedule
+
+logger = logging.getLogger(__name__)
+
+GRAMMAR_WAIT_SECONDS = 0.01
+
+
+class Step:
+    """A step whose forward pass is queued, and the tokens that come of it.
+
+    `sequences` are those that get a token. Until `settle` the last token of each is `LATE`.
+    """
+
+    __slots__ = ("schedule", "started", "sequences", "late", "_sampled", "_sampling")
+
+    def __init__(
+        self, schedule: Schedule, started: float, sequences: list[Sequence], sampling: Sampling
+    ) -> None:
+        self.schedule = schedule
+        self.started = started
+        self.sequences = sequences
+        self.late = LateTokens(
+            sampling.tokens, {sequence: row for row, sequence in enumerate(sequences)}
+        )
+        self._sampling = sampling
+        self._sampled: Sampled | None = None
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether everything in it was aborted meanwhile."""
+        live = any(sequence.status is not Status.FINISHED for sequence in self.sequences)
+        return not (live or _running(self.schedule))
+
+    def settle(self) -> Sampled:
+        """Waits for the tokens and gives them to their sequences."""
+        if self._sampled is None:
+            sampled = self._sampling.read()
+            for sequence, token in zip(self.sequences, sampled.tokens, strict=True):
+                if sequence.late:  # else it has ended meanwhile
+                    sequence.tokens[-1] = token
+            self._sampled = sampled
+        return self._sampled
+
+
+class Steps:
+    """Makes the steps of one engine, over the sequences that it has.
+
+    With `overlap` a step is scheduled and queued on the device before the tokens of the one before
+    it are here; docs/gpu-steps.md tells what that takes. Without, each is committed at once.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sequences: Sequences,
+        searches: BeamSearches,
+        *,
+        counters: Counters,
+        recorder: StatsRecorder,
+        accounts: PromptAccounts,
+        overlap: bool,
+    ) -> None:
+        self._runner = runner
+        self._sequences = sequences
+        self._searches = searches
+        self._counters = counters
+        self._recorder = recorder
+        self._accounts = accounts
+        self._overlap = overlap
+        self._eos = frozenset(runner.model_config.eos_token_ids)
+        self._sampler = Sampler(runner.model_config.eos_token_ids)
+        if runner.device.type == "cpu":
+            compiled_choice()  # now, and not in the first step that samples
+        self._before: Step | None = None  # its tokens are late
+        self._settled = 0.0  # when the tokens of the last step were here
+        self._untold: list[StepOutput] = []  # by a call that was interrupted
+        self._lost: str | None = None  # why the device is of no more use
+
+    def make(self) -> list[StepOutput]:
+        """Schedules, runs and commits one mixed batch; [] when there is nothing to do.
+
+        With overlap what is committed is the batch before. If it fails, the requests in it end with
+        an error; an exception that is none of `Exception` goes on from there. Raises DeviceLost,
+        and all requests have ended, if the device does not compute any more.
+        """
+        self.check_device()
+        outputs, self._untold = self._untold, []
+        refused = [
+            output
+            for sequence, why in self._sequences.compiled()
+            for output in self._end_failed(sequence.request.request_id, why)
+        ]
+        if refused:
+            return outputs + refused
+        start = time.perf_counter()
+        before, self._before = self._before, None
+        if before is not None and before.abandoned:
+            before = None
+        scheduler = self._sequences.scheduler
+        scheduler.late = before is not None
+        schedule = scheduler.schedule()
+        if not schedule.chunks:
+            if before is not None:
+                return outputs + self._commit(before)
+            self._sequences.wait_for_grammar(GRAMMAR_WAIT_SECONDS)
+            return outputs
+        step, failure = None, None
+        try:
+            batch, logits = self._runner.run(schedule, None if before is None else before.late)
+        except BaseException as error:
+            failure = error
+        self._accounts.settle_batch()  # a device computes meanwhile
+        if before is not None:
+            try:
+                outputs += self._commit(before)
+            except BaseException:
+                self._untold = outputs
+                raise
+        if failure is None:
+            try:
+                step = self._sample(schedule, start, batch, logits)
+            except BaseException as error:
+                failure = error
+        if failure is not None:
+            # Copies that were to be made may be missing: nothing of this step can be resumed.
+            failed = self._fail(schedule, failure)
+            if not isinstance(failure, Exception):
+                self._untold = [each for each in outputs if each.request_id in self._sequences]
+                raise failure
+            outputs += failed
+            logger.error(
+                "a step failed; the %d requests in it end", len(schedule.chunks), exc_info=failure
+            )
+        if step is None:
+            return outputs
+        try:
+            self._enter(step)
+        except Exception as error:  # as in `_commit`
+            logger.exception("the tokens of a step did not come; the requests in it end")
+            return outputs + self._fail(schedule, error)
+        searching = any(chunk.sequence.request.beam_search for chunk in schedule.chunks)
+        if self._overlap and not searching and not schedule.short:
+            self._before = step
+            return outputs
+        return outputs + self._commit(step)
+
+    def end(self, sequence: Sequence, reason: str, *, keep: bool = True) -> None:
+        """A sequence has ended; so has its request, if it was the last one.
+
+        Of a beam search none ends by this but with all others.
+        """
+        self._searches.forget(sequence.request.request_id)
+        self._sequences.end(sequence, reason, keep=keep)
+
+    @torch.inference_mode()
+    def _sample(
+        self, schedule: Schedule, start: float, batch: Batch, logits: torch.Tensor
+    ) -> Step | None:
+        """Chooses tokens for sequences that have not ended meanwhile; None: all have."""
+        chunks = _running(schedule)
+        self._counters.late_rows += len(schedule.chunks) - len(chunks)
+        if not chunks:
+            return None
+        sequences = batch.sampled
+        left = [row for row, each in enumerate(sequences) if each.status is Status.RUNNING]
+        if len(left) < len(sequences):
+            logits, sequences = take(logits, left), [sequences[row] for row in left]
+        rows = self._sequences.with_siblings(sequences)
+        if len(rows) > len(logits):
+            logits = take(logits, rows)
+        beams = [row for row, each in enumerate(sequences) if each.request.beam_search]
+        if beams and len(beams) == len(sequences):
+            self._searches.score(logits, sequences)
+            logits, sequences = logits[:0], []
+        elif beams:
+            self._searches.score(take(logits, beams), [sequences[row] for row in beams])
+            others = [row for row, each in enumerate(sequences) if not each.request.beam_search]
+            logits, sequences = take(logits, others), [sequences[row] for row in others]
+        return Step(schedule, start, sequences, self._sampler.sample(logits, sequences))
+
+    def _enter(self, step: Step) -> None:
+        """What the step computes counts as computed: all that is queued later finds it there."""
+        for chunk in _running(step.schedule):
+            self._sequences.scheduler.computed(chunk)
+        sequences = step.sequences
+        self._sequences.enter(sequences)
+        for sequence in sequences:
+            sequence.tokens.append(LATE)
+        placeless = [sequence for sequence in sequences if sequence.preempted]
+        if placeless:  # forks that found no place
+            try:
+                step.settle()  # who waits in the queue has all its tokens
+            finally:
+                for sequence in placeless:
+                    self._sequences.scheduler.add(sequence)
+        seconds = time.perf_counter() - step.started
+        for request_id in self._counters.ran(step.schedule):
+            self._recorder.scheduled(request_id, seconds)
+
+    def _commit(self, step: Step) -> list[StepOutput]:
+        """Takes the tokens of a step; who ends by its own gives back its pages."""
+        try:
+            sampled = step.settle()
+        except Exception as error:  # the device's, about anything since the tokens before
+            logger.exception("the tokens of a step did not come; the requests in it end")
+            return self._fail(step.schedule, error)
+        except BaseException:  # an interrupt: the next call waits for them again
+            self._before = step
+            raise
+        now = time.perf_counter()
+        # The device came to it when it was queued, or when it was through with the one before.
+        seconds = now - max(step.started, self._settled)
+        self._settled = now
+        self._sequences.scheduler.observe(step.schedule, seconds)
+        self._counters.took(step.schedule, seconds)
+        self._recorder.stepped(step.schedule, seconds)
+        errors, outputs = sampled.errors, []
+        rows = [
+            (row, sequence)
+            for row, sequence in enumerate(step.sequences)
+            if sequence.status is not Status.FINISHED  # else aborted meanwhile
+        ]
+        self._recorder.sampled(each for row, each in rows if row not in errors)
+        self._counters.generated_tokens += len(rows)
+        for row, sequence in rows:
+            if row in errors:
+                self._counters.generated_tokens -= 1
+                self.end(sequence, "error")
+                outputs.append(StepOutput.of(sequence, (), "error", None, errors[row]))
+                continue
+            reason, stop = sequence.ending(self._eos)
+            if reason is not None:
+                self.end(sequence, reason)
+            token, logprobs = sampled.tokens[row], sampled.logprobs[row]
+            outputs.append(StepOutput.of(sequence, (token,), reason, stop, logprobs=logprobs))
+        found = self._searches.advance()
+        self._counters.generated_tokens += sum(len(each.new_token_ids) for each in found)
+        return outputs + found
+
+    def _fail(self, schedule: Schedule, error: BaseException) -> list[StepOutput]:
+        """Ends the requests of a step that failed; only what was committed before stays cached.
+
+        Raises DeviceLost if more than the step has failed.
+        """
+        self._counters.failed_steps += 1
+        message = f"the step failed: {type(error).__name__}: {error}"
+        if (fault := self._runner.fault()) is not None:
+            self._lose(fault, error)
+        targets = {copy.target for copy in schedule.copies}
+        without_copy = [
+            s for s in self._sequences.scheduler.running if not targets.isdisjoint(s.table)
+        ]
+        sequences = [*(chunk.sequence for chunk in _running(schedule)), *without_copy]
+        failed = dict.fromkeys(each.request.request_id for each in sequences)
+        return [output for request_id in failed for output in self._end_failed(request_id, message)]
+
+    def check_device(self) -> None:
+        """Raises DeviceLost if a step has found that the device does not compute any more."""
+        if self._lost is not None:
+            raise DeviceLost(self._lost)
+
+    def _lose(self, fault: str, error: BaseException) -> NoReturn:
+        """Ends all requests: nothing that the device holds can be trusted, or be read."""
+        self._lost = (
+            f"the device has failed, and its process has to end: {fault} "
+            f"(found by {type(error).__name__} in a step)"
+        )
+        self._before, self._untold = None, []
+        for request_id in dict.fromkeys(each.request.request_id for each in self._sequences):
+            self._end_failed(request_id, self._lost)
+        raise DeviceLost(self._lost) from error
+
+    def _end_failed(self, request_id: str, message: str) -> list[StepOutput]:
+        """Ends a request; an error for each of its results, those not yet begun included."""
+        sequences = self._sequences.of(request_id)
+        first = sequences[0]
+        results = self._searches.results(request_id)
+        if results is None and not first.forked:
+            results = first.request.params.n
+        indices = [each.index for each in sequences] if results is None else range(results)
+        error = StepOutput.of(first, (), "error", None, message)
+        for sequence in sequences:
+            self.end(sequence, "error", keep=False)
+        return [replace(error, index=index) for index in indices]
+
+
+def _running(schedule: Schedule) -> list[Chunk]:
+    """The chunks whose sequences have not ended since."""
+    return [chunk for chunk in schedule.chunks if chunk.sequence.status is Status.RUNNING]

@@ -1,0 +1,216 @@
+"""The decoder-only transformer of the Llama, Mistral, Qwen2 and Qwen3 families, for inference.
+
+One implementation, driven by ``ModelConfig``. A step's tokens are one flat list, whatever sequences
+they belong to: only rotary positions, cache slots and the attention plan tell them apart.
+
+    token_ids [T] -> embed -> x [T, hidden] -> layer 0 -> ... -> layer L-1 -> norm -> logits [R, V]
+
+    layer:   x += out(attend(rope(split(qkv(norm(x))))))        keys and values go to the cache
+             x += down(silu(gate) * up),  gate | up = gate_up(norm(x))
+
+Each addition is made by the norm that comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from coppice.kernels.attention.interface import AttentionBackend, LayerCache
+from coppice.kernels.cpu.layer import float_products
+from coppice.runtime.model.config import ModelConfig
+from coppice.runtime.model.layers import Linear, RMSNorm, SiluMul, frozen
+from coppice.runtime.model.rope import RotaryEmbedding
+from coppice.runtime.runner.compiled_layers import LayerStack, stack_of
+
+if TYPE_CHECKING:
+    from coppice.kernels.cpu.layer.float_panels import PackedFloat
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward of one layer; ``Decoder`` norms what comes in and adds both."""
+
+    qk_norm: RMSNorm | None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        *,
+        linear: type[Linear],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.sliding_window = config.sliding_windows[index]
+        hidden, inner = config.hidden_size, config.intermediate_size
+        query_width = config.num_heads * config.head_dim
+        qkv_width = query_width + 2 * config.num_kv_heads * config.head_dim
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        eps = config.rms_norm_eps
+        self.attention_norm = RMSNorm(hidden, eps=eps, **place)
+        self.qkv = linear(hidden, qkv_width, bias=config.attention_bias, **place)
+        # Queries and keys lie side by side and are normalised at once, each head by its own row.
+        qk_heads = config.num_heads + config.num_kv_heads
+        self.qk_norm = (
+            RMSNorm(qk_heads, config.head_dim, eps=eps, **place) if config.qk_norm else None
+        )
+        self.output = linear(query_width, hidden, bias=config.output_bias, **place)
+        self.mlp_norm = RMSNorm(hidden, eps=eps, **place)
+        self.gate_up = linear(hidden, 2 * inner, bias=config.mlp_bias, **place)
+        self.activation = SiluMul(**place)
+        self.down = linear(inner, hidden, bias=config.mlp_bias, **place)
+
+    def attend(
+        self,
+        normed: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        cache: LayerCache,
+        attention: AttentionBackend,
+        prepared: Any,
+    ) -> torch.Tensor:
+        """What the heads gathered, ``[T, num_heads * head_dim]``; writes keys and values."""
+        heads = self.qkv(normed).view(normed.shape[0], -1, self.head_dim)
+        qk_heads = self.num_heads + self.num_kv_heads
+        qk, v = heads[:, :qk_heads], heads[:, qk_heads:]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        q, k = attention.write_rotated(qk, v, *angles, cache, slots)
+        gathered, _ = attention.attend(
+            q, k, v, cache, prepared, scale=self.scale, sliding_window=self.sliding_window
+        )
+        return gathered.view(normed.shape[0], -1)
+
+    def feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
+        """``down(silu(gate) * up)`` of ``normed [T, hidden]``."""
+        down: torch.Tensor = self.down(self.activation(self.gate_up(normed)))
+        return down
+
+
+class Decoder(nn.Module):
+    """The model. Its weights are empty until ``weights.load_decoder`` has filled them.
+
+    ``linear`` is the class of all projections, the language-model head included if it serves that;
+    ``embedding_dtype`` what the embedding is kept in, if not ``dtype``.
+    Tied embeddings are one tensor, unless the head is of another type than the embedding; once
+    that is packed, its rows are read there, and ``embedding`` is None.
+    """
+
+    embedding: nn.Parameter | None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        linear: type[Linear] = Linear,
+        dtype: torch.dtype,
+        device: torch.device,
+        embedding_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = frozen(torch.empty(shape, dtype=embedding_dtype or dtype, device=device))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, linear=linear, **place)
+            for index in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **place)
+        head = linear if linear.serves_head else Linear
+        self.head = head(config.hidden_size, config.vocab_size, bias=False, **place)
+        if self.head_is_embedding:
+            self.head.weight = self.embedding
+        self.rope = RotaryEmbedding(config.rope, **place)
+        self.stack: LayerStack | None = None
+        self._dtype = dtype
+
+    @property
+    def head_is_embedding(self) -> bool:
+        """Whether the head reads the embedding's own tensor."""
+        return self.config.tie_word_embeddings and self.head.shares_embedding
+
+    def pack(self) -> None:
+        """Lays out the projections for their products, and compiles the layers where it can."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        if self.head_is_embedding and self.head.packed is not None:
+            self.embedding = None
+        self.stack = stack_of(self)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        kv: Sequence[LayerCache],
+        attention: AttentionBackend,
+        prepared: Any,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits, float32 ``[R, vocab_size]``, of the rows that ``logit_rows`` names.
+
+        That is ``logits`` of ``hidden_states``, whose arguments these are.
+        """
+        hidden = self.hidden_states(
+            token_ids, positions, slots, kv, attention, prepared, logit_rows
+        )
+        return self.logits(hidden)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]`` in the type of the embedding."""
+        if self.embedding is None:
+            return float_products.rows_of(cast("PackedFloat", self.head.packed), token_ids)
+        return F.embedding(token_ids, self.embedding)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits, float32 ``[R, vocab_size]``, of hidden states ``[R, hidden]``."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits.float()
+
+    def hidden_states(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        kv: Sequence[LayerCache],
+        attention: AttentionBackend,
+        prepared: Any,
+        logit_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the head reads, ``[R, hidden]``, of the rows that ``logit_rows`` names; None: all.
+
+        A step that needs logits of many rows takes this, and makes the logits a few rows at a time.
+
+        ``token_ids``, ``positions`` (in the token's own sequence) and ``slots`` (where its KV goes,
+        page * page_size + slot) are int64 ``[T]``; ``logit_rows`` is int64 ``[R]``, and R may be 0.
+        ``kv`` has the cache of each layer; ``prepared`` is what ``attention.prepare`` made of this
+        step's plan. Run it under ``torch.inference_mode()``; without, it is slower, not wrong.
+        """
+        angles = self.rope.angles(positions)
+        x = self._embed(token_ids).to(self._dtype)
+        if self.stack is not None and self.stack.runs_with(attention):
+            if logit_rows is None:
+                logit_rows = torch.arange(len(x))
+            return self.stack.hidden_states(x, angles, slots, kv, attention, prepared, logit_rows)
+        layers = cast("Sequence[DecoderLayer]", self.layers)
+        normed: torch.Tensor = layers[0].attention_norm(x)
+        for index, (layer, cache) in enumerate(zip(layers, kv, strict=True)):
+            gathered = layer.attend(normed, angles, slots, cache, attention, prepared)
+            last = index == len(layers) - 1
+            if last and logit_rows is not None:
+                # Nothing reads the other rows any more: the last layer has written their KV.
+                x, gathered = x[logit_rows], gathered[logit_rows]
+            normed = layer.mlp_norm(x, layer.output(gathered))
+            following = self.norm if last else layers[index + 1].attention_norm
+            normed = following(x, layer.feed_forward(normed))
+        return normed

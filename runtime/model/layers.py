@@ -1,0 +1,138 @@
+"""The pieces that a decoder layer repeats: a packed linear projection, RMSNorm and SiLU.
+
+A projection can hold several projections of a checkpoint, one below the other (queries, keys and
+values; gate and up), so that one matrix product serves them all. It is filled part by part, each
+part straight from the checkpoint, so that no second copy of the weights ever exists.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from coppice.kernels.cpu.layer import float_products
+from coppice.kernels.cpu.layer.rows import RowKernels, row_kernels
+
+if TYPE_CHECKING:
+    from coppice.kernels.cpu.layer.float_panels import PackedFloat
+    from coppice.kernels.cpu.layer.int8_panels import PackedInt8
+
+
+class Linear(nn.Module):
+    """``x [T, in_features] -> [T, out_features]``, in the type of its weights."""
+
+    bias: nn.Parameter | None
+    #: The weight as ``pack`` laid it out.
+    packed: PackedFloat | PackedInt8 | None = None
+    #: Whether a decoder with these projections has such a language-model head, too.
+    serves_head: ClassVar[bool] = True
+    #: Whether its weight can be the embedding's own tensor.
+    shares_embedding: ClassVar[bool] = True
+    #: What the weight is kept in, None for ``dtype``, which results and bias have.
+    kept: ClassVar[torch.dtype | None] = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        shape = (out_features, in_features)
+        self.weight = frozen(torch.empty(shape, dtype=self.kept or dtype, device=device))
+        self.bias = frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is None:
+            return F.linear(x, self.weight, self.bias)
+        return float_products.multiply(x, cast("PackedFloat", self.packed), self.bias)
+
+    def pack(self) -> None:
+        """Lays out a weight on a CPU as our own product wants it, where results are float32.
+
+        The weight itself is given up then; an embedding as well is read in ``packed`` from then on.
+        Call it when the weight is complete.
+        """
+        if self.weight.device.type == "cpu" and (self.kept or self.weight.dtype == torch.float32):
+            self.packed = float_products.pack(self.weight)
+        if self.packed is not None:
+            del self.weight
+
+    def fill_weight(self, first_row: int, part: torch.Tensor) -> None:
+        """Copy ``part [rows, in_features]`` over the rows from ``first_row`` on."""
+        self.weight[first_row : first_row + part.shape[0]].copy_(part)
+
+    def fill_bias(self, first_row: int, part: torch.Tensor) -> None:
+        """Copy ``part [rows]`` over the entries from ``first_row`` on."""
+        assert self.bias is not None
+        self.bias[first_row : first_row + part.shape[0]].copy_(part)
+
+
+def frozen(tensor: torch.Tensor) -> nn.Parameter:
+    """A parameter that is never trained."""
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, reduced in float32.
+
+    ``weight`` is ``[width]``, or ``[heads, width]`` with a row for each head of ``x [T, heads,
+    width]``. Zhang and Sennrich 2019.
+    """
+
+    def __init__(self, *shape: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = frozen(torch.empty(*shape, dtype=dtype, device=device))
+        self._eps = eps
+        self._rows = row_kernels_for(dtype, device)
+        self._gpu = gpu_rows(device)
+
+    def forward(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of ``x``, a new tensor; of ``x += added``, in place, where that is given."""
+        if self._rows is not None:
+            return self._rows.add_norm(x, added, self.weight, self._eps)
+        if self._gpu is not None:
+            return self._gpu.rms_norm(x, self.weight, self._eps, added)
+        if added is not None:
+            x.add_(added)
+        return F.rms_norm(x, (x.shape[-1],), eps=self._eps) * self.weight
+
+
+class SiluMul(nn.Module):
+    """``silu(gate) * up`` of ``gate | up [T, 2 W]``, a new tensor ``[T, W]``. Shazeer 2020."""
+
+    def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self._rows = row_kernels_for(dtype, device)
+        self._gpu = gpu_rows(device)
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._rows is not None:
+            return self._rows.silu_mul(gate_up)
+        if self._gpu is not None:
+            return self._gpu.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+
+def row_kernels_for(dtype: torch.dtype, device: torch.device) -> RowKernels | None:
+    """What works rows in float32 on a CPU; None elsewhere."""
+    return row_kernels() if device.type == "cpu" and dtype == torch.float32 else None
+
+
+def gpu_rows(device: torch.device) -> ModuleType | None:
+    """The kernels that work rows on a GPU; None elsewhere, and where Triton is missing."""
+    if device.type != "cuda":
+        return None
+    try:
+        from coppice.kernels.triton import rows as triton_rows
+    except ImportError:
+        return None
+    return triton_rows

@@ -1,0 +1,283 @@
+"""Weights: fill a decoder from a model's safetensors, or at random."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from coppice.runtime.model.config import ModelConfig
+from coppice.runtime.model.decoder import Decoder, DecoderLayer
+from coppice.runtime.model.layers import Linear
+from coppice.runtime.model.linear.eight_bit import linear_class
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+#: Tensors that old checkpoints carry though they follow from the config.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# Bytes that are read through one mapping of a file.
+_READ_AT_ONCE = 1 << 23
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device to compute on: ``auto`` is a GPU where torch finds one, else the CPU.
+
+    Raises ``ValueError`` for ``cuda`` where torch finds none.
+    """
+    found = device != "cpu" and torch.cuda.is_available()
+    if device == "cuda" and not found:
+        lacks = "finds no NVIDIA GPU" if torch.backends.cuda.is_built() else "is built without CUDA"
+        raise ValueError(f"device is 'cuda', but torch {lacks} here; it must be 'auto' or 'cpu'")
+    return torch.device("cuda" if found else "cpu")
+
+
+def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The type to compute and cache in.
+
+    ``auto`` is float32 on a CPU, whose attention kernels compute in it (and without bfloat16 units
+    16-bit products are slower than 32-bit ones), elsewhere the checkpoint's declared type. Raises
+    ``ValueError`` for unknown names.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else config.torch_dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def load_decoder(
+    path: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    quantization: str | None = None,
+    deterministic: bool = False,
+    seed: int = 0,
+) -> Decoder:
+    """A decoder with weights: those in ``path``, or random ones with ``load_format="dummy"``.
+
+    Memory: the decoder's own and, while loading, that of a tensor of the checkpoint. Raises
+    ``ValueError`` that names the file and the tensor for weights that are missing, unexpected,
+    wrongly shaped or of an unsupported type.
+    """
+    if load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format is {load_format!r}; it must be 'auto' or 'dummy'")
+    dummy = load_format == "dummy"
+    files = {} if dummy else _tensor_files(path)
+    halves = _half_type(files) if files and dtype == torch.float32 else None
+    linear = linear_class(quantization, device, dtype, halves=halves, deterministic=deterministic)
+    kept_whole = linear is Linear or deterministic or not linear.serves_head
+    embedding_dtype = halves if halves and not kept_whole else dtype
+    decoder = Decoder(
+        config, linear=linear, dtype=dtype, device=device, embedding_dtype=embedding_dtype
+    )
+    places = _places(decoder)
+    if dummy:
+        _fill_randomly(places, device, seed)
+        return decoder
+    _check_names(path, set(files), set(places), config.tie_word_embeddings)
+    for name, tensor in _read_tensors(path, files):
+        if name.endswith(_IGNORED_SUFFIXES):
+            continue
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            _check_tied(path, tensor, decoder)
+            continue
+        place = places[name]
+        if tuple(tensor.shape) != place.shape:
+            raise ValueError(
+                f"{path}: tensor {name} has shape {tuple(tensor.shape)}; "
+                f"the config asks for {place.shape}"
+            )
+        if tensor.dtype not in _DTYPES.values():
+            raise ValueError(
+                f"{path}: tensor {name} is {tensor.dtype}; supported are {', '.join(_DTYPES)}"
+            )
+        place.fill(tensor)
+    return decoder
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one tensor of a checkpoint goes: its shape there, and what puts it into the decoder."""
+
+    shape: tuple[int, ...]
+    fill: Callable[[torch.Tensor], object]
+
+
+def _places(decoder: Decoder) -> dict[str, _Place]:
+    """All tensors that a checkpoint must have, by their Hugging Face names."""
+    config = decoder.config
+    hidden = config.hidden_size
+    places = {"model.norm.weight": _Place((hidden,), decoder.norm.weight.copy_)}
+    embedding_shape = (config.vocab_size, hidden)
+    embedding = decoder.embedding
+    assert embedding is not None
+    if config.tie_word_embeddings and not decoder.head_is_embedding:
+        # The head is of another type than the embedding and is made from the same tensor.
+        def fill_both(tensor: torch.Tensor) -> None:
+            embedding.copy_(tensor)
+            decoder.head.fill_weight(0, tensor)
+
+        places["model.embed_tokens.weight"] = _Place(embedding_shape, fill_both)
+    else:
+        places["model.embed_tokens.weight"] = _Place(embedding_shape, embedding.copy_)
+    if not config.tie_word_embeddings:
+        places["lm_head.weight"] = _Place(embedding_shape, partial(decoder.head.fill_weight, 0))
+    for index, layer in enumerate(decoder.layers):
+        places.update(_layer_places(cast(DecoderLayer, layer), f"model.layers.{index}.", config))
+    return places
+
+
+def _layer_places(layer: DecoderLayer, prefix: str, config: ModelConfig) -> dict[str, _Place]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query_width = config.num_heads * config.head_dim
+    kv_width = config.num_kv_heads * config.head_dim
+    places = {
+        "input_layernorm.weight": _Place((hidden,), layer.attention_norm.weight.copy_),
+        "post_attention_layernorm.weight": _Place((hidden,), layer.mlp_norm.weight.copy_),
+    }
+
+    def pack(linear: Linear, in_features: int, *parts: tuple[str, int]) -> None:
+        first_row = 0
+        for name, rows in parts:
+            places[f"{name}.weight"] = _Place(
+                (rows, in_features), partial(linear.fill_weight, first_row)
+            )
+            if linear.bias is not None:
+                places[f"{name}.bias"] = _Place((rows,), partial(linear.fill_bias, first_row))
+            first_row += rows
+
+    pack(
+        layer.qkv,
+        hidden,
+        ("self_attn.q_proj", query_width),
+        ("self_attn.k_proj", kv_width),
+        ("self_attn.v_proj", kv_width),
+    )
+    pack(layer.output, query_width, ("self_attn.o_proj", hidden))
+    pack(layer.gate_up, hidden, ("mlp.gate_proj", inner), ("mlp.up_proj", inner))
+    pack(layer.down, inner, ("mlp.down_proj", hidden))
+    if layer.qk_norm is not None:
+        # One row a head: copying a single row fills all heads of a kind.
+        weight = layer.qk_norm.weight
+        queries, keys = weight[: config.num_heads], weight[config.num_heads :]
+        places["self_attn.q_norm.weight"] = _Place((config.head_dim,), queries.copy_)
+        places["self_attn.k_norm.weight"] = _Place((config.head_dim,), keys.copy_)
+    return {prefix + name: place for name, place in places.items()}
+
+
+def _tensor_files(path: Path) -> dict[str, Path]:
+    """Which safetensors file holds which tensor."""
+    index = path / _INDEX
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: path / file for name, file in weight_map.items()}
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, ValueError) as error:
+            raise ValueError(f"{index} is not an index of safetensors: {error!r}") from error
+    single = path / _SINGLE
+    if not single.exists():
+        others = sorted(p.name for p in path.glob("*.bin")) + sorted(
+            p.name for p in path.glob("*.pt*")
+        )
+        hint = (
+            f"; {', '.join(others)} cannot be read: load the model with transformers and write it "
+            "with save_pretrained, which makes safetensors"
+            if others
+            else " (load_format='dummy' runs without weights)"
+        )
+        raise ValueError(f"{path} holds neither {_SINGLE} nor {_INDEX}{hint}")
+    with _open(single) as tensors:
+        return dict.fromkeys(tensors.keys(), single)
+
+
+def _half_type(files: dict[str, Path]) -> torch.dtype | None:
+    """The type of 16 bits that all matrices have, by the headers of their files; None if none."""
+    found = set()
+    for file in set(files.values()):
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                part = tensors.get_slice(name)
+                if len(part.get_shape()) > 1:
+                    found.add(part.get_dtype())
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(*found) if len(found) == 1 else None
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise ValueError(f"{file} does not exist, though {_INDEX} names it") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a safetensors file: {error}") from error
+
+
+def _read_tensors(path: Path, files: dict[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors, one at a time and file by file, the embedding's file first.
+
+    A tied head that is stored all the same is compared with the embedding, which must be there.
+    """
+    first = files.get("model.embed_tokens.weight")
+    for file in sorted(set(files.values()), key=lambda f: (f != first, f)):
+        names = [name for name, holder in files.items() if holder == file]
+        with _open(file) as tensors:
+            held = set(tensors.keys())
+        # Opened anew from time to time: a mapping keeps every page that was ever read through it,
+        # and one for the whole file would hold the weights a second time in the end. (For each
+        # tensor that would be a fifth of the time of loading.)
+        tensors, read = None, 0
+        for name in sorted(names, key=lambda n: n == "lm_head.weight"):
+            if name not in held:
+                raise ValueError(f"{file} lacks tensor {name}, though {_INDEX} puts it there")
+            if tensors is None:
+                tensors = _open(file)
+            tensor = tensors.get_tensor(name)
+            read += tensor.nbytes
+            yield name, tensor
+            if read > _READ_AT_ONCE:
+                tensors, read = None, 0
+
+
+def _check_names(path: Path, found: set[str], wanted: set[str], tied: bool) -> None:
+    allowed = wanted | ({"lm_head.weight"} if tied else set())
+    unexpected = {n for n in found - allowed if not n.endswith(_IGNORED_SUFFIXES)}
+    for kind, names in (("lacks", wanted - found), ("has unexpected", unexpected)):
+        if names:
+            shown = ", ".join(sorted(names)[:5])
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"{path} {kind} tensors: {shown}{more}")
+
+
+def _check_tied(path: Path, head: torch.Tensor, decoder: Decoder) -> None:
+    embedding = decoder.embedding
+    assert embedding is not None
+    if not torch.equal(head.to(embedding), embedding):
+        raise ValueError(
+            f"{path}: tensor lm_head.weight differs from model.embed_tokens.weight, though the "
+            "config says tie_word_embeddings: set that to false in config.json"
+        )
+
+
+def _fill_randomly(places: dict[str, _Place], device: torch.device, seed: int) -> None:
+    """Normal numbers of deviation 0.02 for matrices and biases, ones for norms."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, place in places.items():
+        if name.endswith("norm.weight"):
+            place.fill(torch.ones(place.shape, device=device))
+        else:
+            tensor = torch.empty(math.prod(place.shape), device=device)
+            place.fill(tensor.normal_(std=0.02, generator=generator).view(place.shape))

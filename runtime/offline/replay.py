@@ -1,0 +1,298 @@
+"""Replays requests through the real tree and the real scheduler, without a model."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+
+from coppice.radix import POLICIES, PagePool, RadixTree
+from coppice.radix.pages.pool import MAX_PAGES
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.report.cache import CacheAccounts, Counts, SharedPrefix
+from coppice.runtime.report.tree_picture import PrefixNode, heaviest_nodes
+from coppice.runtime.requests.request import Request, Sequence
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.schedule.accounts import PromptAccounts
+from coppice.runtime.schedule.paging import Paging
+from coppice.runtime.schedule.scheduler import Scheduler
+
+STRETCHES = 60
+"""Most parts of a replay that are counted one by one, with about equally many requests."""
+
+STRETCH_REQUESTS = 10
+"""Fewest requests of such a part, but for the last."""
+
+TOP_PREFIXES = 10
+SHOWN_NODES = 200
+
+MAX_POOL_TOKENS = 1 << 36
+"""The largest pool that can be replayed, if there is the memory for its books."""
+
+_ENGINE = EngineConfig(model="none")  # for its defaults
+_PARAMS = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What can be chosen about a replay. Raises ValueError with the name and what is allowed."""
+
+    pool_tokens: int = 1_000_000
+    page_size: int = _ENGINE.page_size
+    policy: str = _ENGINE.eviction_policy
+    concurrency: int = 1  # most requests that run at once
+    accounted_tokens: int | None = None
+    """The pool that the accounts are kept for: their curve reaches from a quarter to 16 times it.
+
+    None: the pool. For one without limit a sixteenth of it is better: the curve is sampled the more
+    thinly the further it reaches.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("pool_tokens", "page_size", "concurrency", "accounted_tokens"):
+            value = getattr(self, name)
+            if name == "accounted_tokens" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        for name, tokens in (("page_size", self.page_size), ("pool_tokens", self.pool_tokens)):
+            if tokens > MAX_POOL_TOKENS:
+                raise ValueError(f"{name} must be at most {MAX_POOL_TOKENS}, got {tokens}")
+        if self.pages > MAX_PAGES:
+            raise ValueError(
+                f"pool_tokens must be at most {MAX_PAGES} pages of {self.page_size}, "
+                f"got {self.pool_tokens}"
+            )
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool: as many as its tokens need."""
+        return -(-self.pool_tokens // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
+    """A request of a trace, with the tokens that were generated for it."""
+
+    prompt: array[int]  # at least one token
+    output: array[int]
+    namespace: str | None
+    time: float  # seconds since the trace's start; never less than the request before it
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some successive requests of a replay."""
+
+    seconds: float  # its end, since the trace's start
+    requests: int  # finished at its end, since the trace's start
+    counts: Counts  # of this stretch alone
+    evicted_tokens: int  # in this stretch
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay has shown."""
+
+    options: ReplayOptions
+    accounts: CacheAccounts
+    stretches: tuple[Stretch, ...]
+    top_prefixes: tuple[SharedPrefix, ...]
+    nodes: tuple[PrefixNode, ...]  # of the tree at the end: those that saved the most
+    output_tokens: int
+    evicted_tokens: int
+    preemptions: int
+    cached_tokens: int  # at the end
+    pages_total: int
+    pages_free: int  # at the end
+
+
+class Replay:
+    """One replay over a fresh tree and pool.
+
+    Requests arrive in the order of the trace. At most `concurrency` of them run, and as many of the
+    next ones wait in the scheduler's queue: it sees what an engine under load sees, admits the
+    longest hit first, lets a request wait for a prefix that another is computing, mixes chunks and
+    preempts. A step computes its chunks at once, and samples the tokens of the trace.
+
+    Without a model nothing takes time, so the clock of the accounts shows the time at which the
+    trace's last arrival was sent, and steps count by their order alone.
+    """
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self.options = options
+        self._time = 0.0
+        self.tree = RadixTree(PagePool(options.pages, options.page_size), options.policy)
+        accounted = options.accounted_tokens or options.pages * options.page_size
+        self._accounts = PromptAccounts(accounted, lambda: self._time)
+        self._paging = Paging(self.tree, enable_prefix_caching=True, accounts=self._accounts)
+        self._scheduler = Scheduler(
+            self._paging,
+            max_num_seqs=options.concurrency,
+            max_num_batched_tokens=max(_ENGINE.max_num_batched_tokens, options.concurrency),
+        )
+        self._outputs: dict[str, array[int]] = {}  # of unfinished requests, by request id
+        self._arrivals = 0
+        self._finished = 0
+        self._output_tokens = 0
+        self._decoding_only = False  # whether the last step admitted, prefilled and ended nothing
+        self._stretches: list[Stretch] = []
+        self._counted = Counts()  # what the stretches so far add up to
+        self._evicted = 0
+
+    # -- running -----------------------------------------------------------------------------
+
+    def run(self, requests: Iterable[ReplayRequest], total: int) -> Iterator[int]:
+        """Replays `requests`, about `total`; yields how many are finished, after each step.
+
+        Raises ValueError for one that is longer than the pool, or earlier than the one before it.
+        """
+        arrivals = iter(requests)
+        stretch = max(STRETCH_REQUESTS, total / STRETCHES)
+        border = stretch
+        while True:
+            self._receive(arrivals)
+            if not self._outputs:
+                break
+            before = self._finished
+            self._step()
+            if self._finished > before:
+                left = total - self._arrivals + len(self._scheduler.waiting)
+                if self._finished >= border and left >= stretch / 2:
+                    self._end_stretch()
+                    border = self._finished + stretch
+                yield self._finished
+        self._end_stretch()
+
+    def _receive(self, arrivals: Iterator[ReplayRequest]) -> None:
+        """Sends the next requests, until as many wait as may run."""
+        waiting = self._scheduler.waiting
+        while len(waiting) < self.options.concurrency:
+            arrival = next(arrivals, None)
+            if arrival is None:
+                return
+            length = len(arrival.prompt) + len(arrival.output)
+            pool = self.options.pages * self.options.page_size
+            if not len(arrival.prompt) or length > pool:
+                raise ValueError(
+                    f"requests: each must have a prompt, and at most the pool's {pool} tokens; "
+                    f"number {self._arrivals + 1} has {len(arrival.prompt)} + {len(arrival.output)}"
+                )
+            if not arrival.time >= self._time:
+                raise ValueError(
+                    f"requests: times must not decrease, got {arrival.time} after {self._time}"
+                )
+            self._time = arrival.time
+            number = self._arrivals
+            self._arrivals += 1
+            request = Request(
+                str(number), arrival.prompt, _PARAMS, arrival.namespace, number, 0, length
+            )
+            self._outputs[request.request_id] = arrival.output
+            self._decoding_only = False
+            self._scheduler.add(Sequence(request))
+
+    def _step(self) -> None:
+        ahead = self._sample_ahead()
+        schedule = self._scheduler.schedule()
+        assert schedule.chunks, "nothing is scheduled, but requests are unfinished"
+        self._decoding_only = True
+        for chunk in schedule.chunks:
+            sequence = chunk.sequence
+            ends = chunk.count == sequence.remaining
+            if id(sequence) in ahead:
+                # As if decoded one by one: these enter the tree when the sequence leaves.
+                sequence.computed += chunk.count - 1
+                self._paging.commit(sequence, 1)
+            else:
+                self._decoding_only &= chunk.decode
+                self._scheduler.computed(chunk)
+            if ends:
+                self._sample(sequence)
+
+    def _sample(self, sequence: Sequence) -> None:
+        """The trace's next token of a sequence whose tokens are all computed."""
+        output = self._outputs[sequence.request.request_id]
+        sampled = sequence.num_generated
+        if sampled < len(output):
+            sequence.tokens.append(output[sampled])
+            sampled += 1
+        if sampled == len(output):
+            self._scheduler.finish(sequence)
+            del self._outputs[sequence.request.request_id]
+            self._output_tokens += len(output)
+            self._finished += 1
+            self._decoding_only = False
+
+    def _sample_ahead(self) -> set[int]:
+        """Turns the next step into as many as do nothing but decode; ids of who decodes in it.
+
+        While every running sequence decodes, and nobody who waits can be admitted, the following
+        steps are alike until a sequence ends, and are taken as one: this changes no hit, no
+        admission and no preemption. The tokens that are sampled on the way are given beforehand.
+        """
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        if not running or any(sequence.remaining != 1 for sequence in running):
+            return set()
+        pages = self.tree.pool.free_pages
+        if len(running) == self.options.concurrency or not len(waiting):
+            pages += self.tree.evictable_pages
+        elif not self._decoding_only:
+            return set()  # the next step may admit one
+        # Else none of those who wait fitted, and none will as long as nothing is evicted: that may
+        # change their order.
+        left = [
+            len(self._outputs[sequence.request.request_id]) - sequence.num_generated
+            for sequence in running
+        ]
+        steps = min(*left, self._scheduler.max_num_batched_tokens // len(running))
+        if steps < 2 or self._pages_for(steps) > pages:
+            return set()
+        for sequence in running:
+            output, sampled = self._outputs[sequence.request.request_id], sequence.num_generated
+            sequence.tokens += output[sampled : sampled + steps - 1]
+        return {id(sequence) for sequence in running}
+
+    def _pages_for(self, steps: int) -> int:
+        """Pages that the running sequences lack for so many more tokens each."""
+        size = self.options.page_size
+        return sum(
+            max(0, -(-(sequence.computed + steps) // size) - len(sequence.table))
+            for sequence in self._scheduler.running
+        )
+
+    # -- telling -----------------------------------------------------------------------------
+
+    def _end_stretch(self) -> None:
+        """Counts what was admitted since the last stretch ended, if anything."""
+        counts = self._accounts.snapshot().overall.since_start
+        if counts.requests == self._counted.requests:
+            return
+        grown = Counts(
+            *(
+                getattr(counts, each.name) - getattr(self._counted, each.name)
+                for each in fields(Counts)
+            )
+        )
+        evicted = self.tree.evicted_tokens
+        self._stretches.append(Stretch(self._time, self._finished, grown, evicted - self._evicted))
+        self._counted, self._evicted = counts, evicted
+
+    def report(self) -> ReplayReport:
+        """What was seen so far. O(nodes of the tree, times their logarithm)."""
+        tree = self.tree
+        return ReplayReport(
+            options=self.options,
+            accounts=self._accounts.snapshot(),
+            stretches=tuple(self._stretches),
+            top_prefixes=self._accounts.top_prefixes(tree, TOP_PREFIXES),
+            nodes=heaviest_nodes(tree, SHOWN_NODES),
+            output_tokens=self._output_tokens,
+            evicted_tokens=tree.evicted_tokens,
+            preemptions=self._scheduler.preemptions,
+            cached_tokens=tree.cached_tokens,
+            pages_total=tree.pool.num_pages,
+            pages_free=tree.pool.free_pages,
+        )

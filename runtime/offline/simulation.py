@@ -1,0 +1,215 @@
+"""The scheduler against a model of the machine: what requests would wait, without computing."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+
+from coppice.radix import PagePool, RadixTree
+from coppice.runtime.requests.request import Request, Sequence
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.schedule.paging import Paging
+from coppice.runtime.schedule.scheduler import Schedule, Scheduler
+
+_PARAMS = SamplingParams()
+_GENERATED = 1 << 30  # generated tokens lie above any vocabulary, and differ between sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a step costs, in seconds: a constant, and so much for each token it computes."""
+
+    step: float
+    token: float
+
+    def seconds(self, schedule: Schedule) -> float:
+        return self.step + self.token * sum(chunk.count for chunk in schedule.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that will come."""
+
+    time: float  # seconds
+    prompt: array[int]
+    output: int  # tokens that it will generate, at least 1
+    namespace: Hashable = None
+    priority: int = 0
+    label: str = ""  # for whoever evaluates
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request."""
+
+    arrival: Arrival
+    number: int  # its place among the arrivals
+    hit_tokens: int = 0
+    first_token: float = 0.0  # time at which it was there, in seconds
+    end: float = 0.0  # time of the last token so far
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, in seconds."""
+        return self.first_token - self.arrival.time
+
+
+class Simulation:
+    """Runs arrivals through the real scheduler and tree on a `Machine`, with a virtual clock.
+
+    What is generated are tokens that no prompt holds. A step costs what the machine says; nothing
+    else takes time.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        pool_tokens: int,
+        page_size: int = 16,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        policy: str = "lpm",
+        eviction_policy: str = "lru",
+        overtaking: float | None = None,
+        max_step_stretch: float | None = None,
+    ) -> None:
+        self.machine = machine
+        self.now = 0.0
+        self.steps = 0
+        self.decoded = 0  # tokens, of all sequences
+        # How often there were so many seconds, to a millionth, between two tokens of a sequence.
+        self.gaps: Counter[tuple[str, float]] = Counter()  # by label and seconds
+        self.tree = RadixTree(PagePool(-(-pool_tokens // page_size), page_size), eviction_policy)
+        self.paging = Paging(self.tree, enable_prefix_caching=True)
+        self.scheduler = Scheduler(
+            self.paging,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            policy=policy,
+            overtaking=overtaking,
+            max_step_stretch=max_step_stretch,
+        )
+        self._outcomes: dict[Sequence, Outcome] = {}
+
+    def run(self, arrivals: Iterable[Arrival]) -> list[Outcome]:
+        """Serves all of them, in order of time; returns what became of each, in that order.
+
+        Raises ValueError if times decrease, or if one does not fit the pool.
+        """
+        return sorted(self.serve(arrivals), key=lambda outcome: outcome.number)
+
+    def serve(self, arrivals: Iterable[Arrival]) -> Iterator[Outcome]:
+        """Like `run`, but gives each as it ends and keeps none, for any number of arrivals."""
+        coming = iter(arrivals)
+        following = next(coming, None)
+        number = 0
+        while following is not None or self._outcomes:
+            if not self._outcomes and following is not None:
+                self.now = max(self.now, following.time)
+            while following is not None and following.time <= self.now:
+                self._add(following, number)
+                number += 1
+                time, following = following.time, next(coming, None)
+                if following is not None and following.time < time:
+                    raise ValueError(f"arrivals: times must not decrease: {following.time}")
+            yield from self._step(math.inf if following is None else following.time)
+
+    def _add(self, arrival: Arrival, number: int) -> None:
+        length = len(arrival.prompt) + arrival.output
+        if length > self.tree.pool.num_pages * self.tree.page_size:
+            raise ValueError(f"arrivals: number {number} has {length} tokens, more than the pool")
+        request = Request(
+            str(number), arrival.prompt, _PARAMS, arrival.namespace, number, 0, length,
+            arrival.priority,
+        )  # fmt: skip
+        sequence = Sequence(request)
+        self._outcomes[sequence] = Outcome(arrival, number)
+        self.scheduler.add(sequence)
+
+    def _step(self, until: float) -> list[Outcome]:
+        """A step, and those that must follow before `until`; what ended."""
+        schedule = self.scheduler.schedule()
+        assert schedule.chunks, "nothing is scheduled, but requests are unfinished"
+        seconds = self._spend(schedule)
+        self.now += seconds
+        steady = len(schedule.chunks) == len(self.scheduler.running)
+        ended = []
+        for chunk in schedule.chunks:
+            sequence = chunk.sequence
+            steady = steady and chunk.decode
+            self.scheduler.computed(chunk)
+            if len(sequence.tokens) == sequence.computed:
+                outcome = self._sample(sequence)
+                if outcome is not None:
+                    ended.append(outcome)
+        if steady and not ended:
+            self._repeat(schedule, seconds, until)
+        return ended
+
+    def _spend(self, schedule: Schedule) -> float:
+        seconds = self.machine.seconds(schedule)
+        self.scheduler.observe(schedule, seconds)
+        self.steps += 1
+        return seconds
+
+    def _sample(self, sequence: Sequence) -> Outcome | None:
+        """Its next token; what became of it, if that was the last."""
+        outcome, tokens = self._outcomes[sequence], sequence.tokens
+        if len(tokens) > len(outcome.arrival.prompt):
+            self._gap(outcome, self.now - outcome.end, 1)
+        else:
+            outcome.first_token = self.now
+            outcome.hit_tokens = sequence.cached_tokens
+        outcome.end = self.now
+        tokens.append(_generated(sequence))
+        self.decoded += 1
+        if len(tokens) < sequence.request.max_length:
+            return None
+        self.scheduler.finish(sequence)
+        return self._outcomes.pop(sequence)
+
+    def _gap(self, outcome: Outcome, seconds: float, count: int) -> None:
+        self.gaps[outcome.arrival.label, round(seconds, 6)] += count
+
+    def _repeat(self, schedule: Schedule, seconds: float, until: float) -> None:
+        """Repeats a step in which all that run decoded, as often as nothing else can happen.
+
+        Nobody was admitted in it, so nobody is before one ends, or another request comes: whoever
+        waits was kept out by the number of those that run, or by pages, of which there will be
+        less. The steps are the same as one by one; only their pages are taken at once.
+        """
+        sequences = [chunk.sequence for chunk in schedule.chunks]
+        times = min(each.request.max_length - len(each.tokens) for each in sequences) - 1
+        if until < math.inf and seconds > 0:
+            times = min(times, math.ceil((until - self.now) / seconds))
+        size = self.tree.page_size
+        pages = sum(
+            max(0, -(-(each.computed + times) // size) - len(each.table)) for each in sequences
+        )
+        if times < 1 or until <= self.now:
+            return
+        if pages > self.tree.pool.free_pages + self.tree.evictable_pages:
+            return
+        for sequence in sequences:
+            grown = self.paging.try_grow(sequence, times)
+            assert grown, "there were pages enough"
+            sequence.computed += times
+            for _ in range(times):
+                sequence.tokens.append(_generated(sequence))
+        for _ in range(times):
+            self._spend(schedule)
+        self.now += times * seconds
+        self.decoded += times * len(sequences)
+        for sequence in sequences:
+            outcome = self._outcomes[sequence]
+            outcome.end = self.now
+            self._gap(outcome, seconds, times)
+
+
+def _generated(sequence: Sequence) -> int:
+    """The next generated token."""
+    return _GENERATED | sequence.request.arrival * 8191 + len(sequence.tokens) & (_GENERATED - 1)

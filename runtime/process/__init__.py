@@ -1,0 +1,4 @@
+"""The engine behind a channel, in a process of its own.
+
+The front uses `messages`, `channel` and `loop.engine_main`.
+"""

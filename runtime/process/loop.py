@@ -1,0 +1,141 @@
+"""The engine's step loop behind a channel: calls come in, answers and each step's outputs go out.
+
+This is what runs in the engine's own process; `messages` tells what travels.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import pickle
+import signal
+import threading
+from collections import deque
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine.core import Engine
+from coppice.runtime.process.channel import Channel
+from coppice.runtime.process.messages import Leaving, Ready, step_row
+from coppice.runtime.requests.request import DeviceLost
+
+logger = logging.getLogger(__name__)
+
+#: With what a process ends whose device has failed for good.
+LOST_STATUS = 3
+
+
+class EngineLoop:
+    """Runs an engine: calls between the steps, steps while there is anything to do."""
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._calls: deque[tuple[int | None, str, tuple[Any, ...], dict[str, Any]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until the other end says so, or is gone; closes the channel.
+
+        Raises what a broken step raises; if that is DeviceLost, the other end has been told.
+        """
+        config = self._engine.model_config
+        self._channel.send(
+            Ready(str(self._engine.memory), self._engine.max_model_len, config.vocab_size)
+        )
+        reader = threading.Thread(target=self._read, name="coppice-reader", daemon=True)
+        reader.start()
+        try:
+            while self._take_calls():
+                if self._engine.has_unfinished():
+                    outputs = self._engine.step()
+                    if outputs:
+                        self._channel.send([step_row(output) for output in outputs])
+        except DeviceLost as error:
+            self._channel.send(Leaving(str(error)))
+            raise
+        finally:
+            self._channel.close()
+            reader.join()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                items = self._channel.receive()
+                with self._wake:
+                    self._calls.extend(item for item in items if item is not None)
+                    self._stopping |= None in items
+                    self._wake.notify()
+        except EOFError:
+            with self._wake:
+                self._stopping = True
+                self._wake.notify()
+
+    def _take_calls(self) -> bool:
+        """Answers all calls, waiting for one if there is nothing to step; False: time to end."""
+        with self._wake:
+            while not (self._calls or self._stopping or self._engine.has_unfinished()):
+                self._wake.wait()
+            if self._stopping:
+                return False
+        while self._calls:
+            number, method, args, kwargs = self._calls.popleft()
+            try:
+                function = getattr(self._engine, method, None)
+                if method.startswith("_") or not callable(function):
+                    raise ValueError(
+                        f"method must be a public method of the engine, got {method!r}"
+                    )
+                result, failed = function(*args, **kwargs), False
+                if result is not None:
+                    pickle.dumps(result)  # here, where it can still be answered with an error
+            except Exception as error:
+                result, failed = _portable(error), True
+                if number is None:
+                    logger.exception("%s failed", method)
+            if number is not None:
+                self._channel.send((number, failed, result))
+        return True
+
+
+def _portable(error: Exception) -> Exception:
+    """The exception itself if it survives a pipe, else its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def engine_main(config: EngineConfig, connection: Connection, more: Mapping[str, Any]) -> None:
+    """The main function of the engine's process; `more` are further arguments of `Engine`.
+
+    A model that can't be loaded is answered with the exception in the place of `Ready`. A step that
+    breaks ends the process with an error, so that whoever started it sees that and starts another;
+    so does a device that has failed for good, with `LOST_STATUS`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable()  # a crash in native code says on stderr where it was called from
+    channel, status = Channel(connection), 0
+    try:
+        engine = Engine(config, **more)
+    except Exception as error:
+        channel.send(_portable(error))
+        channel.close()
+    else:
+        gc.freeze()  # what is loaded stays: no collection needs to look through it
+        try:
+            EngineLoop(engine, channel).run()
+        except DeviceLost:
+            logger.exception("the engine's process ends")
+            status = LOST_STATUS
+    logging.shutdown()
+    # Nothing is left to be saved. An orderly end would run the destructors of native libraries
+    # whose threads still wait, and now and then one of them aborts the process over that.
+    os._exit(status)

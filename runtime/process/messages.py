@@ -1,0 +1,64 @@
+"""What travels between an engine's process and whoever started it; plain, and known without torch.
+
+in    (number, method, args, kwargs)   a call of a public method of the engine; number None:
+                                       nobody waits for the answer. None: time to end
+out   Ready                            the model is loaded
+      (number, failed, result)         the answer of a call, or the exception that it raised
+      [row, ...]                       outputs of a step, to be read with `step_output`
+      Leaving                          the process ends, and why
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any
+
+from coppice.runtime.requests.request import StepOutput
+
+# A dataclass takes ten times as long to pickle as the tuple of its fields. Most outputs are new
+# tokens of a sequence that goes on: those travel without the fields that say nothing.
+_FIELDS = [each.name for each in fields(StepOutput)]
+_whole_row = attrgetter(*_FIELDS)
+_SHORT = ("request_id", "index", "new_token_ids", "num_prompt_tokens", "cached_tokens")
+_short_row = attrgetter(*_SHORT)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the other side should know of an engine that has been loaded."""
+
+    memory: str  # the arithmetic of its memory
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The last word of a process that cannot go on: another one may."""
+
+    reason: str
+
+
+def step_row(output: StepOutput) -> tuple[Any, ...]:
+    """An output as it travels."""
+    whole = (
+        output.finish_reason is not None
+        or output.logprobs is not None
+        or output.prompt_logprobs is not None
+        or output.best_so_far is not None
+    )
+    return _whole_row(output) if whole else _short_row(output)
+
+
+def is_short(row: tuple[Any, ...]) -> bool:
+    """Whether the row only says which request, which sequence of it, and its new tokens."""
+    return len(row) == len(_SHORT)
+
+
+def step_output(row: tuple[Any, ...]) -> StepOutput:
+    """The output that a row stands for."""
+    if is_short(row):
+        request_id, index, tokens, prompt_tokens, cached = row
+        return StepOutput(request_id, index, tokens, None, None, None, prompt_tokens, cached)
+    return StepOutput(*row)

@@ -1,0 +1,199 @@
+"""A request, and the sequence of tokens that it extends."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from coppice.radix import Hold, RequestAccount
+from coppice.runtime.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # these need torch, which a simulation of the scheduler does without
+    from coppice.runtime.requests.logprobs import Logprobs
+    from coppice.runtime.sampling.grammars import CompiledGrammar
+    from coppice.runtime.sampling.logit_rules import LogitRules
+    from coppice.runtime.sampling.prompt_logprobs import PromptLogprobs
+
+
+#: Stands for the last token of a sequence while it is on the device only.
+LATE = -1
+
+
+class QueueFull(RuntimeError):
+    """A request was refused because too much waits already; `limit` names the limit it met."""
+
+    limit = ""
+
+
+class Unfinished(RuntimeError):
+    """Something was refused because requests run or wait."""
+
+
+class DeviceLost(RuntimeError):
+    """The device has failed for good: whatever its process asks of it is answered with an error.
+
+    That is so after some errors of CUDA, until the process has ended.
+    """
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user sent."""
+
+    request_id: str
+    prompt_token_ids: array[int]
+    params: SamplingParams
+    namespace: Hashable  # requests of different namespaces never share KV
+    arrival: int  # serial number
+    seed: int  # of its sampling: the user's, or one that the engine drew
+    max_length: int  # tokens, prompt included, at which it ends for "length"
+    priority: int = 0  # its class under the policy "priority": the least number first
+    beam_search: bool = False  # its sequences are the beams of a search
+    grammar: Future[CompiledGrammar] | None = None  # that its text follows; it waits for that
+
+
+class Sequence:
+    """One line of tokens that is being extended, and the pages that hold its KV.
+
+    `tokens[:computed]` have their KV in the pages of `table`. Whatever is beyond is to be computed:
+    all of the prompt at first, the token that was sampled last while decoding, everything since the
+    last hit after a preemption. So prefill, decode and resumption are one thing: compute the next
+    tokens, and sample one when the end of `tokens` is reached.
+    """
+
+    __slots__ = ("request", "tokens", "computed", "status", "hold", "table", "cached_tokens",
+                 "counted", "admitted", "preempted", "private", "account", "prompt_logprobs",
+                 "token_at", "logit_rules", "index", "arrival", "forked")  # fmt: skip
+
+    def __init__(self, request: Request, index: int = 0, arrival: int | None = None) -> None:
+        self.request = request
+        self.index = index  # of the sequence within the request
+        # Serial number, unique among sequences; those that are forked off have later ones.
+        self.arrival = request.arrival if arrival is None else arrival
+        self.forked = False  # whether its siblings exist already
+        self.tokens = array("i", request.prompt_token_ids)
+        self.computed = 0
+        self.status = Status.WAITING
+        self.hold: Hold | None = None  # its lock in the tree, while running
+        self.table = array("i")  # its page table, while running
+        self.cached_tokens = -1  # hit of its first admission; -1 before
+        self.counted = False  # in the report: once its first chunk is computed
+        self.admitted = -1  # serial number of its last admission
+        self.preempted = False  # waits to be resumed
+        self.account: RequestAccount | None = None  # of its last admission; None without accounts
+        self.token_at = 0.0  # when it was last given a token, by the clock of the stats; 0 before
+        self.private = False  # keeps out of the tree until it ends (see Scheduler)
+        self.prompt_logprobs: PromptLogprobs | None = None  # None: not asked for
+        self.logit_rules: LogitRules | None = None  # the sampler's; made when it is first sampled
+
+    @property
+    def late(self) -> bool:
+        """Whether its last token has been sampled and has not come back from the device yet."""
+        return self.tokens[-1] == LATE
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is still to be computed before the next one can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def hit_limit(self) -> int:
+        """Most tokens that it may hit: all but the last, which needs logits.
+
+        Less if rows before the last are needed for logprobs of the prompt.
+        """
+        last = len(self.tokens) - 1
+        return last if self.prompt_logprobs is None else self.prompt_logprobs.limit(last)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    def ending(self, eos_token_ids: Container[int]) -> tuple[str | None, int | None]:
+        """Whether its last token, which was sampled, ends it: finish reason and stop reason."""
+        request, tokens = self.request, self.tokens
+        params, token = request.params, tokens[-1]
+        # Nearly every token is none of these, and this is asked for each.
+        ends = token in eos_token_ids or (params.stop_token_ids and token in params.stop_ids)
+        if ends and self.num_generated >= params.min_tokens:
+            if not params.ignore_eos and token in eos_token_ids:
+                return "stop", None
+            if token in params.stop_ids:
+                return "stop", token
+        if len(tokens) >= request.max_length:
+            return "length", None
+        return None, None
+
+
+@dataclass(frozen=True, slots=True)
+class BestLine:
+    """The best line of a beam search as it is after a step; the next one may be another."""
+
+    token_ids: tuple[int, ...]  # all that was generated
+    score: float
+    cumulative_logprob: float
+    finish_reason: str | None  # None: it goes on
+    stop_reason: int | str | None
+
+
+# Not frozen: one is made for every token, and frozen ones take four times as long to make.
+@dataclass(slots=True)
+class StepOutput:
+    """What a step did to one request."""
+
+    request_id: str
+    index: int  # of the sequence within the request, or of a beam search's result
+    new_token_ids: tuple[int, ...]
+    finish_reason: str | None  # None: goes on; "stop", "length", "abort" or "error"
+    # The stop token id that ended it, if one of the user's did; of a beam search's result, which
+    # ends for stop strings by itself, also the string.
+    stop_reason: int | str | None
+    error: str | None  # what went wrong, with finish_reason "error"
+    num_prompt_tokens: int
+    cached_tokens: int  # prompt tokens whose KV was reused
+    score: float | None = None  # of a beam search's result
+    cumulative_logprob: float | None = None  # of a beam search's result: the sum of its tokens'
+    num_results: int | None = None  # of a beam search that ends; all come in one step
+    best_so_far: BestLine | None = None  # of a beam search that goes on, if asked for
+    logprobs: Logprobs | None = None  # of the new tokens, if asked for
+    prompt_logprobs: Logprobs | None = None  # of the prompt, with its first new token
+
+    @classmethod
+    def of(
+        cls,
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        reason: str | None,
+        stop: int | str | None = None,
+        error: str | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> StepOutput:
+        """What happened to `sequence`, whose new tokens are appended already."""
+        request, cached = sequence.request, sequence.cached_tokens
+        # Arguments by their places: by name they take half as long again.
+        made = cls(
+            request.request_id,
+            sequence.index,
+            tokens,
+            reason,
+            stop,
+            error,
+            len(request.prompt_token_ids),
+            cached if cached > 0 else 0,
+        )
+        if logprobs is not None:
+            made.logprobs = logprobs
+        prompt = sequence.prompt_logprobs
+        if prompt is not None and tokens and sequence.num_generated == len(tokens):
+            made.prompt_logprobs = prompt.result()
+        return made

@@ -1,0 +1,304 @@
+"""What a user may ask of the sampling of one request, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from reprlib import repr as shown
+from typing import Any
+
+from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
+
+MAX_STOP_STRINGS = 16
+MAX_N = 1024
+MAX_SEED = 2**63 - 1
+MAX_BIAS = 100.0
+# Logits over a temperature below this may be no float32 any more; the choice is certain by then.
+GREEDY_BELOW = 1e-5
+
+LogitsProcessor = Callable[..., Any]
+"""`(generated, logits) -> logits` or `(prompt, generated, logits) -> logits`.
+
+`prompt` and `generated` are lists of token ids, `logits` is the float32 row [vocabulary] of the
+token to be chosen, which the function may change in place; it returns a row of that shape.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of a request are chosen and when it ends; the names are vLLM's.
+
+    Raises ValueError with the name, the value and what is allowed.
+    """
+
+    n: int = 1
+    """Sequences per request: each is sampled by itself from the prompt on, which they share."""
+    best_of: int | None = None
+    """So many are sampled, and the `n` with the highest logprob per token returned, best first."""
+    temperature: float = 1.0
+    """Logits are divided by it; below 1e-5, as 0, it takes the most probable token (greedy)."""
+    top_p: float = 1.0
+    """Only the most probable tokens that together reach this probability; in (0, 1]."""
+    top_k: int = 0
+    """Only so many of the most probable tokens; 0 or -1: all."""
+    min_p: float = 0.0
+    """Only tokens at least this fraction as probable as the most probable one; in [0, 1]."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that were generated before; from -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken from them once for each time that they were generated; from -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt and output are divided by it if positive, else multiplied.
+
+    Above 0, and 1 changes nothing. Keskar et al. 2019, CTRL, section 4.1."""
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    """Added to the logits of these token ids; each from -100 to 100. Kept as a dict."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these token ids may be generated; kept as a tuple."""
+    bad_words: Sequence[str] | None = None
+    """Words that must not be generated: a token that would complete one is forbidden.
+
+    Each counts with and without a space before it; kept as a tuple. The engine itself knows no
+    text: there they are `bad_words_token_ids`."""
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    """Token sequences that must not be completed; kept as a tuple of tuples."""
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    """Functions that change the logits, before anything else does; kept as a tuple."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the text must have; tokens that would leave it are forbidden."""
+    logprobs: int | None = None
+    """Log-probabilities to return for each generated token: its own, and so many of the most
+    probable ones; -1: all. Of the model's logits, before temperature, penalties and filters."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first, given the tokens before it."""
+    prompt_logprobs_start: int = 0
+    """Only for the prompt's tokens from this place on; those before it need not be computed."""
+    seed: int | None = None
+    """Makes a request repeatable, whatever else is in the batch; None: the engine draws one."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; None: up to the model's length. An
+    answer that would be longer than the context ends there, with finish reason ``length`` too.
+    """
+    min_tokens: int = 0
+    """Fewest tokens before an end-of-sequence token, stop token or stop string may end it."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the text; kept as a tuple."""
+    stop_token_ids: Sequence[int] | None = None
+    """Token ids that end the sequence; kept as a tuple."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence token."""
+    include_stop_str_in_output: bool = False
+    """Whether the text keeps the stop string that ended it."""
+    skip_special_tokens: bool = True
+    """Whether the text leaves out special tokens."""
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1, MAX_N)
+            if self.best_of < self.n:
+                raise ValueError(f"best_of must be at least n, {self.n}, got {self.best_of}")
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            raise ValueError("top_p must be above 0 and at most 1, got 0")
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e6)
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty must be above 0, got 0")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), -1, 2**31 - 1)
+        _integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, 2**31 - 1)
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise ValueError(
+                f"prompt_logprobs_start must be 0 without prompt_logprobs, "
+                f"got {self.prompt_logprobs_start}"
+            )
+        if self.seed is not None:
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_structured_outputs()
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        for name, kept in (
+            ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),
+            ("logit_bias", _logit_bias(self.logit_bias)),
+            ("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids)),
+            ("bad_words", _bad_words(self.bad_words)),
+            ("bad_words_token_ids", _bad_words_token_ids(self.bad_words_token_ids)),
+            ("logits_processors", _logits_processors(self.logits_processors)),
+        ):
+            object.__setattr__(self, name, kept)
+        if self.allowed_token_ids is not None:
+            forbidden = {word[0] for word in self.bad_words_token_ids or () if len(word) == 1}
+            forbidden.update(self.stop_ids if self.min_tokens else ())
+            if forbidden.issuperset(self.allowed_token_ids):
+                raise ValueError(
+                    f"allowed_token_ids must leave a token that neither bad_words nor min_tokens "
+                    f"forbids, got {shown(self.allowed_token_ids)}"
+                )
+
+    def _check_structured_outputs(self) -> None:
+        form = self.structured_outputs
+        if form is None:
+            return
+        if not isinstance(form, StructuredOutputsParams):
+            raise ValueError(
+                f"structured_outputs must be a StructuredOutputsParams, got {shown(form)}"
+            )
+        # The form says where the text ends.
+        if self.ignore_eos:
+            raise ValueError("ignore_eos must be False with structured_outputs, got True")
+        if self.min_tokens:
+            raise ValueError(f"min_tokens must be 0 with structured_outputs, got {self.min_tokens}")
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises ValueError if it names tokens that a vocabulary of `size` tokens has not."""
+        named: tuple[tuple[str, Iterable[int]], ...] = (
+            ("stop_token_ids", self.stop_ids),
+            ("logit_bias", self.logit_bias or ()),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words_token_ids", (t for word in self.bad_words_token_ids or () for t in word)),
+        )
+        for name, tokens in named:
+            for token in tokens:
+                if token >= size:
+                    raise ValueError(f"{name} must be from 0 to {size - 1}, got {token}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > size:
+                raise ValueError(
+                    f"{name} must be at most {size}, the size of the vocabulary, or -1 for all, "
+                    f"got {getattr(self, name)}"
+                )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether more sequences are sampled than are returned."""
+        return self.best_of is not None and self.best_of > self.n
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are sampled."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        assert isinstance(self.stop, tuple)
+        return self.stop
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        assert isinstance(self.stop_token_ids, tuple)
+        return self.stop_token_ids
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        allowed = f"the integer {low}" if low == high else f"an integer from {low} to {high}"
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _number(name: str, value: Any, low: float, high: float) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not low <= value <= high:  # a NaN fails the comparison too
+        raise ValueError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, (list, tuple)) or not all(
+        isinstance(string, str) and string for string in strings
+    ):
+        raise ValueError(
+            f"stop must be a string or a list of strings that are not empty, got {stop!r}"
+        )
+    if len(strings) > MAX_STOP_STRINGS:
+        raise ValueError(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
+    return tuple(strings)
+
+
+def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if not isinstance(ids, (list, tuple)) or not all(map(_is_token, ids)):
+        raise ValueError(f"{name} must be a list of token ids (0 or above), got {shown(ids)}")
+    return tuple(ids)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _allowed_token_ids(ids: Any) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    allowed = _token_ids("allowed_token_ids", ids)
+    if not allowed:
+        raise ValueError("allowed_token_ids must have at least one token id, got none")
+    return allowed
+
+
+def _logit_bias(bias: Any) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping) or not all(map(_is_token, bias)):
+        raise ValueError(
+            f"logit_bias must be a mapping from token ids to numbers, got {shown(bias)}"
+        )
+    for token, value in bias.items():
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not good or not abs(value) <= MAX_BIAS:  # a NaN fails the comparison too
+            raise ValueError(
+                f"logit_bias must have numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
+                f"got {value!r} for token {token}"
+            )
+    return dict(bias)
+
+
+def _bad_words(words: Any) -> tuple[str, ...]:
+    if words is None:
+        return ()
+    if not isinstance(words, (list, tuple)) or not all(
+        isinstance(word, str) and word.strip() for word in words
+    ):
+        raise ValueError(
+            f"bad_words must be a list of strings that are more than spaces, got {shown(words)}"
+        )
+    return tuple(words)
+
+
+def _bad_words_token_ids(words: Any) -> tuple[tuple[int, ...], ...]:
+    if words is None:
+        return ()
+    if not isinstance(words, (list, tuple)) or not all(
+        isinstance(word, (list, tuple)) and word and all(map(_is_token, word)) for word in words
+    ):
+        raise ValueError(
+            f"bad_words_token_ids must be a list of lists of token ids (0 or above), none of them "
+            f"empty, got {shown(words)}"
+        )
+    return tuple(tuple(word) for word in words)
+
+
+def _logits_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
+    if processors is None:
+        return ()
+    if not isinstance(processors, (list, tuple)) or not all(map(callable, processors)):
+        raise ValueError(f"logits_processors must be a list of functions, got {shown(processors)}")
+    return tuple(processors)

@@ -1,0 +1,252 @@
+"""A schedule as the model takes it: flat tokens, slots, page tables, shared stretches.
+
+A token that was sampled in the step before may still be on the device only (see `LateTokens`);
+its row says from where it is taken there. See docs/gpu-steps.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from coppice.kernels.attention.interface import AttentionPlan, SharedStretch
+from coppice.kernels.transfer import send
+from coppice.radix.tokens import TOKEN_BYTES, common_prefix
+from coppice.runtime.requests.request import LATE, Sequence
+from coppice.runtime.sampling.prompt_logprobs import PromptRows
+from coppice.runtime.schedule.scheduler import Schedule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LateTokens:
+    """The tokens of a step that were sampled on the device: int64 ``[R]``, and whose they are."""
+
+    tokens: torch.Tensor
+    row_of: Mapping[Sequence, int]
+
+    def fill(self, token_ids: torch.Tensor, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        """Puts tokens in their rows of `token_ids`: int64 ``[T]``, ``[L]`` and ``[L]``."""
+        token_ids.index_copy_(0, rows, self.tokens.index_select(0, sources))
+
+
+class Inputs(NamedTuple):
+    """What the model takes of a batch on the device; see `Batch`."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    logit_rows: torch.Tensor
+    prompt_rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One step's input on the host. T rows of tokens, R of them with logits."""
+
+    token_ids: np.ndarray  # int64 [T]; 0 where late
+    positions: np.ndarray  # int64 [T]
+    slots: np.ndarray  # int64 [T]: page * page_size + slot of each token's KV
+    logit_rows: np.ndarray  # int64 [R]: the last row of each sequence that reaches its end
+    prompt_rows: np.ndarray  # int64 [S]: further rows, for the logprobs of prompts
+    late_rows: np.ndarray  # int64 [L]: rows whose tokens are on the device
+    late_from: np.ndarray  # int64 [L]: their rows among `LateTokens`
+    sampled: list[Sequence]  # the R sequences; the engine adds siblings
+    scored: list[PromptRows]  # what those S rows are for, in order
+    plan: AttentionPlan
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each sequence has one row, with logits, and nothing else is asked for."""
+        return len(self.sampled) == len(self.token_ids) and not self.scored
+
+    def send(self, device: torch.device, late: LateTokens | None = None) -> Inputs:
+        """Takes it over to the device in one transfer."""
+        arrays = [self.token_ids, self.positions, self.slots, self.logit_rows, self.prompt_rows]
+        *sent, rows, sources = send([*arrays, self.late_rows, self.late_from], device)
+        if late is not None and len(self.late_rows):
+            late.fill(sent[0], rows, sources)
+        return Inputs(*sent)
+
+    def padded(self, size: int, page: int) -> Batch:
+        """A decoding step of `size` sequences: those behind the real ones are of one token each.
+
+        Its KV goes to the first slot of `page`, where nobody else reads or writes: so they need no
+        treatment of their own anywhere, and change nothing of the others.
+        """
+        plan, more = self.plan, size - len(self.token_ids)
+        if not more:
+            return self
+        table_ends = plan.page_indptr[-1] + np.arange(1, more + 1, dtype=np.int32)
+        ones = np.ones(more, np.int32)
+        nothing = np.zeros(more, np.int64)
+        return replace(
+            self,
+            token_ids=np.concatenate((self.token_ids, nothing)),
+            positions=np.concatenate((self.positions, nothing)),
+            slots=np.concatenate((self.slots, nothing + page * plan.page_size)),
+            plan=AttentionPlan(
+                page_size=plan.page_size,
+                query_start=np.arange(size + 1, dtype=np.int32),
+                context_len=np.concatenate((plan.context_len, ones)),
+                page_indptr=np.concatenate((plan.page_indptr, table_ends)),
+                page_indices=np.concatenate((plan.page_indices, ones * np.int32(page))),
+                stretches=plan.stretches,
+            ),
+        )
+
+
+class BatchTree:
+    """The shared stretches of the batch before: looked for again only when they may be others.
+
+    While the same sequences run in the same order, and their page tables only grow at their ends,
+    the stretches that were found are still shared. New pages are their sequence's own.
+    """
+
+    __slots__ = ("_full", "_sequences", "_stretches", "_tables")
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._tables: list[bytes] = []
+        self._full = np.zeros(0, np.int32)
+        self._stretches: tuple[SharedStretch, ...] = ()
+
+    def stretches(
+        self, sequences: list[Sequence], tables: list[bytes], full: np.ndarray
+    ) -> tuple[SharedStretch, ...]:
+        """See `shared_stretches`; `full` is int32 `[B]`, as they are the tables of `sequences`."""
+        same = (
+            sequences == self._sequences
+            and bool((full >= self._full).all())
+            and all(map(bytes.startswith, tables, self._tables))
+        )
+        if not same:
+            self._stretches = shared_stretches(tables, full.tolist())
+            self._sequences = sequences
+        self._tables, self._full = tables, full
+        return self._stretches
+
+
+def build_batch(
+    schedule: Schedule,
+    page_size: int,
+    late: LateTokens | None = None,
+    tree: BatchTree | None = None,
+) -> Batch:
+    """Lays out the chunks of a schedule one after the other; `late` has tokens that are `LATE`.
+
+    `tree` remembers the stretches of the batch before. In a step in which all decode, Python does
+    little for each sequence: there may be hundreds, and the device waits.
+    """
+    chunks = schedule.chunks
+    sequences = [chunk.sequence for chunk in chunks]
+    counts = np.array([chunk.count for chunk in chunks], np.int32)
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    tables = [sequence.table.tobytes() for sequence in sequences]
+    page_indptr = _offsets([len(table) // TOKEN_BYTES for table in tables])
+    page_indices = np.frombuffer(b"".join(tables), np.int32)
+    query_start = _offsets(counts)
+
+    total = int(query_start[-1])
+    if total == len(chunks):
+        owner = np.arange(total)
+        positions = starts.astype(np.int64)
+        token_ids = np.array([s.tokens[s.computed] for s in sequences], np.int64)
+    else:
+        owner = np.repeat(np.arange(len(sequences)), counts)
+        positions = (np.arange(total) - query_start[owner] + starts[owner]).astype(np.int64)
+        tokens = b"".join(
+            chunk.sequence.tokens[chunk.start : chunk.start + chunk.count].tobytes()
+            for chunk in chunks
+        )
+        token_ids = np.frombuffer(tokens, np.int32).astype(np.int64)
+    pages = page_indices[page_indptr[owner] + positions // page_size].astype(np.int64)
+    late_rows = np.flatnonzero(token_ids == LATE)
+    token_ids[late_rows] = 0
+    late_from = np.zeros(0, np.int64)
+    if len(late_rows):
+        assert late is not None, "a token is neither here nor on the device"
+        row_of = late.row_of
+        late_from = np.array([row_of[sequences[each]] for each in owner[late_rows]], np.int64)
+    ends = [chunk.start + chunk.count == len(chunk.sequence.tokens) for chunk in chunks]
+    prompt_rows, scored = _prompt_rows(schedule, query_start)
+    plan = AttentionPlan(
+        page_size=page_size,
+        query_start=query_start,
+        context_len=starts + counts,
+        page_indptr=page_indptr,
+        page_indices=page_indices,
+        stretches=(tree or BatchTree()).stretches(sequences, tables, starts // page_size),
+    )
+    return Batch(
+        token_ids=token_ids,
+        positions=positions,
+        slots=pages * page_size + positions % page_size,
+        logit_rows=(query_start[1:] - 1)[ends].astype(np.int64),
+        prompt_rows=prompt_rows,
+        late_rows=late_rows,
+        late_from=late_from,
+        sampled=[sequence for sequence, end in zip(sequences, ends, strict=True) if end],
+        scored=scored,
+        plan=plan,
+    )
+
+
+def _prompt_rows(
+    schedule: Schedule, query_start: np.ndarray
+) -> tuple[np.ndarray, list[PromptRows]]:
+    """The rows of a step that prompt logprobs need, int64 [S], and what they are for."""
+    rows, scored = [np.zeros(0, np.int64)], []
+    asked = [
+        (index, chunk)
+        for index, chunk in enumerate(schedule.chunks)
+        if chunk.sequence.prompt_logprobs is not None
+    ]
+    for index, chunk in asked:
+        sequence, prompt = chunk.sequence, chunk.sequence.prompt_logprobs
+        if prompt is not None and (missing := prompt.rows(sequence.computed, chunk.count)):
+            offset = int(query_start[index]) - sequence.computed
+            rows.append(np.arange(missing.start, missing.stop, dtype=np.int64) + offset)
+            tokens = sequence.tokens[missing.start + 1 : missing.stop + 1]
+            scored.append(PromptRows(prompt, tokens))
+    return np.concatenate(rows), scored
+
+
+def _offsets(lengths: Seq[int] | np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def shared_stretches(tables: Seq[bytes], full_pages: Seq[int]) -> tuple[SharedStretch, ...]:
+    """The runs of full pages that two or more sequences have in common, at every level.
+
+    `tables` are page tables as int32 bytes, of which the first `full_pages` entries hold tokens
+    that are all computed. The prefix tree of the tables is read off their sorted order: with the
+    common prefix of each with the next, every maximal interval that shares more than its
+    surroundings is a node, and its stretch begins where its parent's ends. O(B log B) comparisons
+    at memcmp speed for B sequences.
+    """
+    cut = [table[: pages * TOKEN_BYTES] for table, pages in zip(tables, full_pages, strict=True)]
+    order = sorted(range(len(cut)), key=cut.__getitem__)
+    stretches: list[SharedStretch] = []
+    # Open intervals (shared pages, index in `order` of their first member), the outermost first.
+    stack: list[tuple[int, int]] = []
+    for index in range(1, len(order) + 1):
+        shared = 0
+        if index < len(order):
+            shared = common_prefix(cut[order[index - 1]], 0, cut[order[index]]) // TOKEN_BYTES
+        first = index - 1
+        while stack and stack[-1][0] > shared:
+            pages, first = stack.pop()
+            outer = max(shared, stack[-1][0] if stack else 0)
+            members = np.array(sorted(order[first:index]), np.int32)
+            stretches.append(SharedStretch(outer, pages - outer, members))
+        if shared and (not stack or stack[-1][0] < shared):
+            stack.append((shared, first))
+    stretches.reverse()  # parents before their children
+    return tuple(stretches)

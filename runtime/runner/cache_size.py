@@ -1,0 +1,165 @@
+"""How large the KV cache may be, with the arithmetic that led there."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from coppice.kernels.schedule.items import DETERMINISTIC_SPLIT
+from coppice.kernels.triton.plans import fixed_entries
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.model.config import ModelConfig
+from coppice.runtime.sampling.prompt_logprobs import SLICE_ROWS
+
+#: Fraction of the available memory that the KV cache gets unless told otherwise. Main memory is
+#: everybody's; a GPU is the engine's own, but allocators and libraries need some beside it.
+CPU_FRACTION, GPU_FRACTION = 0.4, 0.9
+
+
+# What a step needs for one logit while it samples, at most: the logits in the model's type and in
+# float32, divided by their temperature, sorted with their places, as probabilities and their sums
+# in float64.
+_BYTES_A_LOGIT = 48
+
+# What the driver keeps of CUDA graphs: their kernels' arguments, by reckoning.
+_GRAPH_BYTES = 256 * 2**20
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be had on a GPU, or of main memory within the control group's limit."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading weights has left over is free as well
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            limit = Path(limit_file).read_text().strip()
+            usage = int(Path(usage_file).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            available = min(available, int(limit) - usage)
+    return max(available, 0)
+
+
+def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page: keys and values of `page_size` tokens in every layer."""
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+    return per_token * page_size
+
+
+def step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that a step takes beside weights and KV cache, at most, by reckoning.
+
+    For each token the activations of the layer that has most of them at once: inputs, norm and
+    residual; queries, keys and values, as they come and rotated; the attention's result, with
+    partial ones in float32; gate, up and their product; in 8 bits what is multiplied. For each
+    sequence its logits.
+    """
+    queries = model.num_heads * model.head_dim
+    qkv = queries + 2 * model.num_kv_heads * model.head_dim
+    partials = 2
+    if config.deterministic:
+        partials = -(-(config.max_model_len or model.max_position) // DETERMINISTIC_SPLIT)
+    attention = (2 * qkv + queries) * dtype.itemsize + partials * queries * 4
+    feed_forward = 3 * model.intermediate_size * dtype.itemsize
+    token = 3 * model.hidden_size * dtype.itemsize + max(attention, feed_forward)
+    if config.quantization is not None:
+        token += max(model.hidden_size, queries, model.intermediate_size)
+    logits = (config.max_num_seqs + SLICE_ROWS) * model.vocab_size * _BYTES_A_LOGIT
+    graphs = 0
+    if not config.enforce_eager:
+        rows = max(config.cuda_graph_sizes or (config.max_num_seqs,))
+        kept = rows * token + fixed_entries(rows) * model.num_heads * (model.head_dim + 1) * 4
+        graphs = 2 * kept + _GRAPH_BYTES  # a pool is not filled without gaps
+    return config.max_num_batched_tokens * token + logits + graphs
+
+
+def plan_cache(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dtype: torch.dtype | None = None,
+) -> tuple[int, str]:
+    """The number of pages of the KV cache, and the arithmetic in a sentence or two.
+
+    ``dtype`` is that of the weights, which ``cache_dtype`` is too if it is not given. Raises
+    ValueError if not even one sequence of `max_model_len` tokens fits, or if a GPU has no room for
+    what is asked for.
+    """
+    size = config.page_size
+    stored = cache_dtype or dtype
+    each = page_bytes(model, size, stored)
+    arithmetic = (
+        f"a page of {size} tokens takes 2 (K, V) x {model.num_layers} layers x {size} tokens x "
+        f"{model.num_kv_heads} heads x {model.head_dim} x {stored.itemsize} bytes = {_bytes(each)}"
+    )
+    on_gpu = device.type == "cuda"
+    available = 0
+    if on_gpu or config.kv_cache_tokens is None:
+        available = available_memory(device)
+    left = f"the {_bytes(available)} available"
+    if on_gpu:
+        step = step_bytes(config, model, dtype)
+        available = max(available - step, 0)
+        left += f" on the GPU, less {_bytes(step)} for a step,"
+    if config.kv_cache_tokens is not None:
+        pages = config.kv_cache_tokens // size
+        source = f"kv_cache_tokens={config.kv_cache_tokens} gives"
+    else:
+        fraction = config.kv_cache_memory_fraction or (GPU_FRACTION if on_gpu else CPU_FRACTION)
+        pages = int(available * fraction) // each
+        source = f"{fraction:g} of {left} (kv_cache_memory_fraction) gives"
+    memory = (
+        f"KV cache: {arithmetic}; {source} {pages:,} pages = {pages * size:,} tokens = "
+        f"{_bytes(pages * each)}"
+    )
+    if on_gpu and pages * each > available:
+        raise ValueError(
+            f"kv_cache_tokens={config.kv_cache_tokens} does not fit: {memory}, of {left} "
+            f"{_bytes(available)} remain. Give a smaller one, or a smaller max_num_batched_tokens"
+        )
+    if pages * size < 2:
+        raise ValueError(f"{memory}; room for at least 2 tokens is needed")
+    if config.max_model_len is not None and config.max_model_len > pages * size:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} tokens do not fit: {memory}. Give a larger "
+            "kv_cache_tokens or kv_cache_memory_fraction, or a max_model_len of at most "
+            f"{pages * size}"
+        )
+    return pages, memory
+
+
+def _bytes(count: int) -> str:
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024 or unit == "GiB":
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    raise AssertionError
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros, of which main memory is taken only for what is written to it.
+
+    `torch.zeros` writes all of it at once; numpy asks the system for zeroed memory instead, so an
+    idle cache costs neither memory nor the time to fill it.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,243 @@
+"""A decoder's layers as one compiled call, for a CPU: what it has to be told.
+
+``kernels/cpu/layer/stack.py`` runs all layers of a step at once. It takes addresses; they are
+gathered here, once, and the tensors behind them are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+import numpy as np
+import torch
+
+from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan, LayerCache
+from coppice.kernels.cpu.backend import CpuBackend
+from coppice.kernels.cpu.layer.float_products import float_kernels
+from coppice.kernels.cpu.layer.int8_products import panel_kernels
+from coppice.kernels.schedule.cpu import CpuSchedule, build_cpu_schedule, cpu_cost_model
+from coppice.runtime.model.layers import Linear
+from coppice.runtime.model.linear.eight_bit import Int8Linear
+
+if TYPE_CHECKING:
+    from coppice.kernels.cpu.layer.float_panels import PackedFloat
+    from coppice.runtime.model.decoder import Decoder, DecoderLayer
+
+_log = logging.getLogger(__name__)
+
+# Steps in a row in which the threads waited for each other in vain before one does without them.
+_PATIENCE = 10
+
+
+class LayerStack:
+    """All layers of ``decoder``, whose weights are complete and packed, and stay where they are."""
+
+    def __init__(self, decoder: Decoder, layers: ModuleType) -> None:
+        self._run = layers.run_layers
+        self._attention = layers.run_tasks.address
+        linear = cast("DecoderLayer", decoder.layers[0]).qkv
+        int8 = isinstance(linear, Int8Linear)
+        kernels = panel_kernels() if int8 else float_kernels()
+        assert kernels is not None
+        kind = layers.INT8 if int8 else cast("PackedFloat", linear.packed).kind
+        self._panels = (kind, kernels.run_panels.address, kernels.PANEL)
+        self._threads_apart = 0
+        config = decoder.config
+        self._config = config
+        self._eps = np.float32(config.rms_norm_eps)
+        self._scale = np.float32(config.head_dim**-0.5)
+        self._window = config.sliding_windows[0]
+        self._weights = np.zeros((config.num_layers + 1, len(layers.COLUMNS)), np.int64)
+        self._kept: list[Any] = []
+        for row, layer in enumerate(decoder.layers):
+            for column, name in enumerate(layers.COLUMNS):
+                self._weights[row, column] = self._address(layer, name)
+        self._weights[-1, 0] = self._address(decoder, "norm")
+        self._caches: tuple[list[LayerCache], np.ndarray] | None = None
+        self._compile()
+
+    def _address(self, owner: Any, name: str) -> int:
+        """Of what a column names, a module or the scale or bias of one; 0 for none."""
+        owned, _, part = (
+            name.rpartition("_") if name.endswith(("_scale", "_bias")) else (name, "", "")
+        )
+        module = getattr(owner, owned)
+        if module is None:
+            return 0
+        if isinstance(module, Linear) and not part:
+            assert module.packed is not None
+            self._kept.append(module.packed)
+            return module.packed.address
+        tensor = getattr(
+            module, {"scale": "weight_scale", "bias": "bias"}.get(part, "weight"), None
+        )
+        if tensor is None:
+            return 0
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        self._kept.append(tensor)
+        return int(tensor.data_ptr())
+
+    def runs_with(self, attention: AttentionBackend) -> TypeGuard[CpuBackend]:
+        """Whether a step with this backend can run here."""
+        config = self._config
+        return isinstance(attention, CpuBackend) and attention.compiles(
+            config.num_heads, config.num_kv_heads
+        )
+
+    def hidden_states(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        kv: Sequence[LayerCache],
+        attention: CpuBackend,
+        prepared: Any,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """What ``Decoder.hidden_states`` returns, of embedded tokens ``x [T, hidden]``.
+
+        ``x`` is overwritten. Raises ``IndexError`` for a slot that the cache does not have, and
+        ``ValueError`` for caches that do not fit the model and the plan.
+        """
+        config = self._config
+        page_size = prepared.plan.page_size
+        known = self._caches is not None and self._caches[0] == list(kv)  # the same objects
+        if not known or kv[0].k.shape[1] != page_size:
+            self._caches = list(kv), self._addresses(kv, page_size)
+        assert self._caches is not None
+        pages = len(kv[0].k)
+        schedule = attention.schedule(
+            prepared, self._window, config.num_heads, config.num_kv_heads, config.head_dim
+        )
+        out = torch.empty(len(logit_rows), config.hidden_size)
+        good = self._call(
+            self._caches[1],
+            pages,
+            x,
+            angles,
+            slots,
+            logit_rows,
+            prepared.num_threads if self._threads_apart < _PATIENCE else 1,
+            schedule,
+            prepared.plan,
+            out,
+        )
+        if not good:
+            raise IndexError(f"slots must be from 0 to {pages * page_size - 1}, got {slots}")
+        return out
+
+    def _addresses(self, kv: Sequence[LayerCache], page_size: int) -> np.ndarray:
+        config = self._config
+        if len(kv) != config.num_layers:
+            raise ValueError(f"kv has caches of {len(kv)} layers; it must have {config.num_layers}")
+        shape = (len(kv[0].k), page_size, config.num_kv_heads, config.head_dim)
+        for layer in kv:
+            for each in (layer.k, layer.v):
+                if each.shape != shape or each.dtype != torch.float32 or not each.is_contiguous():
+                    raise ValueError(
+                        f"kv has a cache of {each.dtype} {tuple(each.shape)}, strides "
+                        f"{each.stride()}; it must be torch.float32, contiguous {shape}"
+                    )
+        addresses = [[layer.k.data_ptr(), layer.v.data_ptr()] for layer in kv]
+        return np.array(addresses, np.int64)
+
+    def _call(
+        self,
+        caches: np.ndarray,
+        pages: int,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        logit_rows: torch.Tensor,
+        threads: int,
+        schedule: CpuSchedule,
+        plan: AttentionPlan,
+        out: torch.Tensor,
+    ) -> bool:
+        config, tree = self._config, schedule.tree
+        shape = (len(x), config.head_dim)
+        good, together = self._run(
+            self._weights,
+            caches,
+            x.numpy(),
+            angles[0].reshape(shape).numpy(),
+            angles[1].reshape(shape).numpy(),
+            slots.numpy(),
+            logit_rows.numpy(),
+            pages * plan.page_size,
+            config.intermediate_size,
+            config.num_heads,
+            self._eps,
+            threads,
+            *self._panels,
+            schedule.tasks,
+            schedule.shares,
+            schedule.items,
+            tree.merges,
+            plan.page_indices,
+            tree.rows,
+            tree.slots,
+            tree.positions,
+            plan.page_size,
+            config.num_kv_heads,
+            self._scale,
+            self._window or 0,
+            self._attention,
+            tree.num_partials,
+            out.numpy(),
+        )
+        if self._threads_apart < _PATIENCE:
+            self._threads_apart = 0 if together else self._threads_apart + 1
+            if self._threads_apart == _PATIENCE:
+                _log.warning(
+                    "layers run on one thread from now on: numba's threads did not run at the same "
+                    "time, %d steps in a row",
+                    _PATIENCE,
+                )
+        return bool(good)
+
+    def _compile(self) -> None:
+        """Has the call compiled, or loaded from numba's cache: it is made with no layers."""
+        one, upto = np.ones(1, np.int32), np.array([0, 1], np.int32)
+        plan = AttentionPlan(1, upto, one, upto, one - 1)
+        model = cpu_cost_model(
+            self._config.num_heads,
+            self._config.num_kv_heads,
+            self._config.head_dim,
+            lanes=1,
+            most_lanes=self._config.num_heads,
+            keys=1,
+            threads=1,
+        )
+        place = torch.zeros(1, dtype=torch.int64)
+        x, angle = torch.zeros(1, self._config.hidden_size), torch.zeros(1, self._config.head_dim)
+        self._call(
+            np.empty((0, 2), np.int64),
+            1,
+            x,
+            (angle, angle),
+            place,
+            place,
+            1,
+            build_cpu_schedule(plan, None, model),
+            plan,
+            torch.empty_like(x),
+        )
+
+
+def stack_of(decoder: Decoder) -> LayerStack | None:
+    """The layers compiled, or None where a layer has something that the compiled call lacks."""
+    config = decoder.config
+    linears = [m for layer in decoder.layers for m in layer.modules() if isinstance(m, Linear)]
+    if len(set(config.sliding_windows)) != 1 or any(each.packed is None for each in linears):
+        return None
+    try:
+        from coppice.kernels.cpu.layer import stack as layers_numba
+
+        return LayerStack(decoder, layers_numba)
+    except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError
+        _log.info("layers run operation by operation: %s: %s", type(error).__name__, error)
+        return None

@@ -1,0 +1,220 @@
+"""A model and its KV cache as tensors, and the forward pass of one scheduled step over them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from coppice.kernels.attention.interface import AttentionCase, FixedPlan, KvScales, LayerCache
+from coppice.kernels.backends import select_backend
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.model.config import load_model_config
+from coppice.runtime.model.path import resolve_model
+from coppice.runtime.model.weights import (
+    load_decoder,
+    resolve_device,
+    resolve_dtype,
+)
+from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, build_batch
+from coppice.runtime.runner.cache_size import plan_cache, zeroed
+from coppice.runtime.runner.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_sizes
+from coppice.runtime.runner.kv_scales import measure_scales
+from coppice.runtime.sampling.prompt_logprobs import score_prompts
+from coppice.runtime.schedule.paging import copy_batches
+from coppice.runtime.schedule.scheduler import Schedule
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Loads what `config` names, and computes.
+
+    Attributes:
+        model_config: the checkpoint's own shape.
+        decoder: the model.
+        attention: the kernels.
+        kv_cache: keys and values of each layer, [pages, page_size, kv heads, head_dim]; in 8-bit
+            floats with their scales.
+        num_pages: pages of the cache.
+        memory: how their number follows from the memory, as text.
+        max_model_len: most tokens of a request, by the model, the config and the cache.
+        graphs: CUDA graphs of decoding steps; None: there are none.
+
+    Raises ValueError if the model can't be had or does not go together with the options.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.device = resolve_device(config.device)
+        path = resolve_model(config.model)
+        self.model_config = load_model_config(path)
+        model_length = self.model_config.max_position
+        if config.max_model_len is not None and config.max_model_len > model_length:
+            raise ValueError(
+                f"max_model_len must be at most {model_length}, the model's own, "
+                f"got {config.max_model_len}"
+            )
+        dtype = resolve_dtype(config.dtype, self.model_config, self.device)
+        cache_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+        model = self.model_config
+        case = AttentionCase(
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            page_size=config.page_size,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            scale=model.head_dim**-0.5,
+            sliding_windows=tuple(dict.fromkeys(model.sliding_windows)),
+        )
+        self.attention = select_backend(
+            config.attention_backend, self.device, deterministic=config.deterministic, case=case
+        )
+        if dtype not in self.attention.dtypes:
+            allowed = ", ".join(map(_name, self.attention.dtypes))
+            raise ValueError(
+                f"dtype: the {self.attention.name} attention backend computes in {allowed} on this "
+                f"device, got {_name(dtype)}"
+            )
+        if cache_dtype != dtype and cache_dtype not in self.attention.scaled_dtypes:
+            raise ValueError(
+                f"kv_cache_dtype is {config.kv_cache_dtype!r}; with the {self.attention.name} "
+                "attention backend on this device it must be 'auto'"
+            )
+        self.decoder = load_decoder(
+            path,
+            self.model_config,
+            dtype=dtype,
+            device=self.device,
+            load_format=config.load_format,
+            quantization=config.quantization,
+            deterministic=config.deterministic,
+            seed=config.seed,
+        )
+        self.decoder.pack()
+        self.page_size = config.page_size
+        scales: Sequence[KvScales | None] = [None] * self.model_config.num_layers
+        if cache_dtype != dtype:
+            scales = measure_scales(
+                self.decoder,
+                self.attention,
+                cache_dtype=cache_dtype,
+                dtype=dtype,
+                device=self.device,
+                page_size=self.page_size,
+            )
+        self.num_pages, self.memory = plan_cache(
+            config, self.model_config, dtype, self.device, cache_dtype
+        )
+        tokens = self.num_pages * self.page_size
+        self.max_model_len = min(config.max_model_len or model_length, tokens)
+        # One page more, which is none of the pool's: what pads a graph is written there.
+        shape = (
+            self.num_pages + 1,
+            self.page_size,
+            self.model_config.num_kv_heads,
+            self.model_config.head_dim,
+        )
+        place = shape, cache_dtype, self.device
+        self.kv_cache = [LayerCache(zeroed(*place), zeroed(*place), each) for each in scales]
+        self._tree = BatchTree()
+        self.graphs: DecodeGraphs | None = None
+        if not config.enforce_eager and self.device.type == "cuda":
+            self.capture(CudaRecorder(self.device), config.cuda_graph_sizes, config.max_num_seqs)
+        if config.cuda_graph_sizes is not None and self.graphs is None:
+            raise ValueError(
+                f"cuda_graph_sizes is {config.cuda_graph_sizes}; with the {self.attention.name} "
+                f"attention backend on {self.device} it must be None"
+            )
+
+    @torch.inference_mode()
+    def capture(self, recorder: Recorder, sizes: Sequence[int] | None, max_num_seqs: int) -> None:
+        """Makes graphs for decoding so many sequences each, if the attention backend has plans."""
+        sizes = graph_sizes(max_num_seqs) if sizes is None else sorted(sizes)
+        plans = self.attention.fixed_plans(
+            sizes,
+            page_size=self.page_size,
+            num_pages=self.num_pages + 1,
+            max_pages=-(-self.max_model_len // self.page_size),
+        )
+        if plans is None:
+            logger.info("no CUDA graphs: the %s backend offers none", self.attention.name)
+            return
+
+        def forward(
+            token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: FixedPlan
+        ) -> torch.Tensor:
+            return self.decoder.hidden_states(
+                token_ids, positions, slots, self.kv_cache, self.attention, plan, None
+            )
+
+        self.graphs = DecodeGraphs(
+            forward,
+            plans,
+            sizes,
+            recorder,
+            page_size=self.page_size,
+            spare_page=self.num_pages,
+            device=self.device,
+        )
+        logger.info("%s", self.graphs)
+        self.memory += f"; {self.graphs}"
+
+    @torch.inference_mode()
+    def run(self, schedule: Schedule, late: LateTokens | None = None) -> tuple[Batch, torch.Tensor]:
+        """Makes the copies, computes the chunks, and scores prompts where that was asked for.
+
+        Tokens that have not come back from the device are taken from `late`. Returns the batch and
+        the logits float32 [R, vocabulary] of its R `sampled` sequences.
+        """
+        for copies in copy_batches(schedule.copies):
+            self.attention.copy_pages(
+                self.kv_cache,
+                [copy.source for copy in copies],
+                [copy.target for copy in copies],
+            )
+        if self.attention.ordered:
+            schedule.chunks.sort(key=lambda each: (each.count > 1, each.sequence.table.tobytes()))
+        batch = build_batch(schedule, self.page_size, late, self._tree)
+        if self.graphs is not None and batch.decodes:
+            hidden = self.graphs.run(batch, late)
+            if hidden is not None:
+                return batch, self.decoder.logits(hidden)
+        prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)
+        sent = batch.send(self.device, late)
+        inputs = (
+            sent.token_ids,
+            sent.positions,
+            sent.slots,
+            self.kv_cache,
+            self.attention,
+            prepared,
+        )
+        if not batch.scored:
+            return batch, self.decoder.forward(*inputs, sent.logit_rows)
+        rows = torch.cat((sent.logit_rows, sent.prompt_rows))
+        hidden = self.decoder.hidden_states(*inputs, rows)
+        logits = self.decoder.logits(hidden[: len(batch.sampled)])
+        score_prompts(hidden[len(batch.sampled) :], batch.scored, self.decoder.logits)
+        return batch, logits
+
+    def fault(self) -> str | None:
+        """Why the device is of no more use to this process; None while it computes.
+
+        After a kernel has failed (it read where nothing is, say) CUDA answers every call with that
+        error until the process ends. Other errors, such as a lack of memory, pass. To be asked
+        after a failure: waits for all that is queued.
+        """
+        if self.device.type != "cuda":
+            return None
+        try:
+            torch.cuda.synchronize(self.device)
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            return lines[0] if lines else type(error).__name__
+        return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

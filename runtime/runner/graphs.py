@@ -1,0 +1,207 @@
+"""Decoding steps as CUDA graphs: captured at start for some numbers of sequences, then replayed.
+
+A decoding step of a small batch is a few hundred short kernels, and launching them takes the CPU
+longer than running them takes the GPU. A graph is launched as one. It repeats what was captured
+with the same addresses and grids, so everything that differs between steps lies in fixed places:
+token ids, positions and slots here, the attention plan where the backend keeps it (``FixedPlan``).
+
+A step is padded to the next captured size. Where there is none, and where its plan has more work
+than a graph has room for, the step runs as any other does, kernel by kernel, and is counted.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from coppice.kernels.attention.interface import FixedPlan
+from coppice.kernels.transfer import Landing
+from coppice.runtime.runner.batch import Batch, LateTokens, build_batch
+from coppice.runtime.schedule.scheduler import Schedule
+
+logger = logging.getLogger(__name__)
+
+# Capturing ends when it has taken so long, or so much of the memory that was free before it: the
+# largest sizes come first, and steps of fewer sequences are padded to the least there is.
+CAPTURE_SECONDS = 60.0
+CAPTURE_FRACTION = 0.5
+
+#: Replayed; of more sequences than any graph has; of more work in their attention plan. The latter
+#: two ran kernel by kernel.
+DECODE_STEPS = ("graph", "too_many", "too_much")
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FixedPlan], torch.Tensor]
+"""Hidden states ``[n, hidden]`` of token ids, positions and slots, int64 ``[n]``, and a plan."""
+
+
+class Recorder(Protocol):
+    """What captures graphs: a GPU, or what plays one in tests."""
+
+    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """What repeats `run`, and the tensor in which the result then is."""
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has taken."""
+
+
+class CudaRecorder:
+    """Captures on a GPU. All graphs share one pool of memory, since one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        with torch.cuda.device(self._device):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                result = run()
+            return graph.replay, result
+
+    def free_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of sequences up to `most` that are worth a graph of their own, ascending.
+
+    The larger, the further apart: a padded row costs the less the more rows there are.
+    """
+    sizes, step = [1, 2, 4, 8], 8
+    while sizes[-1] < most:
+        if sizes[-1] >= 8 * step:
+            step *= 2
+        sizes.append(sizes[-1] + step)
+    return tuple(sorted({min(size, most) for size in sizes}))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Graph:
+    """One plan: where its step's input goes, and what replays it."""
+
+    plan: FixedPlan
+    landing: Landing
+    replay: Callable[[], None]
+    hidden: torch.Tensor
+
+
+class DecodeGraphs:
+    """The graphs of one model and KV cache.
+
+    Attributes:
+        sizes: the numbers of sequences, ascending.
+        seconds, bytes: what capturing took.
+        steps: decoding steps by how they ran, one of `DECODE_STEPS`.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        plans: Sequence[Sequence[FixedPlan]],
+        sizes: Sequence[int],
+        recorder: Recorder,
+        *,
+        page_size: int,
+        spare_page: int,
+        device: torch.device,
+    ) -> None:
+        """Captures `forward`, from the largest of `sizes` on, with each of its `plans`.
+
+        `spare_page` is no page of the pool: what padding computes goes there.
+        """
+        self._spare_page = spare_page
+        self._graphs: dict[int, list[_Graph]] = {}
+        self.sizes: list[int] = []
+        self.steps = dict.fromkeys(DECODE_STEPS, 0)
+        start, free = time.monotonic(), recorder.free_bytes()
+        self.seconds, self.bytes = 0.0, 0
+        nothing = build_batch(Schedule(), page_size)
+        for size, kinds in sorted(zip(sizes, plans, strict=True), key=lambda each: -each[0]):
+            # One more is expected to take as much as the last one did.
+            spent = self.seconds / len(self._graphs) if self._graphs else 0.0
+            if self.seconds + spent > CAPTURE_SECONDS or self.bytes > CAPTURE_FRACTION * free:
+                logger.warning(
+                    "no CUDA graphs for fewer than %d sequences: %s", self.sizes[0], self
+                )
+                break
+            padded = nothing.padded(size, spare_page)
+            self._graphs[size] = [
+                self._capture(forward, padded, plan, recorder, device) for plan in kinds
+            ]
+            self.sizes.insert(0, size)
+            self.seconds = time.monotonic() - start
+            self.bytes = max(0, free - recorder.free_bytes())
+
+    def _capture(
+        self,
+        forward: Forward,
+        batch: Batch,
+        plan: FixedPlan,
+        recorder: Recorder,
+        device: torch.device,
+    ) -> _Graph:
+        size = len(batch.token_ids)
+        places = [((size,), np.int64)] * 5
+        landing = Landing(
+            places, torch.zeros(Landing.size(places), dtype=torch.uint8, device=device)
+        )
+        token_ids, positions, slots, _, _ = landing.arrays
+        if not plan.load(batch.plan):
+            raise ValueError(f"a plan of {size} sequences of one token does not fit a graph")
+        _put(landing, batch)
+
+        def run() -> torch.Tensor:
+            return forward(token_ids, positions, slots, plan)
+
+        run()  # compiles what is not compiled yet, which a capture must not
+        replay, hidden = recorder.record(run)
+        return _Graph(plan, landing, replay, hidden)
+
+    def run(self, batch: Batch, late: LateTokens | None) -> torch.Tensor | None:
+        """Hidden states of a decoding step's rows, ``[T, hidden]``; None: run it without a graph.
+
+        They are overwritten by the next replay.
+        """
+        rows = len(batch.token_ids)
+        place = bisect.bisect_left(self.sizes, rows)
+        if place == len(self.sizes):
+            self.steps["too_many"] += 1
+            return None
+        size = self.sizes[place]
+        padded = batch.padded(size, self._spare_page)
+        for graph in self._graphs[size]:
+            if graph.plan.load(padded.plan):
+                break
+        else:
+            self.steps["too_much"] += 1
+            return None
+        _put(graph.landing, padded)
+        if late is not None and len(batch.late_rows):
+            token_ids, _, _, late_rows, late_from = graph.landing.arrays
+            late.fill(token_ids, *(each[: len(batch.late_rows)] for each in (late_rows, late_from)))
+        graph.replay()
+        self.steps["graph"] += 1
+        return graph.hidden[:rows]
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, self.sizes))
+        return (
+            f"{len(self.sizes)} CUDA graphs for decoding {sizes} sequences took "
+            f"{self.seconds:.1f} s and {self.bytes / 2**20:.0f} MiB"
+        )
+
+
+def _put(landing: Landing, batch: Batch) -> None:
+    assert landing.put(
+        [batch.token_ids, batch.positions, batch.slots, batch.late_rows, batch.late_from]
+    )

@@ -1,0 +1,151 @@
+"""Grammars, compiled with llguidance, and the masks of tokens that they allow.
+
+A grammar is compiled once, in a thread of its own since that may take long; every sequence has a
+copy of the compiled matcher, which is told the sequence's tokens and says which may come next.
+
+References: Moskal et al., llguidance; Koo et al. 2024, Automata-based constraints for language
+model decoding.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+from coppice.kernels.transfer import send
+from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
+from coppice.runtime.sampling.grammar_source import source
+from coppice.runtime.startup.light_transformers import leave_out_models
+
+if TYPE_CHECKING:
+    from coppice.runtime.requests.request import Sequence
+
+MAX_COMPILED = 128  # grammars that are kept for requests to come
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar that is ready for use.
+
+    Attributes:
+        matcher: at its beginning; sequences use copies.
+        vocabulary: tokens that its masks speak of, those beyond the model's included.
+    """
+
+    matcher: LLMatcher
+    vocabulary: int
+
+
+class Grammars:
+    """Compiles forms for one tokenizer; the last ones are kept.
+
+    Args:
+        tokenizer: a directory with the tokenizer's files; it is read when first needed.
+        vocabulary: size of the model's vocabulary.
+        eos_token_ids: the tokens that may end a text.
+    """
+
+    def __init__(self, tokenizer: str | Path, vocabulary: int, eos_token_ids: Seq[int]) -> None:
+        self._path = str(tokenizer)
+        self._vocabulary = vocabulary
+        self._eos = list(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[StructuredOutputsParams, Future[CompiledGrammar]] = (
+            OrderedDict()
+        )
+        # One thread: it also keeps the tokenizer from being read twice.
+        self._thread = ThreadPoolExecutor(1, "coppice-grammars")
+
+    def compiled(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
+        """The grammar, ready now or later; it fails with ValueError."""
+        found = self._compiled.get(params)
+        if found is None:
+            found = self._compiled[params] = self._thread.submit(self._compile, params)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(params)
+        return found
+
+    def close(self) -> None:
+        """Ends the thread, once it is done with what it compiles at the moment."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, source(params), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(f"{params.kind}: it cannot be followed: {matcher.get_error():.400}")
+        return CompiledGrammar(matcher, self._tokenizer.vocab_size)
+
+    def _load(self) -> LLTokenizer:
+        if not self._eos:
+            raise ValueError("structured_outputs needs a model with an end-of-text token")
+        # Engines without grammars need none of this.
+        leave_out_models()
+        from llguidance.hf import from_tokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        wrapped = AutoTokenizer.from_pretrained(self._path)
+        if not isinstance(wrapped, PreTrainedTokenizerFast):
+            raise ValueError("structured_outputs needs a fast tokenizer, which this model has not")
+        size = max(self._vocabulary, len(wrapped))
+        return from_tokenizer(wrapped, n_vocab=size, eos_token=self._eos)
+
+
+class GrammarState:
+    """How far one sequence has come in its grammar."""
+
+    __slots__ = ("matcher", "vocabulary", "_consumed")
+
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self.matcher = grammar.matcher.deep_copy()
+        self.vocabulary = grammar.vocabulary
+        self._consumed = 0
+
+    def forked(self) -> GrammarState:
+        """That of a sequence that goes on from the same tokens."""
+        other = copy(self)
+        other.matcher = self.matcher.deep_copy()
+        return other
+
+    def update(self, sequence: Sequence) -> None:
+        """Takes what the sequence has generated since the last call."""
+        begin = len(sequence.request.prompt_token_ids) + self._consumed
+        if begin < len(sequence.tokens):
+            self.matcher.consume_tokens(sequence.tokens[begin:].tolist())
+            self._consumed = sequence.num_generated
+
+
+def forbid_other_tokens(logits: torch.Tensor, states: Seq[tuple[int, GrammarState]]) -> None:
+    """Sets to -inf, in the row of each state, the tokens that its grammar does not allow next.
+
+    `logits` float32 [R, vocabulary] is changed in place. Masks of several rows are computed in
+    parallel; a state that fails says so afterwards by `matcher.is_error()`. All states are of one
+    vocabulary, which may have more tokens than the model.
+    """
+    masks = allocate_token_bitmask(len(states), states[0][1].vocabulary)
+    matchers = [(state.matcher, place) for place, (_, state) in enumerate(states)]
+    fill_next_token_bitmask_par(_executor(), matchers, masks)
+    index = np.array([row for row, _ in states], np.int64)
+    packed, rows = send([masks.view(np.uint8), index], logits.device)
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = ((packed.unsqueeze(-1) >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor()

@@ -1,0 +1,340 @@
+"""What requests ask for that changes logits: penalties, biases, bans, grammars, own functions.
+
+Every row of a batch follows its own rules. They are gathered into flat arrays of (row, token,
+value), so that each kind is one operation over the batch, and rows without rules are not touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from array import array
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from copy import copy
+
+import numpy as np
+import torch
+
+from coppice.kernels.transfer import send
+from coppice.runtime.requests.request import Sequence
+from coppice.runtime.requests.sampling_params import LogitsProcessor, SamplingParams
+from coppice.runtime.sampling.grammars import CompiledGrammar, GrammarState, forbid_other_tokens
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence, and how often each was generated; kept up by the token.
+
+    `prompt` tokens are listed with the count 0, where they matter.
+    """
+
+    __slots__ = ("ids", "times", "_counted", "_place")
+
+    def __init__(self, prompt: Iterable[int] = ()) -> None:
+        self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self.ids = array("i", self._place)
+        self.times = array("i", bytes(self.ids.itemsize * len(self.ids)))
+        self._counted = 0
+
+    def update(self, sequence: Sequence) -> None:
+        """Counts what the sequence has generated since the last call. O(those tokens)."""
+        begin = len(sequence.request.prompt_token_ids) + self._counted
+        for token in sequence.tokens[begin:]:
+            place = self._place.setdefault(token, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self.times.append(0)
+            self.times[place] += 1
+        self._counted = sequence.num_generated
+
+    def copy(self) -> TokenCounts:
+        """Counts as of now, for a fork. O(distinct tokens)."""
+        other = TokenCounts()
+        other.ids, other.times = self.ids[:], self.times[:]
+        other._place, other._counted = self._place.copy(), self._counted
+        return other
+
+
+class BadWords:
+    """Token sequences of which the last token is forbidden wherever the others come before it.
+
+    The tokens before it may be of the prompt, as in transformers' NoBadWordsLogitsProcessor.
+    """
+
+    __slots__ = ("single", "_by_last")
+
+    def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
+        self.single: list[int] = []  # words of one token, which are forbidden everywhere
+        # The longer ones by the token before their last: (tokens but the last, the last).
+        self._by_last: dict[int, list[tuple[array[int], int]]] = {}
+        for word in dict.fromkeys(words):
+            if len(word) == 1:
+                self.single.append(word[0])
+            else:
+                start = array("i", word[:-1])
+                self._by_last.setdefault(start[-1], []).append((start, word[-1]))
+
+    def completing(self, tokens: array[int]) -> list[int]:
+        """The tokens that would complete a word of more than one token behind `tokens`."""
+        words = self._by_last.get(tokens[-1], ()) if self._by_last else ()
+        return [last for start, last in words if tokens[-len(start) :] == start]
+
+
+class LogitRules:
+    """What one sequence's parameters do to its logits, made ready for use at every token."""
+
+    __slots__ = ("allowed", "bad_words", "bias", "biased", "counts", "empty", "grammar",
+                 "processors")  # fmt: skip
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Iterable[int],
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
+        repetition = params.repetition_penalty != 1
+        penalised = repetition or params.presence_penalty != 0 or params.frequency_penalty != 0
+        # Only the repetition penalty looks at the prompt: a long one costs nothing otherwise.
+        self.counts = TokenCounts(prompt if repetition else ()) if penalised else None
+        bias = params.logit_bias or {}
+        self.biased = np.array(list(bias), np.int64)
+        self.bias = np.array(list(bias.values()), np.float32)
+        allowed = params.allowed_token_ids
+        self.allowed = None if allowed is None else np.array(list(allowed), np.int64)
+        words = tuple(map(tuple, params.bad_words_token_ids or ()))
+        self.bad_words = BadWords(words) if words else None
+        self.processors = [(each, _wants_prompt(each)) for each in params.logits_processors or ()]
+        self.grammar = None if grammar is None else GrammarState(grammar)
+        self.empty = not (penalised or bias or allowed or words or self.processors or self.grammar)
+
+    def forked(self) -> LogitRules:
+        """The rules of a sequence that goes on from the same tokens."""
+        if self.counts is None and self.grammar is None:
+            return self  # what never changes is shared
+        other = copy(self)
+        other.counts = None if self.counts is None else self.counts.copy()
+        other.grammar = None if self.grammar is None else self.grammar.forked()
+        return other
+
+
+def _wants_prompt(processor: LogitsProcessor) -> bool:
+    try:
+        parameters = inspect.signature(processor).parameters.values()
+    except (TypeError, ValueError):  # a function of C that tells nothing
+        return False
+    required = [
+        each
+        for each in parameters
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(required) == 3
+
+
+#: Why a row of which no token may be chosen has none.
+NO_CHOICE = (
+    "no token is left to choose: allowed_token_ids, bad_words, min_tokens, structured_outputs and "
+    "logits_processors rule them all out, or a processor made a logit infinite or NaN"
+)
+
+
+def apply_rules(
+    logits: torch.Tensor,
+    sequences: Seq[Sequence],
+    eos_token_ids: Seq[int],
+    rows: Seq[int] | None = None,
+) -> tuple[dict[int, str], list[int], torch.Tensor]:
+    """Changes `logits` as `change_logits` does, for rows of which each needs a token.
+
+    Returns what went wrong, by row; the rows in which no token may be left; and of these, bool on
+    the device, whether there is one. What is chosen in a row without means nothing.
+    """
+    errors, strict = change_logits(logits, sequences, eos_token_ids, rows)
+    for row in errors:
+        logits[row] = 0.0  # the others are still to be sampled, and nothing may trip over this one
+    if not strict:
+        return errors, strict, torch.empty(0, dtype=torch.bool, device=logits.device)
+    (index,) = send([np.array(strict, np.int64)], logits.device)
+    some = logits.index_select(0, index)
+    choice = some.amax(dim=-1).isfinite()
+    logits.index_copy_(0, index, some.masked_fill_(~choice.unsqueeze(1), 0.0))
+    return errors, strict, choice
+
+
+def may_have_rules(sequence: Sequence) -> bool:
+    """Whether `change_logits` must look at a sequence, as its parameters say."""
+    request = sequence.request
+    params = request.params
+    return bool(
+        request.grammar is not None
+        or params.min_tokens
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words_token_ids
+        or params.logits_processors
+        or params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
+
+
+def change_logits(
+    logits: torch.Tensor,
+    sequences: Seq[Sequence],
+    eos_token_ids: Seq[int],
+    rows: Seq[int] | None = None,
+) -> tuple[dict[int, str], list[int]]:
+    """Changes `logits`, float32 [R, vocabulary], in place by the rules of each row's sequence.
+
+    The order is vLLM's: functions, biases, penalties (repetition, then frequency and presence);
+    what is forbidden comes last here, so that nothing can lift it. `min_tokens` forbids what would
+    end a sequence early. `rows` are those that may have rules; None: look at all of them.
+
+    Returns what went wrong, by row (a function failed; such a row's logits mean nothing), and the
+    rows in which no token may be left. Costs O(entries of the rules), and O(vocabulary) for rows
+    where tokens are forbidden.
+    """
+    ruled: list[tuple[int, LogitRules]] = []
+    banned: list[tuple[int, Seq[int]]] = []
+    for row in range(len(sequences)) if rows is None else rows:
+        sequence = sequences[row]
+        rules = sequence.logit_rules
+        if rules is None:
+            request = sequence.request
+            grammar = None if request.grammar is None else request.grammar.result()
+            rules = LogitRules(request.params, request.prompt_token_ids, grammar)
+            sequence.logit_rules = rules
+        if not rules.empty:
+            ruled.append((row, rules))
+        if ends := _early_ends(sequence, eos_token_ids, logits.shape[1]):
+            banned.append((row, ends))
+    errors: dict[int, str] = {}
+    if ruled:
+        for row, rules in ruled:
+            if rules.processors:
+                error = _process(logits[row], sequences[row], rules)
+                if error is not None:
+                    errors[row] = error
+        _add_biases(logits, ruled)
+        _penalise(logits, ruled, sequences)
+        for row, rules in ruled:
+            words = rules.bad_words
+            if words is not None and (
+                bad := words.single + words.completing(sequences[row].tokens)
+            ):
+                banned.append((row, bad))
+        _keep_allowed(logits, ruled)
+        errors |= _keep_to_grammars(logits, ruled, sequences)
+    _ban(logits, banned)
+    strict = {
+        row
+        for row, rules in ruled
+        if rules.allowed is not None or rules.processors or rules.grammar is not None
+    }
+    return errors, sorted(strict.union(row for row, _ in banned))
+
+
+def _early_ends(sequence: Sequence, eos_token_ids: Seq[int], vocabulary: int) -> list[int]:
+    params = sequence.request.params
+    if sequence.num_generated >= params.min_tokens:
+        return []
+    ends = {*params.stop_ids, *(() if params.ignore_eos else eos_token_ids)}
+    return [token for token in ends if token < vocabulary]
+
+
+def _process(logits: torch.Tensor, sequence: Sequence, rules: LogitRules) -> str | None:
+    """Runs a row's own functions; what went wrong, if something did."""
+    prompt = sequence.request.prompt_token_ids.tolist()
+    generated = sequence.tokens[len(prompt) :].tolist()
+    for number, (processor, wants_prompt) in enumerate(rules.processors):
+        tokens = (prompt, generated) if wants_prompt else (generated,)
+        try:
+            result = processor(*(list(each) for each in tokens), logits)
+        except Exception as error:  # a user's function: only its own request may suffer
+            return f"logits_processors[{number}] failed: {type(error).__name__}: {error}"
+        if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
+            got = tuple(result.shape) if isinstance(result, torch.Tensor) else result
+            return (
+                f"logits_processors[{number}] must return a tensor of shape "
+                f"{tuple(logits.shape)}, got {got!r:.80}"
+            )
+        if result is not logits:
+            logits.copy_(result)
+    return None
+
+
+def _add_biases(logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]]) -> None:
+    entries = [(row, rules) for row, rules in ruled if len(rules.biased)]
+    if entries:
+        biases = np.concatenate([rules.bias for _, rules in entries])
+        rows, tokens, bias = _places(
+            logits, [(row, rules.biased) for row, rules in entries], biases
+        )
+        logits[rows, tokens] += bias
+
+
+def _penalise(
+    logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]], sequences: Seq[Sequence]
+) -> None:
+    tokens: list[tuple[int, Seq[int] | np.ndarray]] = []
+    times, penalties = [], []
+    for row, rules in ruled:
+        if rules.counts is not None:
+            rules.counts.update(sequences[row])
+            if rules.counts.ids:
+                params = sequences[row].request.params
+                tokens.append((row, rules.counts.ids))
+                times.append(np.array(rules.counts.times, np.float32))
+                penalties.append(
+                    (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+                )
+    if not tokens:
+        return
+    lengths = [len(each) for each in times]
+    spread = np.repeat(np.array(penalties, np.float32), lengths, axis=0)
+    rows, places, each, count = _places(logits, tokens, spread, np.concatenate(times))
+    repetition, frequency, presence = each.unbind(1)
+    values = logits[rows, places]
+    values = torch.where(values < 0, values * repetition, values / repetition)
+    logits[rows, places] = values - count * frequency - (count > 0) * presence
+
+
+def _keep_allowed(logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]]) -> None:
+    entries = [(row, rules.allowed) for row, rules in ruled if rules.allowed is not None]
+    if entries:
+        whole = np.array([row for row, _ in entries], np.int64)
+        rows, tokens, whole_rows = _places(logits, entries, whole)
+        kept = logits[rows, tokens]
+        logits.index_fill_(0, whole_rows, -torch.inf)
+        logits[rows, tokens] = kept
+
+
+def _keep_to_grammars(
+    logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]], sequences: Seq[Sequence]
+) -> dict[int, str]:
+    """Forbids what grammars do not allow next; what went wrong, by row."""
+    states = [(row, rules.grammar) for row, rules in ruled if rules.grammar is not None]
+    if not states:
+        return {}
+    for row, state in states:
+        state.update(sequences[row])
+    forbid_other_tokens(logits, states)
+    return {
+        row: f"structured_outputs: the text cannot be followed: {state.matcher.get_error():.400}"
+        for row, state in states
+        if state.matcher.is_error()
+    }
+
+
+def _ban(logits: torch.Tensor, banned: Seq[tuple[int, Seq[int]]]) -> None:
+    if banned:
+        rows, tokens = _places(logits, banned)
+        logits[rows, tokens] = -torch.inf
+
+
+def _places(
+    logits: torch.Tensor, entries: Seq[tuple[int, Seq[int] | np.ndarray]], *more: np.ndarray
+) -> list[torch.Tensor]:
+    """Row and token id of every entry, as two flat indices int64; and `more`, sent with them."""
+    tokens = [np.array(each, np.int64) for _, each in entries]
+    rows = np.repeat([row for row, _ in entries], [len(each) for each in tokens])
+    return send([rows.astype(np.int64), np.concatenate(tokens), *more], logits.device)

@@ -1,0 +1,173 @@
+"""Chooses the next token of each sequence from its logits."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from coppice.kernels.sampling.choose import (
+    COLUMNS,
+    MIN_P,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    UNIFORM,
+    choose,
+)
+from coppice.kernels.transfer import Fetched, take
+from coppice.runtime.requests.logprobs import Logprobs
+from coppice.runtime.requests.request import Sequence
+from coppice.runtime.sampling.logit_rules import NO_CHOICE, apply_rules, may_have_rules
+from coppice.runtime.sampling.logprob_rows import log_probabilities, looked_up, read
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was chosen for each row of a step."""
+
+    tokens: list[int]
+    logprobs: list[Logprobs | None]  # of the row's token, if asked for
+    errors: dict[int, str]  # rows whose token means nothing, and why
+
+
+class Sampling:
+    """Tokens that are being chosen for the rows of a step: on the device, and on their way here."""
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        errors: dict[int, str],
+        strict: Seq[int],
+        choice: torch.Tensor,
+        looked_up: Seq[tuple[Seq[int], Seq[torch.Tensor]]],
+    ) -> None:
+        """`choice` is bool [strict]; `looked_up` has rows and what was found of their tokens."""
+        self.tokens = tokens  # int64 [R], on the device
+        self._errors = errors
+        self._strict = strict
+        self._asked = [rows for rows, _ in looked_up]
+        found = [tensor for _, tensors in looked_up for tensor in tensors]
+        self._fetched = Fetched([tokens, choice, *found])
+
+    def read(self) -> Sampled:
+        """Waits until they are here."""
+        tokens, choice, *found = self._fetched.wait()
+        errors = dict(self._errors)
+        for row, there_is_one in zip(self._strict, choice.tolist(), strict=True):
+            if not there_is_one:
+                errors.setdefault(row, NO_CHOICE)
+        logprobs: list[Logprobs | None] = [None] * len(tokens)
+        each = len(found) // max(len(self._asked), 1)
+        for place, rows in enumerate(self._asked):
+            entries = read(found[place * each : (place + 1) * each])
+            for entry, row in enumerate(rows):
+                logprobs[row] = entries[entry : entry + 1]
+        return Sampled(tokens.tolist(), logprobs, errors)
+
+
+class _Rows:
+    """What the parameters of a batch's sequences say, for as long as the batch stays the same.
+
+    Attributes:
+        sequences: one for each row of logits; the others are by rows.
+        asked: rows with logprobs, by the number of alternatives.
+        ruled: rows that may have rules (see `change_logits`).
+        greedy: whether all are.
+    """
+
+    __slots__ = ("asked", "columns", "greedy", "keys", "ruled", "sequences")
+
+    def __init__(self, sequences: Seq[Sequence], vocabulary: int) -> None:
+        self.sequences = list(sequences)
+        params = [sequence.request.params for sequence in sequences]
+        self.asked: dict[int, list[int]] = {}
+        for row, each in enumerate(params):
+            if each.logprobs is not None:
+                self.asked.setdefault(each.logprobs, []).append(row)
+        self.ruled = [row for row, sequence in enumerate(sequences) if may_have_rules(sequence)]
+        self.greedy = all(each.greedy for each in params)
+        self.columns = np.empty((len(params), COLUMNS))
+        self.columns[:, TEMPERATURE] = [1 if each.greedy else each.temperature for each in params]
+        self.columns[:, TOP_K] = [
+            1 if each.greedy else each.top_k if each.top_k > 0 else vocabulary for each in params
+        ]
+        self.columns[:, TOP_P] = [each.top_p for each in params]
+        self.columns[:, MIN_P] = [each.min_p for each in params]
+        self.keys = np.array([_key(sequence) for sequence in sequences], np.uint64)
+
+    def with_numbers(self) -> np.ndarray:
+        """The columns for the tokens that are chosen next."""
+        lengths = np.array([len(sequence.tokens) for sequence in self.sequences], np.uint64)
+        self.columns[:, UNIFORM] = _uniform(self.keys, lengths)
+        return self.columns
+
+
+class Sampler:
+    """Greedy and random sampling of a mixed batch, every row by its own parameters.
+
+    A random choice takes one uniform number, which depends only on the request's seed, the index of
+    the sequence and the position of the token: so a seeded request gives the same tokens whatever
+    else is in the batch, and after a preemption.
+    """
+
+    def __init__(self, eos_token_ids: Seq[int]) -> None:
+        self._eos = tuple(eos_token_ids)
+        self._rows = _Rows((), 0)
+
+    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> Sampling:
+        """One token a row. `logits` float32 [R, vocabulary], which may be changed in place.
+
+        Logprobs are of the logits as they come. Then the rules of the rows are applied (see
+        `apply_rules`), then temperature, top-k, top-p, min-p. Does not wait for the device, unless
+        a logits processor does. While the sequences are those of the call before, Python does
+        little for each of them.
+        """
+        if self._rows.sequences != sequences:
+            self._rows = _Rows(sequences, logits.shape[1])
+        rows = self._rows
+        raw = {top: log_probabilities(_rows(logits, each)) for top, each in rows.asked.items()}
+        errors, strict, choice = apply_rules(logits, sequences, self._eos, rows.ruled)
+        if rows.greedy:
+            tokens = logits.argmax(dim=-1)
+        else:
+            tokens = choose(logits, rows.with_numbers())
+        found = [
+            (each, looked_up(raw[top], _rows(tokens, each), top))
+            for top, each in rows.asked.items()
+        ]
+        return Sampling(tokens, errors, strict, choice, found)
+
+
+def _rows(tensor: torch.Tensor, rows: Seq[int]) -> torch.Tensor:
+    """Some rows, ascending; the tensor itself where these are all."""
+    return tensor if len(rows) == len(tensor) else take(tensor, rows)
+
+
+def uniform_number(sequence: Sequence) -> float:
+    """A number in [0, 1) that depends on seed, sequence index and position alone.
+
+    The number at a position is that of SplitMix64 (Steele, Lea and Flood, Fast splittable
+    pseudorandom number generators, OOPSLA'14) so many steps from where seed and index begin: no
+    state to keep, to copy on a fork, or to rewind.
+    """
+    key, length = np.array([_key(sequence)], np.uint64), np.array([len(sequence.tokens)], np.uint64)
+    return float(_uniform(key, length)[0])
+
+
+def _key(sequence: Sequence) -> int:
+    """Where the numbers of a sequence begin."""
+    return xxhash.xxh3_64_intdigest(struct.pack("<qq", sequence.request.seed, sequence.index))
+
+
+def _uniform(keys: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Float64 in [0, 1) of uint64 keys and positions."""
+    mixed = keys + lengths * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    mixed ^= mixed >> np.uint64(31)
+    return (mixed >> np.uint64(11)) * 2.0**-53

@@ -1,0 +1,215 @@
+"""Tells the cache's accounting what happens to sequences: admitted, left, evicted for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from coppice.radix import (
+    Accounting,
+    CacheAccounts,
+    Match,
+    RadixTree,
+    RequestAccount,
+    SharedPrefix,
+    top_prefixes,
+)
+from coppice.radix.accounting.accounts import Kind
+from coppice.radix.accounting.counts import Counts
+from coppice.radix.accounting.near_misses import Difference, difference
+from coppice.radix.accounting.timeline import Timeline
+from coppice.radix.tokens import TOKEN_BYTES, common_prefix
+from coppice.runtime.engine.histogram import AGES, Buckets
+from coppice.runtime.requests.request import Sequence
+
+RECENT_REQUESTS = 64
+"""Requests of which it is remembered one by one why their tokens missed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCauses:
+    """Why the prompt of one request was computed as far as it was not hit.
+
+    Attributes:
+        request_id: the name under which the engine ran it.
+        namespace: the one it was matched in.
+        seconds_ago: when it was admitted.
+        prompt_tokens: the hit ones and those of all causes.
+        hit_tokens: whose KV was reused.
+        causes: the computed ones, by cause; those that there were.
+        evicted_idle_seconds: how long before the request its evicted tokens had been used last.
+        evicted_seconds: how long before it they went, if that is known.
+        divergence: where the tree went another way, in tokens; None: it did not, or had gone.
+        before: the last tokens up to there.
+        difference: what follows in the prompt and in the tree, up to where they meet again.
+    """
+
+    request_id: str
+    namespace: Hashable
+    seconds_ago: float
+    prompt_tokens: int
+    hit_tokens: int
+    causes: dict[str, int]
+    evicted_idle_seconds: float | None
+    evicted_seconds: float | None
+    divergence: int | None
+    before: tuple[int, ...]
+    difference: Difference | None
+
+
+class PromptAccounts:
+    """The accounts of one engine's prompts, kept beside its tree by `Paging`.
+
+    `clock` gives seconds and never goes back. A prompt is accounted when its sequence is admitted,
+    once as a request and again after each preemption; what it generated is added when it leaves.
+
+    Attributes:
+        eviction_ages: seconds that tokens had been unused when they were evicted.
+        rounded_off_tokens: that were cached behind a hit, went on as the prompt does, and were not
+            hit; at least, since only the next node is looked at. The tree matches token by token,
+            so this stays 0 unless something is wrong.
+    """
+
+    def __init__(self, pool_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._accounting = Accounting(pool_tokens, now=clock())
+        self._uses = Timeline()  # the tree's logical clock in seconds
+        self._evicted_tokens = 0  # of which the accounting was told
+        self.eviction_ages = Buckets(AGES)
+        self.rounded_off_tokens = 0
+        self._recent: deque[_Recent] = deque(maxlen=RECENT_REQUESTS)
+
+    def admitted(self, sequence: Sequence, tree: RadixTree, match: Match, in_flight: int) -> None:
+        """`sequence`, which holds `match`, is about to be computed from its end on."""
+        now = self._clock()
+        self.evictions(tree, now)
+        self._uses.record(tree.clock, now)
+        tokens = sequence.tokens.tobytes()
+        assert sequence.hold is not None and sequence.hold.node is not None
+        node, here = sequence.hold.node, match.length * TOKEN_BYTES
+        behind = node.children.get(tokens[here : here + TOKEN_BYTES])
+        if behind is not None and not sequence.private:
+            rest = tokens[here : sequence.hit_limit * TOKEN_BYTES]
+            same = common_prefix(rest, 0, behind.edge) // TOKEN_BYTES
+            self.rounded_off_tokens += min(same, behind.length)
+        sequence.account = self._accounting.request(
+            tokens,
+            sequence.request.namespace,
+            match.length,
+            in_flight_tokens=in_flight,
+            hit_limit=None if sequence.prompt_logprobs is None else sequence.hit_limit,
+            kind=_kind(sequence),
+            node=node,
+            now=now,
+        )
+        if sequence.account.kind == "cross":
+            self._recent.append(_Recent(sequence.request.request_id, sequence.account))
+
+    def forked(self, sequence: Sequence) -> None:
+        """`sequence` goes on from what another one of its request has computed."""
+        tokens = sequence.tokens[: sequence.computed].tobytes()
+        sequence.account = self._accounting.request(
+            tokens, sequence.request.namespace, sequence.computed, kind="same", now=self._clock()
+        )
+
+    def left(self, sequence: Sequence, tree: RadixTree, computed: int) -> None:
+        """`sequence` leaves; its first `computed` tokens were computed and entered in the tree."""
+        now = self._clock()
+        self.evictions(tree, now)
+        self._uses.record(tree.clock, now)
+        account = sequence.account
+        if account is None or account.finished:
+            return
+        prompt = sequence.tokens[: account.prompt_tokens]
+        if computed < len(prompt):
+            self._accounting.abandoned(account, prompt.tobytes(), computed, now=now)
+        else:
+            added = sequence.tokens[account.prompt_tokens : computed].tobytes()
+            self._accounting.finish(account, added, now=now)
+
+    def cleared(self) -> None:
+        """The tree was emptied on purpose."""
+        self._accounting.reset()
+
+    def settle_batch(self) -> bool:
+        """Processes a part of what was told, if there is enough (see `Accounting`)."""
+        return self._accounting.settle_batch()
+
+    def snapshot(self) -> CacheAccounts:
+        """The accounts as of now. Settles what is pending."""
+        return self._accounting.snapshot(now=self._clock())
+
+    def recent(self) -> tuple[PromptCauses, ...]:
+        """The last requests that were admitted, oldest first. Settles what is pending."""
+        now = self._clock()
+        return tuple(each.causes(now) for each in self._recent)
+
+    def counts(self) -> Counts:
+        """Tokens by hit and cause since the start. Settles what is pending."""
+        return self._accounting.counts(now=self._clock())
+
+    def top_prefixes(self, tree: RadixTree, count: int) -> tuple[SharedPrefix, ...]:
+        """The prefixes that saved the most tokens (see `coppice.radix.top_prefixes`)."""
+        now = self._clock()
+        self._uses.record(tree.clock, now)
+        return top_prefixes(tree, count, uses=self._uses, now=now)
+
+    def evictions(self, tree: RadixTree, now: float | None = None) -> None:
+        """Tells of what was evicted since the last call; to be called at least once a step. O(1).
+
+        What was evicted between two calls counts as old as the last of it.
+        """
+        count = tree.evicted_tokens - self._evicted_tokens
+        if not count:
+            return
+        self._evicted_tokens = tree.evicted_tokens
+        used = self._uses.time_of(tree.last_evicted)
+        if used is not None:
+            now = self._clock() if now is None else now
+            self._accounting.evicted(used, now=now)
+            self.eviction_ages.add(max(0.0, now - used), count)
+
+
+def _kind(sequence: Sequence) -> Kind:
+    if sequence.admitted >= 0:
+        return "preempted"
+    return "same" if sequence.index else "cross"
+
+
+class _Recent:
+    """One of the last requests. What became of its prompt is looked up once, when it is asked."""
+
+    __slots__ = ("_account", "_causes", "_request_id")
+
+    def __init__(self, request_id: str, account: RequestAccount) -> None:
+        self._request_id = request_id
+        self._account = account
+        self._causes: PromptCauses | None = None
+
+    def causes(self, now: float) -> PromptCauses:
+        account, ago = self._account, now - self._account.time
+        if self._causes is not None:
+            return replace(self._causes, seconds_ago=ago)
+        went, parted = account.evicted_at, account.divergence
+        self._causes = PromptCauses(
+            self._request_id,
+            account.namespace,
+            ago,
+            account.prompt_tokens,
+            account.hit_tokens,
+            {cause: tokens for cause, tokens in account.causes.items() if tokens},
+            account.evicted_idle_seconds,
+            None if went is None else account.time - went,
+            None if parted is None else parted.position,
+            () if parted is None else _ids(parted.before),
+            None if parted is None else difference(_ids(parted.ours), _ids(parted.theirs)),
+        )
+        return self._causes
+
+
+def _ids(tokens: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(tokens, np.int32).tolist())

@@ -1,0 +1,236 @@
+"""A sequence's dealings with tree and pool: hit, admission, growth, commit, leave. No tensors."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+
+from coppice.radix import Hold, Match, OutOfPages, RadixTree
+from coppice.runtime.requests.request import Sequence
+from coppice.runtime.schedule.accounts import PromptAccounts
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """A page whose KV must be copied before the step runs (copy-on-write on divergence)."""
+
+    source: int
+    target: int
+
+
+def copy_batches(copies: Iterable[PageCopy]) -> Iterator[list[PageCopy]]:
+    """The copies in order, in as few batches as can each be made in any order.
+
+    A page that a copy reads may be given away before it is made, and be the target of a later one.
+    """
+    batch: list[PageCopy] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for copy in copies:
+        if copy.source in written or copy.target in written or copy.target in read:
+            yield batch
+            batch, read, written = [], set(), set()
+        batch.append(copy)
+        read.add(copy.source)
+        written.add(copy.target)
+    if batch:
+        yield batch
+
+
+class Paging:
+    """Moves sequences in and out of the pages of one tree.
+
+    Of a running sequence's table, the pages before `hold.length // page_size` are kept by its lock
+    in the tree; the ones from there on are its own, and it alone writes to them.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        *,
+        enable_prefix_caching: bool,
+        accounts: PromptAccounts | None = None,
+    ) -> None:
+        self.tree = tree
+        self.page_size = tree.page_size
+        self.caching = enable_prefix_caching
+        self.accounts = accounts if enable_prefix_caching else None
+
+    def match(self, sequence: Sequence) -> Match:
+        """Its longest cached prefix, up to `Sequence.hit_limit`: some rows are needed anyway.
+
+        A private sequence, and every one while caching is off, matches nothing.
+        """
+        hidden = sequence.private or not self.caching
+        tokens = b"" if hidden else sequence.tokens.tobytes()
+        return self.tree.match(tokens, sequence.request.namespace, sequence.hit_limit)
+
+    def cached(self, sequence: Sequence) -> int:
+        """Its first tokens that are in the tree, whether or not it may hit them all."""
+        if sequence.private or not self.caching:
+            return 0
+        return self.tree.match(sequence.tokens.tobytes(), sequence.request.namespace).length
+
+    def pages_needed(self, length: int, match: Match) -> int:
+        """Pages that a sequence of `length` tokens takes from the pool with this hit, at most.
+
+        A hit that ends inside a page may cost a page for its copy.
+        """
+        return -(-length // self.page_size) - match.length // self.page_size
+
+    def admit(
+        self, sequence: Sequence, match: Match, count: int, in_flight: int = 0
+    ) -> PageCopy | None:
+        """Locks the hit and takes pages for the next `count` tokens.
+
+        `in_flight` tokens behind the hit are being computed by another sequence, for the accounts.
+        Returns the page to copy, if the hit ends inside a page that others may read or write.
+        Raises OutOfPages, with nothing changed, if the pages can't be had.
+        """
+        tree, size = self.tree, self.page_size
+        needed = self.pages_needed(match.length + count, match)
+        if needed > (available := tree.available_pages(match)):
+            raise OutOfPages(needed, available)
+        sequence.hold, table = tree.start(match, draft=_drafts(sequence))
+        hold = sequence.hold
+        if self.accounts is not None:
+            self.accounts.admitted(sequence, tree, match, in_flight)
+        copy = None
+        if hold.length % size and not tree.claim_tail(hold):
+            page = tree.allocate(1)[0]
+            copy = PageCopy(table[-1], page)
+            table[-1] = page
+        sequence.table, sequence.computed = table, hold.length
+        self._grow(sequence, count)
+        return copy
+
+    def fork(self, parent: Sequence, child: Sequence) -> PageCopy | None:
+        """Lets `child`, which has no pages, go on from all that `parent` has computed.
+
+        Both share every full page; of a partly filled last one the child gets a copy of its own,
+        which is returned and must be made before the next step. Raises OutOfPages, with nothing
+        changed, if there is no page for it.
+        """
+        tree, size = self.tree, self.page_size
+        self._insert(parent)
+        full = parent.computed // size
+        tail = tree.allocate(1) if parent.computed % size else array("i")
+        assert parent.hold is not None
+        child.hold = tree.fork(parent.hold)
+        shared = parent.table[:full]
+        tree.pool.share(shared[child.hold.length // size :])
+        child.private = parent.private
+        child.table, child.computed = shared + tail, parent.computed
+        if self.accounts is not None:
+            self.accounts.forked(child)
+        return PageCopy(parent.table[full], tail[0]) if tail else None
+
+    def try_grow(self, sequence: Sequence, count: int) -> bool:
+        """Takes the pages that its next `count` tokens need, or changes nothing: False."""
+        try:
+            self._grow(sequence, count)
+        except OutOfPages:
+            return False
+        return True
+
+    def _grow(self, sequence: Sequence, count: int) -> None:
+        table = sequence.table
+        missing = -(-(sequence.computed + count) // self.page_size) - len(table)
+        if missing > 0:
+            table += self.tree.allocate(missing, table[-1] if table else -1)
+
+    def own_tokens(self, sequence: Sequence) -> int:
+        """Computed tokens of a running sequence that no other one keeps. O(nodes on its path)."""
+        assert sequence.hold is not None
+        node = sequence.hold.node
+        while node is not None and node.locks == 1:
+            node = node.parent
+        return sequence.computed - (node.end if node is not None else 0)
+
+    def commit(self, sequence: Sequence, count: int) -> None:
+        """The KV of its next `count` tokens is in its pages now.
+
+        Chunks of a prefill enter the tree at once, so that others can hit them; tokens that are
+        decoded one by one enter when the sequence leaves.
+        """
+        sequence.computed += count
+        if count > 1 or sequence.computed <= len(sequence.request.prompt_token_ids):
+            self._insert(sequence)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Enters all that a beam has computed as a draft that is marked: a result ends there.
+
+        Others may beat it: `settle` it when that is known.
+        """
+        if sequence.hold is not None:  # else it waits, and has left that as a draft already
+            self._insert(sequence)
+        match = self.tree.match(sequence.tokens, sequence.request.namespace)
+        if match.length == len(sequence.tokens):
+            self.tree.mark(match)
+
+    def settle(self, line: array[int], namespace: Hashable, *, keep: bool) -> None:
+        """A result that was entered with these tokens stays for good, or is beaten and goes."""
+        match = self.tree.match(line, namespace)
+        if match.length == len(line):  # else it was evicted, with its mark
+            self.tree.unmark(match)
+        if keep:
+            self.tree.unlock(self.tree.lock(match, use=False), use=False)
+        else:
+            self.tree.drop(match)
+
+    def leave(self, sequence: Sequence, *, keep: bool = True, copied: bool = True) -> None:
+        """Gives back its pages and its lock; what it computed stays in the tree.
+
+        With `keep=False` (the step that wrote to its pages has failed, or the beam comes to
+        nothing) only what was entered before stays, and of that no draft. `copied=False`: its last
+        page is still to be copied from its parent's, which has entered all that it could.
+        """
+        assert sequence.hold is not None
+        # Forks of a private sequence go on with its pages: in the tree these would count as
+        # evictable, and evicting them would free nothing. The last to leave enters what it knows.
+        refs = self.tree.pool.refs
+        lone = not sequence.private or all(refs[page] == 1 for page in sequence.table)
+        hold, table = sequence.hold, sequence.table
+        entered = hold.length
+        if entering := keep and copied and lone:
+            entered = sequence.computed
+        sequence.private = False
+        if entering and self.caching and not sequence.request.beam_search:
+            tokens = sequence.tokens[hold.length : entered].tobytes()
+            self.tree.finish(hold, tokens, table, begin=hold.length)
+        else:
+            if entering:
+                self._insert(sequence)
+            self.tree.release(hold, table, drop=not keep)
+        if self.accounts is not None:
+            self.accounts.left(sequence, self.tree, entered)
+        sequence.hold = None
+        del sequence.table[:]
+        sequence.computed = 0
+
+    def forget(self, sequence: Sequence) -> None:
+        """A beam that waits comes to nothing: what it has left as a draft goes."""
+        self.tree.drop(self.tree.match(sequence.tokens, sequence.request.namespace))
+
+    def _insert(self, sequence: Sequence) -> None:
+        if not self.caching or sequence.private:
+            return
+        hold = sequence.hold
+        assert hold is not None
+        draft = _drafts(sequence)
+        prompt = len(sequence.request.prompt_token_ids)
+        if draft and hold.length < prompt:
+            # A beam that lost its prompt computes it again in chunks: not all may be there yet.
+            self._enter_to(sequence, hold, min(prompt, sequence.computed), draft=False)
+        self._enter_to(sequence, hold, sequence.computed, draft=draft)
+
+    def _enter_to(self, sequence: Sequence, hold: Hold, end: int, *, draft: bool) -> None:
+        begin = hold.length
+        tokens = sequence.tokens[begin:end].tobytes()
+        self.tree.insert(hold, tokens, sequence.table, begin=begin, draft=draft)
+
+
+def _drafts(sequence: Sequence) -> bool:
+    """Whether what it computes behind its prompt may come to nothing, as a beam does."""
+    return sequence.request.beam_search and sequence.num_generated > 0

@@ -1,0 +1,326 @@
+"""The queue of waiting sequences: which one is next, without starving anyone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+from sortedcontainers import SortedDict, SortedList
+
+from coppice.radix import Node, RadixTree
+from coppice.radix.node import Root
+from coppice.runtime.requests.request import Sequence
+from coppice.runtime.schedule.queue_tree import MIN_SHARED_TOKENS, Rank, WaitingTree
+
+# What a sequence costs beside its uncached tokens, in tokens: it takes part in steps of its own.
+_OWN_WORK = 32
+
+_CLASS_BITS = 48
+
+
+def _longest_hit(hit: int, ticket: int, waiting: int) -> Rank:
+    return -hit, ticket
+
+
+def _heaviest(hit: int, ticket: int, waiting: int) -> Rank:
+    return -hit, -waiting, ticket
+
+
+def _first_come(hit: int, ticket: int, waiting: int) -> Rank:
+    return (ticket,)
+
+
+def _by_class(hit: int, ticket: int, waiting: int) -> Rank:
+    return ticket >> _CLASS_BITS, -hit, ticket
+
+
+_RANKS: dict[str, Callable[[int, int, int], Rank]] = {
+    "lpm": _longest_hit,
+    "dfs": _heaviest,
+    "fcfs": _first_come,
+    "priority": _by_class,
+}
+
+SCHEDULING_POLICIES = tuple(_RANKS)
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A waiting sequence's place in the queue."""
+
+    sequence: Sequence
+    tokens: bytes
+    ticket: int  # its class and arrival in one number: less is earlier in a better class
+    work: int  # what it costs, in tokens, by the hit it had when it came
+    before: int  # work of all of its class that came before it, since the start
+    ahead: int  # work of its class that it found waiting
+
+
+@dataclass(slots=True)
+class _Class:
+    """What is known of the sequences of one priority class."""
+
+    tickets: SortedList  # of those that wait
+    came: int = 0  # work of all that came, since the start
+    left: int = 0  # work of all that left the queue
+
+
+class WaitingQueue:
+    """Sequences that wait for admission.
+
+    First come those that were preempted, in order of arrival (of the best class that waits). Then
+    whoever has been overtaken by as much work as the bound allows, and else the order of the
+    policy:
+
+    - "lpm": the longest hit first, first come first served among equals.
+    - "dfs": at every branching of what waits, a cached branch before others, and of those the one
+      on which most sequences wait.
+    - "fcfs": in order of arrival.
+    - "priority": by the requests' `priority`, the least number first; "lpm" within a class. A class
+      is served with what the better ones leave, and they may leave it nothing for as long as they
+      bring work: that is what classes are for, and no bound protects one from a better one. Within
+      a class the bound holds as in the other policies; work of other classes does not count.
+
+    In every policy a sequence that shares tokens with one that is about to compute them waits to
+    hit them instead. The order is kept up to date by what the tree tells (`RadixTree.watcher`), one
+    path at a time, and costs the same at any length of the queue: every operation is O(tokens of
+    the sequence at memory speed + branches on its path x log).
+    """
+
+    def __init__(
+        self, tree: RadixTree, policy: str, *, slack: int, overtaking: float | None
+    ) -> None:
+        """An empty queue beside a tree.
+
+        Args:
+            tree: whose cached tokens decide.
+            policy: one of `SCHEDULING_POLICIES`.
+            slack: work, in tokens, that may overtake anyone; one step's is a good choice.
+            overtaking: what may overtake a sequence beyond that, as a fraction of the work that it
+                found before it: it waits at most about so much longer than first come first
+                served would let it. None: no bound.
+
+        Raises ValueError if the policy is unknown.
+        """
+        if policy not in _RANKS:
+            raise ValueError(
+                f"scheduling_policy must be one of {', '.join(_RANKS)}, got {policy!r}"
+            )
+        self.policy = policy
+        self.tokens = 0  # of the requests that wait to begin
+        self._slack = slack
+        self._overtaking = overtaking
+        self._places: dict[int, _Place] = {}  # by ticket
+        self._trees: dict[Hashable, WaitingTree] = {}  # by namespace
+        self._ranks: dict[Hashable, Rank] = {}  # of the trees, as listed
+        self._order: SortedList = SortedList(key=lambda entry: entry[0])  # (rank, namespace)
+        # Preempted ones by class, request and sequence: so the first request's come before others,
+        # which matters if they all have to run for it to go on.
+        self._resuming: SortedDict = SortedDict()
+        self._parked: dict[int, Sequence] = {}  # by ticket
+        self._classes: dict[int, _Class] = {}
+        self._leading: dict[Sequence, tuple[Hashable, bytes]] = {}
+        self._aside: list[_Place] = []
+        tree.watcher = self
+
+    def __len__(self) -> int:
+        return len(self._places) + len(self._resuming) + len(self._parked)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._resuming.values()
+        yield from self._parked.values()
+        for place in self._places.values():
+            yield place.sequence
+
+    @property
+    def requests(self) -> int:
+        """How many wait to begin: none of their sequences ran, so each has one."""
+        return len(self._places)
+
+    # -- coming and going --------------------------------------------------------------------
+
+    def add(self, sequence: Sequence, hit: int, cached: int | None = None) -> None:
+        """A sequence waits that would hit `hit` tokens now.
+
+        `cached` of its tokens are in the tree: None for as many, more if it may not hit them all.
+        """
+        ticket = self._ticket(sequence)
+        if sequence.preempted:
+            self._resuming[self._resumption(sequence)] = sequence
+            return
+        self.tokens += len(sequence.tokens)
+        group = self._class(ticket)
+        work = len(sequence.tokens) - hit + _OWN_WORK
+        place = _Place(
+            sequence, sequence.tokens.tobytes(), ticket, work, group.came, group.came - group.left
+        )
+        group.came += work
+        group.tickets.add(ticket)
+        self._places[ticket] = place
+        self._enter(place, hit if cached is None else cached)
+
+    def park(self, sequence: Sequence) -> None:
+        """It was preempted with nothing to compute: it is not offered before it is added anew.
+
+        That is a beam that waits for the others of its search.
+        """
+        self._parked[self._ticket(sequence)] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes it out: it was admitted, or has ended, or is to be added anew."""
+        ticket = self._ticket(sequence)
+        if self._resuming.pop(self._resumption(sequence), None) is not None:
+            return
+        if self._parked.pop(ticket, None) is not None:
+            return
+        place = self._places.pop(ticket)
+        self.tokens -= len(sequence.tokens)
+        group = self._class(ticket)
+        group.tickets.remove(ticket)
+        group.left += place.work
+        if place in self._aside:
+            self._aside.remove(place)
+            return
+        namespace = sequence.request.namespace
+        self._trees[namespace].remove(place.tokens, ticket)
+        self._list(namespace)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Keeps a sequence that does not fit out of the order until `restore`."""
+        place = self._places[self._ticket(sequence)]
+        namespace = sequence.request.namespace
+        self._trees[namespace].remove(place.tokens, place.ticket)
+        self._list(namespace)
+        self._aside.append(place)
+
+    def restore(self, cached: Callable[[Sequence], int]) -> None:
+        """Puts what was set aside back in the order; `cached` tells how much of one is cached."""
+        for place in self._aside:
+            self._enter(place, cached(place.sequence))
+        self._aside.clear()
+
+    def _enter(self, place: _Place, cached: int) -> None:
+        namespace = place.sequence.request.namespace
+        self._tree(namespace).add(place.tokens, place.ticket, cached)
+        self._list(namespace)
+
+    # -- the next one ------------------------------------------------------------------------
+
+    def next(self) -> tuple[Sequence, bool] | None:
+        """The sequence to admit next, and whether others may not pass it; it stays in the queue.
+
+        None if there is none, or if all wait for what running ones are about to compute, or are
+        parked.
+        """
+        ticket = self._trees[self._order[0][1]].best() if self._order else None
+        if self._resuming:
+            resuming, sequence = self._resuming.peekitem(0)
+            if ticket is None or resuming[0] <= ticket >> _CLASS_BITS:
+                return sequence, True
+        if ticket is None:
+            return None
+        group = self._class(ticket)
+        first = self._places[group.tickets[0]]
+        if self._overtaking is not None:
+            overtaken = group.left - first.before
+            if overtaken > self._slack + self._overtaking * first.ahead and self._free(first):
+                return first.sequence, True
+        return self._places[ticket].sequence, False
+
+    def _free(self, place: _Place) -> bool:
+        """Whether it is in the order, and no leader computes what it could hit."""
+        tree = self._trees.get(place.sequence.request.namespace)
+        return (
+            tree is not None
+            and place not in self._aside
+            and tree.shared_with_leader(place.tokens) < MIN_SHARED_TOKENS
+        )
+
+    # -- leaders -----------------------------------------------------------------------------
+
+    def lead(self, sequence: Sequence, cached: int) -> None:
+        """It was admitted and is about to compute its tokens, of which the first `cached` are in
+        the tree already.
+        """
+        namespace, tokens = sequence.request.namespace, sequence.tokens.tobytes()
+        self._leading[sequence] = namespace, tokens
+        self._tree(namespace).lead(tokens, cached)
+        self._list(namespace)
+
+    def stop_leading(self, sequence: Sequence) -> None:
+        """It has computed them, or has left; nothing if it did not lead."""
+        led = self._leading.pop(sequence, None)
+        if led is not None:
+            self._trees[led[0]].stop_leading(led[1])
+            self._list(led[0])
+
+    @property
+    def leaders(self) -> int:
+        """How many sequences lead."""
+        return len(self._leading)
+
+    def in_flight(self, sequence: Sequence) -> int:
+        """Tokens behind a waiting sequence's hit that a leader is about to compute."""
+        place = self._places.get(self._ticket(sequence))
+        if place is None:
+            return 0
+        return self._trees[sequence.request.namespace].shared_with_leader(place.tokens)
+
+    # -- what the tree tells -----------------------------------------------------------------
+
+    def stored(self, node: Node) -> None:
+        namespace, tree = self._of(node)
+        if tree is not None and tree.stored(node.prefix()):
+            self._list(namespace)
+
+    def evicted(self, node: Node, length: int) -> None:
+        namespace, tree = self._of(node)
+        if tree is not None and tree.evicted(node.prefix(), node.start + length):
+            self._list(namespace)
+
+    def _of(self, node: Node) -> tuple[Hashable, WaitingTree | None]:
+        if not self._trees:
+            return None, None
+        while node.parent is not None:
+            node = node.parent
+        assert isinstance(node, Root)
+        return node.namespace, self._trees.get(node.namespace)
+
+    # -- the books ---------------------------------------------------------------------------
+
+    def _ticket(self, sequence: Sequence) -> int:
+        request = sequence.request
+        group = request.priority if self.policy == "priority" else 0
+        return (group << _CLASS_BITS) + sequence.arrival
+
+    def _resumption(self, sequence: Sequence) -> tuple[int, int, int]:
+        ticket = self._ticket(sequence)
+        return ticket >> _CLASS_BITS, sequence.request.arrival, sequence.arrival
+
+    def _class(self, ticket: int) -> _Class:
+        number = ticket >> _CLASS_BITS
+        if number not in self._classes:
+            self._classes[number] = _Class(SortedList())
+        return self._classes[number]
+
+    def _tree(self, namespace: Hashable) -> WaitingTree:
+        if namespace not in self._trees:
+            self._trees[namespace] = WaitingTree(
+                _RANKS[self.policy], by_weight=self.policy == "dfs"
+            )
+        return self._trees[namespace]
+
+    def _list(self, namespace: Hashable) -> None:
+        """Puts a namespace's tree in its place among the others; drops it when it is empty."""
+        tree = self._trees[namespace]
+        before, rank = self._ranks.get(namespace), tree.rank()
+        if before != rank:
+            if before is not None:
+                self._order.remove((before, namespace))
+            if rank is not None:
+                self._order.add((rank, namespace))
+                self._ranks[namespace] = rank
+            else:
+                del self._ranks[namespace]
+        if tree.empty:
+            del self._trees[namespace]

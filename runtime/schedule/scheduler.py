@@ -1,0 +1,357 @@
+"""Which tokens of which sequences a step computes: admission, chunks, preemption. No tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from coppice.radix import Match, OutOfPages
+from coppice.runtime.requests.request import Sequence, Status
+from coppice.runtime.schedule.paging import PageCopy, Paging
+from coppice.runtime.schedule.queue import WaitingQueue
+from coppice.runtime.schedule.step_times import StepTimes
+
+# So many sequences that do not fit now are passed in one step by ones that do.
+LOOK_PAST = 8
+
+
+class Chunk:
+    """The next `count` tokens of a sequence from `start` on, to be computed in this step.
+
+    `decode`: whether it is the one token that was sampled last, and not a piece of a prefill.
+    """
+
+    __slots__ = ("sequence", "count", "start", "decode")
+
+    # By hand: one is made for each sequence in each step.
+    def __init__(self, sequence: Sequence, count: int) -> None:
+        self.sequence = sequence
+        self.count = count
+        self.start = start = sequence.computed
+        self.decode = count == 1 and start >= len(sequence.request.prompt_token_ids)
+
+
+@dataclass(slots=True)
+class Schedule:
+    """What one step does: copy pages, in order, then compute the chunks in one mixed batch.
+
+    `short`: pages were missing, for which nobody was preempted since tokens are late.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    short: bool = False
+
+    def prefills(self) -> list[Chunk]:
+        """The chunks that are not decodes: most steps have few of them, or none."""
+        return [chunk for chunk in self.chunks if not chunk.decode]
+
+    def rows(self) -> int:
+        """Tokens that the step computes."""
+        prefills = self.prefills()
+        return len(self.chunks) - len(prefills) + sum(chunk.count for chunk in prefills)
+
+
+class Scheduler:
+    """Continuous batching over the pages of one tree.
+
+    Every step is one mixed batch of at most `max_num_batched_tokens` tokens of at most
+    `max_num_seqs` sequences: first a token for each sequence that decodes, then chunks of the
+    prompts in work, then whoever waits, longest hit first. With `max_step_stretch` so few prompt
+    tokens go with the decodes that the step takes at most so many times what they take alone.
+
+    When pages run out, a sequence may take those of one that was admitted after it, which is
+    preempted: its computed tokens enter the tree, and it resumes from whatever is left of them
+    then. Under "priority" those of worse classes count as admitted after those of better ones. The
+    one admitted first is therefore never preempted for another, and everything ends. Only
+    if it runs alone and still lacks pages (beside the page that its hit ends in it needs a copy of
+    it) it starts again as a *private* sequence, which locks nothing and can evict all the rest.
+
+    Sequences whose last token is late (`Sequence.late`) are scheduled as if it did not end them;
+    one that ends by its length anyhow is not. While there are any (`late`) nobody is preempted:
+    some may have ended already, and a queue needs to know the tokens of those who wait in it. Who
+    lacks pages then waits until the tokens are here.
+
+    Attributes:
+        late: whether tokens of running sequences are late; whoever makes the steps sets it.
+    """
+
+    def __init__(
+        self,
+        paging: Paging,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: str = "lpm",
+        overtaking: float | None = None,
+        max_step_stretch: float | None = None,
+    ) -> None:
+        self.paging = paging
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.running: list[Sequence] = []  # in order of admission
+        self.waiting = WaitingQueue(
+            paging.tree, policy, slack=max_num_batched_tokens, overtaking=overtaking
+        )
+        self.preemptions = 0
+        self.late = False
+        self._admissions = 0
+        self._forks: dict[Sequence, PageCopy] = {}  # copies that the next step has to make
+        stretch = math.inf if max_step_stretch is None else max_step_stretch
+        self._times = StepTimes(stretch) if math.isfinite(stretch) else None
+
+    def add(self, sequence: Sequence) -> None:
+        cached = self.paging.cached(sequence)
+        self.waiting.add(sequence, min(cached, sequence.hit_limit), cached)
+
+    def schedule(self) -> Schedule:
+        """The next step; empty if there is nothing to do. Pages are taken, locks are held."""
+        schedule = Schedule()
+        budget = self.max_num_batched_tokens
+        if self.waiting.policy == "priority":
+            self._make_room(schedule)
+        # Decodes first, so that a long prompt never stalls them: they are at most max_num_seqs.
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for each in self.running:
+            length = len(each.tokens)
+            if self.late and length >= each.request.max_length and each.late:
+                continue
+            (prefilling if length - each.computed > 1 else decoding).append(each)
+        budget, served = self._continue(decoding, schedule, budget)
+        budget = self._prefill_budget(schedule, prefilling, budget)
+        if prefilling:
+            budget, all_served = self._continue(prefilling, schedule, budget)
+            served = served and all_served
+        if served or not self.running:
+            self._admit(schedule, budget)
+        # Sequences may wait for others of their request that can't come in: the last request makes
+        # room, so that the first one can go on with all of its own.
+        while not (schedule.chunks or self.late) and self.running and len(self.waiting):
+            self.preempt(max(self.running, key=lambda each: (each.request.arrival, each.admitted)))
+            self._admit(schedule, budget)
+        if schedule.chunks:
+            # Before the others: what these copy from may have been given away since.
+            schedule.copies[:0] = self._forks.values()
+            self._forks.clear()
+        return schedule
+
+    def _continue(
+        self, sequences: list[Sequence], schedule: Schedule, budget: int
+    ) -> tuple[int, bool]:
+        """Schedules running ones; the budget that is left, and whether all had their pages."""
+        chunks, served, size = schedule.chunks, True, self.paging.page_size
+        for sequence in sequences:
+            computed = sequence.computed
+            count = len(sequence.tokens) - computed
+            if count > budget:
+                count = budget
+            if sequence.status is not Status.RUNNING:  # preempted by one before it
+                served = False
+            elif count:
+                has_pages = computed + count <= len(sequence.table) * size  # as for most decodes
+                if has_pages or self._grow(sequence, count, schedule):
+                    chunks.append(Chunk(sequence, count))
+                    budget -= count
+                else:
+                    served = False
+        return budget, served
+
+    def _prefill_budget(self, schedule: Schedule, prefilling: list[Sequence], budget: int) -> int:
+        """What is left for prompts beside the decodes that are scheduled."""
+        if self._times is None or not schedule.chunks:
+            return budget
+        context = prefilling[0].computed if prefilling else 0
+        allowed = self._times.prefill_tokens(len(schedule.chunks), context)
+        return budget if allowed is None else min(budget, allowed)
+
+    def observe(self, schedule: Schedule, seconds: float) -> None:
+        """Tells what a step took, so that `max_step_stretch` can be kept."""
+        if self._times is not None:
+            prefills = [(chunk.count, chunk.start) for chunk in schedule.prefills()]
+            self._times.observe(len(schedule.chunks) - len(prefills), prefills, seconds)
+
+    # -- running sequences -------------------------------------------------------------------
+
+    def _grow(self, sequence: Sequence, count: int, schedule: Schedule) -> bool:
+        """Takes its pages, if need be from sequences admitted later; False: not in this step."""
+        while True:
+            if self.paging.try_grow(sequence, count):
+                return True
+            if self.late:
+                schedule.short = True
+                return False
+            scheduled = {id(chunk.sequence) for chunk in schedule.chunks}
+            mine = self._turn(sequence)
+            later = (each for each in self.running if self._turn(each) > mine)
+            victims = [each for each in later if id(each) not in scheduled]
+            if victims:
+                self.preempt(self._cheapest(victims))
+            elif len(self.running) > 1:
+                return False  # older ones run; when they leave there are pages
+            else:
+                assert not sequence.private, "a request was accepted that does not fit the pool"
+                self.preempt(sequence)
+                sequence.private = True
+                return False
+
+    def _turn(self, sequence: Sequence) -> tuple[int, int]:
+        """By which running sequences may take pages from one another: the least from the others."""
+        by_class = self.waiting.policy == "priority"
+        return sequence.request.priority if by_class else 0, sequence.admitted
+
+    def _cheapest(self, victims: list[Sequence]) -> Sequence:
+        """The one whose return costs least: the worst class, then the fewest tokens to redo.
+
+        What it shares with others stays; the rest may be evicted before it resumes. Of equals the
+        one with most work left, then the one admitted last.
+        """
+        return min(
+            victims,
+            key=lambda victim: (
+                -victim.request.priority,
+                self.paging.own_tokens(victim),
+                victim.computed - victim.request.max_length,
+                -victim.admitted,
+            ),
+        )
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Lets `child` go on from what the running `parent` has computed; it runs from now on.
+
+        False if there is no place or no page for it: then give it its next token and `add` it; it
+        will hit what its parent has entered in the tree.
+        """
+        child.cached_tokens = parent.cached_tokens
+        child.counted = True  # as part of its request
+        if len(self.running) < self.max_num_seqs:
+            try:
+                copy = self.paging.fork(parent, child)
+            except OutOfPages:
+                pass
+            else:
+                if copy is not None:
+                    self._forks[child] = copy
+                self._run(child)
+                return True
+        child.preempted = True  # it goes before new ones
+        return False
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        sequence.preempted = False
+        sequence.admitted = self._admissions
+        self._admissions += 1
+        self.running.append(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Sends a running sequence back to the queue; its computed tokens stay in the tree."""
+        self.preemptions += 1
+        self.running.remove(sequence)
+        computed = not sequence.remaining
+        self._leave(sequence, keep=True)
+        sequence.status = Status.WAITING
+        sequence.preempted = True
+        if computed:
+            self.waiting.park(sequence)
+        else:
+            self.waiting.add(sequence, 0)
+
+    def _leave(self, sequence: Sequence, *, keep: bool) -> None:
+        self.waiting.stop_leading(sequence)
+        copied = self._forks.pop(sequence, None) is None
+        self.paging.leave(sequence, keep=keep, copied=copied)
+
+    def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Ends a running or waiting sequence; `keep` as in `Paging.leave`."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._leave(sequence, keep=keep)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+
+    # -- waiting sequences -------------------------------------------------------------------
+
+    def _admit(self, schedule: Schedule, budget: int) -> None:
+        """Admits whoever is next and fits, and a few that do fit behind one that does not.
+
+        Not those of a worse class: they would be preempted for it in the next step.
+        """
+        looked_past = 0
+        passed: Sequence | None = None
+        while budget and (found := self.waiting.next()) is not None:
+            sequence, next_of_all = found
+            if passed is not None and self._worse(sequence, passed):
+                break
+            match = self.paging.match(sequence)
+            in_flight = self.waiting.in_flight(sequence)
+            if len(self.running) >= self.max_num_seqs or not self._fits(sequence, match):
+                if len(self.running) >= self.max_num_seqs:
+                    break
+                if self.running:
+                    if next_of_all or looked_past == LOOK_PAST:
+                        break
+                    self.waiting.set_aside(sequence)
+                    looked_past, passed = looked_past + 1, sequence
+                    continue
+                # Alone, but what the hit locks leaves too few pages: compute it without the hit.
+                sequence.private = True
+                match = self.paging.match(sequence)
+                in_flight = 0
+            count = min(len(sequence.tokens) - match.length, budget)
+            copy = self.paging.admit(sequence, match, count, in_flight)
+            self.waiting.remove(sequence)
+            self._enter(sequence)
+            if copy is not None:
+                schedule.copies.append(copy)
+            schedule.chunks.append(Chunk(sequence, count))
+            budget -= count
+        self.waiting.restore(self.paging.cached)
+
+    def _make_room(self, schedule: Schedule) -> None:
+        """Preempts running sequences of worse classes for one that waits and lacks a place."""
+        while (found := self.waiting.next()) is not None:
+            sequence, _ = found
+            worse = [each for each in self.running if self._worse(each, sequence)]
+            full = len(self.running) >= self.max_num_seqs
+            if not worse or not (full or not self._fits(sequence, self.paging.match(sequence))):
+                return
+            if self.late:
+                schedule.short = True
+                return
+            self.preempt(self._cheapest(worse))
+
+    def _worse(self, sequence: Sequence, other: Sequence) -> bool:
+        """Whether it is of a worse class than the other."""
+        by_class = self.waiting.policy == "priority"
+        return by_class and sequence.request.priority > other.request.priority
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._run(sequence)
+        if sequence.cached_tokens < 0:
+            sequence.cached_tokens = sequence.computed
+        if sequence.remaining > 1 and not sequence.private and self.paging.caching:
+            limited = sequence.prompt_logprobs is not None  # its hit tells less than the tree has
+            cached = self.paging.cached(sequence) if limited else sequence.computed
+            self.waiting.lead(sequence, cached)
+
+    def computed(self, chunk: Chunk) -> None:
+        """The KV of a chunk is in its pages: what others can hit is entered in the tree."""
+        sequence = chunk.sequence
+        if chunk.decode:
+            sequence.computed += 1  # it enters the tree when it leaves: see `Paging.commit`
+        else:
+            self.paging.commit(sequence, chunk.count)
+        if self.waiting.leaders and len(sequence.tokens) - sequence.computed <= 1:
+            self.waiting.stop_leading(sequence)
+
+    def _fits(self, sequence: Sequence, match: Match) -> bool:
+        """Whether all of it and its next token fit, beside a page more for each one that runs.
+
+        Only the pages of the first chunk are taken now; looking further ahead keeps a prompt from
+        being admitted just to be preempted.
+        """
+        length = min(len(sequence.tokens) + 1, sequence.request.max_length)
+        needed = self.paging.pages_needed(length, match) + len(self.running)
+        return needed <= self.paging.tree.available_pages(match)

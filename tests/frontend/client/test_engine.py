@@ -1,0 +1,244 @@
+"""The engine in its own process: requests, refusals, its death and its return."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from coppice.frontend.client import engine as module
+from coppice.frontend.client.deltas import EngineStopped
+from coppice.frontend.client.engine import EngineClient
+from coppice.frontend.client.process import EngineProcess
+from coppice.frontend.text.beam_stops import WatchStopStrings
+from coppice.frontend.text.engine import TextEngine
+from coppice.frontend.text.tokenizer import Tokenizer
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.requests.request import DeviceLost, QueueFull, StepOutput
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling.beam_search import BeamSearchParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
+
+
+def config(checkpoint: Path) -> EngineConfig:
+    return EngineConfig(
+        model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8, max_queued_requests=4
+    )
+
+
+@pytest.fixture
+async def engine(
+    checkpoint: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[EngineClient]:
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.05)
+    watch = WatchStopStrings(str(checkpoint))
+    launch = partial(EngineProcess, config(checkpoint), watch_lines=watch)
+    engine = EngineClient(launch, tokenizer)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+async def text_of(engine: EngineClient, prompt: str, params: SamplingParams = GREEDY) -> str:
+    ids = engine.tokenizer.encode(prompt)
+    async with await engine.submit([(prompt, ids)], params) as deltas:
+        (output,) = await deltas.outputs()
+    return output.outputs[0].text
+
+
+async def test_it_answers_refuses_dies_and_comes_back(
+    engine: EngineClient, checkpoint: Path, text_engine: TextEngine
+) -> None:
+    assert engine.ready is not None
+    assert engine.ready.max_model_len == 512
+    prompt = "The quick brown fox"
+    ids = engine.tokenizer.encode(prompt)
+    text_engine.add("alone", prompt, ids, GREEDY)
+    alone = []
+    while text_engine.has_unfinished():
+        alone += text_engine.step()
+    expected = alone[-1].output.outputs[0].text  # type: ignore[union-attr]
+    assert await text_of(engine, prompt) == expected
+
+    # A stop string ends the text here and the sequence there.
+    stop = expected[3:5]
+    stopped = await text_of(
+        engine, prompt, SamplingParams(temperature=0, max_tokens=400, stop=stop)
+    )
+    assert stopped == expected[: expected.index(stop)]
+
+    # A beam search knows there where its lines end.
+    search = BeamSearchParams(4, max_tokens=30, n=1, stop=stop, bad_words=["fox"], logprobs=1)
+    async with await engine.submit([(prompt, ids)], search.sampling, beam=search) as deltas:
+        (output,) = await deltas.outputs()
+    (found,) = output.outputs
+    assert found.score is not None and found.logprobs is not None
+    assert found.stop_reason == stop or found.finish_reason == "length"
+    assert stop not in found.text
+
+    # All prompts of a submission or none.
+    with pytest.raises(ValueError, match="prompt must have at least one token"):
+        await engine.submit([(None, ids), (None, [])], GREEDY)
+    with pytest.raises(QueueFull, match="max_queued_requests 4"):
+        await engine.submit([(None, ids)] * 5, GREEDY)
+    with pytest.raises(ValueError, match="public method of the engine, got '_end'"):
+        await engine.ask("_end", None)
+
+    # Leaving early aborts.
+    async with await engine.submit([(None, ids)], ENDLESS) as deltas:
+        await anext(deltas)
+        assert engine.running == 1
+    for _ in range(400):
+        if not await engine.ask("has_unfinished"):
+            break
+        await asyncio.sleep(0.005)
+    report = await engine.ask("cache_report")
+    assert (report.pages_held, engine.running) == (0, 0)
+
+    # It is killed while it works: who waits learns why, and another one answers as before.
+    process = engine._engine
+    assert isinstance(process, EngineProcess)
+    assert process.pid is not None
+    async with await engine.submit([(None, ids)], ENDLESS) as deltas:
+        await anext(deltas)
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineStopped, match="died: it was killed by SIGKILL"):
+            await deltas.outputs()
+    assert not engine.alive
+    with pytest.raises(EngineStopped, match="takes no requests now: the engine died"):
+        await engine.ask("cache_report")
+    for _ in range(2000):
+        if engine.alive:
+            break
+        await asyncio.sleep(0.05)
+    assert engine.restarts == 1
+    assert await text_of(engine, prompt) == expected
+    report = await engine.ask("cache_report")
+    assert report.requests == 1
+
+
+async def test_a_model_that_cannot_be_loaded(checkpoint: Path, tokenizer: Tokenizer) -> None:
+    impossible = EngineConfig(model=str(checkpoint), max_model_len=4096)
+    engine = EngineClient(partial(EngineProcess, impossible), tokenizer)
+    with pytest.raises(ValueError, match="max_model_len must be at most 512"):
+        await engine.start()
+    await engine.stop()
+
+
+def test_all_who_wait_for_the_process_learn_how_it_ended(checkpoint: Path) -> None:
+    """Only one of several threads at once gets its status from the system."""
+    impossible = EngineConfig(model=str(checkpoint), max_model_len=4096)
+    process = EngineProcess(impossible)
+    assert process.wait(0.0) is None
+    with ThreadPoolExecutor(8) as threads:
+        ends = set(threads.map(process.wait, [60.0] * 8))
+    assert ends == {"it ended with status 0"}
+    process.connection.close()
+
+
+async def test_a_step_that_breaks_is_a_death(
+    text_engine: TextEngine,
+    engine_client: Callable[[TextEngine], EngineClient],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the engine itself raises, its state can't be trusted: it ends and is started again."""
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    engine = engine_client(text_engine)
+    await engine.start()
+    step = text_engine.engine.step
+
+    def broken() -> None:
+        monkeypatch.setattr(text_engine.engine, "step", step)
+        raise LookupError("lost my keys")
+
+    monkeypatch.setattr(text_engine.engine, "step", broken)
+    with pytest.raises(EngineStopped, match="lost my keys"):
+        await text_of(engine, "The key")
+    for _ in range(400):
+        if engine.alive:
+            break
+        await asyncio.sleep(0.01)
+    assert engine.restarts == 1
+    await engine.stop()
+
+
+async def test_a_device_that_has_failed_for_good(
+    text_engine: TextEngine,
+    engine_client: Callable[[TextEngine], EngineClient],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine ends; whoever waits learns why, and another one is started."""
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    engine = engine_client(text_engine)
+    await engine.start()
+    step = text_engine.engine.step
+
+    def broken() -> None:
+        monkeypatch.setattr(text_engine.engine, "step", step)
+        raise DeviceLost("the device has failed: CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(text_engine.engine, "step", broken)
+    with pytest.raises(EngineStopped, match="engine died: the device has failed: CUDA error"):
+        await text_of(engine, "The key")
+    for _ in range(400):
+        if engine.alive:
+            break
+        await asyncio.sleep(0.01)
+    assert engine.restarts == 1
+    assert await text_of(engine, "The key")
+    await engine.stop()
+
+
+async def test_a_text_that_cannot_be_made_fails_alone(
+    text_engine: TextEngine,
+    engine_client: Callable[[TextEngine], EngineClient],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_client(text_engine)
+    await engine.start()
+    advance = engine.texts.advance
+
+    def broken(output: StepOutput, *, patient: bool) -> object:
+        if output.request_id == "request-0":
+            raise LookupError("no such letter")
+        return advance(output, patient=patient)
+
+    monkeypatch.setattr(engine.texts, "advance", broken)
+    bad, good = await asyncio.gather(
+        text_of(engine, "The key"), text_of(engine, "The fox"), return_exceptions=True
+    )
+    assert "no such letter" in str(bad)
+    assert isinstance(good, str)
+    report = await engine.ask("cache_report")
+    assert report.pages_held == 0
+    await engine.stop()
+
+
+async def test_what_comes_faster_than_it_is_read_is_joined(
+    text_engine: TextEngine, engine_client: Callable[[TextEngine], EngineClient]
+) -> None:
+    engine = engine_client(text_engine)
+    await engine.start()
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, n=2, logprobs=1)
+    ids = engine.tokenizer.encode("The key")
+    async with await engine.submit([(None, ids)] * 2, params) as deltas:
+        while await engine.ask("has_unfinished"):
+            await asyncio.sleep(0.01)
+        pieces = [(place, delta) async for place, delta in deltas]
+    assert len(pieces) == 4
+    for place, delta in pieces:
+        assert place in (0, 1)
+        assert delta.completion is not None
+        assert delta.text == delta.completion.text
+        assert delta.new_token_ids == delta.completion.token_ids
+        assert list(delta.logprobs) == delta.completion.logprobs
+        assert delta.text_offsets == delta.completion.text_offsets
+    await engine.stop()

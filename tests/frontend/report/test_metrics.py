@@ -1,0 +1,330 @@
+"""The metrics over a real socket, in both formats, and the dashboard that asks for them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import parser
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.samples import Sample
+
+from coppice.frontend.report.metrics import Metrics
+from coppice.runtime.report.cache import CAUSES
+from coppice.runtime.runner.graphs import DECODE_STEPS
+
+ROOT = Path(__file__).resolve().parents[3]
+DASHBOARD = ROOT / "docs" / "grafana-dashboard.json"
+PROMPT = "The quick brown fox jumps over the lazy dog while the band plays on. "
+
+
+def samples(url: str) -> list[Sample]:
+    answer = httpx.get(url + "/metrics")
+    assert answer.status_code == 200
+    return [
+        sample
+        for family in parser.text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    ]
+
+
+def value(found: list[Sample], name: str, **labels: str) -> float:
+    (one,) = (s.value for s in found if s.name == name and labels.items() <= s.labels.items())
+    return one
+
+
+@pytest.fixture(scope="module")
+def url(served: Callable[..., str], checkpoint: Path) -> str:
+    """A server that has answered two equal prompts, and has refused a request."""
+    url = served()
+    body = {"model": str(checkpoint), "prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
+    for _ in range(2):
+        assert httpx.post(url + "/v1/completions", json=body, timeout=60).status_code == 200
+    assert httpx.post(url + "/v1/completions", json=body | {"n": 0}).status_code == 400
+    assert httpx.get(url + "/nowhere/at/all").status_code == 404
+    return url
+
+
+def test_tokens_add_up(url: str) -> None:
+    found = samples(url)
+    prompt = value(found, "coppice_prompt_tokens_total")
+    hit = value(found, "coppice_hit_tokens_total", kind="cross")
+    causes = {
+        s.labels["cause"]: s.value for s in found if s.name == "coppice_computed_tokens_total"
+    }
+    assert set(causes) == set(CAUSES)
+    assert prompt == hit + sum(causes.values()) > hit > 0
+    assert value(found, "coppice_generated_tokens_total") >= 10
+    assert value(found, "coppice_ideal_hit_tokens_total") >= hit
+    assert value(found, "coppice_rounded_off_tokens_total") == 0
+    assert value(found, "coppice_engine_up") == 1
+
+
+def test_requests_and_their_times(url: str) -> None:
+    found = samples(url)
+    ended = value(found, "coppice_requests_finished_total", finish_reason="length")
+    assert ended >= 2
+    for name in ("request_queue_seconds", "time_to_first_token_seconds", "request_seconds"):
+        assert value(found, f"coppice_{name}_count") >= ended, name
+        assert value(found, f"coppice_{name}_sum") > 0, name
+        buckets = [s for s in found if s.name == f"coppice_{name}_bucket"]
+        counts = [s.value for s in buckets]
+        assert len(buckets) > 20
+        assert counts == sorted(counts), "cumulative"
+        assert (buckets[-1].labels["le"], counts[-1]) == ("+Inf", counts[-1])
+    tokens = value(found, "coppice_generated_tokens_total")
+    assert value(found, "coppice_inter_token_seconds_count") <= tokens - ended
+    assert value(found, "coppice_requests_running") == 0
+
+
+def test_pages_add_up(url: str) -> None:
+    found = samples(url)
+    pages = {s.labels["state"]: s.value for s in found if s.name == "coppice_pool_pages"}
+    assert set(pages) == {"free", "cached", "pinned", "held"}
+    assert sum(pages.values()) * value(found, "coppice_page_size_tokens") == 4096
+    assert pages["held"] == 0 < pages["cached"]
+
+
+def test_answers_are_counted_by_route_and_status(url: str) -> None:
+    found = samples(url)
+    name = "coppice_http_responses_total"
+    assert value(found, name, route="/v1/completions", status="200", method="POST") >= 2
+    assert value(found, name, route="/v1/completions", status="400", method="POST") >= 1
+    assert value(found, name, route="other", status="404", method="GET") >= 1
+    routes = {s.labels["route"] for s in found if s.name == name}
+    assert not any("nowhere" in route for route in routes), "what clients make up is no label"
+
+
+def test_answers_that_never_were_are_told_as_0(url: str) -> None:
+    """rate() sees nothing of a series that begins with 1."""
+    found = samples(url)
+    name = "coppice_http_responses_total"
+    for status in ("500", "504"):
+        assert value(found, name, route="/v1/completions", status=status, method="POST") == 0
+    # The server may have answered others so. (One that is not told of would be an error.)
+    for status in ("429", "499", "503"):
+        assert value(found, name, route="/v1/completions", status=status, method="POST") >= 0
+    path = "/cache/pins/{name}"
+    assert value(found, name, route=path, status="500", method="DELETE") == 0
+    assert len([sample for sample in found if sample.name == name]) < 150
+
+
+def test_a_client_that_asks_for_openmetrics_gets_it(url: str) -> None:
+    answer = httpx.get(url + "/metrics", headers={"Accept": "application/openmetrics-text"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    names = {family.name for family in openmetrics.text_string_to_metric_families(answer.text)}
+    assert "coppice_hit_tokens" in names
+
+
+def test_every_name_says_its_unit_and_has_a_description(url: str) -> None:
+    families = list(parser.text_string_to_metric_families(httpx.get(url + "/metrics").text))
+    ours = [family for family in families if family.name.startswith("coppice_")]
+    assert len(ours) >= 25
+    units = ("_seconds", "_tokens", "_pages", "_requests", "_sequences", "_responses", "_steps",
+             "_pins", "_preemptions", "_running", "_waiting", "_finished", "_refused", "_up",
+             "_info", "_restarts", "_bytes", "_graphs")  # fmt: skip
+    for family in ours:
+        assert family.documentation, family.name
+        assert family.name.endswith(units), family.name
+
+
+async def test_without_an_engine_the_rest_is_still_told() -> None:
+    from coppice.frontend.client.deltas import EngineStopped
+
+    class Dead:
+        async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            raise EngineStopped("it died")
+
+    from aiohttp.test_utils import make_mocked_request
+
+    (route,) = Metrics(Dead(), "tiny", lambda: 3).routes()
+    answer: Any = await route.handler(make_mocked_request("GET", "/metrics"))
+    text = answer.body.decode()
+    assert 'coppice_engine_info{model="tiny"} 1.0' in text
+    assert "coppice_engine_up 0.0" in text
+    assert "coppice_engine_restarts_total 3.0" in text
+    assert "coppice_prompt_tokens" not in text
+
+
+def test_every_metric_is_in_the_documentation(url: str) -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`(coppice_\w+)", text))
+    kinds = {"counter": "_total", "gauge": "", "histogram": ""}
+    families = parser.text_string_to_metric_families(httpx.get(url + "/metrics").text)
+    there = {f"{family.name}{kinds[family.type]}" for family in families
+             if family.name.startswith("coppice_")}  # fmt: skip
+    assert told == there
+
+
+# -- the dashboard -----------------------------------------------------------------------------
+
+
+def queries() -> list[str]:
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+
+
+@dataclass
+class Selector:
+    """What a query takes from a metric, and the labels by which it is grouped."""
+
+    metric: str
+    matchers: dict[str, str] = field(default_factory=dict)
+    is_range: bool = False
+    grouped_by: set[str] = field(default_factory=set)
+    only_of: set[tuple[str, ...]] = field(default_factory=set)  # `and on`: metric, labels
+
+
+class Query:
+    """Reads the part of PromQL that the dashboard uses; anything else is an AssertionError."""
+
+    def __init__(self, text: str) -> None:
+        pattern = r'[a-zA-Z_]\w*|[\d.]+|"[^"]*"|\$\w+|=~|[-+*/(){}\[\],=]'
+        self.tokens = re.findall(pattern, text)
+        assert "".join(self.tokens) == text.replace(" ", ""), f"characters of no token in {text}"
+        self.selectors = self.expression()
+        assert not self.tokens, f"{self.tokens} are left over in {text}"
+
+    def take(self, *wanted: str) -> str:
+        assert self.tokens and (not wanted or self.tokens[0] in wanted), (wanted, self.tokens)
+        return self.tokens.pop(0)
+
+    def take_if(self, wanted: str) -> bool:
+        return bool(self.tokens) and self.tokens[0] == wanted and bool(self.tokens.pop(0))
+
+    def expression(self) -> list[Selector]:
+        found = self.term()
+        while self.tokens and self.tokens[0] in ("+", "-", "*", "/", "and"):
+            if self.take() == "and":
+                self.take("on")
+                by, other = self.names(), self.term()
+                for selector in found:
+                    selector.only_of |= {(each.metric, *sorted(by)) for each in other}
+                found += other
+            else:
+                found += self.term()
+        return found
+
+    def term(self) -> list[Selector]:
+        word = self.take()
+        if word in ("sum", "min", "max"):
+            by = self.names() if self.take_if("by") else set()
+            found = self.arguments(1)
+            for selector in found:
+                assert not selector.is_range
+                selector.grouped_by |= by
+            return found
+        if word == "rate":
+            (selector,) = self.arguments(1)
+            assert selector.is_range, "rate takes a range"
+            selector.is_range = False
+            return [selector]
+        if word == "histogram_quantile":
+            assert 0 < float(self.tokens[1]) < 1
+            found = self.arguments(2)
+            assert all("le" in selector.grouped_by for selector in found)
+            return found
+        if re.fullmatch(r"[\d.]+", word):
+            return []
+        return [self.selector(word)]
+
+    def arguments(self, count: int) -> list[Selector]:
+        self.take("(")
+        found = self.expression()
+        for _ in range(count - 1):
+            self.take(",")
+            found += self.expression()
+        self.take(")")
+        return found
+
+    def names(self) -> set[str]:
+        self.take("(")
+        found = {self.take()}
+        while self.take_if(","):
+            found.add(self.take())
+        self.take(")")
+        return found
+
+    def selector(self, metric: str) -> Selector:
+        selector = Selector(metric)
+        if self.take_if("{"):
+            while not self.take_if("}"):
+                name, _, value = self.take(), self.take("=", "=~"), self.take()
+                selector.matchers[name] = value.strip('"')
+                self.take_if(",")
+        if self.take_if("["):
+            self.take("$__rate_interval")
+            self.take("]")
+            selector.is_range = True
+        return selector
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["sum(a", "sum(a))", "rate(a)", "sum(a[$__rate_interval])", "a{b=c", "a b", "avg(a)", "a % 2",
+     "histogram_quantile(0.5, rate(a[$__rate_interval]))", "sum by (rate(a[5m]))",
+     "a and b"],
+)  # fmt: skip
+def test_queries_that_are_none(wrong: str) -> None:
+    with pytest.raises(AssertionError):
+        Query(wrong)
+
+
+def test_the_dashboard_asks_only_for_metrics_that_there_are(url: str) -> None:
+    found = samples(url)
+    values: dict[str, dict[str, set[str]]] = {}
+    for sample in found:
+        labels = values.setdefault(sample.name, {})
+        for label, value in sample.labels.items():
+            labels.setdefault(label, set()).add(value)
+    # Counted where there are CUDA graphs only.
+    values["coppice_decode_steps_total"] = {"how": set(DECODE_STEPS)}
+    assert len(queries()) > 30
+    used = set()
+    for query in queries():
+        selectors = Query(query).selectors
+        assert selectors, query
+        for selector in selectors:
+            labels = values[selector.metric]
+            assert selector.matchers.pop("instance") == "$instance", "Prometheus' own"
+            assert selector.grouped_by <= set(labels), query
+            for label, value in selector.matchers.items():
+                assert value in labels[label], query
+            if not selector.metric.startswith("coppice_"):  # others export it too
+                assert ("coppice_engine_up", "instance", "job") in selector.only_of, query
+            used.add(selector.metric)
+    told = {re.sub(r"_(bucket|sum|count|created)$", "", s.name) for s in found}
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in used}
+    missing = {name for name in told if name.startswith("coppice_")} - shown
+    # What stays as it was at the start.
+    assert missing == {"coppice_engine_info", "coppice_page_size_tokens"}
+
+
+def test_the_dashboard_lets_an_instance_be_chosen(url: str) -> None:
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    variables = {each["name"]: each for each in dashboard["templating"]["list"]}
+    asked = variables["instance"]["definition"]
+    metric = re.fullmatch(r"label_values\((\w+), instance\)", asked)
+    assert metric is not None
+    assert metric[1] in {sample.name for sample in samples(url)}
+
+
+def test_no_two_panels_overlap() -> None:
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells

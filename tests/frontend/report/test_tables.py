@@ -1,0 +1,195 @@
+"""The report in the terminal: every number is there, and it fits 80 uncoloured columns."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from coppice.frontend.report.tables import excerpt, one_line, render_accounts, render_report
+from coppice.radix import Accounting, CacheAccounts
+from coppice.radix.accounting.counts import Windows
+from coppice.radix.accounting.miss_ratio import FACTORS, CurvePoint
+from coppice.radix.accounting.near_misses import Difference
+from coppice.runtime.report.cache import CacheReport, Counts, NearMiss, SharedPrefix
+
+LETTERS = tuple(range(1000))
+
+REPORT = CacheReport(
+    requests=64,
+    prompt_tokens=61_234,
+    hit_tokens=52_345,
+    computed_tokens=8_889,
+    generated_tokens=777,
+    preemptions=0,
+    evicted_tokens=0,
+    eviction_policy="lru",
+    prefill_seconds=2.0,
+    decode_seconds=1.0,
+    page_size=16,
+    pages_total=2_000,
+    pages_free=1_500,
+    pages_cached=390,
+    pages_pinned=7,
+    pages_held=103,
+    top_prefixes=(
+        SharedPrefix(LETTERS[:900], hits=63, tokens_saved=56_700),
+        SharedPrefix((1, 2, 3), hits=2, tokens_saved=6),
+    ),
+    accounts=Accounting(32_000, now=0.0).snapshot(now=1.0),
+)
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    """Each token as its number in brackets, the first of all as a special token and two breaks."""
+    return "".join("<|system|>\n\n" if token == 0 else f"[{token}]" for token in token_ids)
+
+
+def printed(report: CacheReport, **options: object) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=80, **options)  # type: ignore[arg-type]
+    console.print(render_report(report, decode))
+    return out.getvalue()
+
+
+def test_every_number_is_there() -> None:
+    text = printed(REPORT)
+    for number in ("64", "61,234", "52,345", "8,889", "777", "85.5%", "25.0%", "2,000", "1,500"):
+        assert number in text, number
+    for number in ("390", "7 pinned", "103", "900", "63", "56,700"):
+        assert number in text, number
+    assert f"~{52_345 * 2.0 / 8_889:.2f} s" in text
+    assert "evicted" not in text
+    assert "1,234" in printed(replace(REPORT, evicted_tokens=1_234, preemptions=9))
+
+
+def test_it_is_plain_text_of_80_columns_in_a_file() -> None:
+    text = printed(REPORT)
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" in printed(REPORT, force_terminal=True, color_system="standard")
+
+
+def test_prefixes_are_readable_at_both_ends() -> None:
+    text = printed(REPORT)
+    assert "<|system|>↵[1][2]" in text
+    assert "[899]" in text
+    assert "[450]" not in text
+    assert "[1][2][3]" in text
+
+
+def test_before_the_first_hit() -> None:
+    text = printed(
+        replace(
+            REPORT, requests=0, prompt_tokens=0, hit_tokens=0, computed_tokens=0, top_prefixes=()
+        )
+    )
+    assert "No prefix was hit yet." in text
+    assert "0.0%" in text
+
+
+def test_a_short_prefix_is_shown_whole() -> None:
+    assert excerpt((0, 1, 2), decode) == "<|system|>↵[1][2]"
+
+
+def test_a_long_text_of_few_tokens_is_cut_in_the_middle() -> None:
+    shown = excerpt((5,) * 100, decode)
+    assert " … " in shown
+    assert len(shown) < 90
+
+
+def test_unprintable_characters_are_made_visible() -> None:
+    assert one_line("a\r\nb\tc\x1b[0m\u200b") == "a↵b·c·[0m·"
+
+
+def test_a_prefix_that_saved_next_to_nothing_gets_no_row() -> None:
+    small = SharedPrefix(LETTERS[:5], hits=2, tokens_saved=10)
+    large = SharedPrefix(LETTERS[:900], hits=63, tokens_saved=56_700)
+    both = printed(replace(REPORT, top_prefixes=(large, small)))
+    assert both == printed(replace(REPORT, top_prefixes=(large,)))
+    assert both != printed(replace(REPORT, top_prefixes=(small,)))
+
+
+# -- why tokens missed -------------------------------------------------------------------------
+
+COUNTS = Counts(
+    requests=10,
+    prompt_tokens=200_000_000,
+    hit_tokens=96_000_000,
+    last_token=1,
+    in_flight=999,
+    prompt_logprobs=90_000,
+    evicted=60_000_000,
+    namespace=3_000_000,
+    diverged=999_000,
+    cold=39_910_000,
+    ideal_tokens=150_000_000,
+    evicted_idle=60_000_000 * 125,
+)
+NEAR = NearMiss(None, 37, 1_234_567, 900, LETTERS[:48], (Difference((7, 8), ()),) * 3, 33, (500,))
+ACCOUNTS = CacheAccounts(
+    seconds=60.0,
+    pool_tokens=4_000_000,
+    overall=Windows(Counts(), Counts(), COUNTS),
+    namespaces={},
+    other_namespaces=Windows(Counts(), Counts(), Counts()),
+    curve=tuple(
+        CurvePoint(factor, round(factor * 4e6), 0.45 + 0.1299 * (factor >= 2)) for factor in FACTORS
+    ),
+    near_misses=(NEAR,) * 5,
+)
+
+
+def told(accounts: CacheAccounts, policy: str = "lru") -> str:
+    out = io.StringIO()
+    Console(file=out, width=80).print(render_accounts(accounts, policy, decode))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    return text
+
+
+def test_rates_and_causes() -> None:
+    text = told(ACCOUNTS)
+    for number in ("48.0%", "75.0%", "57.7%", "60,000,000", "38.4%", "3,000,000", "999,000"):
+        assert number in text, number
+    assert "was cached; idle for 2 min 5 s" in text
+    order = ["evicted", "cold", "namespace", "diverged", "logprobs", "in flight", "last token"]
+    places = [text.index(f"\n{name} ") for name in order]
+    assert places == sorted(places), "the largest first"
+    lines = text.splitlines()
+    assert len([line for line in lines if "█" in line or "░" in line]) == 2 + 7 + 7
+
+
+def test_the_curve_in_a_sentence() -> None:
+    assert "With twice the memory your hit rate would be 61.0%, not 48.0%." in told(ACCOUNTS)
+    flat = tuple(replace(point, hit_rate=0.4) for point in ACCOUNTS.curve)
+    assert "would still be 48.0%." in told(replace(ACCOUNTS, curve=flat))
+    other = " ".join(told(ACCOUNTS, "slru").split())
+    assert "the hit rate of lru would be 58.0%, not 45.0%: the curve is that of lru" in other
+    steep = tuple(replace(p, hit_rate=p.hit_rate * 2 - 0.45) for p in ACCOUNTS.curve)
+    assert "would be 74.0%, not" in told(replace(ACCOUNTS, curve=steep))
+    steeper = tuple(replace(p, hit_rate=p.hit_rate * 3 - 0.9) for p in ACCOUNTS.curve)
+    assert "would be 75.0%, not" in told(replace(ACCOUNTS, curve=steeper)), "the ideal at most"
+
+
+def test_near_misses_show_both_sides() -> None:
+    text = told(ACCOUNTS)
+    assert (
+        text.count("37 requests computed 1,234,567 tokens again, since they differ after 900") == 3
+    )
+    assert "and others that cost 2,469,134 tokens" in text
+    lines = [line.split() for line in text.splitlines()]
+    assert lines.count(["here", "[7][8]"]) == 3 * 2, "two examples each"
+    assert ["there", "(nothing,", "or", "no", "longer", "cached)"] in lines
+    assert ["after", "[500]", "…"] in lines
+    assert "[47]" in text, "the end of what is shared, not its beginning"
+
+
+def test_accounts_of_nothing() -> None:
+    text = told(Accounting(32_000, now=0.0).snapshot(now=1.0))
+    assert "No prompt token was computed yet." in text
+    assert "No near misses" in text
+    assert "twice the memory" not in text

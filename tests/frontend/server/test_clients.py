@@ -1,0 +1,292 @@
+"""The clients that people use, as they are, over a real socket.
+
+The model is random; where its words matter they are dictated to it, or held to a form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from coppice.frontend.openai.requests import ChatBody, CompletionBody
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it asks the network for prices otherwise
+
+if TYPE_CHECKING:
+    from tests.frontend.conftest import LiveServer
+
+PROMPT = "The quick brown fox jumps over the lazy dog"
+HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where?"}]
+CALL = '<tool_call>\n{"name": "Weather", "arguments": {"place": "Paris", "days": 3}}\n</tool_call>'
+
+
+class Weather(BaseModel):
+    """The weather at a place."""
+
+    place: Literal["東京", "Paris"]
+    days: int = Field(ge=1, le=14)
+
+
+TOOLS: Any = [openai.pydantic_function_tool(Weather)]
+# Tools of that maker are strict, which no dictated text can be as well.
+LOOSE: Any = [{"type": "function", "function": {
+    "name": "Weather", "parameters": Weather.model_json_schema()}}]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(tool_server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=tool_server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def connect(server: LiveServer, **more: Any) -> openai.AsyncOpenAI:
+    options = {"base_url": server.url + "/v1", "api_key": "none", "max_retries": 0} | more
+    return openai.AsyncOpenAI(**options)
+
+
+def test_every_parameter_of_the_client_is_known(client: openai.OpenAI) -> None:
+    """Each is honoured or refused by name, so none may be unheard of."""
+    calls = ((client.completions, CompletionBody), (client.chat.completions, ChatBody))
+    for endpoint, body in calls:
+        parameters = set(inspect.signature(endpoint.create).parameters)
+        assert {"stream", "seed"} < parameters
+        asked = parameters - {"extra_headers", "extra_query", "extra_body", "timeout"}
+        assert asked <= set(body.model_fields)
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    made = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=8, temperature=0, logprobs=2, echo=True
+    )
+    (choice,) = made.choices
+    assert choice.text.startswith(PROMPT)
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert made.usage is not None
+    assert len(choice.logprobs.tokens) == made.usage.total_tokens
+    again = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=8, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(again)
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert PROMPT + text == choice.text
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.prompt_tokens_details is not None
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == made.usage.prompt_tokens - 1
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_completion_tokens=9, temperature=0, logprobs=True,
+        top_logprobs=1, user="me", metadata={"a": "b"},
+    )  # fmt: skip
+    (choice,) = made.choices
+    assert choice.message.content
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert len(choice.logprobs.content) == 9
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    with client.chat.completions.stream(
+        model="tiny", messages=HELLO, max_completion_tokens=9, temperature=0
+    ) as stream:
+        pieces = [event.delta for event in stream if event.type == "content.delta"]
+        with pytest.raises(openai.LengthFinishReasonError):  # the client's way to say so
+            stream.get_final_completion()
+    assert "".join(pieces) == choice.message.content
+
+
+def test_structured_answers(client: openai.OpenAI) -> None:
+    made = client.chat.completions.parse(
+        model="tiny", messages=HELLO, response_format=Weather, max_tokens=300, seed=1
+    )
+    found = made.choices[0].message.parsed
+    assert isinstance(found, Weather)
+    text = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=300, extra_body={"guided_regex": "[ab]{3}"}
+    )
+    assert set(text.choices[0].message.content or "") <= {"a", "b"}
+
+
+def test_tools(client: openai.OpenAI) -> None:
+    made = client.chat.completions.parse(
+        model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", max_tokens=300, seed=2,
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    (choice,) = made.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    # The answer goes back as the client holds it, with the result behind it.
+    talk = [*HELLO, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}]
+    after = client.chat.completions.create(model="tiny", messages=talk, tools=TOOLS, max_tokens=2)
+    assert after.usage is not None
+    assert made.usage is not None
+    assert after.usage.prompt_tokens > made.usage.prompt_tokens
+    with client.chat.completions.stream(
+        model="tiny", messages=HELLO, tools=LOOSE, max_tokens=300,
+        extra_body={"guided_choice": [CALL]},
+    ) as stream:  # fmt: skip
+        kind = "tool_calls.function.arguments.delta"
+        pieces = [event.arguments_delta for event in stream if event.type == kind]
+        final = stream.get_final_completion().choices[0]
+    assert len(pieces) > 3
+    assert final.message.tool_calls is not None
+    assert final.message.tool_calls[0].function.arguments == "".join(pieces)
+    assert Weather.model_validate_json("".join(pieces)) == Weather(place="Paris", days=3)
+
+
+def test_errors_are_of_the_right_class(client: openai.OpenAI, tool_server: LiveServer) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="tiny", prompt=PROMPT, temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-5", prompt=PROMPT)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.2).completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=4000, extra_body={"ignore_eos": True}
+        )
+    tool_server.until_idle()
+
+
+def test_keys(live_server: type[LiveServer], text_engine: Any) -> None:
+    server = live_server(text_engine, api_key=("me=secret",))
+    wrong = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+    right = wrong.with_options(api_key="secret")
+    assert [model.id for model in right.models.list()] == ["tiny"]
+    server.close()
+
+
+async def test_async_streams_and_cancellation(tool_server: LiveServer) -> None:
+    async with connect(tool_server) as client:
+
+        async def one(number: int) -> str:
+            stream = await client.chat.completions.create(
+                model="tiny", messages=HELLO, max_tokens=6 + number, temperature=0, stream=True
+            )
+            return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+        texts = await asyncio.gather(*(one(number) for number in range(6)))
+        assert all(b.startswith(a.rstrip("\ufffd")) for a, b in pairwise(texts))
+        endless: Any = {"max_tokens": 4000, "stream": True, "extra_body": {"ignore_eos": True}}
+        stream = await client.completions.create(model="tiny", prompt=PROMPT, **endless)
+        async for _ in stream:
+            break
+        await stream.close()
+        task = asyncio.create_task(
+            client.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=4000, extra_body={"ignore_eos": True}
+            )
+        )
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    start = time.monotonic()
+    await asyncio.to_thread(tool_server.until_idle)
+    assert time.monotonic() - start < 10
+    report = tool_server.run(tool_server.engine.ask("cache_report"))
+    assert report.pages_held == 0
+
+
+async def test_async_errors(tool_server: LiveServer) -> None:
+    async with connect(tool_server) as client:
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            await client.chat.completions.create(
+                model="tiny", messages=HELLO, tool_choice="required"
+            )
+    async with connect(tool_server, base_url="http://127.0.0.1:9/v1") as client:
+        with pytest.raises(openai.APIConnectionError):
+            await client.models.list()
+
+
+async def test_litellm(tool_server: LiveServer) -> None:
+    import litellm
+
+    common: dict[str, Any] = {
+        "model": "openai/tiny",
+        "api_base": tool_server.url + "/v1",
+        "api_key": "none",
+        "num_retries": 0,
+    }
+    made = litellm.completion(messages=HELLO, max_tokens=7, temperature=0, **common)
+    text = made.choices[0].message.content
+    assert text
+    assert made.usage.completion_tokens == 7
+    chunks = litellm.completion(messages=HELLO, max_tokens=7, temperature=0, stream=True, **common)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    stream = await litellm.acompletion(
+        messages=HELLO, max_tokens=7, temperature=0, stream=True, **common
+    )
+    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == text
+    # In an answer, in a stream, and back again as the client holds it, with the result behind it.
+    dictated: dict[str, Any] = {"tools": LOOSE, "extra_body": {"guided_choice": [CALL]}}
+    wanted = {"place": "Paris", "days": 3}
+    made = litellm.completion(messages=HELLO, max_tokens=300, **dictated, **common)
+    (choice,) = made.choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("Weather", wanted)
+    stream = await litellm.acompletion(
+        messages=HELLO, max_tokens=300, stream=True, **dictated, **common
+    )
+    chunks = [chunk async for chunk in stream]
+    built = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    assert [json.loads(each.function.arguments) for each in built] == [wanted]
+    talk = [*HELLO, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}]
+    after = litellm.completion(messages=talk, tools=LOOSE, max_tokens=2, **common)
+    assert after.usage.completion_tokens <= 2
+    forced = litellm.completion(
+        messages=HELLO, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
+        max_tokens=300, seed=2, **common,
+    )  # fmt: skip
+    arguments = forced.choices[0].message.tool_calls[0].function.arguments
+    Weather.model_validate_json(arguments)
+    with pytest.raises(litellm.BadRequestError):
+        litellm.completion(messages=HELLO, temperature=-1, **common)
+    with pytest.raises(litellm.NotFoundError):
+        litellm.completion(messages=HELLO, **common | {"model": "openai/other"})
+
+
+async def test_langchain(tool_server: LiveServer) -> None:
+    from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(
+        model="tiny", base_url=tool_server.url + "/v1", api_key="none", max_retries=0,
+        temperature=0, max_tokens=300,  # type: ignore[call-arg,arg-type]
+    )  # fmt: skip
+    talk = [SystemMessage("Be brief."), HumanMessage("Where?")]
+    short = chat.bind(max_tokens=8)
+    made = short.invoke(talk)
+    assert made.content
+    assert made.response_metadata["token_usage"]["completion_tokens"] == 8
+    assert "".join(str(chunk.content) for chunk in short.stream(talk)) == made.content
+    assert (await short.ainvoke(talk)).content == made.content
+    pieces = [str(chunk.content) async for chunk in short.astream(talk)]
+    assert "".join(pieces) == made.content and len(pieces) > 2
+    tools = chat.bind_tools([Weather], tool_choice="any")
+    called = tools.invoke(talk)
+    assert isinstance(called, AIMessage)
+    assert called.tool_calls[0]["name"] == "Weather"
+    Weather.model_validate(called.tool_calls[0]["args"])
+    results = [ToolMessage("sun", tool_call_id=call["id"]) for call in called.tool_calls]
+    after = chat.bind_tools([Weather]).bind(max_tokens=3).invoke([*talk, called, *results])
+    assert after.response_metadata["token_usage"]["completion_tokens"] <= 3
+    for method in ("json_schema", "function_calling"):
+        structured = chat.with_structured_output(Weather, method=method)
+        assert isinstance(structured.invoke(talk), Weather)

@@ -1,0 +1,225 @@
+"""Compile Triton kernels for sm_90 without a GPU: ``python compile_for_hopper.py [NAME ...]``.
+
+Prints a JSON object a line for each variant: its registers, bytes of stack and local memory, spill
+instructions, bytes of shared memory, and how many tensor-core instructions it has. Run it where
+TRITON_INTERPRET is not set. ``--list`` prints the names alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from coppice.kernels.sampling.choose_triton import choose_row
+from coppice.kernels.schedule.tiles import Tile, choose_tiles, head_blocks, product_tile
+from coppice.kernels.triton.attention import attend_items, merge_partials
+from coppice.kernels.triton.cache import copy_page_words, rotate_rows, write_rows
+from coppice.kernels.triton.products import multiply_rows
+from coppice.kernels.triton.rows import norm_rows, quantize_rows, silu_mul_rows
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+INTS = ("items", "item_rows", "item_slots", "positions", "page_table", "merges")
+FLOATS = ("lse", "partial_out", "partial_lse", "k_scales", "v_scales", "scales")
+LONGS = ("slots", "caches", "pages")
+
+
+@dataclass(frozen=True)
+class Variant:
+    kernel: Any
+    constants: dict[str, Any]
+    dtype: str = "bf16"
+    cache: str = "bf16"
+    warps: int = 4
+    stages: int = 3
+    scalars: dict[str, str] = field(default_factory=dict)
+
+    def compiled(self) -> Any:
+        names = list(self.kernel.arg_names)
+        signature, attributes = {}, {}
+        for at, name in enumerate(names):
+            if name in self.constants:
+                signature[name] = "constexpr"
+                continue
+            if name in self.scalars:
+                signature[name] = self.scalars[name]
+            elif name in INTS:
+                signature[name] = "*i32"
+            elif name in FLOATS:
+                signature[name] = "*fp32"
+            elif name in LONGS:
+                signature[name] = "*i64"
+            else:
+                signature[name] = "*" + (self.cache if name.endswith("_cache") else self.dtype)
+            if signature[name][0] == "*" or name.endswith("_stride"):
+                attributes[(at,)] = [["tt.divisibility", 16]]
+        constants = {(names.index(name),): value for name, value in self.constants.items()}
+        source = ASTSource(self.kernel, signature=signature, constexprs=constants, attrs=attributes)
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def attention(
+    tile: Tile,
+    head_dim: int,
+    dtype: str = "bf16",
+    *,
+    cache: str | None = None,
+    page_size: int = 16,
+    group: int = 4,
+    packed: int | None = None,
+    windowed: bool = False,
+    softcapped: bool = False,
+    partial: bool = True,
+    phased: bool | None = None,
+) -> Variant:
+    cache = cache or dtype
+    block_d, rest_d = head_blocks(head_dim, tile.queries)
+    constants = {
+        "GROUP": group,
+        "PACKED": packed or group,
+        "KV_HEADS": 8,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "REST_D": rest_d,
+        "QUERIES": tile.queries,
+        "KEYS": tile.keys,
+        "PAGE_SIZE": page_size,
+        "WINDOWED": windowed,
+        "SOFTCAPPED": softcapped,
+        "SCALED": cache != dtype,
+        "PARTIAL": partial,
+        "PHASED": tile.queries > 16 if phased is None else phased,
+        "UPCAST": False,
+    }
+    scalars = {"q_stride": "i32", "scale": "fp32", "softcap": "fp32", "window": "i32"}
+    return Variant(attend_items, constants, dtype, cache, tile.warps, tile.stages, scalars)
+
+
+def variants() -> dict[str, Variant]:
+    """Every kernel, and attention at each width, type and feature at least once in each tile."""
+    made: dict[str, Variant] = {}
+    for head_dim in (64, 80, 96, 128, 192, 256):
+        tiles = choose_tiles(head_dim, 2)
+        made[f"prefill bf16 {head_dim}"] = attention(tiles.many, head_dim)
+        made[f"decode bf16 {head_dim}"] = attention(tiles.few, head_dim)
+    wide = choose_tiles(128, 2)
+    for name, tile in (("prefill", wide.many), ("decode", wide.few)):
+        made[f"{name} fp16 128"] = attention(tile, 128, "fp16")
+        made[f"{name} bf16 128 all whole"] = attention(tile, 128, partial=False)
+        made[f"{name} bf16 128 window softcap"] = attention(
+            tile, 128, windowed=True, softcapped=True
+        )
+        made[f"{name} bf16 128 fp8 cache"] = attention(tile, 128, cache="fp8e4nv")
+        made[f"{name} bf16 128 page 1"] = attention(tile, 128, page_size=1)
+        made[f"{name} bf16 128 page 256 group 7"] = attention(tile, 128, page_size=256, group=7)
+    for group, packed in ((32, 32), (71, 36)):  # one KV head for all, as some models have it
+        tiles = choose_tiles(64, 2, group)
+        made[f"decode bf16 64 group {group}"] = attention(
+            tiles.few, 64, group=group, packed=packed, phased=False
+        )
+        made[f"prefill bf16 64 group {group}"] = attention(
+            tiles.many, 64, group=group, packed=packed
+        )
+    made["decode bf16 128 group 64"] = attention(
+        choose_tiles(128, 2, 64).few, 128, group=64, phased=False
+    )
+    made["decode bf16 256 group 64"] = attention(
+        choose_tiles(256, 2, 64).few, 256, group=64, phased=False
+    )
+    made["decode bf16 256 group 32"] = attention(
+        choose_tiles(256, 2, 32).few, 256, group=32, phased=False
+    )
+    made["decode bf16 128 group 32"] = attention(
+        choose_tiles(128, 2, 32).few, 128, group=32, phased=False
+    )
+    made["deterministic bf16 128"] = attention(wide.many, 128, phased=False)
+    for head_dim in (64, 96, 128, 256):
+        tiles = choose_tiles(head_dim, 4)
+        made[f"prefill fp32 {head_dim}"] = attention(tiles.many, head_dim, "fp32")
+        made[f"decode fp32 {head_dim}"] = attention(tiles.few, head_dim, "fp32")
+    for head_dim in (80, 256):
+        block = triton.next_power_of_2(head_dim)
+        merge = {"HEADS": 32, "HEAD_DIM": head_dim, "BLOCK_D": block, "PARTS": 16}
+        made[f"merge {head_dim}"] = Variant(merge_partials, merge)
+    strides = {"k_stride": "i32", "v_stride": "i32", "heads_stride": "i32"}
+    for cache in ("bf16", "fp8e4nv"):
+        scaled = {"SCALED": cache != "bf16", "INTERPRETED": False}
+        write = {"WIDTH": 1024, "BLOCK": 1024, "HEAD_DIM": 128, **scaled}
+        made[f"write {cache}"] = Variant(write_rows, write, cache=cache, scalars=strides)
+        turn = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, **scaled}
+        made[f"rotate {cache}"] = Variant(rotate_rows, turn, cache=cache, warps=1, scalars=strides)
+    copy = {"WORDS": 16384, "BLOCK": 1024}
+    made["copy"] = Variant(copy_page_words, copy, scalars={"num_copies": "i32"})
+    norm = {"HEADS": 1, "WEIGHT_ROWS": 1, "WIDTH": 4096, "BLOCK": 4096, "ADDS": True}
+    made["norm"] = Variant(norm_rows, norm, warps=16, scalars={"x_stride": "i32", "eps": "fp32"})
+    made["silu"] = Variant(silu_mul_rows, {"WIDTH": 14336, "BLOCK": 1024})
+    for dtype in ("bf16", "fp32"):
+        product = product_tile(ITEMSIZE[dtype])
+        constants = {
+            "INPUTS": 4096, "OUTPUTS": 14336, "ROWS": product.rows, "COLUMNS": product.columns,
+            "STEP": product.step, "BIASED": True, "UPCAST": False,
+        }  # fmt: skip
+        made[f"product {dtype}"] = Variant(
+            multiply_rows, constants, dtype, warps=product.warps, stages=product.stages,
+            scalars={"rows": "i32", "x_stride": "i32"},
+        )  # fmt: skip
+    quantize = {"WIDTH": 14336, "BLOCK": 16384, "INTERPRETED": False}
+    made["quantize"] = Variant(
+        quantize_rows, quantize, warps=16, scalars={"x_stride": "i32", "levels": "*fp8e4nv"}
+    )
+    made["choice"] = Variant(
+        choose_row,
+        {"COLUMNS": 5, "BLOCK": 4096},
+        warps=8,
+        scalars={"logits": "*fp32", "columns": "*fp64", "tokens": "*i64", "stride": "i32",
+                 "vocabulary": "i32"},
+    )  # fmt: skip
+    return made
+
+
+def measured(name: str, variant: Variant) -> dict[str, Any]:
+    started = time.process_time()
+    compiled = variant.compiled()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [TOOLS / "cuobjdump", "-res-usage", "-sass", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", code))
+    return {
+        "name": name,
+        "registers": int(found["REG"]),
+        "stack": int(found["STACK"]),
+        "local": int(found["LOCAL"]),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        "shared": compiled.metadata.shared,
+        "queries": variant.constants.get("QUERIES", variant.constants.get("ROWS")),
+        "wgmma": len(re.findall(r"\bHGMMA\b", code)),
+        "mma": len(re.findall(r"\bHMMA\b", code)),
+        "seconds": round(time.process_time() - started, 1),
+    }
+
+
+def main() -> None:
+    made = variants()
+    if "--list" in sys.argv:
+        print("\n".join(made))
+        return
+    for name in sys.argv[1:] or made:
+        print(json.dumps(measured(name, made[name])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Plans in fixed places, which graphs read: each attends as a prepared one does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from coppice.kernels.attention.reference import ReferenceBackend
+from coppice.kernels.backends import select_backend
+from coppice.kernels.transfer import Landing
+from coppice.kernels.triton import plans as triton_plans
+
+SIZE = 6
+# Decoding sequences: alone, below one text, below two levels, and with a short rest of nothing.
+STEPS = [
+    ([(1, 9), (1, 0), (1, 30), (1, 3), (1, 12), (1, 1)], []),
+    ([(1, 2), (1, 5), (1, 7), (1, 0), (1, 1), (1, 21)], [(range(6), 7), ([0, 2, 3, 5], 2)]),
+    ([(1, 0)] * SIZE, [([1, 4], 9)]),
+    ([(1, 0)] * SIZE, []),
+]
+
+
+@pytest.fixture(params=[False, True], ids=["tree", "deterministic"])
+def backend(request, triton_backend):
+    made = select_backend("triton", triton_backend.device, deterministic=request.param)
+    if made.device.type == "cpu":
+        made._multiprocessors = 2  # the interpreter takes its time even for programs without work
+    return made
+
+
+def fixed_plan(backend, num_pages, sizes=(SIZE,), max_pages=64):
+    return backend.fixed_plans(sizes, page_size=4, num_pages=num_pages, max_pages=max_pages)[0][0]
+
+
+# With 8 query heads a KV head, more than two rows are a wide item; 20 are worked in two parts.
+@pytest.mark.parametrize(("window", "group"), [(None, 8), (9, 2), (None, 20)])
+def test_one_step_after_the_other_is_the_reference(
+    make_batch, backend, fine_splits, size, window, group
+):
+    batches = [
+        make_batch(
+            [(rows, cached * size) for rows, cached in tails], levels, seed=seed, group=group
+        )
+        for seed, (tails, levels) in enumerate(STEPS)
+    ]
+    fixed = fixed_plan(backend, max(each.num_pages for each in batches), max_pages=64 * size)
+    places = set()
+    for batch in [*batches, *reversed(batches)]:
+        assert fixed.load(batch.plan)
+        for got, expected in zip(
+            batch.run(backend, window, prepared=fixed),
+            batch.run(ReferenceBackend(), window),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+        model = backend.cost_model(2 * group, 2, 16, torch.float32, torch.float32)
+        sent = fixed.schedule(window, model)
+        assert len(sent.launches) == (2 if group >= 8 and not backend.deterministic else 1)
+        arrays = [sent.rows, sent.slots, sent.positions, sent.merges, sent.page_indices]
+        arrays += [items for _, _, items in sent.launches]
+        places.add(tuple((each.data_ptr(), tuple(each.shape)) for each in arrays))
+    assert len(places) == 1, "an array has moved or changed its length"
+
+
+def test_layers_of_two_kinds_are_loaded_together(make_batch, backend):
+    first, second = (make_batch(STEPS[at][0], STEPS[at][1], seed=at) for at in (0, 1))
+    fixed = fixed_plan(backend, 100)
+    assert fixed.load(first.plan)
+    for window in (None, 5):  # as in a captured pass, which learns the kinds
+        first.run(backend, window, prepared=fixed)
+    assert fixed.load(second.plan)
+    for window in (None, 5):
+        got, _ = second.run(backend, window, prepared=fixed)
+        expected, _ = second.run(ReferenceBackend(), window)
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_plans_of_all_sizes_share_their_memory(make_batch, backend):
+    made = backend.fixed_plans((SIZE, 2), page_size=4, num_pages=100, max_pages=64)
+    plans = [plan for (plan,) in made]
+    pair = make_batch([(1, 5), (1, 8)])
+    for fixed, batch in ((plans[0], make_batch(*STEPS[0])), (plans[1], pair)):
+        assert fixed.load(batch.plan)
+        batch.run(backend, prepared=fixed)
+    model = backend.cost_model(4, 2, 16, torch.float32, torch.float32)
+    sent = [fixed.schedule(None, model) for fixed in plans]
+    first, second = (each.launches[0][2].untyped_storage() for each in sent)
+    assert first.data_ptr() == second.data_ptr()
+    # Two rows are never wide: their graph has one launch less.
+    assert len(sent[1].launches) == 1
+
+
+def test_what_does_not_fit_is_not_loaded(make_batch, backend, monkeypatch):
+    monkeypatch.setattr(triton_plans, "_MOST_PAGES", 30)
+    fixed = fixed_plan(backend, 100)
+    small, large = make_batch([(1, 3)] * SIZE), make_batch([(1, 30)] * SIZE)
+    assert fixed.load(small.plan)
+    small.run(backend, prepared=fixed)
+    assert not fixed.load(large.plan)
+    assert fixed.load(small.plan)
+    got, _ = small.run(backend, prepared=fixed)
+    torch.testing.assert_close(got, small.run(ReferenceBackend())[0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("limit", ["_PARTS", "_WAVES"])
+def test_too_many_pieces_do_not_fit(
+    make_batch, triton_backend, fine_splits, monkeypatch, size, limit
+):
+    """A row of a wide range more than there is room for, and an item."""
+    monkeypatch.setattr(triton_plans, "_PARTS", 1 if limit == "_PARTS" else 100)
+    monkeypatch.setattr(triton_plans, "_WAVES", 0 if limit == "_WAVES" else 100)
+    monkeypatch.setattr(triton_plans, "_MORE_PARTS", 0)
+    fixed = fixed_plan(triton_backend, 10**4, max_pages=10**4)
+    small, large = make_batch([(1, 1)] * SIZE), make_batch([(1, 500 * size)] + [(1, 1)] * 5)
+    assert fixed.load(small.plan)
+    small.run(triton_backend, prepared=fixed)
+    assert not fixed.load(large.plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"rows": [(1, 3)] * 5}, "context_len of the plan is of 5; here it must be of 6"),
+        ({"rows": [(2, 3)] + [(1, 3)] * 5}, "query_start of the plan is of 7; .* 6"),
+        ({"page_size": 8}, "page_size of the plan is of 8; here it must be of 4"),
+        ({"num_pages": 3}, "and below 3, the pages of the cache"),
+    ],
+)
+def test_other_plans_are_refused(make_batch, backend, changes, refusal):
+    batch = make_batch(changes.get("rows", [(1, 3)] * SIZE), page_size=changes.get("page_size", 4))
+    fixed = fixed_plan(backend, changes.get("num_pages", 100))
+    with pytest.raises(ValueError, match=refusal):
+        fixed.load(batch.plan)
+
+
+def test_a_landing_is_filled_in_part_by_one_transfer():
+    arrays = [((3, 2), np.int32), ((5,), np.int64), ((4,), np.int32)]
+    memory = torch.full((Landing.size(arrays),), 7, dtype=torch.uint8)
+    landing = Landing(arrays, memory)
+    first, second, last = landing.arrays
+    assert (first.shape, second.dtype, last.shape) == ((3, 2), torch.int64, (4,))
+    assert landing.put([np.ones((2, 2), np.int32), np.arange(5), np.ones(1, np.int32)])
+    assert first.tolist() == [[1, 1], [1, 1], [0, 0]]
+    assert second.tolist() == [0, 1, 2, 3, 4]
+    assert last[0] == 1 and (last[1:] == 0x07070707).all()
+    assert not landing.put([np.ones((4, 2), np.int32), np.arange(5), np.ones(1, np.int32)])
+    assert first.tolist() == [[1, 1], [1, 1], [0, 0]]
+    assert [array.data_ptr() % 16 for array in landing.arrays] == [memory.data_ptr() % 16] * 3
+
+
+def test_backends_without_graphs_say_so():
+    backend = ReferenceBackend()
+    assert backend.fixed_plans([1], page_size=4, num_pages=8, max_pages=2) is None

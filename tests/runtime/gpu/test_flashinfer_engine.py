@@ -1,0 +1,132 @@
+"""The whole engine with the FlashInfer backend, over what stands for FlashInfer without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_flashinfer import Library
+from fake_model import FakeRecorder
+from mixed_requests import answers, greedy, make_engine, make_prompts
+
+from coppice.kernels.flashinfer import backend as flashinfer_backend
+from coppice.kernels.flashinfer.backend import FlashInferBackend
+from coppice.kernels.flashinfer.fixed import FlashInferFixedPlan
+from coppice.kernels.flashinfer.levels import build_levels
+from coppice.kernels.schedule.cost import CostModel
+from coppice.kernels.triton.base import INTERPRETED
+from coppice.runtime.requests.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="with a GPU test_cuda_engine.py does this, with FlashInfer itself"
+)
+
+STEM, TOKENS = 20, 3
+OPTIONS = {"device": "cpu", "dtype": "float16"}
+PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture
+def library(monkeypatch) -> Library:
+    made = Library()
+    monkeypatch.setitem(sys.modules, "flashinfer", made)
+    return made
+
+
+def share_all(monkeypatch) -> None:
+    """Everything that can be, however short."""
+    usual = FlashInferBackend.cost_model
+    monkeypatch.setattr(CostModel, "row_bytes", 0)
+    monkeypatch.setattr(
+        FlashInferBackend, "cost_model", lambda *given: replace(usual(*given), launch_bytes=0)
+    )
+
+
+@pytest.mark.slow
+def test_every_kind_of_request_gets_the_reference_backends_tokens(
+    tiny_checkpoint, library, monkeypatch
+):
+    """Prefills in chunks, hits, forks and beams, with everything shared that can be."""
+    share_all(monkeypatch)
+    schedules = []
+
+    def build(*given):
+        schedules.append(build_levels(*given))
+        return schedules[-1]
+
+    monkeypatch.setattr(flashinfer_backend, "build_levels", build)
+    path = tiny_checkpoint("qwen3", head_dim=64)
+    found = {
+        backend: answers(
+            make_engine(path, attention_backend=backend, page_size=4, **OPTIONS),
+            stem=STEM, tokens=TOKENS,
+        )
+        for backend in ("reference", "flashinfer")
+    }  # fmt: skip
+    scores = found["reference"].pop("scores")
+    assert found["flashinfer"].pop("scores") == pytest.approx(scores, abs=0.05)
+    assert found["flashinfer"] == found["reference"]
+    assert found["flashinfer"]["warm"] == found["flashinfer"]["cold"]
+    shared = [
+        plan for plan in library.plans if not plan.causal and (plan.query_indptr.diff() > 1).any()
+    ]
+    assert len(shared) > 10
+    assert {plan.causal for plan in library.plans} == {False, True}
+    assert {(plan.q, plan.kv, plan.sm_scale) for plan in library.plans} == {
+        (torch.float16, torch.float16, 64**-0.5)
+    }
+
+
+def test_a_step_plans_once_for_all_layers(tiny_checkpoint, library):
+    path = tiny_checkpoint("llama", head_dim=64, num_hidden_layers=5)
+    engine = make_engine(path, attention_backend="flashinfer", **OPTIONS)
+    before = len(library.plans)  # of the trial at the start
+    engine.add_request("0", [5, 6, 7, 8], PARAMS)
+    steps = 0
+    while engine.has_unfinished():
+        engine.step()
+        steps += 1
+    assert len(library.plans) - before == steps == 3
+
+
+def test_a_model_without_kernels_is_refused_by_name(tiny_checkpoint, library):
+    with pytest.raises(ValueError, match=r"head_dim is 16; attention_backend 'flashinfer' has"):
+        make_engine(tiny_checkpoint("llama"), attention_backend="flashinfer", **OPTIONS)
+    path = tiny_checkpoint("mistral", head_dim=64, sliding_window=9)
+    library.compiled = lambda case: not case.windowed
+    with pytest.raises(ValueError, match=r"does not cover .* sliding_window 9 and logit_softcap"):
+        make_engine(path, attention_backend="flashinfer", **OPTIONS)
+    options = OPTIONS | {"dtype": "float32"}
+    with pytest.raises(ValueError, match=r"dtype is torch.float32; .* takes torch.bfloat16"):
+        make_engine(path, attention_backend="flashinfer", **options)
+
+
+@pytest.mark.slow
+def test_graphs_replay_with_shared_levels_and_without(tiny_checkpoint, library, monkeypatch):
+    """Every size has a graph without shared levels and one with some; both are taken."""
+    share_all(monkeypatch)
+    path, found = tiny_checkpoint("llama", head_dim=64, num_hidden_layers=1), []
+    loaded = Counter()
+    load = FlashInferFixedPlan.load
+
+    def counted(plan, step):
+        fits = load(plan, step)
+        loaded[plan._levels] += fits
+        return fits
+
+    monkeypatch.setattr(FlashInferFixedPlan, "load", counted)
+    for sizes in (None, (3, 4)):
+        engine = make_engine(path, attention_backend="flashinfer", page_size=4, **OPTIONS)
+        if sizes is not None:
+            engine.runner.capture(FakeRecorder(), sizes, 8)
+            loaded.clear()
+        together = greedy(engine, make_prompts(9), TOKENS)
+        assert loaded[2] == (0 if sizes is None else TOKENS - 1)
+        found.append(together + greedy(engine, [[5, 6, 7], [8, 9, 10, 11]], TOKENS))
+        assert loaded[0] == loaded[2]
+    steps = engine.stats().decode_steps
+    assert steps == {"graph": 2 * (TOKENS - 1), "too_many": 0, "too_much": 0}
+    assert found[1] == found[0]

@@ -1,0 +1,321 @@
+"""A scripted model for tests of schedules: its KV is real, its logits are a hash of what it reads.
+
+The engine around it is the real one: tree, scheduler, paging, sampler, beams, pins. Only decoder,
+attention and KV cache are replaced. Two layers, whose keys and values are one int64 a token:
+
+    layer 0   key = hash(token, position, namespace), written to the token's slot
+    layer 1   key = hash of layer 0's keys of the whole context, read back through the page table
+    logits    hash of layer 1's keys of the whole context, read back the same way
+
+So, as with a real model, a token depends on the KV of all tokens before it and on nothing else: a
+wrong page, a copy that is missing, or KV that is stale or of another prefix gives other tokens.
+What is read is also compared with what the sequence's tokens say it must be, so that the step that
+goes wrong is the one that says so; pages that nobody owns are poisoned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from coppice.kernels.attention.interface import AttentionPlan, FixedPlan, LayerCache
+from coppice.kernels.attention.reference import ReferenceBackend
+from coppice.radix import Namespace
+from coppice.radix.node import Root
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine.core import Engine
+from coppice.runtime.requests.request import LATE, Sequence
+
+VOCABULARY = 40
+EOS = 2
+_POISON = -0x0DEAD0DEAD0DEAD
+_TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+
+
+class WrongKV(BaseException):
+    """Attention read what it must not; no engine may take it for an error of the step."""
+
+
+class Interrupted(BaseException):
+    """Stands for a KeyboardInterrupt in the middle of a step."""
+
+
+def fake_checkpoint(folder: Path) -> Path:
+    """Writes the config of a model whose weights nobody reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_TINY))
+    return folder
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """A hash of each value, uint64 (the finalizer of MurmurHash3)."""
+    values = values.astype(np.uint64)
+    for shift, factor in ((33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53)):
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return values ^ (values >> np.uint64(33))
+
+
+def _first_keys(tokens: np.ndarray, positions: np.ndarray, salt: int) -> np.ndarray:
+    """Layer 0's keys of tokens at positions, int64."""
+    place = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return _mix(tokens.astype(np.uint64) + place + np.uint64(salt)).view(np.int64)
+
+
+def _contexts(keys: np.ndarray) -> np.ndarray:
+    """Of each position, a hash of the keys up to it, uint64; the order of keys matters."""
+    places = np.arange(1, len(keys) + 1, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+    return np.cumsum(_mix(keys.view(np.uint64) ^ places), dtype=np.uint64)
+
+
+def _salt(namespace: Hashable) -> int:
+    """Keeps the keys of requests with different cache salts apart."""
+    assert isinstance(namespace, Namespace)
+    return xxhash.xxh3_64_intdigest((namespace.cache_salt or "").encode())
+
+
+class FakeAttention(ReferenceBackend):
+    """Checks plans and copies pages as the real ones do; `FakeModel` does the reading."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self._model = model
+
+    def copy_pages(self, caches: Any, src: Any, dst: Any) -> None:
+        self._model.stumble("copy")
+        super().copy_pages(caches, src, dst)
+
+    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> AttentionPlan:
+        self._model.stumble("prepare")
+        return super().prepare(plan, num_pages=num_pages)
+
+    def fixed_plans(
+        self, sizes: Seq[int], *, page_size: int, num_pages: int, max_pages: int
+    ) -> list[list[FakeFixedPlan]]:
+        return [[FakeFixedPlan(num_pages)] for _ in sizes]
+
+
+class FakeFixedPlan(FixedPlan):
+    """Plans in the place of one another; one with more entries of page tables does not fit."""
+
+    most_pages = 40
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._plan: AttentionPlan | None = None
+
+    def load(self, plan: AttentionPlan) -> bool:
+        plan.check(self._num_pages)
+        self._plan = plan
+        return len(plan.page_indices) <= self.most_pages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+
+class FakeModel:
+    """Stands for the decoder, and holds the KV cache of its two layers."""
+
+    def __init__(self, engine: Engine) -> None:
+        shape = (engine.num_pages + 1, engine.config.page_size, 1, 1)  # with one for padding
+        self.cache = [
+            LayerCache(torch.full(shape, _POISON), torch.full(shape, _POISON)) for _ in range(2)
+        ]
+        self.failure: tuple[str, BaseException] | None = None  # where the next step fails, and how
+        self.steps = 0
+        self._engine = engine
+        self._running: list[Sequence] = []  # those of the step, in the order of its batch
+        self._flat = [
+            tuple(each.numpy().reshape(-1) for each in (layer.k, layer.v)) for layer in self.cache
+        ]
+        schedule = engine.scheduler.schedule
+
+        def remember() -> Any:
+            made = schedule()
+            self._running = [chunk.sequence for chunk in made.chunks]
+            return made
+
+        engine.scheduler.schedule = remember  # type: ignore[method-assign]
+
+    def stumble(self, where: str) -> None:
+        if self.failure is not None and self.failure[0] == where:
+            error, self.failure = self.failure[1], None
+            raise error
+
+    # -- what a decoder does -----------------------------------------------------------------
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self.logits(self.hidden_states(*inputs))
+
+    def hidden_states(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        kv: Any,
+        attention: Any,
+        plan: AttentionPlan,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Int64 [R, 1]: the hash of each row's context; rows that only pad come last."""
+        assert kv is self.cache
+        self.steps += 1
+        self.stumble("begin")
+        written = slots.numpy()
+        real = int(plan.query_start[len(self._running)])
+        if len(np.unique(written[:real])) != real:
+            raise WrongKV("two rows of a step are written to one slot")
+        spare = self._engine.num_pages * self._engine.config.page_size
+        if (written[:real] >= spare).any() or (written[real:] < spare).any():
+            raise WrongKV("padding is written to a page of the pool, or a row to that of padding")
+        starts = plan.query_start
+        states = np.zeros(len(written), np.uint64)
+        keys = np.zeros(len(written), np.int64)
+        for index, sequence in enumerate(self._running):
+            mine = slice(int(starts[index]), int(starts[index + 1]))
+            keys[mine] = _first_keys(
+                token_ids.numpy()[mine], positions.numpy()[mine], _salt(sequence.request.namespace)
+            )
+        for layer in range(2):
+            self._write(layer, written, keys)
+            self.stumble(f"layer {layer}")
+            for index, sequence in enumerate(self._running):
+                mine = slice(int(starts[index]), int(starts[index + 1]))
+                last = int(token_ids[mine.stop - 1])
+                read = self._read(layer, plan, index, sequence, last)
+                states[mine] = read[mine.start - mine.stop :]
+            keys = _mix(states).view(np.int64)
+        chosen = slice(None) if rows is None else rows.numpy()
+        return torch.from_numpy(states.view(np.int64)[chosen].reshape(-1, 1))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 [R, VOCABULARY], from -5 to 5."""
+        self.stumble("logits")
+        tokens = np.arange(1, VOCABULARY + 1, dtype=np.uint64) * np.uint64(0xA0761D6478BD642F)
+        mixed = _mix(hidden.numpy().view(np.uint64) ^ tokens)
+        return torch.from_numpy((mixed >> np.uint64(40)).astype(np.float32) * (10 / 2**24) - 5)
+
+    def _write(self, layer: int, slots: np.ndarray, keys: np.ndarray) -> None:
+        for cache, values in zip(self._flat[layer], (keys, ~keys), strict=True):
+            cache[slots] = values
+
+    def _read(
+        self, layer: int, plan: AttentionPlan, index: int, sequence: Sequence, last: int
+    ) -> np.ndarray:
+        """The context hashes of all positions of a sequence, from the KV in its pages.
+
+        `last` is the token of its last row, which the sequence itself may not know yet.
+        """
+        table = plan.page_indices[plan.page_indptr[index] : plan.page_indptr[index + 1]]
+        at = np.arange(int(plan.context_len[index]))
+        slots = table[at // plan.page_size] * plan.page_size + at % plan.page_size
+        tokens = np.frombuffer(sequence.tokens.tobytes(), np.int32)[: len(at)].copy()
+        if tokens[-1] == LATE:
+            tokens[-1] = last
+        keys = self._check(
+            layer, slots, tokens, _salt(sequence.request.namespace), "a sequence reads"
+        )
+        return _contexts(keys)
+
+    # -- what tests ask ----------------------------------------------------------------------
+
+    def _check(
+        self, layer: int, slots: np.ndarray, tokens: np.ndarray, salt: int, who: str
+    ) -> np.ndarray:
+        """The keys in these slots. Raises WrongKV if they aren't those of the tokens."""
+        keys, values = (cache[slots] for cache in self._flat[layer])
+        expected = _first_keys(tokens, np.arange(len(tokens)), salt)
+        if layer:
+            expected = _mix(_contexts(expected)).view(np.int64)
+        wrong = np.flatnonzero((keys != expected) | (values != ~expected))
+        if len(wrong):
+            what = "poison" if keys[wrong[0]] == _POISON else "other KV"
+            raise WrongKV(f"{who} {what} at position {wrong[0]} of {len(tokens)}, layer {layer}")
+        return keys
+
+    def check_cache(self) -> None:
+        """Raises WrongKV if a page of the tree holds anything but its tokens' KV."""
+        tree = self._engine.tree
+        for node in tree.nodes():
+            root = node.path()[0].parent
+            assert isinstance(root, Root)
+            tokens = np.frombuffer(node.prefix(), np.int32)
+            table: list[int] = []
+            for each in node.path():
+                del table[each.start // tree.page_size :]
+                table += each.pages
+            at = np.arange(len(tokens))
+            pages = np.array(table)[at // tree.page_size]
+            for layer in range(2):
+                slots = pages * tree.page_size + at % tree.page_size
+                self._check(layer, slots, tokens, _salt(root.namespace), "the tree names")
+
+    def poison(self) -> None:
+        """Overwrites the pages that nobody owns."""
+        free = np.frombuffer(self._engine.tree.pool.refs, np.int32) <= 0
+        free = np.append(free, True)  # the page for padding
+        for copy in self._engine.scheduler._forks.values():
+            free[copy.source] = False  # the next step reads it before anything is written
+        for layer in self.cache:
+            for pages in (layer.k, layer.v):
+                pages[torch.from_numpy(free)] = _POISON
+
+
+class FakeRecorder:
+    """Plays a GPU that captures: a replay runs what was recorded, into the same tensor."""
+
+    def __init__(self) -> None:
+        self.free = 1000
+        self.recorded: list[torch.Tensor] = []
+        self.each = 10  # bytes of a graph
+
+    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        result = run()
+        self.recorded.append(result)
+        self.free -= self.each
+
+        def replay() -> None:
+            result.copy_(run())
+
+        return replay, result
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+def fake_engine(
+    checkpoint: Path, *, graphs: Seq[int] | None = None, **options: Any
+) -> tuple[Engine, FakeModel]:
+    """An engine with these options of `EngineConfig`, and the model in it.
+
+    `graphs` are the sizes of its graphs, which a `FakeRecorder` plays; None: it has none.
+    """
+    config = EngineConfig(
+        model=str(checkpoint), load_format="dummy", attention_backend="reference", **options
+    )
+    engine = Engine(config)
+    model = FakeModel(engine)
+    engine.runner.decoder = model  # type: ignore[assignment]
+    engine.runner.attention = FakeAttention(model)
+    engine.runner.kv_cache = model.cache
+    if graphs is not None:
+        engine.runner.capture(FakeRecorder(), graphs, engine.config.max_num_seqs)
+        model.steps = 0
+    return engine, model

@@ -1,0 +1,115 @@
+"""Frequencies and rotation against those of transformers' Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from coppice.kernels.attention.interface import rotate
+from coppice.runtime.model.rope import RotaryEmbedding, read_rope_config
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 5e5},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn with options": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.4,
+        "truncate": False,
+    },
+    "yarn with a factor of its own": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.5,
+    },
+}
+
+
+def llama(**rope: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rope_parameters=rope,
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotates_as_transformers_does(variant: str, dtype: torch.dtype) -> None:
+    hf = llama(**VARIANTS[variant])
+    generator = torch.Generator().manual_seed(1)
+    positions = torch.randint(0, 100_000, (9,), generator=generator)
+    heads = torch.randn(9, 6, 16, generator=generator).to(dtype)
+
+    cos, sin = LlamaRotaryEmbedding(hf)(heads, positions[None])
+    expected, _ = apply_rotary_pos_emb(heads[None], heads[None], cos, sin, unsqueeze_dim=2)
+    rope = RotaryEmbedding(read_rope_config(hf), dtype=dtype, device=torch.device("cpu"))
+    rotated = rotate(heads, *rope.angles(positions))
+
+    assert rotated.dtype == dtype
+    assert rotated.is_contiguous()
+    # In bfloat16 the two orders of adding round differently, by one unit in the last place.
+    tolerance = 1e-6 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(rotated, expected[0], atol=tolerance, rtol=0)
+
+
+def test_rotation_leaves_its_input_alone_and_takes_views() -> None:
+    heads = torch.randn(3, 5, 8)
+    kept = heads.clone()
+    rope = RotaryEmbedding(
+        read_rope_config(LlamaConfig(hidden_size=16, num_attention_heads=2)),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    angles = rope.angles(torch.tensor([0, 5, 2]))
+    part = rotate(heads[:, 1:4], *angles)
+    assert torch.equal(heads, kept)
+    assert torch.equal(part, rotate(heads, *angles)[:, 1:4])
+    assert torch.equal(part[0], heads[0, 1:4])  # position 0 turns nothing
+
+
+def test_yarn_scales_the_attention() -> None:
+    config = read_rope_config(llama(**VARIANTS["yarn with a factor of its own"]))
+    assert config.attention_factor == 1.5
+    assert read_rope_config(llama(**VARIANTS["linear"])).attention_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "dynamic"),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5}, "factor"),
+        ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial"),
+        ({"full_attention": {"rope_type": "default", "rope_theta": 1e4}}, "differ by layer"),
+    ],
+)
+def test_refuses_by_name(rope: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        read_rope_config(llama(**rope))

@@ -1,0 +1,245 @@
+"""What the engine counts for metrics: cumulative numbers, histograms, and what must stay 0."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice.radix import Match
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine.core import Engine
+from coppice.runtime.engine.histogram import LONG_SECONDS, Buckets, Histogram
+from coppice.runtime.engine.sequences import Sequence
+from coppice.runtime.report.engine_stats import EngineStats
+from coppice.runtime.requests.request import QueueFull, Unfinished
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling.beam_search import BeamSearchParams
+from coppice.runtime.schedule.paging import Paging
+
+PROMPT = list(range(40, 77))
+
+
+def params(tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, **more)
+
+
+@pytest.fixture
+def make(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Engine]:
+    def make(**options: Any) -> Engine:
+        model = str(tiny_checkpoint("llama"))
+        return Engine(EngineConfig(model, **({"kv_cache_tokens": 1024} | options)))
+
+    return make
+
+
+def run(engine: Engine) -> EngineStats:
+    while engine.has_unfinished():
+        engine.step()
+    return engine.stats()
+
+
+# -- histograms --------------------------------------------------------------------------------
+
+
+def test_values_fall_into_the_bucket_that_ends_at_or_above_them() -> None:
+    buckets = Buckets((1.0, 2.0, 5.0))
+    for value, times in ((0.5, 1), (1.0, 2), (1.5, 1), (5.0, 1), (9.0, 3)):
+        buckets.add(value, times)
+    made = buckets.snapshot()
+    assert made.counts == (3, 1, 1, 3)
+    assert made.cumulative() == (3, 4, 5, 8)
+    assert (made.count, made.total) == (8, 36.0)
+    assert made.mean == 36.0 / 8
+
+
+def test_quantiles_lie_in_their_bucket() -> None:
+    made = Histogram((1.0, 2.0, 4.0), (2, 2, 4, 0), 16.0)
+    assert made.quantile(0.25) == 1.0
+    assert made.quantile(0.5) == 2.0
+    assert made.quantile(0.75) == 3.0
+    assert made.quantile(1.0) == 4.0
+    assert made.quantile(0.0) == 0.0
+    assert Histogram((1.0,), (0, 5), 50.0).quantile(0.5) == 1.0, "above all: the last bound"
+    nothing = Histogram((1.0,), (0, 0), 0.0)
+    assert nothing.quantile(0.5) is None
+    assert nothing.mean is None
+    with pytest.raises(ValueError, match="share must be from 0 to 1"):
+        made.quantile(1.5)
+
+
+def test_what_came_between_two_snapshots() -> None:
+    earlier, later = Histogram((1.0,), (2, 1), 4.0), Histogram((1.0,), (3, 5), 9.0)
+    assert later.since(earlier) == Histogram((1.0,), (1, 4), 5.0)
+    assert earlier.since(later) == earlier, "the engine was started again in between"
+    with pytest.raises(ValueError, match="other buckets"):
+        later.since(Histogram((2.0,), (0, 0), 0.0))
+
+
+def test_bounds_grow() -> None:
+    assert list(LONG_SECONDS) == sorted(set(LONG_SECONDS))
+    assert LONG_SECONDS[0] == 0.001
+    assert LONG_SECONDS[-1] == 2000.0
+
+
+# -- the engine --------------------------------------------------------------------------------
+
+
+def test_every_request_and_token_is_counted_once(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.add_request("a", PROMPT, params(5))
+    assert (engine.stats().requests_waiting, engine.stats().requests_running) == (1, 0)
+    engine.step()
+    assert (engine.stats().requests_waiting, engine.stats().requests_running) == (0, 1)
+    run(engine)
+    engine.add_request("b", PROMPT, params(3, n=2))
+    engine.add_request("c", PROMPT[:9], params(50))
+    engine.step()
+    engine.abort("c")
+    stats = run(engine)
+    assert stats.finished == {"stop": 0, "length": 2, "abort": 1, "error": 0}
+    assert (stats.queue.count, stats.ttft.count, stats.request.count) == (3, 3, 3)
+    assert stats.itl.count == 4 + 2 * 2
+    assert stats.generated_tokens == 5 + 6 + 1
+    assert stats.prompt_tokens == 2 * len(PROMPT) + 9 == stats.counts.prompt_tokens
+    assert stats.counts.hit_tokens == len(PROMPT) - 1 + 8
+    assert stats.step.count == stats.step_tokens.count == stats.step_sequences.count == 8
+    assert stats.step_tokens.total == stats.prefill_tokens + 4 + 2 * 2
+    assert (stats.pages_free + stats.pages_cached, stats.pages_held) == (stats.pages_total, 0)
+    assert stats.request.total >= stats.ttft.total >= stats.queue.total >= 0
+    assert pickle.loads(pickle.dumps(stats)) == stats
+
+
+def test_a_request_that_one_reader_has_enough_of_has_stopped(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.add_request("a", PROMPT, params(5))
+    engine.step()
+    engine.abort("a", 0)
+    assert engine.stats().finished["stop"] == 1
+
+
+def test_a_search_counts_from_its_arrival_to_its_end(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.add_beam_search("a", PROMPT, BeamSearchParams(beam_width=3, max_tokens=4))
+    stats = run(engine)
+    assert stats.request.count == stats.queue.count == 1
+    assert stats.ttft.count == 0
+    assert sum(stats.finished.values()) == 1
+
+
+def test_refusals_by_their_limit(make: Callable[..., Engine]) -> None:
+    engine = make(max_queued_requests=1)
+    engine.add_request("a", PROMPT, params(1))
+    with pytest.raises(QueueFull) as refused:
+        engine.add_request("b", PROMPT, params(1))
+    assert pickle.loads(pickle.dumps(refused.value)).limit == "max_queued_requests"
+    with pytest.raises(ValueError, match="prompt"):
+        engine.add_request("c", [], params(1))
+    stats = run(engine)
+    assert stats.refused == {"max_queued_requests": 1, "max_queued_tokens": 0}
+    assert stats.request.count == 1
+
+
+def test_a_failed_step_ends_its_requests_as_errors(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(engine.runner, "run", broken)
+    engine.add_request("a", PROMPT, params(5))
+    stats = run(engine)
+    assert (stats.failed_steps, stats.finished["error"], stats.step.count) == (1, 1, 0)
+
+
+def test_evictions_with_their_age(make: Callable[..., Engine]) -> None:
+    engine = make(kv_cache_tokens=128)
+    for first in range(0, 300, 60):
+        engine.add_request(str(first), range(first, first + 60), params(4))
+        run(engine)
+    stats = engine.stats()
+    assert stats.evicted_tokens > 100
+    assert stats.eviction_age.count == stats.evicted_tokens
+    assert stats.eviction_age.total > 0
+    assert stats.counts.evicted == 0
+    engine.add_request("again", range(60), params(1))
+    assert run(engine).counts.evicted > 0
+
+
+def test_nothing_is_lost_to_page_rounding(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No hit is rounded down; and if one were, it would be counted."""
+    engine = make(page_size=16)
+    for length in range(3, 37, 4):
+        engine.add_request(str(length), PROMPT[:length], params(2))
+        run(engine)
+    engine.add_request("whole", PROMPT, params(2))
+    engine.add_request("logprobs", PROMPT[:20], params(2, prompt_logprobs=1))
+    assert run(engine).rounded_off_tokens == 0
+
+    exact = Paging.match
+
+    def rounded(paging: Paging, sequence: Sequence) -> Match:
+        length = exact(paging, sequence).length // 16 * 16
+        return paging.tree.match(sequence.tokens, sequence.request.namespace, length)
+
+    monkeypatch.setattr(Paging, "match", rounded)
+    other = list(range(150, 190))  # one node holds all of it
+    engine.add_request("other", other, params(2))
+    assert run(engine).rounded_off_tokens == 0
+    engine.add_request("rounded", [*other[:30], 7, 7, 7], params(2))
+    assert run(engine).rounded_off_tokens == 30 % 16
+
+
+# -- pins as plain data ------------------------------------------------------------------------
+
+
+def test_pins_are_told_as_plain_data(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.add_request("a", PROMPT, params(1))
+    run(engine)
+    put = engine.put_pin("handbook", PROMPT[:20], ttl=60)
+    assert (put.num_tokens, put.cached_tokens, put.ttl) == (20, 20, 60)
+    assert put.seconds_left == pytest.approx(60, abs=1)
+    assert engine.put_pin("handbook", PROMPT[:20]).ttl is None, "the same prefix: renewed"
+    with pytest.raises(ValueError, match="there is a pin named 'handbook' already"):
+        engine.put_pin("handbook", PROMPT[:21])
+    with pytest.raises(ValueError, match="prompt_token_ids must be integers from 0 to 319"):
+        engine.put_pin("bad", [1, 320])
+    with pytest.raises(ValueError, match="ttl must be more than 0"):
+        engine.put_pin("handbook", PROMPT[:20], ttl=0)
+    (listed,) = engine.list_pins()
+    assert pickle.loads(pickle.dumps(listed)) == listed
+    assert (listed.name, listed.cached_tokens) == ("handbook", 20)
+
+
+def test_the_live_report_is_plain_data(make: Callable[..., Engine]) -> None:
+    engine = make()
+    for request in "ab":
+        engine.add_request(request, PROMPT, params(2), cache_salt="secret")
+        run(engine)
+    engine.put_pin("p", PROMPT[:9])
+    report = pickle.loads(pickle.dumps(engine.live_report()))
+    assert report.stats.counts.hit_tokens == len(PROMPT) - 1
+    assert [pin.name for pin in report.pins] == ["p"]
+    tree = pickle.loads(pickle.dumps(engine.tree_picture()))
+    (prefix, *_) = tree.prefixes
+    assert (prefix.num_tokens, prefix.first, prefix.last) == (36, tuple(PROMPT[:36]), ())
+    assert tree.nodes[0].token_ids[:5] == tuple(PROMPT[:5])
+    assert tree.seconds > 0
+
+
+def test_the_cache_is_not_emptied_while_requests_run(make: Callable[..., Engine]) -> None:
+    engine = make()
+    engine.add_request("a", PROMPT, params(1))
+    with pytest.raises(Unfinished, match="1 requests are unfinished"):
+        engine.reset_cache()
+    run(engine)
+    engine.reset_cache()
+    assert engine.stats().pages_free == engine.num_pages

@@ -1,0 +1,159 @@
+"""Graphs of decoding steps on a fake device: sizes, padding, bounds, what runs without one."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from fake_model import FakeFixedPlan, FakeRecorder, fake_checkpoint, fake_engine
+from mixed_requests import answers, make_engine
+
+from coppice.kernels.triton import plans as triton_plans
+from coppice.kernels.triton.backend import INTERPRETED
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.runner import graphs as graphs_module
+from coppice.runtime.runner.graphs import graph_sizes
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return fake_checkpoint(tmp_path_factory.mktemp("fake"))
+
+
+def run(engine, model, counts):
+    """Tokens of so many requests at a time."""
+    found = {}
+    for count in counts:
+        for number in range(count):
+            engine.add_request(f"{count} {number}", [3 + number, 4, 5, 6 + number], GREEDY)
+        while engine.has_unfinished():
+            for output in engine.step():
+                assert output.error is None, output.error
+                found.setdefault(output.request_id, []).extend(output.new_token_ids)
+            engine.check()
+            model.check_cache()
+            model.poison()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (64, (1, 2, 4, *range(8, 65, 8))),
+        (256, (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))),
+    ],
+)
+def test_sizes_lie_closer_where_they_are_small(most, sizes):
+    assert graph_sizes(most) == sizes
+
+
+def test_steps_are_padded_to_the_next_size_and_give_the_same_tokens(checkpoint):
+    options = {"kv_cache_tokens": 256, "page_size": 4, "max_num_seqs": 6}
+    counts = [1, 2, 3, 4, 5, 6]
+    plain, model = fake_engine(checkpoint, **options)
+    expected = run(plain, model, counts)
+    assert plain.stats().decode_steps == {} and plain.stats().cuda_graphs == 0
+    engine, model = fake_engine(checkpoint, graphs=(1, 2, 4), **options)
+    assert run(engine, model, counts) == expected
+    stats = engine.stats()
+    # Of six tokens five are decoded; five and six sequences are more than any graph has.
+    assert stats.decode_steps == {"graph": 4 * 5, "too_many": 2 * 5, "too_much": 0}
+    assert stats.cuda_graphs == 3
+
+
+def test_a_plan_with_too_much_work_runs_without_a_graph(checkpoint, monkeypatch):
+    options = {"kv_cache_tokens": 256, "page_size": 4, "max_num_seqs": 6}
+    plain, model = fake_engine(checkpoint, **options)
+    expected = run(plain, model, [4])
+    engine, model = fake_engine(checkpoint, graphs=(4,), **options)
+    monkeypatch.setattr(FakeFixedPlan, "most_pages", 9)
+    assert run(engine, model, [4]) == expected
+    steps = engine.stats().decode_steps
+    # Four sequences have two pages each at first, and three later.
+    assert steps["graph"] > 0 and steps["too_much"] > 0
+
+
+def test_mixed_steps_and_prompt_logprobs_have_no_graph(checkpoint):
+    engine, _ = fake_engine(checkpoint, graphs=(1, 2), kv_cache_tokens=256, page_size=4)
+    engine.add_request("a", [3, 4, 5], GREEDY)
+    engine.step()
+    engine.step()
+    assert engine.stats().decode_steps["graph"] == 1
+    engine.add_request("b", [3, 4, 7, 8, 9], GREEDY)
+    engine.step()  # decodes one, prefills the other
+    assert engine.stats().decode_steps["graph"] == 1
+    engine.step()
+    assert engine.stats().decode_steps["graph"] == 2
+
+
+def test_one_pool_and_the_largest_first(checkpoint, caplog):
+    with caplog.at_level(logging.INFO, logger="coppice.runtime"):
+        engine, _ = fake_engine(checkpoint, graphs=(2, 1, 4), kv_cache_tokens=256)
+    graphs = engine.runner.graphs
+    assert graphs.sizes == [1, 2, 4]
+    told = "3 CUDA graphs for decoding 1, 2, 4 sequences took"
+    assert told in caplog.text and told in engine.runner.memory
+    assert (engine.stats().cuda_graph_bytes, graphs.bytes) == (30, 30)
+
+
+def test_capturing_is_bounded_in_memory_and_time(checkpoint, caplog, monkeypatch):
+    recorder = FakeRecorder()
+    recorder.each = 300
+    engine, _ = fake_engine(checkpoint, kv_cache_tokens=256)
+    engine.runner.capture(recorder, (1, 2, 4, 6), 6)
+    assert engine.runner.graphs.sizes == [4, 6]  # more than half of 1000 bytes are gone
+    assert "no CUDA graphs for fewer than 4 sequences" in caplog.text
+    times = iter(range(0, 1000, 25))
+    clock = SimpleNamespace(monotonic=lambda: float(next(times)))
+    monkeypatch.setattr(graphs_module, "time", clock)
+    engine.runner.capture(FakeRecorder(), (1, 2, 4, 6), 6)
+    assert engine.runner.graphs.sizes == [4, 6]  # a third one would take the 75th second
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"cuda_graph_sizes": (1, 9)}, r"from 1 to max_num_seqs \(8\), or None, got \(1, 9\)"),
+        ({"cuda_graph_sizes": (0,)}, "cuda_graph_sizes must be a tuple of integers"),
+        ({"cuda_graph_sizes": ()}, "cuda_graph_sizes must be a tuple of integers"),
+        ({"cuda_graph_sizes": (2, 2)}, "cuda_graph_sizes must differ from each other"),
+        (
+            {"cuda_graph_sizes": (2,), "enforce_eager": True},
+            "cuda_graph_sizes must be None with enforce_eager",
+        ),
+        ({"enforce_eager": 1}, "enforce_eager must be True or False, got 1"),
+    ],
+)
+def test_options_are_checked(options, refusal):
+    with pytest.raises(ValueError, match=refusal):
+        EngineConfig(model="m", max_num_seqs=8, **options)
+
+
+def test_graphs_where_there_can_be_none_are_refused(tiny_checkpoint):
+    with pytest.raises(ValueError, match=r"cuda_graph_sizes is \(2,\); with the cpu attention"):
+        make_engine(tiny_checkpoint("llama"), device="cpu", cuda_graph_sizes=(2,))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="with a GPU test_cuda_engine.py does this")
+def test_the_triton_backend_replays_forks_beams_and_trees(tiny_checkpoint, monkeypatch):
+    """A real model: its kernels are launched with one grid for all steps of a size."""
+    monkeypatch.setattr(triton_plans, "_WAVES", 0)  # each empty program takes the interpreter time
+    path, found = tiny_checkpoint("llama"), []
+    for sizes in (None, (1, 4, 6)):
+        engine = make_engine(path, device="cpu", attention_backend="triton", page_size=4)
+        if sizes is not None:
+            engine.runner.capture(FakeRecorder(), sizes, 8)
+        found.append(answers(engine, stem=9, tokens=3))
+    assert engine.stats().decode_steps["graph"] > 5
+    scores = found[0].pop("scores")
+    assert found[1].pop("scores") == pytest.approx(scores, abs=1e-4)
+    assert found[1] == found[0]
