@@ -1,273 +1,63 @@
-"""`coppice chat`: a conversation in the terminal, with a server or with a model in this process."""
+"""`coppice chat`: a conversation with a server, or with a model in this process."""
 
 from __future__ import annotations
 
-import http.client
-import json
+import argparse
+import os
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TextIO
 
-from rich.console import Console
-
+from coppice.frontend.commands.options import (
+    MODEL_HELP,
+    TOKENIZER_HELP,
+    Subparsers,
+    add_engine_options,
+    add_sampling_options,
+    check_scheme,
+    engine_options,
+    sampling_fields,
+    sampling_params,
+)
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.requests.sampling_params import SamplingParams
-
-HELP = "/system TEXT sets the system prompt and begins anew, /new begins anew, /quit ends"
-TIMEOUT_SECONDS = 600.0
 
 
-@dataclass(slots=True)
-class Usage:
-    """Tokens of the last answer."""
-
-    prompt: int = 0
-    cached: int = 0
-    generated: int = 0
-
-
-class ChatFailed(RuntimeError):
-    """There is no answer, and this is why."""
-
-
-class Partner(Protocol):
-    """Whoever answers."""
-
-    usage: Usage
-
-    def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """The answer in pieces; closing the iterator early ends the work on it.
-
-        Raises ChatFailed.
-        """
-        ...
+def add_to(commands: Subparsers) -> None:
+    """Adds the command's parser."""
+    parser = commands.add_parser(
+        "chat", help="talk with a server, or with a model in this process", allow_abbrev=False
+    )
+    parser.add_argument("partner", metavar="MODEL-or-URL", help=f"a server's URL; or {MODEL_HELP}")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt to begin with")
+    parser.add_argument("--model", metavar="NAME", help="which of the server's models")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key for the server (default: the variable OPENAI_API_KEY)"
+    )
+    parser.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
+    add_sampling_options(parser, max_tokens=1024)
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
 
 
-class LocalPartner:
-    """A model in this process."""
+def run(arguments: argparse.Namespace) -> int:
+    """`coppice chat`."""
+    params = sampling_params(arguments)
+    from rich.console import Console
 
-    def __init__(self, config: EngineConfig, tokenizer: str | None, params: SamplingParams) -> None:
-        from coppice.frontend.text.engine import TextEngine
+    from coppice.frontend.commands import conversation
 
-        self.usage = Usage()
-        self._engine = TextEngine.load(config, tokenizer)
-        self._engine.tokenizer.load_wrapped_soon()  # for the template, while the user types
-        self._params = params
-        self._turns = 0
-
-    def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        self._turns += 1
-        name = f"turn-{self._turns}"
-        try:
-            ids = self._engine.tokenizer.encode_chat(messages)
-            self._engine.add(name, None, ids, self._params)
-        except ValueError as error:
-            raise ChatFailed(str(error)) from error
-        try:
-            while self._engine.has_unfinished():
-                for delta in self._engine.step():
-                    yield delta.text
-                    if delta.output is not None:
-                        (made,) = delta.output.outputs
-                        cached = delta.output.cached_tokens
-                        self.usage = Usage(len(ids), cached, len(made.token_ids))
-                        if made.finish_reason == "error":
-                            raise ChatFailed(str(made.stop_reason))
-        finally:
-            self._engine.abort(name)
-
-
-class RemotePartner:
-    """An OpenAI-compatible server.
-
-    Args:
-        url: where it is, with or without /v1.
-        model: the model to ask for; None: the first one that the server names.
-        api_key: sent along if given.
-        options: further fields of each request.
-
-    Raises ChatFailed if the server can't be reached, or names no model.
-    """
-
-    def __init__(
-        self, url: str, model: str | None, api_key: str | None, options: Mapping[str, Any]
-    ) -> None:
-        self.usage = Usage()
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._options = options
-        if model is None:
-            with self._request("/v1/models") as response:
-                model = _first_model(self._url, response)
-        self.model = model
-
-    def _request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, self._headers)
-        try:
-            return urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise ChatFailed(f"{error.code}: {_message(error.read())}") from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise ChatFailed(f"{self._url} can't be reached: {reason}") from None
-
-    def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        body = {"model": self.model, "messages": messages, "stream": True, **self._options}
-        body["stream_options"] = {"include_usage": True}
-        with closing(self._request("/v1/chat/completions", body)) as response:
-            for event in _events(response):
-                if "error" in event:
-                    raise ChatFailed(str(event["error"].get("message")))
-                if usage := event.get("usage"):
-                    details = usage.get("prompt_tokens_details") or {}
-                    self.usage = Usage(
-                        usage["prompt_tokens"],
-                        details.get("cached_tokens") or 0,
-                        usage["completion_tokens"],
-                    )
-                for choice in event.get("choices", []):
-                    yield choice["delta"].get("content") or ""
-
-
-def _first_model(url: str, response: Any) -> str:
+    partner: conversation.Partner
     try:
-        named = json.load(response)["data"]
-        model = named[0]["id"] if named else None
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ChatFailed(f"{url} does not answer as an OpenAI-compatible server does") from error
-    if model is None:
-        raise ChatFailed(f"{url} names no model; use --model")
-    return str(model)
-
-
-def _events(response: Any) -> Iterator[dict[str, Any]]:
-    """The events of a stream. Raises ChatFailed where it breaks off."""
-    reason = "there is no end to it"
-    try:
-        for line in response:
-            if line.startswith(b"data: [DONE]"):
-                return
-            if line.startswith(b"data: "):
-                yield json.loads(line.removeprefix(b"data: "))
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = str(error)
-    raise ChatFailed(f"the answer broke off: {reason}")
-
-
-def _message(raw: bytes) -> str:
-    """The words of an error answer."""
-    try:
-        return str(json.loads(raw)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return raw.decode(errors="replace")[:200] or "no reason given"
-
-
-@dataclass(slots=True)
-class Conversation:
-    """The turns so far, and the commands that change them."""
-
-    partner: Partner
-    console: Console
-    system: str | None = None
-    turns: list[dict[str, str]] = field(default_factory=list)
-    failed: bool = False  # whether a line had no answer
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*first, *self.turns]
-
-    def take(self, line: str) -> bool:
-        """A line of the user's: a command, or something to answer. False: time to end."""
-        command, _, rest = line.partition(" ")
-        if command in ("/quit", "/exit"):
-            return False
-        if command == "/new":
-            self.turns.clear()
-            self._tell("a new conversation")
-        elif command == "/system":
-            self.system = rest.strip() or None
-            self.turns.clear()
-            self._tell(f"a new conversation, {'with this' if self.system else 'without a'} "
-                       f"system prompt")  # fmt: skip
-        elif command.startswith("/"):
-            self.console.print(HELP, style="dim", markup=False)
+        check_scheme("MODEL-or-URL", arguments.partner)
+        if arguments.partner.startswith(("http://", "https://")):
+            key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
+            fields = sampling_fields(arguments)
+            partner = conversation.RemotePartner(arguments.partner, arguments.model, key, fields)
         else:
-            self._answer(line)
-        return True
-
-    def _tell(self, text: str) -> None:
-        if self.console.is_terminal:
-            self.console.print(text, style="dim")
-
-    def _answer(self, line: str) -> None:
-        """Asks, shows the answer as it comes, and keeps both; Ctrl-C keeps what has come."""
-        self.turns.append({"role": "user", "content": line})
-        pieces: list[str] = []
-        answer = self.partner.answer(self.messages)
-        try:
-            for piece in answer:
-                pieces.append(piece)
-                self.console.out(piece, end="", highlight=False)
-        except KeyboardInterrupt:
-            self.console.out(" [stopped]", end="")
-        except ChatFailed as error:
-            self.turns.pop()
-            self.failed = True
-            if pieces:
-                self.console.out()
-            where = self.console if self.console.is_terminal else Console(stderr=True)
-            where.print(f"error: {error}", style="red", markup=False, highlight=False)
-            return
-        finally:
-            answer.close()  # type: ignore[attr-defined]
-        self.console.out()
-        self.turns.append({"role": "assistant", "content": "".join(pieces)})
-        usage = self.partner.usage
-        if usage.prompt:
-            self._tell(
-                f"{usage.generated} tokens; {usage.cached} of {usage.prompt} prompt tokens "
-                "from the cache"
-            )
-
-
-def run(partner: Partner, console: Console, lines: TextIO, system: str | None) -> int:
-    """Answers line after line until they end, or /quit; the exit status.
-
-    That is 1 if nobody sat there and a line had no answer. Ctrl-C at the prompt drops what was
-    typed, and ends the conversation when it comes twice.
-    """
-    conversation = Conversation(partner, console, system)
-    typed = lines is sys.stdin and lines.isatty()
-    if typed:
-        with suppress(ImportError):
-            import readline  # noqa: F401  # arrows edit the line and bring earlier ones back
-        console.print(f"{HELP}; Ctrl-C stops an answer", style="dim")
-    interrupted = False
-    while True:
-        try:
-            line = input("> ") if typed else lines.readline()
-        except EOFError:
-            console.out()
-            return 0
-        except KeyboardInterrupt:
-            if interrupted or not typed:
-                console.out()
-                return 130
-            interrupted = True
-            console.out()
-            console.print("Ctrl-C again, Ctrl-D or /quit ends", style="dim")
-            continue
-        interrupted = False
-        if not line and not typed:
-            return int(conversation.failed)
-        if line.strip() and not conversation.take(line.strip()):
-            return 0
+            for name in ("model", "api_key"):
+                if getattr(arguments, name) is not None:
+                    raise ValueError(f"{name} is for a server's URL, got {arguments.partner!r}")
+            config = EngineConfig(model=arguments.partner, **engine_options(arguments))
+            partner = conversation.LocalPartner(config, arguments.tokenizer, params)
+    except conversation.ChatFailed as error:
+        print(f"coppice chat: {error}", file=sys.stderr)
+        return 1
+    return conversation.run(partner, Console(highlight=False), sys.stdin, arguments.system)

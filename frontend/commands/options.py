@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import re
 import types
 from dataclasses import Field, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from coppice.frontend.http.options import ServerOptions
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.requests.sampling_params import SamplingParams
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What `add_subparsers` returns, to which each command adds its parser."""
+
+TOKENIZER_HELP = "where the tokenizer is, if not with the model"
+MODEL_HELP = "a Hugging Face directory, a hub id, or `demo` for the model that comes along"
 
 # The commands take the most probable token unless told otherwise, so that the same command gives
 # the same text twice; and enough tokens for an answer.
@@ -115,3 +123,9 @@ def _add(
         text += f" (default: {default})"
     metavar = {int: "N", float: "X"}.get(hint, "NAME")
     group.add_argument(flag, type=hint, default=default, metavar=metavar, help=text)
+
+
+def check_scheme(name: str, value: str) -> None:
+    """Raises ValueError for an address that lacks one, which would be taken for a model or file."""
+    if re.fullmatch(r"[\w.-]+:\d{1,5}(/.*)?", value) and not Path(value).exists():
+        raise ValueError(f"{name}: a server's URL begins with http://, got {value!r}")

@@ -1,153 +1,61 @@
-"""`coppice report`: the report of a running server or a saved one, once or live like `top`."""
+"""`coppice report`: the report of a running server's cache, or a saved one."""
 
 from __future__ import annotations
 
-import json
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+import argparse
+import os
+import sys
 
-from rich.console import Console
-from rich.live import Live
-
-from coppice.frontend.commands.keys import Wait, pressed
-from coppice.frontend.report.json import SCHEMA, VERSION
-from coppice.frontend.report.routes import report_schema
-from coppice.frontend.report.screen import Window, render_screen
-
-_PATH = "/cache/report"
-_TIMEOUT_SECONDS = 30.0
-_MOST_BYTES = 64 << 20
+from coppice.frontend.commands.options import Subparsers, check_scheme
 
 
-class ReportUnavailable(RuntimeError):
-    """The server does not answer, or not with a report."""
+def add_to(commands: Subparsers) -> None:
+    """Adds the command's parser."""
+    parser = commands.add_parser(
+        "report",
+        help="what a server's cache saves and why tokens miss, live",
+        description="Shows the report of a running server, every few seconds until interrupted, "
+        "or one that was saved from its /cache/report.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source", metavar="URL-or-FILE", help="a server, such as http://localhost:8000, or a file"
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="time between two looks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="print it once, as when it is not for a terminal"
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("COPPICE_API_KEY"),
+        metavar="KEY",
+        help="if the server asks for one (default: the environment's COPPICE_API_KEY)",
+    )
+    parser.set_defaults(run=run)
 
 
-def run(
-    console: Console,
-    source: str,
-    *,
-    interval: float,
-    once: bool,
-    api_key: str | None,
-    wait: Wait | None = None,
-) -> None:
-    """Prints the report; of a server every `interval` seconds until it is left, unless `once`.
+def run(arguments: argparse.Namespace) -> int:
+    """`coppice report`."""
+    from rich.console import Console
 
-    Where the console is no terminal it is printed once. `wait` tells which keys are pressed, for
-    tests; it is the terminal's if not given.
+    from coppice.frontend.commands import watch
 
-    Raises:
-        ValueError: the source is neither a URL nor a file with a report, or an option is wrong.
-        ReportUnavailable: the server did not answer the first time.
-    """
-    if not interval > 0:
-        raise ValueError(f"interval must be more than 0 seconds, got {interval}")
-    if not source.startswith(("http://", "https://")):
-        console.print(render_screen(read_file(Path(source)), width=console.width))
-        return
-    url = report_url(source)
-    report = fetch(url, api_key)
-    if once or not console.is_terminal:
-        console.print(render_screen(report, width=console.width))
-        return
-    with pressed() as keys:
-        _live(console, report, lambda: fetch(url, api_key), interval, wait or keys)
-
-
-def _live(
-    console: Console,
-    report: dict[str, Any],
-    look: Callable[[], dict[str, Any]],
-    interval: float,
-    keys: Wait | None,
-) -> None:
-    """Shows what `look` gives, again and again, until it is left."""
-    window = Window(report, with_keys=keys is not None)
-    wait = keys or _sleep
-    with Live(window, console=console, screen=True, auto_refresh=False) as live:
-        live.refresh()
-        due = time.monotonic() + interval
-        while True:
-            found = wait(max(0.0, due - time.monotonic()))
-            if "quit" in found:
-                return
-            for key in found:
-                window.press(key)
-            if not found:
-                window.trouble = ""
-                try:
-                    window.report = look()
-                except ReportUnavailable as error:
-                    window.trouble = f"{error}; shown is the last answer"
-                due = time.monotonic() + interval
-            live.refresh()
-
-
-def _sleep(seconds: float) -> list[str]:
-    time.sleep(seconds)
-    return []
-
-
-def report_url(source: str) -> str:
-    """Where a server's report is: `source` may be the server's address or the report's own."""
-    parts = urlsplit(source)
-    if not parts.netloc:
-        raise ValueError(f"source must be a file or the URL of a server, got {source!r}")
-    path = parts.path.rstrip("/").removesuffix(_PATH).removesuffix("/cache")
-    return urlunsplit((parts.scheme, parts.netloc, path + _PATH, "", ""))
-
-
-def fetch(url: str, api_key: str | None) -> dict[str, Any]:
-    """The report at `url`. Raises ReportUnavailable if there is none; ValueError as `checked`."""
-    headers = {"Accept": "application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    request = urllib.request.Request(url, headers=headers)
+    check_scheme("URL-or-FILE", arguments.source)
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
-            body = answer.read(_MOST_BYTES)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise ReportUnavailable(f"{url} answered {error.code}{_why(error)}") from error
-    except (OSError, ValueError) as error:
-        raise ReportUnavailable(f"{url} does not answer: {error}") from error
-    return checked(body, url)
-
-
-def _why(error: urllib.error.HTTPError) -> str:
-    try:
-        return f": {json.loads(error.read(1 << 16))['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return ""
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """A saved report. Raises ValueError if it can't be read or is none."""
-    try:
-        return checked(path.read_bytes(), str(path))
-    except OSError as error:
-        raise ValueError(f"source: {path} cannot be read: {error.strerror}") from error
-
-
-def checked(body: bytes, where: str) -> dict[str, Any]:
-    """The report in `body`. Raises ValueError if it is none, or of a version not known here."""
-    try:
-        report = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"source: {where} is not JSON: {error}") from error
-    if not isinstance(report, dict) or report.get("schema") != SCHEMA:
-        raise ValueError(f"source: {where} is no report of a server's cache ({SCHEMA})")
-    if report.get("version") != VERSION:
-        raise ValueError(
-            f"source: {where} has version {report.get('version')!r}, this command knows {VERSION}"
+        watch.run(
+            Console(highlight=False),
+            arguments.source,
+            interval=arguments.interval,
+            once=arguments.once,
+            api_key=arguments.api_key,
         )
-    missing = [name for name in report_schema()["required"] if name not in report]
-    if missing:
-        raise ValueError(f"source: {where} lacks {', '.join(missing)}")
-    return report
+    except watch.ReportUnavailable as error:
+        print(f"coppice report: {error}", file=sys.stderr)
+        return 1
+    return 0

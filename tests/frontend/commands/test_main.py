@@ -122,6 +122,30 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: coppice" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "report", "demo", "replay"])
+@pytest.mark.parametrize("unknown", ["--no-such-option", "--no-such-option=5"])
+def test_an_unknown_argument_is_answered_with_the_usage_of_its_command(
+    command: str, unknown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, *(["x"] if command != "demo" else []), unknown])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: coppice {command} [-h]")
+    assert error.endswith(f"coppice {command}: error: unrecognized arguments: {unknown}\n")
+
+
+def test_one_argument_too_many_and_an_unknown_option_before_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "twice"])
+    assert capsys.readouterr().err.startswith("usage: coppice demo [-h]")
+    with pytest.raises(SystemExit):
+        main(["--no-such-option", "demo"])
+    assert capsys.readouterr().err.startswith("usage: coppice [-h]")
+
+
 def test_no_prompt_at_all(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from aiohttp import web
 from rich.console import Console
 
 from coppice.frontend.client.engine import EngineClient
-from coppice.frontend.commands import chat
+from coppice.frontend.commands import conversation
 from coppice.frontend.commands.main import main
 from coppice.frontend.http.options import ServerOptions
 from coppice.frontend.server import Server
@@ -38,7 +38,7 @@ class Scripted:
     """A partner that says what it was told to, and remembers what it was asked."""
 
     def __init__(self, *answers: str | Exception) -> None:
-        self.usage = chat.Usage(10, 4, 2)
+        self.usage = conversation.Usage(10, 4, 2)
         self.asked: list[list[dict[str, str]]] = []
         self._answers = iter(answers)
 
@@ -52,14 +52,14 @@ class Scripted:
 
 
 def talk(
-    partner: chat.Partner,
+    partner: conversation.Partner,
     text: str,
     system: str | None = None,
     status: int = 0,
     **options: object,
 ) -> str:
     console = Console(file=io.StringIO(), width=100, highlight=False, **options)  # type: ignore[arg-type]
-    assert chat.run(partner, console, io.StringIO(text), system) == status
+    assert conversation.run(partner, console, io.StringIO(text), system) == status
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
@@ -68,7 +68,7 @@ def test_turns_build_on_each_other() -> None:
     shown = talk(
         partner, "a\n\n  b\n/system Be kind.\nc\n/new\nd\n/nonsense\n/quit\ne\n", "Be brief."
     )
-    assert shown.splitlines() == ["one!", "two", "three", "four", chat.HELP]
+    assert shown.splitlines() == ["one!", "two", "three", "four", conversation.HELP]
     brief, kind = ({"role": "system", "content": text} for text in ("Be brief.", "Be kind."))
     a, b, c, d = ({"role": "user", "content": letter} for letter in "abcd")
     one = {"role": "assistant", "content": "one!"}
@@ -76,7 +76,7 @@ def test_turns_build_on_each_other() -> None:
 
 
 def test_what_fails_is_not_part_of_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
-    partner = Scripted(chat.ChatFailed("too long [sic]"), "fine")
+    partner = Scripted(conversation.ChatFailed("too long [sic]"), "fine")
     assert talk(partner, "a\nb\n", status=1).splitlines() == ["so ", "fine"]
     assert capsys.readouterr().err == "error: too long [sic]\n"
     assert partner.asked[1] == [{"role": "user", "content": "b"}]
@@ -117,15 +117,17 @@ def test_a_connection_that_breaks_is_no_crash(checkpoint: Path) -> None:
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(chat.ChatFailed, match="does not answer as an OpenAI-compatible server"):
-            chat.RemotePartner(url, None, None, {})
-        partner = chat.RemotePartner(url, "tiny", None, {})
-        with pytest.raises(chat.ChatFailed, match="can't be reached"):
+        with pytest.raises(
+            conversation.ChatFailed, match="does not answer as an OpenAI-compatible server"
+        ):
+            conversation.RemotePartner(url, None, None, {})
+        partner = conversation.RemotePartner(url, "tiny", None, {})
+        with pytest.raises(conversation.ChatFailed, match="can't be reached"):
             list(partner.answer([]))
         for reason in ("Unterminated", "there is no end to it"):
             pieces = partner.answer([])
             assert next(pieces) == "so"
-            with pytest.raises(chat.ChatFailed, match=f"the answer broke off: {reason}"):
+            with pytest.raises(conversation.ChatFailed, match=f"the answer broke off: {reason}"):
                 list(pieces)
         thread.join()
 
@@ -194,7 +196,7 @@ def test_in_a_terminal(served: Callable[..., str], checkpoint: Path) -> None:
 
 def test_a_model_in_this_process(checkpoint: Path) -> None:
     config = EngineConfig(model=str(checkpoint), kv_cache_tokens=4096)
-    partner = chat.LocalPartner(config, None, PARAMS)
+    partner = conversation.LocalPartner(config, None, PARAMS)
     messages = [{"role": "user", "content": "Where is the key?"}]
     first = "".join(partner.answer(messages))
     assert partner.usage.generated == 6
@@ -206,7 +208,7 @@ def test_a_model_in_this_process(checkpoint: Path) -> None:
     next(early)
     early.close()  # type: ignore[attr-defined]
     assert not partner._engine.has_unfinished()
-    with pytest.raises(chat.ChatFailed, match="prompt must be shorter"):
+    with pytest.raises(conversation.ChatFailed, match="prompt must be shorter"):
         next(partner.answer([{"role": "user", "content": "key " * 600}]))
 
 
@@ -241,16 +243,16 @@ def server_url(
 
 def test_a_server(server_url: str, checkpoint: Path) -> None:
     config = EngineConfig(model=str(checkpoint), kv_cache_tokens=4096)
-    local = chat.LocalPartner(config, None, PARAMS)
-    remote = chat.RemotePartner(server_url + "/v1", None, "secret", FIELDS)
+    local = conversation.LocalPartner(config, None, PARAMS)
+    remote = conversation.RemotePartner(server_url + "/v1", None, "secret", FIELDS)
     assert remote.model == "tiny"
     messages = [{"role": "user", "content": "Where is the key?"}]
     assert "".join(remote.answer(messages)) == "".join(local.answer(messages))
     assert remote.usage == local.usage
-    with pytest.raises(chat.ChatFailed, match=r"400: .*prompt must be shorter"):
+    with pytest.raises(conversation.ChatFailed, match=r"400: .*prompt must be shorter"):
         next(remote.answer([{"role": "user", "content": "key " * 600}]))
-    with pytest.raises(chat.ChatFailed, match="401: the API key is not known here"):
-        chat.RemotePartner(server_url, None, "wrong", {})
+    with pytest.raises(conversation.ChatFailed, match="401: the API key is not known here"):
+        conversation.RemotePartner(server_url, None, "wrong", {})
 
 
 def test_the_command(

@@ -16,10 +16,10 @@ import httpx
 import pytest
 from rich.console import Console
 
-from coppice.frontend.commands import report as report_command
+from coppice.frontend.commands import watch
 from coppice.frontend.commands.keys import pressed
 from coppice.frontend.commands.main import main
-from coppice.frontend.commands.report import ReportUnavailable, fetch, report_url, run
+from coppice.frontend.commands.watch import ReportUnavailable, fetch, report_url, run
 from coppice.frontend.report.screen import Window, render_screen
 
 TEXT = " ".join(f"The key is under the mat of house {7 * number}." for number in range(14))
@@ -100,7 +100,7 @@ def test_live_it_looks_again_and_says_when_there_is_no_answer(
             raise Interrupted
         return []
 
-    monkeypatch.setattr(report_command, "fetch", answer)
+    monkeypatch.setattr(watch, "fetch", answer)
     out = io.StringIO()
     console = Console(file=out, width=80, height=60, force_terminal=True)
     with pytest.raises(Interrupted):

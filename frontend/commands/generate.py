@@ -1,0 +1,118 @@
+"""`coppice generate`: continues prompts, or answers questions, and prints the texts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coppice.frontend.commands.options import (
+    MODEL_HELP,
+    TOKENIZER_HELP,
+    Subparsers,
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    sampling_params,
+)
+
+if TYPE_CHECKING:
+    from coppice.frontend.python.llm import LLM
+    from coppice.frontend.text.outputs import RequestOutput
+
+
+def add_to(commands: Subparsers) -> None:
+    """Adds the command's parser."""
+    parser = commands.add_parser(
+        "generate", help="continue prompts, or answer questions", allow_abbrev=False
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt (may be repeated)"
+    )
+    source.add_argument(
+        "--prompts-file",
+        type=Path,
+        metavar="FILE",
+        help="a prompt a line, empty lines left out; without either, standard input is read so",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="put each prompt as a question to the chat template"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="end with the prefix-hit report of the cache"
+    )
+    parser.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
+    add_sampling_options(parser)
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`coppice generate`."""
+    prompts = _prompts(arguments)
+    params = sampling_params(arguments)
+    from coppice.frontend.python.llm import LLM
+    from coppice.frontend.text.outputs import GenerationError
+
+    llm = LLM(arguments.model, arguments.tokenizer, **engine_options(arguments))
+    failure = None
+    try:
+        if arguments.chat:
+            turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            outputs = llm.chat(turns, params)
+        else:
+            outputs = llm.generate(prompts, params)
+    except GenerationError as error:
+        failure, outputs = error, error.outputs
+    _print_outputs(prompts, outputs)
+    if arguments.report:
+        _print_report(llm)
+    if failure is not None:
+        print(f"coppice generate: {failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    """The prompts that the arguments name. Raises ValueError if there is none."""
+    if arguments.prompt is not None:
+        return list(arguments.prompt)
+    if arguments.prompts_file is not None:
+        try:
+            text = arguments.prompts_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"prompts-file cannot be read: {error}") from error
+        where = str(arguments.prompts_file)
+    else:
+        if sys.stdin.isatty():
+            raise ValueError("prompt: none given; use --prompt, --prompts-file or standard input")
+        text, where = sys.stdin.read(), "standard input"
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"prompt: there is none in {where}")
+    return lines
+
+
+def _print_outputs(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> None:
+    """Only the text for one prompt; with each prompt above its text for several."""
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        if len(prompts) > 1:
+            print(f"[{index + 1}/{len(prompts)}] {prompt}")
+        print(output.outputs[0].text)
+        if len(prompts) > 1 and index + 1 < len(prompts):
+            print()
+
+
+def _print_report(llm: LLM) -> None:
+    from rich.console import Console
+
+    from coppice.frontend.report.tables import render_report
+
+    tokenizer = llm.get_tokenizer()
+    console = Console()
+    console.print()
+    console.print(render_report(llm.cache_report(), lambda ids: str(tokenizer.decode(list(ids)))))

@@ -1,0 +1,95 @@
+"""`coppice replay`: what the cache would do for a trace of requests."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+from coppice.frontend.commands.options import Subparsers
+from coppice.runtime.config import EngineConfig
+
+
+def add_to(commands: Subparsers) -> None:
+    """Adds the command's parser."""
+    parser = commands.add_parser(
+        "replay",
+        help="what the cache would do for a trace of requests, without a model",
+        description="Replays a trace of requests through the real tree and scheduler, without a "
+        "model, and reports what the cache did and why tokens missed.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    defaults = {option.name: option for option in fields(EngineConfig)}
+    policy, page_size = defaults["eviction_policy"], defaults["page_size"]
+    parser.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="a file with a request a line: Mooncake's format, or JSON with a prompt of token ids "
+        "or text (keys prompt, output or output_tokens, namespace, timestamp in seconds)",
+    )
+    parser.add_argument(
+        "--format",
+        default="auto",
+        metavar="NAME",
+        help="auto, mooncake or jsonl (default: auto, which looks at the first line)",
+    )
+    parser.add_argument(
+        "--policy",
+        default=policy.default,
+        metavar="NAME",
+        help=f"{policy.metadata['help']} (default: {policy.default})",
+    )
+    parser.add_argument(
+        "--pool",
+        default="1000000",
+        metavar="TOKENS",
+        help="size of the KV cache in tokens, or unlimited (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--page-size",
+        type=int,
+        default=page_size.default,
+        metavar="N",
+        help=f"{page_size.metadata['help']} (default: {page_size.default})",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=1,
+        metavar="N",
+        help="most requests that run at once, while as many of the next ones wait (default: 1)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="whose tokenizer turns texts into tokens and back: a directory, a hub id or `demo`",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="read only the first N requests")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the report as a page that opens offline"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`coppice replay`."""
+    from rich.console import Console
+
+    from coppice.frontend.replay import run as replay
+
+    replay.run(
+        Console(highlight=False),
+        arguments.trace,
+        format=arguments.format,
+        policy=arguments.policy,
+        pool=arguments.pool,
+        page_size=arguments.page_size,
+        concurrency=arguments.concurrency,
+        tokenizer=arguments.tokenizer,
+        limit=arguments.limit,
+        json_file=arguments.json,
+        html_file=arguments.html,
+    )
+    return 0

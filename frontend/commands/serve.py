@@ -1,0 +1,71 @@
+"""`coppice serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+
+from coppice.frontend.commands.options import (
+    MODEL_HELP,
+    SERVER_DEFAULTS,
+    TOKENIZER_HELP,
+    Subparsers,
+    add_engine_options,
+    add_server_options,
+    engine_options,
+    server_options,
+)
+from coppice.runtime.config import EngineConfig
+
+
+def add_to(commands: Subparsers) -> None:
+    """Adds the command's parser."""
+    parser = commands.add_parser(
+        "serve", help="start an OpenAI-compatible server", allow_abbrev=False
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port; 0: a free one (default: 8000)"
+    )
+    parser.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
+    add_server_options(parser)
+    add_engine_options(parser, **SERVER_DEFAULTS)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`coppice serve`."""
+    if not 0 <= arguments.port <= 65535:
+        raise ValueError(f"port must be from 0 to 65535, got {arguments.port}")
+    config = EngineConfig(model=arguments.model, **engine_options(arguments))
+    options = server_options(arguments)
+    options.keys()  # while nothing has been loaded
+    try:
+        listener = _bound(arguments.host, arguments.port)
+    except OSError as error:
+        where = f"{arguments.host}:{arguments.port}"
+        print(f"coppice serve: cannot listen on {where}: {error.strerror}", file=sys.stderr)
+        return 1
+    with listener:
+        from coppice.frontend.serve import serve
+
+        serve(config, arguments.tokenizer, options, listener=listener)
+    return 0
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Takes the port before the minutes that a large model may take to load.
+
+    It does not listen yet, so that clients are refused instead of kept waiting.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,153 @@
+"""`coppice report`: the report of a running server or a saved one, once or live like `top`."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from rich.console import Console
+from rich.live import Live
+
+from coppice.frontend.commands.keys import Wait, pressed
+from coppice.frontend.report.json import SCHEMA, VERSION
+from coppice.frontend.report.routes import report_schema
+from coppice.frontend.report.screen import Window, render_screen
+
+_PATH = "/cache/report"
+_TIMEOUT_SECONDS = 30.0
+_MOST_BYTES = 64 << 20
+
+
+class ReportUnavailable(RuntimeError):
+    """The server does not answer, or not with a report."""
+
+
+def run(
+    console: Console,
+    source: str,
+    *,
+    interval: float,
+    once: bool,
+    api_key: str | None,
+    wait: Wait | None = None,
+) -> None:
+    """Prints the report; of a server every `interval` seconds until it is left, unless `once`.
+
+    Where the console is no terminal it is printed once. `wait` tells which keys are pressed, for
+    tests; it is the terminal's if not given.
+
+    Raises:
+        ValueError: the source is neither a URL nor a file with a report, or an option is wrong.
+        ReportUnavailable: the server did not answer the first time.
+    """
+    if not interval > 0:
+        raise ValueError(f"interval must be more than 0 seconds, got {interval}")
+    if not source.startswith(("http://", "https://")):
+        console.print(render_screen(read_file(Path(source)), width=console.width))
+        return
+    url = report_url(source)
+    report = fetch(url, api_key)
+    if once or not console.is_terminal:
+        console.print(render_screen(report, width=console.width))
+        return
+    with pressed() as keys:
+        _live(console, report, lambda: fetch(url, api_key), interval, wait or keys)
+
+
+def _live(
+    console: Console,
+    report: dict[str, Any],
+    look: Callable[[], dict[str, Any]],
+    interval: float,
+    keys: Wait | None,
+) -> None:
+    """Shows what `look` gives, again and again, until it is left."""
+    window = Window(report, with_keys=keys is not None)
+    wait = keys or _sleep
+    with Live(window, console=console, screen=True, auto_refresh=False) as live:
+        live.refresh()
+        due = time.monotonic() + interval
+        while True:
+            found = wait(max(0.0, due - time.monotonic()))
+            if "quit" in found:
+                return
+            for key in found:
+                window.press(key)
+            if not found:
+                window.trouble = ""
+                try:
+                    window.report = look()
+                except ReportUnavailable as error:
+                    window.trouble = f"{error}; shown is the last answer"
+                due = time.monotonic() + interval
+            live.refresh()
+
+
+def _sleep(seconds: float) -> list[str]:
+    time.sleep(seconds)
+    return []
+
+
+def report_url(source: str) -> str:
+    """Where a server's report is: `source` may be the server's address or the report's own."""
+    parts = urlsplit(source)
+    if not parts.netloc:
+        raise ValueError(f"source must be a file or the URL of a server, got {source!r}")
+    path = parts.path.rstrip("/").removesuffix(_PATH).removesuffix("/cache")
+    return urlunsplit((parts.scheme, parts.netloc, path + _PATH, "", ""))
+
+
+def fetch(url: str, api_key: str | None) -> dict[str, Any]:
+    """The report at `url`. Raises ReportUnavailable if there is none; ValueError as `checked`."""
+    headers = {"Accept": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
+            body = answer.read(_MOST_BYTES)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise ReportUnavailable(f"{url} answered {error.code}{_why(error)}") from error
+    except (OSError, ValueError) as error:
+        raise ReportUnavailable(f"{url} does not answer: {error}") from error
+    return checked(body, url)
+
+
+def _why(error: urllib.error.HTTPError) -> str:
+    try:
+        return f": {json.loads(error.read(1 << 16))['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """A saved report. Raises ValueError if it can't be read or is none."""
+    try:
+        return checked(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ValueError(f"source: {path} cannot be read: {error.strerror}") from error
+
+
+def checked(body: bytes, where: str) -> dict[str, Any]:
+    """The report in `body`. Raises ValueError if it is none, or of a version not known here."""
+    try:
+        report = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"source: {where} is not JSON: {error}") from error
+    if not isinstance(report, dict) or report.get("schema") != SCHEMA:
+        raise ValueError(f"source: {where} is no report of a server's cache ({SCHEMA})")
+    if report.get("version") != VERSION:
+        raise ValueError(
+            f"source: {where} has version {report.get('version')!r}, this command knows {VERSION}"
+        )
+    missing = [name for name in report_schema()["required"] if name not in report]
+    if missing:
+        raise ValueError(f"source: {where} lacks {', '.join(missing)}")
+    return report
