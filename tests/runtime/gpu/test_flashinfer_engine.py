@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from fake_flashinfer import Library
@@ -16,9 +17,11 @@ from coppice.kernels.flashinfer import backend as flashinfer_backend
 from coppice.kernels.flashinfer.backend import FlashInferBackend
 from coppice.kernels.flashinfer.fixed import FlashInferFixedPlan
 from coppice.kernels.flashinfer.levels import build_levels
+from coppice.kernels.sampling.choose import TOP_K, UNIFORM, choose
 from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.triton.base import INTERPRETED
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling import sampler
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="with a GPU test_cuda_engine.py does this, with FlashInfer itself"
@@ -45,6 +48,42 @@ def share_all(monkeypatch) -> None:
     )
 
 
+class Draws:
+    """Every token that an engine draws at random, by the number in [0, 1) that chose it.
+
+    In float16 two backends' logits differ by some 0.01, and the places where one token's share of
+    [0, 1) ends and the next begins by some 0.001. A number that falls that near to such a place may
+    choose either of the two tokens, and the rest of that line is another text then.
+    """
+
+    def __init__(self, monkeypatch) -> None:
+        self.made: dict[float, tuple[torch.Tensor, np.ndarray, int]] = {}
+        monkeypatch.setattr(sampler, "choose", self._choose)
+
+    def _choose(self, logits: torch.Tensor, columns: np.ndarray) -> torch.Tensor:
+        tokens = choose(logits, columns)
+        for row in np.flatnonzero(columns[:, TOP_K] != 1):
+            asked = columns[row : row + 1]
+            self.made[asked[0, UNIFORM]] = logits[row : row + 1].clone(), asked, int(tokens[row])
+        return tokens
+
+    def check(self, other: Draws) -> None:
+        """From like logits come like tokens; logits differ only where an earlier token does."""
+        assert self.made.keys() == other.made.keys()
+        apart = followers = 0
+        for uniform, (logits, columns, token) in self.made.items():
+            theirs, _, their_token = other.made[uniform]
+            if not torch.allclose(logits, theirs, rtol=0, atol=0.05):
+                followers += 1
+            elif token != their_token:
+                moved = np.repeat(columns, 2, axis=0)
+                moved[:, UNIFORM] += -0.002, 0.002
+                assert their_token in choose(logits.repeat(2, 1), moved).tolist()
+                apart += 1
+        assert apart <= len(self.made) // 5
+        assert followers <= apart * (TOKENS - 1)
+
+
 @pytest.mark.slow
 def test_every_kind_of_request_gets_the_reference_backends_tokens(
     tiny_checkpoint, library, monkeypatch
@@ -59,16 +98,18 @@ def test_every_kind_of_request_gets_the_reference_backends_tokens(
 
     monkeypatch.setattr(flashinfer_backend, "build_levels", build)
     path = tiny_checkpoint("qwen3", head_dim=64)
-    found = {
-        backend: answers(
-            make_engine(path, attention_backend=backend, page_size=4, **OPTIONS),
-            stem=STEM, tokens=TOKENS,
-        )
-        for backend in ("reference", "flashinfer")
-    }  # fmt: skip
+    found, draws, sampled = {}, {}, {}
+    for backend in ("reference", "flashinfer"):
+        draws[backend] = Draws(monkeypatch)
+        engine = make_engine(path, attention_backend=backend, page_size=4, **OPTIONS)
+        found[backend] = answers(engine, stem=STEM, tokens=TOKENS)
+        sampled[backend] = found[backend].pop("sampled")
     scores = found["reference"].pop("scores")
     assert found["flashinfer"].pop("scores") == pytest.approx(scores, abs=0.05)
     assert found["flashinfer"] == found["reference"]
+    assert sampled["flashinfer"].keys() == sampled["reference"].keys()
+    assert len(draws["reference"].made) == len(sampled["reference"]) * TOKENS
+    draws["reference"].check(draws["flashinfer"])
     assert found["flashinfer"]["warm"] == found["flashinfer"]["cold"]
     shared = [
         plan for plan in library.plans if not plan.causal and (plan.query_indptr.diff() > 1).any()
