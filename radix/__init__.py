@@ -17,7 +17,12 @@ Where to look:
 from coppice.radix import compiled as compiled
 from coppice.radix.accounting.accounts import CacheAccounts, Divergence, RequestAccount
 from coppice.radix.accounting.ledger import Accounting
-from coppice.radix.accounting.top_prefixes import SharedPrefix, top_prefixes
+from coppice.radix.accounting.top_prefixes import (
+    PrefixNode,
+    PrefixSavings,
+    SharedPrefix,
+    top_prefixes,
+)
 from coppice.radix.eviction.recency import POLICIES
 from coppice.radix.mirror.events import PageEvents, PagesCleared, PagesRemoved, PagesStored
 from coppice.radix.mirror.page_hashes import page_hashes
@@ -48,6 +53,8 @@ __all__ = [
     "Pin",
     "PinRefused",
     "Pins",
+    "PrefixNode",
+    "PrefixSavings",
     "RadixTree",
     "RequestAccount",
     "SharedPrefix",

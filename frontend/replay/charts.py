@@ -11,8 +11,7 @@ import plotly.graph_objects as go
 from coppice.frontend.report.tables import one_line
 from coppice.frontend.report.words import CAUSE_NAMES, Decode, causes, short_count
 from coppice.runtime.offline.replay import ReplayReport, Stretch
-from coppice.runtime.report.cache import CacheAccounts
-from coppice.runtime.report.tree_picture import PrefixNode
+from coppice.runtime.report.cache import CacheAccounts, PrefixNode
 
 # Colours are CSS variables of the page, which resolves them before it draws.
 HIT, IDEAL, MUTED = "var(--hit)", "var(--ideal)", "var(--muted)"

@@ -27,11 +27,11 @@ from coppice.runtime.report.cache import (
     CacheAccounts,
     Counts,
     NearMiss,
+    PrefixNode,
     PromptCauses,
     Windows,
 )
 from coppice.runtime.report.live import LiveReport, PinState, PrefixEnds, TreePicture
-from coppice.runtime.report.tree_picture import PrefixNode
 
 SCHEMA = "coppice.cache-report"
 VERSION = 1

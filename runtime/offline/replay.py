@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from coppice.radix import POLICIES, PagePool, RadixTree
 from coppice.radix.pages.pool import MAX_PAGES
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.report.cache import CacheAccounts, Counts, SharedPrefix
-from coppice.runtime.report.tree_picture import PrefixNode, heaviest_nodes
+from coppice.runtime.report.cache import CacheAccounts, Counts, PrefixNode, SharedPrefix
 from coppice.runtime.requests.request import Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.schedule.accounts import PromptAccounts
@@ -282,13 +281,13 @@ class Replay:
 
     def report(self) -> ReplayReport:
         """What was seen so far. O(nodes of the tree, times their logarithm)."""
-        tree = self.tree
+        tree, savings = self.tree, self._accounts.savings(self.tree)
         return ReplayReport(
             options=self.options,
             accounts=self._accounts.snapshot(),
             stretches=tuple(self._stretches),
-            top_prefixes=self._accounts.top_prefixes(tree, TOP_PREFIXES),
-            nodes=heaviest_nodes(tree, SHOWN_NODES),
+            top_prefixes=savings.prefixes(TOP_PREFIXES),
+            nodes=savings.nodes(SHOWN_NODES),
             output_tokens=self._output_tokens,
             evicted_tokens=tree.evicted_tokens,
             preemptions=self._scheduler.preemptions,

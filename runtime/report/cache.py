@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coppice.radix import CacheAccounts, PinRefused, Pins, SharedPrefix
+from coppice.radix import CacheAccounts, PinRefused, Pins, PrefixNode, SharedPrefix
 from coppice.radix.accounting.counts import CAUSES, Counts, Windows
 from coppice.radix.accounting.near_misses import NearMiss
 from coppice.runtime.schedule.accounts import PromptAccounts, PromptCauses
@@ -19,6 +19,7 @@ __all__ = [
     "Counts",
     "NearMiss",
     "PinRefused",
+    "PrefixNode",
     "PromptCauses",
     "SharedPrefix",
     "Windows",
@@ -127,7 +128,7 @@ def make_report(
         pages_cached=cached,
         pages_pinned=pinned,
         pages_held=total - free - cached - pinned,
-        top_prefixes=accounts.top_prefixes(tree, TOP_PREFIXES),
+        top_prefixes=accounts.savings(tree).prefixes(TOP_PREFIXES),
         accounts=accounts.snapshot(),
         recent=accounts.recent(),
     )

@@ -10,9 +10,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coppice.radix import CacheAccounts, Pin, SharedPrefix
+from coppice.radix import CacheAccounts, Pin, PrefixNode, SharedPrefix
+from coppice.radix.accounting.near_misses import SHOWN_TOKENS
 from coppice.runtime.report.engine_stats import EngineStats, engine_stats
-from coppice.runtime.report.tree_picture import SHOWN_TOKENS, PrefixNode, heaviest_nodes
 from coppice.runtime.schedule.accounts import PromptCauses
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ def live_report(engine: Engine) -> LiveReport:
 def tree_picture(engine: Engine) -> TreePicture:
     """The picture as of now. O(n log n) for n nodes that were hit, and their children."""
     begun = time.perf_counter()
-    prefixes = tuple(map(_ends, engine.accounts.top_prefixes(engine.tree, TOP_PREFIXES)))
-    nodes = heaviest_nodes(engine.tree, TOP_NODES)
+    savings = engine.accounts.savings(engine.tree)
+    prefixes = tuple(map(_ends, savings.prefixes(TOP_PREFIXES)))
+    nodes = savings.nodes(TOP_NODES)
     return TreePicture(prefixes, nodes, time.perf_counter() - begun)
 
 

@@ -13,10 +13,9 @@ from coppice.radix import (
     Accounting,
     CacheAccounts,
     Match,
+    PrefixSavings,
     RadixTree,
     RequestAccount,
-    SharedPrefix,
-    top_prefixes,
 )
 from coppice.radix.accounting.accounts import Kind
 from coppice.radix.accounting.counts import Counts
@@ -152,11 +151,11 @@ class PromptAccounts:
         """Tokens by hit and cause since the start. Settles what is pending."""
         return self._accounting.counts(now=self._clock())
 
-    def top_prefixes(self, tree: RadixTree, count: int) -> tuple[SharedPrefix, ...]:
-        """The prefixes that saved the most tokens (see `coppice.radix.top_prefixes`)."""
+    def savings(self, tree: RadixTree) -> PrefixSavings:
+        """What the cached prefixes have saved so far, and since when they are idle."""
         now = self._clock()
         self._uses.record(tree.clock, now)
-        return top_prefixes(tree, count, uses=self._uses, now=now)
+        return PrefixSavings(tree, uses=self._uses, now=now)
 
     def evictions(self, tree: RadixTree, now: float | None = None) -> None:
         """Tells of what was evicted since the last call; to be called at least once a step. O(1).

@@ -1,10 +1,16 @@
-"""Pages and idle age of the shared prefixes; which they are is told in `test_tree.py`."""
+"""Shared prefixes with their pages and idle age, and the nodes of a picture of the tree.
+
+Which prefixes are listed is tested in `test_tree.py`.
+"""
 
 from __future__ import annotations
 
 from array import array
 
-from coppice.radix import PagePool, RadixTree, top_prefixes
+import pytest
+
+from coppice.radix import PagePool, PrefixSavings, RadixTree, top_prefixes
+from coppice.radix.accounting.near_misses import SHOWN_TOKENS
 from coppice.radix.accounting.timeline import Timeline
 
 
@@ -50,3 +56,41 @@ def test_a_use_after_the_last_record_has_no_time() -> None:
     cache(tree, [*range(10), 91])
     (prefix,) = top_prefixes(tree, 5, uses=uses, now=2.0)
     assert prefix.idle_seconds is None
+
+
+def serve_whole(tree: RadixTree, prompt: list[int]) -> None:
+    hold = tree.lock(tree.match(prompt))
+    table = tree.page_table(hold)
+    table += tree.allocate(len(prompt) - len(table))
+    tree.insert(hold, prompt, table)
+    tree.release(hold, table)
+
+
+def test_nodes_carry_what_their_subtrees_saved() -> None:
+    tree = RadixTree(PagePool(1000, 1))
+    stem = list(range(50))
+    for prompt in (stem + [60] * 5, stem + [70] * 8, stem + [60] * 5, stem + [70] * 8, [9, 9]):
+        serve_whole(tree, prompt)
+    stem_node, *leaves = PrefixSavings(tree).nodes(10)
+    assert (stem_node.parent, stem_node.start, stem_node.end) == (-1, 0, 50)
+    assert (stem_node.hits, stem_node.tokens_saved) == (3, 150)
+    assert stem_node.subtree_saved == 150 + 5 + 8
+    assert stem_node.token_ids == tuple(range(SHOWN_TOKENS))
+    assert [(leaf.parent, leaf.length, leaf.subtree_saved) for leaf in leaves] == [
+        (0, 8, 8),
+        (0, 5, 5),
+    ]
+    assert PrefixSavings(tree).nodes(1) == (stem_node,)
+    assert PrefixSavings(tree).nodes(0) == ()
+    with pytest.raises(ValueError, match="count must be at least 0, got -1"):
+        PrefixSavings(tree).nodes(-1)
+
+
+def test_an_only_child_with_as_many_hits_is_part_of_its_parent() -> None:
+    tree = RadixTree(PagePool(1000, 1))
+    serve_whole(tree, [1, 2, 3, 4, 5, 6])
+    serve_whole(tree, [1, 2, 3, 4, 5, 6])
+    (whole,) = PrefixSavings(tree).nodes(10)
+    tree.unlock(tree.lock(tree.match([1, 2, 3]), use=False))  # splits, and counts for nothing
+    assert tree.num_nodes == 2
+    assert PrefixSavings(tree).nodes(10) == (whole,)

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.radix import PagePool, RadixTree, check
+from coppice.radix import PrefixSavings, check
 from coppice.runtime.offline.replay import Replay, ReplayOptions, ReplayReport, ReplayRequest
 from coppice.runtime.report.cache import Counts
-from coppice.runtime.report.tree_picture import SHOWN_TOKENS, heaviest_nodes
 
 
 def request(prompt, output=(), namespace=None, time=0.0) -> ReplayRequest:
@@ -214,44 +213,6 @@ def test_options_out_of_range(options: dict, message: str) -> None:
 # -- the picture of the tree -------------------------------------------------------------------
 
 
-def serve(tree: RadixTree, prompt: list[int]) -> None:
-    hold = tree.lock(tree.match(prompt))
-    table = tree.page_table(hold)
-    table += tree.allocate(len(prompt) - len(table))
-    tree.insert(hold, prompt, table)
-    tree.release(hold, table)
-
-
-def test_nodes_carry_what_their_subtrees_saved() -> None:
-    tree = RadixTree(PagePool(1000, 1))
-    stem = list(range(50))
-    for prompt in (stem + [60] * 5, stem + [70] * 8, stem + [60] * 5, stem + [70] * 8, [9, 9]):
-        serve(tree, prompt)
-    stem_node, *leaves = heaviest_nodes(tree, 10)
-    assert (stem_node.parent, stem_node.start, stem_node.end) == (-1, 0, 50)
-    assert (stem_node.hits, stem_node.tokens_saved) == (3, 150)
-    assert stem_node.subtree_saved == 150 + 5 + 8
-    assert stem_node.token_ids == tuple(range(SHOWN_TOKENS))
-    assert [(leaf.parent, leaf.length, leaf.subtree_saved) for leaf in leaves] == [
-        (0, 8, 8),
-        (0, 5, 5),
-    ]
-    assert heaviest_nodes(tree, 1) == (stem_node,)
-    assert heaviest_nodes(tree, 0) == ()
-    with pytest.raises(ValueError, match="count must be at least 0, got -1"):
-        heaviest_nodes(tree, -1)
-
-
-def test_an_only_child_with_as_many_hits_is_part_of_its_parent() -> None:
-    tree = RadixTree(PagePool(1000, 1))
-    serve(tree, [1, 2, 3, 4, 5, 6])
-    serve(tree, [1, 2, 3, 4, 5, 6])
-    (whole,) = heaviest_nodes(tree, 10)
-    tree.unlock(tree.lock(tree.match([1, 2, 3]), use=False))  # splits, and counts for nothing
-    assert tree.num_nodes == 2
-    assert heaviest_nodes(tree, 10) == (whole,)
-
-
 def test_every_node_shown_has_its_parent_before_it() -> None:
     replay, report = replayed(random_trace(5, 200, 60), pool_tokens=4000, page_size=4)
     assert len(report.nodes) > 20
@@ -264,5 +225,5 @@ def test_every_node_shown_has_its_parent_before_it() -> None:
             assert parent.namespace == node.namespace
             assert parent.subtree_saved >= parent.tokens_saved + node.subtree_saved
     saved = sum(node.hits * node.length for node in replay.tree.nodes())
-    shown = heaviest_nodes(replay.tree, 10_000)
+    shown = PrefixSavings(replay.tree).nodes(10_000)
     assert sum(node.subtree_saved for node in shown if node.parent < 0) == saved

@@ -184,7 +184,7 @@ def test_top_prefixes_tell_for_how_long_they_were_idle() -> None:
         loop.add([*range(1, 20), own])
         loop.run()
     loop.now += 100.0
-    (prefix,) = loop.accounts.top_prefixes(loop.paging.tree, 5)
+    (prefix,) = loop.accounts.savings(loop.paging.tree).prefixes(5)
     assert prefix.num_tokens == 19
     assert prefix.resident_pages == 5
     assert prefix.idle_seconds == 100.0
