@@ -56,7 +56,8 @@ def serve(
     own = replace(config, model=str(path))
     logs.configure(options.log_format)
     watch = WatchStopStrings(str(source))
-    launch = partial(EngineProcess, own, options.log_format, tokenizer=source, watch_lines=watch)
+    setup = partial(logs.configure, options.log_format)
+    launch = partial(EngineProcess, own, setup=setup, tokenizer=source, watch_lines=watch)
     engine = EngineClient(launch, loaded, longest_delay=options.max_stream_delay, gives_way=True)
     # At once, since loading takes a while; the rest of the greeting comes when it is done.
     print(f"model   {config.model}", flush=True)

@@ -12,10 +12,9 @@ from typing import Any
 from aiohttp import web
 
 from coppice import __version__
-from coppice.frontend.client.deltas import EngineStopped
 from coppice.frontend.client.engine import EngineClient
+from coppice.frontend.errors import BadRequest, EngineStopped, bad_value
 from coppice.frontend.http.access import Access
-from coppice.frontend.http.bodies import BadRequest, schema_of
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.middleware import NOTE, Note, cors_headers, middlewares
 from coppice.frontend.http.openapi import with_description
@@ -29,7 +28,6 @@ from coppice.frontend.openai.requests import (
     CompletionBody,
     CompletionRequest,
     PromptInput,
-    bad_value,
     parse_chat,
     parse_completion,
 )
@@ -129,7 +127,7 @@ class Server:
                 self._completions,
                 "Continue a prompt",
                 either(CompletionAnswer),
-                body=schema_of(CompletionBody),
+                body=CompletionBody.model_json_schema(),
             ),
             Route(
                 "POST",
@@ -137,7 +135,7 @@ class Server:
                 self._chat_completions,
                 "Answer a conversation",
                 either(ChatAnswer),
-                body=schema_of(ChatBody),
+                body=ChatBody.model_json_schema(),
             ),
             Route("GET", "/v1/models", self._models, "The models", json_answer(models)),
             Route("GET", "/v1/models/{model:.+}", self._one_model, "The model", json_answer(card)),

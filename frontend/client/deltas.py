@@ -6,16 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from coppice.frontend.errors import RequestFailed
 from coppice.frontend.text.outputs import RequestOutput
 from coppice.frontend.text.streams import TextDelta
-
-
-class RequestFailed(RuntimeError):
-    """A request ended because a step failed."""
-
-
-class EngineStopped(RequestFailed):
-    """The engine takes no requests at present, or ended before this one did."""
 
 
 class Deltas(AsyncIterator[tuple[int, TextDelta]]):

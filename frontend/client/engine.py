@@ -20,8 +20,9 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeAlias
 
-from coppice.frontend.client.deltas import Deltas, EngineStopped, RequestFailed
+from coppice.frontend.client.deltas import Deltas
 from coppice.frontend.client.pacing import Rounds
+from coppice.frontend.errors import EngineStopped, RequestFailed
 from coppice.frontend.text.streams import TextDelta, Texts
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.process.channel import Channel

@@ -5,11 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
 
-from coppice.frontend.http import logs
 from coppice.runtime.config import EngineConfig
 
 # A fork would take the locks of whatever threads run here along in an unknown state.
@@ -19,13 +19,18 @@ _context = multiprocessing.get_context("spawn")
 class EngineProcess:
     """A process that runs `engine_main`; `connection` is this side's end of its channel."""
 
-    def __init__(self, config: EngineConfig, log_format: str = "text", **more: Any) -> None:
-        """Starts it. Loading the model takes until it sends `Ready`.
+    def __init__(
+        self, config: EngineConfig, *, setup: Callable[[], None] | None = None, **more: Any
+    ) -> None:
+        """Starts it; it sends `Ready` once the model is loaded.
 
-        `more` are further arguments of `Engine`, which can be pickled.
+        Args:
+            config: of the engine.
+            setup: called first in the new process, to configure its logs for example.
+            more: further arguments of `Engine`. All arguments must be picklable.
         """
         self.connection, theirs = _context.Pipe()
-        args = (config, log_format, theirs, more)
+        args = (config, setup, theirs, more)
         self._process = _context.Process(
             target=_main, args=args, name="coppice-engine", daemon=True
         )
@@ -57,11 +62,15 @@ class EngineProcess:
 
 
 def _main(
-    config: EngineConfig, log_format: str, connection: Connection, more: dict[str, Any]
+    config: EngineConfig,
+    setup: Callable[[], None] | None,
+    connection: Connection,
+    more: dict[str, Any],
 ) -> None:
-    """Of the engine's process."""
-    # Not at the top: who starts it needs neither torch nor what else computes.
+    """What the engine's process runs."""
+    # Imported here, so that the process that starts it does not load torch.
     from coppice.runtime.process.loop import engine_main
 
-    logs.configure(log_format)
+    if setup is not None:
+        setup()
     engine_main(config, connection, more)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from coppice.frontend.http.bodies import BadRequest
+from coppice.frontend.errors import BadRequest
 from coppice.frontend.http.options import ApiKey
 
 # What may be seen without a key: whether the server lives, and a page that asks for a key itself.

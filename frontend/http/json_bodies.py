@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic_core import from_json
 
-from coppice.frontend.http.bodies import BadRequest
+from coppice.frontend.errors import BadRequest
 
 Checked = TypeVar("Checked")
 

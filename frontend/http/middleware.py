@@ -11,9 +11,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from coppice.frontend.client.deltas import EngineStopped, RequestFailed
+from coppice.frontend.errors import BadRequest, EngineStopped, RequestFailed, error_body
 from coppice.frontend.http.access import Access, Guest
-from coppice.frontend.http.bodies import BadRequest, error_body
 from coppice.frontend.http.ids import fresh_id
 from coppice.frontend.http.routes import Handler
 

@@ -10,8 +10,8 @@ from typing import Any
 from aiohttp import web
 from pydantic_core import to_json
 
-from coppice.frontend.client.deltas import Deltas, RequestFailed
-from coppice.frontend.http.bodies import error_body
+from coppice.frontend.client.deltas import Deltas
+from coppice.frontend.errors import RequestFailed, error_body
 from coppice.frontend.http.ids import fresh_id
 from coppice.frontend.http.middleware import NOTE
 from coppice.frontend.openai.answers import Completion, UsageSoFar, usage

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from coppice.frontend.http.bodies import BadRequest
+from coppice.frontend.errors import BadRequest
 from coppice.frontend.openai.requests import CompletionRequest
 from coppice.frontend.openai.tools.choice import Tools
 from coppice.frontend.openai.tools.formats import ToolFormat

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints
 
-from coppice.frontend.http.bodies import BadRequest, Body, Only, between, read, says
+from coppice.frontend.errors import BadRequest, bad_value
 from coppice.frontend.openai.response_formats import Form, Formed, form_of
 from coppice.frontend.openai.tools.choice import Tool, ToolChoice, Tools, tools_of
+from coppice.frontend.strict import Body, Only, between, read, says
 from coppice.frontend.text.conversation import MessageBody
 from coppice.frontend.text.tokenizer import Message
 from coppice.runtime.requests.sampling_params import (
@@ -345,12 +346,3 @@ def _beam(asked: TextRequest, sampling: Mapping[str, Any]) -> BeamSearchParams |
     if sampling.get("max_tokens", 16) is None:
         raise BadRequest("max_tokens is required with use_beam_search", param="max_tokens")
     return BeamSearchParams(**values, **({"n": 1, "best_so_far": asked.stream} | dict(sampling)))
-
-
-def bad_value(error: ValueError, body: Mapping[str, Any]) -> BadRequest:
-    """A refusal by a deeper layer, whose message begins with the parameter's name."""
-    if isinstance(error, BadRequest):
-        return error
-    name = str(error).split(" ", 1)[0].rstrip(":")
-    first = name.split("[", 1)[0].split(".", 1)[0]
-    return BadRequest(str(error), param=name if first in body else None)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from coppice.frontend.http.bodies import Body
+from coppice.frontend.strict import Body
 
 
 class PromptTokensDetails(Body):

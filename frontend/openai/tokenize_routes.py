@@ -11,14 +11,14 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import Field
 
-from coppice.frontend.client.deltas import EngineStopped
 from coppice.frontend.client.engine import EngineClient
-from coppice.frontend.http.bodies import BadRequest, Body, read, schema_of
+from coppice.frontend.errors import BadRequest, EngineStopped, bad_value
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.routes import Route, json_answer
-from coppice.frontend.openai.requests import TemplateFields, bad_value
+from coppice.frontend.openai.requests import TemplateFields
 from coppice.frontend.openai.schemas import Text, Tokens
 from coppice.frontend.openai.tools.choice import Tool
+from coppice.frontend.strict import Body, read
 from coppice.frontend.text.conversation import MessageBody
 
 
@@ -72,7 +72,7 @@ class TokenizeRoutes:
                 self._tokenize,
                 "Turn a text or a conversation into tokens",
                 json_answer(tokens),
-                body=schema_of(TokenizeBody),
+                body=TokenizeBody.model_json_schema(),
             ),
             Route(
                 "POST",
@@ -80,7 +80,7 @@ class TokenizeRoutes:
                 self._detokenize,
                 "Turn tokens into text",
                 json_answer(text),
-                body=schema_of(DetokenizeBody),
+                body=DetokenizeBody.model_json_schema(),
             ),
         ]
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from coppice.frontend.python.batches import Batches, EncodedPrompt
 from coppice.frontend.python.beam_outputs import BeamSearchOutput, beam_search_output
 from coppice.frontend.python.session import Session
 from coppice.frontend.text.engine import TextEngine
-from coppice.frontend.text.outputs import GenerationError, RequestOutput
+from coppice.frontend.text.outputs import RequestOutput
 from coppice.frontend.text.tokenizer import Message
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.report.cache import CacheReport
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.beam_search import BeamSearchParams
-from coppice.runtime.sampling.grammar_source import check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +42,7 @@ class LLM:
         if unknown:
             raise ValueError(f"{', '.join(unknown)}: no such option, use {', '.join(known)}")
         self._text_engine = TextEngine.load(EngineConfig(model=model, **engine_options), tokenizer)
-        self._served = 0
+        self._batches = Batches(self._text_engine)
 
     def generate(
         self,
@@ -79,7 +75,7 @@ class LLM:
                 f"priority must have one number for each of the {len(parsed)} prompts, "
                 f"got {len(classes)}"
             )
-        return self._run(parsed, sampling_params, use_tqdm, classes)
+        return self._batches.run(parsed, sampling_params, show_progress=use_tqdm, priority=classes)
 
     def chat(
         self,
@@ -99,8 +95,8 @@ class LLM:
         single = isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         encode = self._text_engine.tokenizer.encode_chat
-        parsed: list[_Parsed] = [(None, encode(turns), None) for turns in conversations]
-        return self._run(parsed, sampling_params, use_tqdm)
+        parsed = [EncodedPrompt(None, encode(turns)) for turns in conversations]
+        return self._batches.run(parsed, sampling_params, show_progress=use_tqdm)
 
     def beam_search(
         self,
@@ -120,7 +116,7 @@ class LLM:
         if params.best_so_far:
             raise ValueError("best_so_far must be False where only the results are returned")
         parsed = [self._parse(index, prompt) for index, prompt in enumerate(_listed(prompts))]
-        outputs = self._run(parsed, params.sampling, use_tqdm, beam=params)
+        outputs = self._batches.run(parsed, params.sampling, show_progress=use_tqdm, beam=params)
         return [beam_search_output(output) for output in outputs]
 
     def session(self, prompt: Prompt = "") -> Session:
@@ -129,9 +125,9 @@ class LLM:
         Raises ValueError if the prompt is not acceptable; an empty text gives an empty line.
         """
         if prompt == "":
-            return Session(self, [], None)
-        _, token_ids, salt = self._parse(0, prompt)
-        return Session(self, token_ids, salt)
+            return Session(self._batches, [], None)
+        parsed = self._parse(0, prompt)
+        return Session(self._batches, parsed.token_ids, parsed.cache_salt)
 
     def cache_report(self) -> CacheReport:
         """What the KV cache has saved so far, and which prefixes did it."""
@@ -150,7 +146,7 @@ class LLM:
         """How the size of the KV cache follows from the memory, as text."""
         return self._text_engine.engine.memory
 
-    def _parse(self, index: int, prompt: Any) -> _Parsed:
+    def _parse(self, index: int, prompt: Any) -> EncodedPrompt:
         salt = None
         where = f"prompts[{index}]"
         if isinstance(prompt, Mapping):
@@ -167,67 +163,10 @@ class LLM:
             if salt is not None and not isinstance(salt, str):
                 raise ValueError(f"{where}: cache_salt must be a string, got {salt!r}")
         if isinstance(prompt, str):
-            return prompt, self._text_engine.tokenizer.encode(prompt), salt
+            return EncodedPrompt(prompt, self._text_engine.tokenizer.encode(prompt), salt)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return None, list(prompt), salt
+            return EncodedPrompt(None, list(prompt), salt)
         raise ValueError(f"{where} must be text or token ids, got {prompt!r}")
-
-    def _run(
-        self,
-        parsed: Sequence[_Parsed],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        show_progress: bool,
-        priority: Sequence[int] | None = None,
-        *,
-        beam: BeamSearchParams | None = None,
-    ) -> list[RequestOutput]:
-        params = _params_for_each(sampling_params, len(parsed))
-        for form in {each.structured_outputs for each in params}:
-            if form is not None:
-                check(form)
-        ids: list[str] = []
-        results: dict[str, RequestOutput] = {}
-        try:
-            for index, (prompt, token_ids, salt) in enumerate(parsed):
-                request_id = str(self._served + index)
-                try:
-                    self._text_engine.add(
-                        request_id,
-                        prompt,
-                        token_ids,
-                        params[index],
-                        beam=beam,
-                        cache_salt=salt,
-                        priority=priority[index] if priority else 0,
-                    )
-                except ValueError as error:
-                    raise ValueError(f"prompts[{index}]: {error}") from error
-                ids.append(request_id)
-            with _Bar(len(ids), show_progress) as bar:
-                while len(results) < len(ids):
-                    if not self._text_engine.has_unfinished():
-                        lost = [request_id for request_id in ids if request_id not in results]
-                        raise RuntimeError(f"the engine lost the requests {', '.join(lost)}")
-                    deltas = self._text_engine.step()
-                    for delta in deltas:
-                        if delta.output is not None:
-                            results[delta.request_id] = delta.output
-                    tokens = sum(len(delta.new_token_ids) for delta in deltas)
-                    bar.update(len(results), tokens)
-        finally:
-            # An interrupt or a refused prompt leaves nothing behind in the engine.
-            self._served += len(parsed)
-            for request_id in ids:
-                if request_id not in results:
-                    self._text_engine.abort(request_id)
-        outputs = [results[request_id] for request_id in ids]
-        made = [completion for output in outputs for completion in output.outputs]
-        if any(completion.finish_reason == "error" for completion in made):
-            raise GenerationError(outputs)
-        return outputs
-
-
-_Parsed: TypeAlias = tuple[str | None, list[int], str | None]  # text, token ids, cache salt
 
 
 def _listed(prompts: Any) -> list[Any]:
@@ -242,56 +181,3 @@ def _listed(prompts: Any) -> list[Any]:
     if ints not in (0, len(prompts)):
         raise ValueError("prompts must be all token ids or all prompts, got a mixture")
     return [list(prompts)] if ints else list(prompts)
-
-
-def _params_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(
-        isinstance(item, SamplingParams) for item in params
-    ):
-        raise ValueError(
-            f"sampling_params must be a SamplingParams or a list of them, got {params!r}"
-        )
-    if len(params) != count:
-        raise ValueError(
-            f"sampling_params must be one for all prompts or one for each of the {count}, "
-            f"got {len(params)}"
-        )
-    return list(params)
-
-
-class _Bar:
-    """A progress bar on standard error: prompts done, and generated tokens a second."""
-
-    def __init__(self, total: int, show: bool) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("prompts"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[rate]:.0f} tokens/s"),
-            console=console,
-            disable=not (show and (console.is_terminal or console.is_jupyter)),
-        )
-        self._task = self._progress.add_task("prompts", total=total, rate=0.0)
-        self._tokens = 0
-        self._start = time.perf_counter()
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def update(self, done: int, new_tokens: int) -> None:
-        self._tokens += new_tokens
-        elapsed = time.perf_counter() - self._start
-        rate = self._tokens / elapsed if elapsed > 0 else 0.0
-        self._progress.update(self._task, completed=done, rate=rate)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from coppice.frontend.python.batches import Batches, EncodedPrompt
 from coppice.frontend.text.outputs import RequestOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from coppice.frontend.python.llm import LLM
 
 _numbers = itertools.count()
 
@@ -29,8 +26,9 @@ class Session:
             best = max(branches, key=lambda branch: branch.score(" So it is right."))
     """
 
-    def __init__(self, llm: LLM, token_ids: Sequence[int], cache_salt: str | None) -> None:
-        self._llm = llm
+    def __init__(self, batches: Batches, token_ids: Sequence[int], cache_salt: str | None) -> None:
+        self._batches = batches
+        self._text_engine = batches.text_engine
         self._salt = cache_salt
         self._name = f"session {next(_numbers)}"
         self._open = True
@@ -45,12 +43,12 @@ class Session:
     @property
     def text(self) -> str:
         """All of its text, special tokens included."""
-        return self._llm._text_engine.tokenizer.decode(self._token_ids, skip_special_tokens=False)
+        return self._text_engine.tokenizer.decode(self._token_ids, skip_special_tokens=False)
 
     def append(self, text: str) -> Session:
         """Adds text at the end; nothing is computed before it is needed. Returns the session."""
         self._check_open()
-        tokenizer = self._llm._text_engine.tokenizer
+        tokenizer = self._text_engine.tokenizer
         begins = not self._token_ids
         self._token_ids += tokenizer.encode(text) if begins else tokenizer.encode_more(text)
         self._keep()
@@ -61,7 +59,7 @@ class Session:
         self._check_open()
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"count must be an integer of at least 1, got {count!r}")
-        return [Session(self._llm, self._token_ids, self._salt) for _ in range(count)]
+        return [Session(self._batches, self._token_ids, self._salt) for _ in range(count)]
 
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
         """Continues the line: the tokens that are generated become part of it."""
@@ -79,17 +77,16 @@ class Session:
         """
         if not sessions:
             raise ValueError("sessions must not be empty, got none")
-        llm = sessions[0]._llm
+        batches = sessions[0]._batches
         for session in sessions:
             session._check_open()
-            if session._llm is not llm:
+            if session._batches is not batches:
                 raise ValueError("sessions must all be of one LLM")
         given = params if isinstance(params, Sequence) else [params]
         for each in given:
             if each is not None and each.n != 1:
                 raise ValueError(f"n must be 1 in a session, fork it instead; got {each.n}")
-        prompts = [session._prompt() for session in sessions]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = batches.run([session._prompt() for session in sessions], params)
         for session, output in zip(sessions, outputs, strict=True):
             made = output.outputs[0]
             # What only says that the text ends is not part of a line that goes on.
@@ -105,7 +102,7 @@ class Session:
         if the session or the text is empty.
         """
         self._check_open()
-        more = self._llm._text_engine.tokenizer.encode_more(text)
+        more = self._text_engine.tokenizer.encode_more(text)
         if not self._token_ids or not more:
             raise ValueError("text: a session and its continuation need a token each")
         params = SamplingParams(
@@ -114,8 +111,7 @@ class Session:
             prompt_logprobs=0,
             prompt_logprobs_start=len(self._token_ids),
         )
-        prompt = self._prompt() | {"prompt_token_ids": self._token_ids + more}
-        (output,) = self._llm.generate([prompt], params, use_tqdm=False)
+        (output,) = self._batches.run([self._prompt(more)], params)
         assert output.prompt_logprobs is not None
         places = zip(more, output.prompt_logprobs[-len(more) :], strict=True)
         return sum(place[token].logprob for token, place in places if place is not None)
@@ -124,7 +120,7 @@ class Session:
         """Gives it up: its tokens may be evicted from now on. Nothing if it was closed before."""
         if self._open:
             self._open = False
-            self._llm._text_engine.engine.unpin(self._name)
+            self._text_engine.engine.unpin(self._name)
 
     def __enter__(self) -> Session:
         return self
@@ -132,8 +128,8 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _prompt(self) -> dict[str, object]:
-        return {"prompt_token_ids": list(self._token_ids), "cache_salt": self._salt}
+    def _prompt(self, more: Sequence[int] = ()) -> EncodedPrompt:
+        return EncodedPrompt(None, [*self._token_ids, *more], self._salt)
 
     def _check_open(self) -> None:
         if not self._open:
@@ -141,7 +137,7 @@ class Session:
 
     def _keep(self) -> None:
         """Pins all of its tokens, if the budget allows it."""
-        engine = self._llm._text_engine.engine
+        engine = self._text_engine.engine
         engine.unpin(self._name)
         if self._token_ids:
             engine.try_pin(self._name, self._token_ids, cache_salt=self._salt)

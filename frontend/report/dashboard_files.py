@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from coppice.frontend.http.bodies import BadRequest
+from coppice.frontend.errors import BadRequest
 from coppice.frontend.http.routes import Route
 
 _FOLDER = Path(__file__).with_name("dashboard")

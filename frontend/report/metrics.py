@@ -23,7 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from coppice.frontend.client.deltas import RequestFailed
+from coppice.frontend.errors import RequestFailed
 from coppice.frontend.http.routes import Handler, Route, Schema
 from coppice.frontend.report.reporter import Asks
 from coppice.runtime.engine.histogram import Histogram

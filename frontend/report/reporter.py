@@ -10,7 +10,7 @@ import secrets
 import time
 from typing import Any, Protocol
 
-from coppice.frontend.client.deltas import RequestFailed
+from coppice.frontend.errors import RequestFailed
 from coppice.frontend.report.json import Names, report_json
 from coppice.frontend.report.samples import SAMPLE_SECONDS, History, Sample
 from coppice.frontend.report.words import token_text

@@ -13,10 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
-from coppice.frontend.http.bodies import BadRequest
+from coppice.frontend.errors import BadRequest, bad_value
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.routes import Route, json_answer
-from coppice.frontend.openai.requests import bad_value
 from coppice.frontend.report.json import pin_json
 from coppice.frontend.report.reporter import Asks, Reporter
 from coppice.frontend.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from coppice.frontend.http.bodies import Body, Only, refusal, says
+from coppice.frontend.strict import Body, Only, refusal, says
 
 
 class TextPart(Body):

@@ -86,10 +86,6 @@ class TextEngine:
         self.texts.drop(request_id)
         return self.engine.abort(request_id)
 
-    def unfinished(self) -> list[str]:
-        """Names of the requests that were added and have not ended."""
-        return self.texts.unfinished()
-
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do."""
         return self.engine.has_unfinished()

@@ -155,10 +155,6 @@ class Texts:
         """Forgets a request; False if it is unknown or has ended."""
         return self._running.pop(request_id, None) is not None
 
-    def unfinished(self) -> list[str]:
-        """Names of the requests that were added and have not ended."""
-        return list(self._running)
-
     def for_engine(self, params: Params) -> Params:
         """The parameters as the engine takes them: without words, and without a choice to make."""
         if isinstance(params, SamplingParams) and params.chooses:

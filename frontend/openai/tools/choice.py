@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from coppice.frontend.http.bodies import BadRequest, Body, says
+from coppice.frontend.errors import BadRequest
+from coppice.frontend.strict import Body, says
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 from coppice.runtime.sampling.grammar_source import check
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from coppice.frontend.client import engine as module
-from coppice.frontend.client.deltas import EngineStopped
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.client.process import EngineProcess
+from coppice.frontend.errors import EngineStopped
 from coppice.frontend.text.beam_stops import WatchStopStrings
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.tokenizer import Tokenizer

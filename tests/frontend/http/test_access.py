@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 
 from coppice.frontend.client.engine import EngineClient
+from coppice.frontend.errors import BadRequest
 from coppice.frontend.http import logs
 from coppice.frontend.http.access import Access
-from coppice.frontend.http.bodies import BadRequest
 from coppice.frontend.http.options import ServerOptions
 from coppice.frontend.server import Server
 from coppice.frontend.text.engine import TextEngine

@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from coppice.frontend.client.engine import EngineClient
+from coppice.frontend.errors import BadRequest
 from coppice.frontend.http import json_bodies
-from coppice.frontend.http.bodies import BadRequest
 from coppice.frontend.http.json_bodies import LARGE_BYTES, MOST_VALUES, JsonBodies
 from coppice.frontend.server import Server
 from coppice.frontend.text.engine import TextEngine

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coppice.frontend.http.bodies import BadRequest
+from coppice.frontend.errors import BadRequest
 from coppice.frontend.openai.requests import ChatBody, CompletionBody, parse_chat, parse_completion
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}

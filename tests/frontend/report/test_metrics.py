@@ -135,7 +135,7 @@ def test_every_name_says_its_unit_and_has_a_description(url: str) -> None:
 
 
 async def test_without_an_engine_the_rest_is_still_told() -> None:
-    from coppice.frontend.client.deltas import EngineStopped
+    from coppice.frontend.errors import EngineStopped
 
     class Dead:
         async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:

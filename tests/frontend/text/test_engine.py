@@ -62,7 +62,7 @@ def run(
     deltas = []
     while text_engine.has_unfinished():
         deltas += text_engine.step()
-    assert not text_engine.unfinished()
+    assert not text_engine.texts.drop("a"), "its text is still kept"
     return engine, deltas
 
 

@@ -1,6 +1,6 @@
-"""Reading JSON bodies strictly: one table of fields checks requests and describes itself.
+"""Strict pydantic models for what clients send, and their errors in the words of the API.
 
-The tables are pydantic models, so what /openapi.json says and what is refused can't differ.
+One model checks a body and describes it in /openapi.json, so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -21,34 +21,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
+from coppice.frontend.errors import BadRequest
+
 Model = TypeVar("Model", bound="Body")
-
-
-class BadRequest(ValueError):
-    """What is wrong with a request, in the terms of the API's error object."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        retry_after: int | None = None,
-    ) -> None:
-        """`retry_after`: seconds after which the same request may be accepted."""
-        super().__init__(message)
-        self.status = status
-        self.retry_after = retry_after
-        self.body = error_body(message, kind=kind, param=param, code=code)
-
-
-def error_body(
-    message: str, *, kind: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """The API's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Body(BaseModel):
@@ -167,8 +142,3 @@ def _place(error: ErrorDetails, given: Any, path: str) -> tuple[str, Any]:
         elif isinstance(step, str) and isinstance(value, Mapping) and (step in value or last):
             path, value = f"{path}.{step}" if path else step, value.get(step)
     return path, value
-
-
-def schema_of(model: type[Body]) -> dict[str, Any]:
-    """JSON Schema of a body, for a route's description."""
-    return model.model_json_schema()
