@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from coppice.frontend.errors import RequestFailed
 from coppice.frontend.http.routes import Handler, Route, Schema
 from coppice.frontend.report.reporter import Asks
-from coppice.runtime.engine.histogram import Histogram
+from coppice.runtime.metrics.histogram import Histogram
 from coppice.runtime.report.engine_stats import EngineStats
 
 ANSWER_SECONDS = 5.0

@@ -19,9 +19,11 @@ from coppice.runtime.engine.intake import Intake
 from coppice.runtime.engine.recount import is_balanced, recount
 from coppice.runtime.engine.sequences import Sequences
 from coppice.runtime.engine.step import Steps
+from coppice.runtime.metrics.counters import EngineCounters
+from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.model.path import resolve_model
-from coppice.runtime.report.cache import CacheReport, Counters, make_report
-from coppice.runtime.report.engine_stats import EngineStats, StatsRecorder, engine_stats
+from coppice.runtime.report.cache import CacheReport, make_report
+from coppice.runtime.report.engine_stats import EngineStats, engine_stats
 from coppice.runtime.report.live import (
     LiveReport,
     PinState,
@@ -35,7 +37,6 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.sampling.beam_search import BeamSearchParams, WatchLines
 from coppice.runtime.sampling.grammars import Grammars
-from coppice.runtime.schedule.accounts import PromptAccounts
 from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.scheduler import Scheduler
 from coppice.runtime.startup.garbage import without_collecting
@@ -75,9 +76,8 @@ class Engine:
         self.model_config = self.runner.model_config
         self.max_model_len = self.runner.max_model_len
         self.num_pages, self.memory = self.runner.num_pages, self.runner.memory
-        self.counters = Counters()
-        self.recorder = StatsRecorder()
-        self.accounts = PromptAccounts(self.num_pages * config.page_size)
+        self.counters = EngineCounters()
+        self.accounts = PromptAccounts(self.num_pages * config.page_size, self.counters)
         source = resolve_model(config.model) if tokenizer is None else tokenizer
         vocabulary, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
         self.intake = Intake(
@@ -87,14 +87,13 @@ class Engine:
             max_model_len=self.max_model_len,
         )
         self._new_pages()
-        self._sequences = Sequences(self.scheduler, self.recorder)
+        self._sequences = Sequences(self.scheduler, self.counters)
         self._searches = BeamSearches(self._sequences, eos, watch_lines)
         self._steps = Steps(
             self.runner,
             self._sequences,
             self._searches,
             counters=self.counters,
-            recorder=self.recorder,
             accounts=self.accounts,
             overlap=self.runner.device.type == "cuda"
             if config.async_scheduling is None
@@ -118,6 +117,7 @@ class Engine:
             policy=self.config.scheduling_policy,
             overtaking=self.config.overtaking,
             max_step_stretch=self.config.max_step_stretch,
+            counters=self.counters,
         )
 
     @property
@@ -206,7 +206,7 @@ class Engine:
                 beam_search=beam_search,
             )
         except QueueFull as error:
-            self.recorder.refused[error.limit] += 1
+            self.counters.refused[error.limit] += 1
             raise
         self._sequences.begin(sequence)
         return sequence.request
@@ -320,8 +320,7 @@ class Engine:
     def cache_report(self) -> CacheReport:
         """The prefix-hit report as of now. O(nodes of the tree)."""
         self.pins.refresh()
-        policy = self.config.eviction_policy
-        return make_report(self.counters, self.scheduler, self.pins, self.accounts, policy)
+        return make_report(self)
 
     def stats(self) -> EngineStats:
         """What was counted since the start, for metrics. O(running)."""
@@ -344,7 +343,7 @@ class Engine:
         self.pins.clear()
         self.tree.reset()
         self.intake.known_logprobs.clear()
-        self.accounts.cleared()
+        self.accounts.cleared(self.tree)
 
     def check(self) -> None:
         """Recounts every page and lock; raises AssertionError on a mismatch. For tests."""
@@ -354,14 +353,11 @@ class Engine:
         """With nothing running every page is free or cached; if not, say so and start afresh."""
         if is_balanced(self.scheduler, self.pins):
             return
-        waiting, preemptions = list(self.scheduler.waiting), self.scheduler.preemptions
-        pins, evicted = list(self.pins), self.tree.evicted_tokens
+        waiting, pins = list(self.scheduler.waiting), list(self.pins)
         self._new_pages()
-        self.tree.evicted_tokens = evicted
         self._sequences.scheduler = self.scheduler
-        self.accounts.cleared()
+        self.accounts.cleared(self.tree)
         for pin in pins:
             self.pins.pin(pin.name, pin.tokens, pin.namespace, ttl=pin.ttl)
-        self.scheduler.preemptions = preemptions
         for sequence in waiting:
             self.scheduler.add(sequence)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, wait
 
-from coppice.runtime.report.engine_stats import StatsRecorder
+from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.requests.request import Request, Sequence, Status
 from coppice.runtime.schedule.scheduler import Scheduler
 
@@ -21,9 +21,9 @@ class Sequences:
         compiling: those that cannot be scheduled yet, since their grammar is not compiled.
     """
 
-    def __init__(self, scheduler: Scheduler, recorder: StatsRecorder) -> None:
+    def __init__(self, scheduler: Scheduler, counters: EngineCounters) -> None:
         self.scheduler = scheduler
-        self._recorder = recorder
+        self._counters = counters
         self._of: dict[str, list[Sequence]] = {}
         self._arrivals = 0
         self.compiling: list[Sequence] = []
@@ -56,7 +56,7 @@ class Sequences:
     def begin(self, sequence: Sequence) -> None:
         """The first sequence of a request: it waits from now on."""
         self._of[sequence.request.request_id] = [sequence]
-        self._recorder.arrived(sequence.request.request_id)
+        self._counters.arrived(sequence.request.request_id)
         if sequence.request.grammar is None:
             self.scheduler.add(sequence)
         else:
@@ -103,7 +103,7 @@ class Sequences:
         if self._of[request_id]:
             return False
         del self._of[request_id]
-        self._recorder.ended(request_id, reason)
+        self._counters.ended(request_id, reason)
         return True
 
     # -- siblings ----------------------------------------------------------------------------

@@ -13,13 +13,12 @@ from coppice.kernels.sampling.choose import compiled_choice
 from coppice.kernels.transfer import take
 from coppice.runtime.engine.beams import BeamSearches
 from coppice.runtime.engine.sequences import Sequences
-from coppice.runtime.report.cache import Counters
-from coppice.runtime.report.engine_stats import StatsRecorder
+from coppice.runtime.metrics.counters import EngineCounters
+from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.requests.request import LATE, DeviceLost, Sequence, Status, StepOutput
 from coppice.runtime.runner.batch import Batch, LateTokens
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.sampling.sampler import Sampled, Sampler, Sampling
-from coppice.runtime.schedule.accounts import PromptAccounts
 from coppice.runtime.schedule.scheduler import Chunk, Schedule
 
 logger = logging.getLogger(__name__)
@@ -77,8 +76,7 @@ class Steps:
         sequences: Sequences,
         searches: BeamSearches,
         *,
-        counters: Counters,
-        recorder: StatsRecorder,
+        counters: EngineCounters,
         accounts: PromptAccounts,
         overlap: bool,
     ) -> None:
@@ -86,7 +84,6 @@ class Steps:
         self._sequences = sequences
         self._searches = searches
         self._counters = counters
-        self._recorder = recorder
         self._accounts = accounts
         self._overlap = overlap
         self._eos = frozenset(runner.model_config.eos_token_ids)
@@ -216,8 +213,9 @@ class Steps:
                 for sequence in placeless:
                     self._sequences.scheduler.add(sequence)
         seconds = time.perf_counter() - step.started
-        for request_id in self._counters.ran(step.schedule):
-            self._recorder.scheduled(request_id, seconds)
+        self._counters.steps += 1
+        for chunk in step.schedule.prefills():
+            self._counters.prefilled(chunk.sequence, chunk.count, seconds)
 
     def _commit(self, step: Step) -> list[StepOutput]:
         """Takes the tokens of a step; who ends by its own gives back its pages."""
@@ -233,16 +231,18 @@ class Steps:
         # The device came to it when it was queued, or when it was through with the one before.
         seconds = now - max(step.started, self._settled)
         self._settled = now
-        self._sequences.scheduler.observe(step.schedule, seconds)
-        self._counters.took(step.schedule, seconds)
-        self._recorder.stepped(step.schedule, seconds)
+        schedule = step.schedule
+        self._sequences.scheduler.observe(schedule, seconds)
+        sequences = len(schedule.chunks)
+        decodes = sequences - len(schedule.prefills())
+        self._counters.stepped(sequences, decodes, schedule.rows(), seconds)
         errors, outputs = sampled.errors, []
         rows = [
             (row, sequence)
             for row, sequence in enumerate(step.sequences)
             if sequence.status is not Status.FINISHED  # else aborted meanwhile
         ]
-        self._recorder.sampled(each for row, each in rows if row not in errors)
+        self._counters.sampled(each for row, each in rows if row not in errors)
         self._counters.generated_tokens += len(rows)
         for row, sequence in rows:
             if row in errors:

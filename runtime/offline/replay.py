@@ -9,10 +9,11 @@ from dataclasses import dataclass, fields
 from coppice.radix import POLICIES, PagePool, RadixTree
 from coppice.radix.pages.pool import MAX_PAGES
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.metrics.counters import EngineCounters
+from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.report.cache import CacheAccounts, Counts, PrefixNode, SharedPrefix
 from coppice.runtime.requests.request import Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.schedule.accounts import PromptAccounts
 from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.scheduler import Scheduler
 
@@ -125,12 +126,14 @@ class Replay:
         self._time = 0.0
         self.tree = RadixTree(PagePool(options.pages, options.page_size), options.policy)
         accounted = options.accounted_tokens or options.pages * options.page_size
-        self._accounts = PromptAccounts(accounted, lambda: self._time)
+        self._counters = EngineCounters(lambda: self._time)
+        self._accounts = PromptAccounts(accounted, self._counters, lambda: self._time)
         self._paging = Paging(self.tree, enable_prefix_caching=True, accounts=self._accounts)
         self._scheduler = Scheduler(
             self._paging,
             max_num_seqs=options.concurrency,
             max_num_batched_tokens=max(_ENGINE.max_num_batched_tokens, options.concurrency),
+            counters=self._counters,
         )
         self._outputs: dict[str, array[int]] = {}  # of unfinished requests, by request id
         self._arrivals = 0
@@ -290,7 +293,7 @@ class Replay:
             nodes=savings.nodes(SHOWN_NODES),
             output_tokens=self._output_tokens,
             evicted_tokens=tree.evicted_tokens,
-            preemptions=self._scheduler.preemptions,
+            preemptions=self._counters.preemptions,
             cached_tokens=tree.cached_tokens,
             pages_total=tree.pool.num_pages,
             pages_free=tree.pool.free_pages,

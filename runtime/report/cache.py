@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from coppice.radix import CacheAccounts, PinRefused, Pins, PrefixNode, SharedPrefix
+from coppice.radix import CacheAccounts, PinRefused, PrefixNode, SharedPrefix
 from coppice.radix.accounting.counts import CAUSES, Counts, Windows
 from coppice.radix.accounting.near_misses import NearMiss
-from coppice.runtime.schedule.accounts import PromptAccounts, PromptCauses
-from coppice.runtime.schedule.scheduler import Schedule, Scheduler
+from coppice.runtime.metrics.pool_use import pool_use
+from coppice.runtime.metrics.prompt_accounts import PromptCauses
+
+if TYPE_CHECKING:
+    from coppice.runtime.engine.core import Engine
 
 # What the front needs to show a report comes from here: it may not reach into the tree's room.
 __all__ = [
     "CAUSES",
     "CacheAccounts",
     "CacheReport",
-    "Counters",
     "Counts",
     "NearMiss",
     "PinRefused",
@@ -27,44 +30,6 @@ __all__ = [
 ]
 
 TOP_PREFIXES = 8
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counted since the engine's start."""
-
-    requests: int = 0  # admitted at least once
-    prompt_tokens: int = 0  # of those requests
-    hit_tokens: int = 0  # prompt tokens whose KV was reused, at a request's first admission
-    computed_tokens: int = 0  # tokens of prefill chunks, resumptions included
-    generated_tokens: int = 0
-    steps: int = 0
-    failed_steps: int = 0
-    prefill_seconds: float = 0.0  # of step time, by each step's share of rows
-    decode_seconds: float = 0.0
-    late_rows: int = 0  # rows of sequences that had ended, as was known after they were computed
-
-    def ran(self, schedule: Schedule) -> list[str]:
-        """Books a step that ran; returns the requests whose first chunk was in it."""
-        self.steps += 1
-        first = []
-        for chunk in schedule.prefills():  # who decodes was counted with its first chunk
-            sequence = chunk.sequence
-            self.computed_tokens += chunk.count
-            if not sequence.counted:
-                sequence.counted = True
-                self.requests += 1
-                self.prompt_tokens += len(sequence.request.prompt_token_ids)
-                self.hit_tokens += sequence.cached_tokens
-                first.append(sequence.request.request_id)
-        return first
-
-    def took(self, schedule: Schedule, seconds: float) -> None:
-        """Books the time of a step that ran."""
-        rows = schedule.rows()
-        decodes = len(schedule.chunks) - len(schedule.prefills())
-        self.prefill_seconds += seconds * (rows - decodes) / rows
-        self.decode_seconds += seconds * decodes / rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +69,27 @@ class CacheReport:
         return self.hit_tokens * self.prefill_seconds / self.computed_tokens
 
 
-def make_report(
-    counters: Counters, scheduler: Scheduler, pins: Pins, accounts: PromptAccounts, policy: str
-) -> CacheReport:
-    """The report as of now; `policy` is that of eviction. O(nodes of the tree)."""
-    tree = scheduler.paging.tree
-    total, free, cached = tree.pool.num_pages, tree.pool.free_pages, tree.evictable_pages
-    pinned = pins.locked_pages()
+def make_report(engine: Engine) -> CacheReport:
+    """The report as of now. O(nodes of the tree)."""
+    counters, tree, accounts = engine.counters, engine.tree, engine.accounts
+    pages = pool_use(tree, engine.pins)
     return CacheReport(
         requests=counters.requests,
         prompt_tokens=counters.prompt_tokens,
         hit_tokens=counters.hit_tokens,
         computed_tokens=counters.computed_tokens,
         generated_tokens=counters.generated_tokens,
-        preemptions=scheduler.preemptions,
-        evicted_tokens=tree.evicted_tokens,
-        eviction_policy=policy,
+        preemptions=counters.preemptions,
+        evicted_tokens=counters.evicted_tokens,
+        eviction_policy=engine.config.eviction_policy,
         prefill_seconds=counters.prefill_seconds,
         decode_seconds=counters.decode_seconds,
         page_size=tree.page_size,
-        pages_total=total,
-        pages_free=free,
-        pages_cached=cached,
-        pages_pinned=pinned,
-        pages_held=total - free - cached - pinned,
+        pages_total=pages.total,
+        pages_free=pages.free,
+        pages_cached=pages.cached,
+        pages_pinned=pages.pinned,
+        pages_held=pages.held,
         top_prefixes=accounts.savings(tree).prefixes(TOP_PREFIXES),
         accounts=accounts.snapshot(),
         recent=accounts.recent(),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from coppice.radix import CacheAccounts, Pin, PrefixNode, SharedPrefix
 from coppice.radix.accounting.near_misses import SHOWN_TOKENS
+from coppice.runtime.metrics.prompt_accounts import PromptCauses
 from coppice.runtime.report.engine_stats import EngineStats, engine_stats
-from coppice.runtime.schedule.accounts import PromptCauses
 
 if TYPE_CHECKING:
     from coppice.runtime.engine.core import Engine

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from coppice.radix import Hold, Match, OutOfPages, RadixTree
+from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.requests.request import Sequence
-from coppice.runtime.schedule.accounts import PromptAccounts
 
 
 @dataclass(frozen=True, slots=True)

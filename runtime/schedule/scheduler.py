@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from coppice.radix import Match, OutOfPages
+from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.requests.request import Sequence, Status
 from coppice.runtime.schedule.paging import PageCopy, Paging
 from coppice.runtime.schedule.queue import WaitingQueue
@@ -85,15 +86,16 @@ class Scheduler:
         policy: str = "lpm",
         overtaking: float | None = None,
         max_step_stretch: float | None = None,
+        counters: EngineCounters | None = None,
     ) -> None:
         self.paging = paging
+        self.counters = EngineCounters() if counters is None else counters
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.running: list[Sequence] = []  # in order of admission
         self.waiting = WaitingQueue(
             paging.tree, policy, slack=max_num_batched_tokens, overtaking=overtaking
         )
-        self.preemptions = 0
         self.late = False
         self._admissions = 0
         self._forks: dict[Sequence, PageCopy] = {}  # copies that the next step has to make
@@ -246,7 +248,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue; its computed tokens stay in the tree."""
-        self.preemptions += 1
+        self.counters.preemptions += 1
         self.running.remove(sequence)
         computed = not sequence.remaining
         self._leave(sequence, keep=True)

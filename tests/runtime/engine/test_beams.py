@@ -514,7 +514,7 @@ def test_what_preempted_and_aborted_beams_left_goes_too(tiny_checkpoint):
         engine.check()
     assert engine.abort("b")
     results = run(engine)
-    assert engine.scheduler.preemptions > 0
+    assert engine.counters.preemptions > 0
     assert set(results) == set("acdef")
     drafts = [node for node in engine.tree.nodes() if node.draft]
     assert not drafts

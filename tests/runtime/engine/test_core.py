@@ -547,7 +547,7 @@ def test_a_better_class_goes_first_and_takes_the_place_of_a_worse_one(tiny_check
     assert ends[0] in ("a", "b", "urgent")
     assert ends.index("urgent") < 2
     assert ends[-1] == "late"
-    assert made.scheduler.preemptions == 1
+    assert made.counters.preemptions == 1
 
 
 def test_priority_needs_its_policy(tiny_checkpoint):

@@ -84,7 +84,7 @@ def test_a_sequence_is_reproducible_whatever_else_runs(tiny_checkpoint, page_siz
         tokens = run(engine, {"a": (PROMPT, sampled(4, seed=7)), **others})
         assert {key: tokens[key] for key in alone} == alone, options
         if "kv_cache_tokens" in options:
-            assert engine.scheduler.preemptions > 0
+            assert engine.counters.preemptions > 0
 
 
 def test_greedy_siblings_are_equal_and_share_their_pages(tiny_checkpoint):

@@ -117,7 +117,7 @@ def test_beams_that_do_not_fit_together_take_turns(checkpoint, monkeypatch):
             steps += 1
             assert steps < 500, "no progress"
         if tokens < 4096:
-            assert engine.scheduler.preemptions > 0
+            assert engine.counters.preemptions > 0
         found.append([(each.new_token_ids, pytest.approx(each.score)) for each in outputs])
     assert len(found[0]) == 4 and found[0] == found[1]
 
@@ -159,7 +159,7 @@ def test_forks_of_a_private_sequence_keep_out_of_the_tree_until_the_last_has_end
                                                               ignore_eos=True))  # fmt: skip
     outputs = run(engine)
     assert {key: len(each) for key, each in outputs.items()} == {("b", 0): 5, ("b", 1): 5}
-    assert engine.scheduler.preemptions > 0
+    assert engine.counters.preemptions > 0
     assert engine.tree.pool.free_pages + engine.tree.cached_pages == 6
 
 

@@ -147,7 +147,7 @@ def test_preemption_happens_and_resumes_from_the_tree():
     for prompt in prompts:
         machine.add(prompt, max_new=8)
     machine.drain()
-    assert machine.scheduler.preemptions > 0
+    assert machine.scheduler.counters.preemptions > 0
     assert sorted(list(s.tokens) for s in machine.finished) == sorted(
         expected(p, 8) for p in prompts
     )
@@ -159,9 +159,9 @@ def test_a_sequence_as_long_as_the_pool_ends_although_its_hit_needs_a_page_more(
     machine.drain()
     # It hits 9 tokens: three locked pages, of which the third has to be copied for its own branch.
     machine.add([1] * 9 + [2], max_new=6)
-    assert machine.scheduler.preemptions == 0
+    assert machine.scheduler.counters.preemptions == 0
     machine.drain()
-    assert machine.scheduler.preemptions == 1  # it had to start again without its hit
+    assert machine.scheduler.counters.preemptions == 1  # it had to start again without its hit
     assert list(machine.finished[-1].tokens) == expected([1] * 9 + [2], 6)
 
 
@@ -277,7 +277,7 @@ def test_a_better_class_takes_place_and_pages_and_gives_none():
     for _ in range(29):
         machine.step()
         assert high.status is Status.RUNNING, "nobody took its place or its pages"
-    assert machine.scheduler.preemptions >= 1
+    assert machine.scheduler.counters.preemptions >= 1
     machine.drain()
     assert machine.finished[0] is high
     for sequence in machine.finished:
@@ -297,7 +297,7 @@ def test_nobody_of_a_worse_class_is_admitted_past_one_that_does_not_fit():
         machine.step()
         assert second.status is low.status is Status.WAITING or first.status is Status.FINISHED
     machine.drain()
-    assert machine.scheduler.preemptions == 0
+    assert machine.scheduler.counters.preemptions == 0
     equal = Machine(pages=12, page_size=4, seqs=4, tokens=64)
     equal.add([1] * 20, max_new=12)
     equal.step()
@@ -318,10 +318,10 @@ def test_preempted_is_whoever_is_cheapest_to_bring_back():
     second = machine.add([*document, 2, 2], max_new=20)
     last = machine.add(list(range(200, 222)), max_new=20)
     computed = 0
-    while not machine.scheduler.preemptions:
+    while not machine.scheduler.counters.preemptions:
         computed = second.computed
         machine.step()
-    assert machine.scheduler.preemptions == 1
+    assert machine.scheduler.counters.preemptions == 1
     assert second.status is Status.WAITING, "it has least of its own"
     assert first.status is last.status is Status.RUNNING
     assert machine.paging.cached(second) > computed - 4, "all but the page that was needed"

@@ -22,7 +22,7 @@ from coppice.radix.accounting.counts import Counts
 from coppice.radix.accounting.near_misses import Difference, difference
 from coppice.radix.accounting.timeline import Timeline
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
-from coppice.runtime.engine.histogram import AGES, Buckets
+from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.requests.request import Sequence
 
 RECENT_REQUESTS = 64
@@ -65,21 +65,20 @@ class PromptAccounts:
 
     `clock` gives seconds and never goes back. A prompt is accounted when its sequence is admitted,
     once as a request and again after each preemption; what it generated is added when it leaves.
-
-    Attributes:
-        eviction_ages: seconds that tokens had been unused when they were evicted.
-        rounded_off_tokens: that were cached behind a hit, went on as the prompt does, and were not
-            hit; at least, since only the next node is looked at. The tree matches token by token,
-            so this stays 0 unless something is wrong.
+    What was evicted or rounded off is counted in `counters`.
     """
 
-    def __init__(self, pool_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        pool_tokens: int,
+        counters: EngineCounters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._clock = clock
+        self._counters = counters
         self._accounting = Accounting(pool_tokens, now=clock())
         self._uses = Timeline()  # the tree's logical clock in seconds
         self._evicted_tokens = 0  # of which the accounting was told
-        self.eviction_ages = Buckets(AGES)
-        self.rounded_off_tokens = 0
         self._recent: deque[_Recent] = deque(maxlen=RECENT_REQUESTS)
 
     def admitted(self, sequence: Sequence, tree: RadixTree, match: Match, in_flight: int) -> None:
@@ -94,7 +93,7 @@ class PromptAccounts:
         if behind is not None and not sequence.private:
             rest = tokens[here : sequence.hit_limit * TOKEN_BYTES]
             same = common_prefix(rest, 0, behind.edge) // TOKEN_BYTES
-            self.rounded_off_tokens += min(same, behind.length)
+            self._counters.rounded_off_tokens += min(same, behind.length)
         sequence.account = self._accounting.request(
             tokens,
             sequence.request.namespace,
@@ -130,8 +129,9 @@ class PromptAccounts:
             added = sequence.tokens[account.prompt_tokens : computed].tobytes()
             self._accounting.finish(account, added, now=now)
 
-    def cleared(self) -> None:
-        """The tree was emptied on purpose."""
+    def cleared(self, tree: RadixTree) -> None:
+        """The tree was emptied on purpose, or replaced by this one, which is empty."""
+        self._evicted_tokens = tree.evicted_tokens
         self._accounting.reset()
 
     def settle_batch(self) -> bool:
@@ -167,10 +167,10 @@ class PromptAccounts:
             return
         self._evicted_tokens = tree.evicted_tokens
         used = self._uses.time_of(tree.last_evicted)
+        now = self._clock() if now is None else now
+        self._counters.evicted(count, None if used is None else max(0.0, now - used))
         if used is not None:
-            now = self._clock() if now is None else now
             self._accounting.evicted(used, now=now)
-            self.eviction_ages.add(max(0.0, now - used), count)
 
 
 def _kind(sequence: Sequence) -> Kind:

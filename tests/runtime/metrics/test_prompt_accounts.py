@@ -8,10 +8,11 @@ import pytest
 
 from coppice.radix import PagePool, RadixTree
 from coppice.radix.accounting.near_misses import Difference
+from coppice.runtime.metrics.counters import EngineCounters
+from coppice.runtime.metrics.prompt_accounts import RECENT_REQUESTS, PromptAccounts
 from coppice.runtime.requests.request import Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.prompt_logprobs import PromptLogprobs
-from coppice.runtime.schedule.accounts import RECENT_REQUESTS, PromptAccounts
 from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.scheduler import Scheduler
 
@@ -21,7 +22,7 @@ class Loop:
 
     def __init__(self, tokens: int, **limits: int) -> None:
         self.now = 0.0
-        self.accounts = PromptAccounts(tokens, lambda: self.now)
+        self.accounts = PromptAccounts(tokens, EngineCounters(), lambda: self.now)
         tree = RadixTree(PagePool(tokens // 4, 4))
         self.paging = Paging(tree, enable_prefix_caching=True, accounts=self.accounts)
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **limits}
@@ -112,7 +113,7 @@ def test_a_hit_after_preemption_does_not_flatter_the_rate() -> None:
     for start in (100, 200, 300):
         loop.add(list(range(start, start + 16)), out=24)
     loop.run()
-    assert loop.scheduler.preemptions > 0
+    assert loop.scheduler.counters.preemptions > 0
     counts = loop.accounts.snapshot().overall.since_start
     assert counts.requests == 3
     assert counts.prompt_tokens == 48
@@ -157,7 +158,7 @@ def test_what_an_aborted_prompt_did_not_compute_was_not_seen() -> None:
         loop.scheduler.finish(again)
         assert causes(again) == {"evicted": 32, "cold": 68}
         loop.paging.tree.reset()
-        loop.accounts.cleared()
+        loop.accounts.cleared(loop.paging.tree)
 
 
 def test_what_is_computed_again_for_prompt_logprobs_is_told() -> None:

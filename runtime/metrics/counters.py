@@ -1,0 +1,129 @@
+"""The one object that counts what an engine does: cumulative since its start, never reset.
+
+A gauge that the next batch overwrites says nothing about the batches between two looks at it. So
+everything is counted since the start, and times go into histograms; a reader takes rates and
+quantiles from the difference of two snapshots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from coppice.runtime.metrics.histogram import AGES, COUNTS, LONG_SECONDS, SHORT_SECONDS, Buckets
+from coppice.runtime.requests.request import Sequence
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+REFUSALS = ("max_queued_requests", "max_queued_tokens")
+
+
+class EngineCounters:
+    """Counts of one engine, written by its scheduler, its accounts and its steps.
+
+    Times are in seconds; `clock` gives seconds and never goes back.
+
+    Attributes:
+        requests: whose first chunk was computed; the next two are of these.
+        prompt_tokens: of their prompts.
+        hit_tokens: prompt tokens whose KV was reused, at a request's first admission.
+        computed_tokens: of prefill chunks, those of resumptions included.
+        generated_tokens: that were sampled.
+        preemptions: sequences that lost their pages to others.
+        evicted_tokens: that had to make room.
+        rounded_off_tokens: that were cached after a hit, continued as the prompt does, and were
+            computed all the same; at least, since only the next node is compared. The tree matches
+            token by token, so this must stay 0.
+        late_rows: rows of sequences that had ended, which was known only after they were computed.
+        steps, failed_steps: that ran, and that failed.
+        prefill_seconds, decode_seconds: the steps' time, divided by each step's share of rows.
+        finished: requests by the reason their last sequence ended for.
+        refused: requests by the limit of the queue that was full.
+        queue: from a request's arrival to the step with its first chunk.
+        ttft: from arrival to the first token; searches, which have none before their end, are out.
+        itl: between tokens of a sequence, preemptions included.
+        request: from arrival to the end, aborted requests included.
+        step, step_tokens, step_sequences: of each step that ran.
+        eviction_age: how long evicted tokens had been unused.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._arrivals: dict[str, float] = {}  # of the unfinished requests
+        self.requests = 0
+        self.prompt_tokens = 0
+        self.hit_tokens = 0
+        self.computed_tokens = 0
+        self.generated_tokens = 0
+        self.preemptions = 0
+        self.evicted_tokens = 0
+        self.rounded_off_tokens = 0
+        self.late_rows = 0
+        self.steps = 0
+        self.failed_steps = 0
+        self.prefill_seconds = 0.0
+        self.decode_seconds = 0.0
+        self.finished: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.queue = Buckets(LONG_SECONDS)
+        self.ttft = Buckets(LONG_SECONDS)
+        self.itl = Buckets(SHORT_SECONDS)
+        self.request = Buckets(LONG_SECONDS)
+        self.step = Buckets(SHORT_SECONDS)
+        self.step_tokens = Buckets(COUNTS)
+        self.step_sequences = Buckets(COUNTS)
+        self.eviction_age = Buckets(AGES)
+
+    def arrived(self, request_id: str) -> None:
+        """A request was accepted."""
+        self._arrivals[request_id] = self._clock()
+
+    def prefilled(self, sequence: Sequence, count: int, seconds: float) -> None:
+        """`count` tokens of a prefill are in a step that began `seconds` ago.
+
+        With its first chunk a request is counted.
+        """
+        self.computed_tokens += count
+        if not sequence.counted:
+            sequence.counted = True
+            request = sequence.request
+            self.requests += 1
+            self.prompt_tokens += len(request.prompt_token_ids)
+            self.hit_tokens += sequence.cached_tokens
+            waited = self._clock() - seconds - self._arrivals[request.request_id]
+            self.queue.add(max(0.0, waited))
+
+    def stepped(self, sequences: int, decodes: int, tokens: int, seconds: float) -> None:
+        """A step ran: of its `sequences`, `decodes` computed one token, all of them `tokens`."""
+        self.prefill_seconds += seconds * (tokens - decodes) / tokens
+        self.decode_seconds += seconds * decodes / tokens
+        self.step.add(seconds)
+        self.step_tokens.add(tokens)
+        self.step_sequences.add(sequences)
+
+    def sampled(self, sequences: Iterable[Sequence]) -> None:
+        """Each of these got a token.
+
+        O(sequences). Most got their last ones in the same step, so there are few times to count.
+        """
+        now = self._clock()
+        gaps: dict[float, int] = {}
+        for sequence in sequences:
+            last, sequence.token_at = sequence.token_at, now
+            if last:
+                gaps[last] = gaps.get(last, 0) + 1
+            elif not sequence.index:
+                self.ttft.add(now - self._arrivals[sequence.request.request_id])
+        for last, times in gaps.items():
+            self.itl.add(now - last, times)
+
+    def evicted(self, tokens: int, age: float | None) -> None:
+        """`tokens` made room, which had been unused for `age` seconds; None: unknown."""
+        self.evicted_tokens += tokens
+        if age is not None:
+            self.eviction_age.add(age, tokens)
+
+    def ended(self, request_id: str, reason: str) -> None:
+        """The last sequence of a request has ended, for one of `FINISH_REASONS`."""
+        self.request.add(self._clock() - self._arrivals.pop(request_id))
+        self.finished[reason] += 1
