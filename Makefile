@@ -57,7 +57,7 @@ gpu: gpu-test gpu-kernels gpu-suite
 
 # Without --strict-config, so that plugins which only other tests need may be missing.
 gpu-test: $(GPU_READY) $(GPU_PATH)/coppice
-	@PYTHONPATH=benchmarks $(GPU_PYTHON) -P -c 'from harness import require; require("torch", \
+	@PYTHONPATH=benchmarks $(GPU_PYTHON) -P -c 'from common.harness import require; require("torch", \
 		"triton", "numpy", "numba", "xxhash", "sortedcontainers", "transformers", "llguidance", \
 		"pytest", "xdist", "pytest_timeout", "hypothesis", gpu=True)'
 	$(GPU_RUN) -P -m pytest -o addopts=--import-mode=importlib -n 8 \

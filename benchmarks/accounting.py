@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Rows, parser, processor
-from tree import Accounts, serve
-from tree_workloads import Work, requests_of, workload_f
 
+from common.harness import Rows, parser, processor
+from common.tree_workloads import Work, requests_of, workload_f
 from coppice.radix import PagePool, RadixTree
 from coppice.radix.accounting.ledger import Accounting
 from coppice.radix.accounting.miss_ratio import FACTORS
 from coppice.radix.accounting.reuses import Uses
 from coppice.radix.accounting.seen.hashes import PrefixHasher, keys
+from tree import Accounts, serve
 
 PAGE_SIZE = 16
 

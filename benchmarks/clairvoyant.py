@@ -19,8 +19,8 @@ import heapq
 import json
 from pathlib import Path
 
-from harness import Rows, parser
-from tree_workloads import TRACE_BLOCK
+from common.harness import Rows, parser
+from common.tree_workloads import TRACE_BLOCK
 
 NEVER = 1 << 60
 Request = tuple[list[int], int]  # blocks, and tokens of the prompt

@@ -60,12 +60,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.harness import Rows, parser, processor, spread
 from cpu.checkpoints import MODELS, STORED, VOCABULARY, checkpoint
 from cpu.floor import Shape, floor_seconds
 from cpu.rates import Rates
 from cpu.sides import KINDS, PEERS, Failed, Side, Unsupported
 from cpu.workloads import Workload, workloads
-from harness import Rows, parser, processor, spread
 
 _FOLDER = Path(__file__).parent
 

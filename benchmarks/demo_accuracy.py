@@ -11,8 +11,6 @@ Prints one JSON object a line: first each kind of fact, then each turn.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.harness import Rows, parser
 from coppice.frontend.demo.facts import Document, ask, make_document
 
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "frontend" / "demo" / "model"
@@ -79,17 +78,12 @@ def measure(model_dir: Path, conversations: int, seed: int = 0) -> list[dict[str
 
 
 def main() -> None:
-    """Parses the command line, measures, prints the rows and keeps them if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="model directory")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="20 conversations instead of 200")
-    args = parser.parse_args()
-    rows = measure(args.model, conversations=20 if args.quick else 200)
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    print(lines, end="")
-    if args.json is not None:
-        args.json.write_text(lines, encoding="utf-8")
+    options = parser(__doc__)
+    options.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="model directory")
+    args = options.parse_args()
+    rows = Rows(args.json)
+    for row in measure(args.model, conversations=20 if args.quick else 200):
+        rows.add(**row)
 
 
 if __name__ == "__main__":

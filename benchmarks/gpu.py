@@ -30,7 +30,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import Rows, parser, require
+from common.harness import Rows, parser, require
 
 NEEDED = ("torch", "transformers", "safetensors", "huggingface_hub", "numpy", "numba", "xxhash",
           "sortedcontainers", "llguidance", "coppice")  # fmt: skip
@@ -83,8 +83,8 @@ def main() -> None:
     options.add_argument("--limit", type=float, default=LIMIT_SECONDS, metavar="SECONDS")
     arguments = options.parse_args()
     require(*NEEDED, *(() if arguments.quick else ("triton",)), gpu=not arguments.quick)
-    from gpu_suite.parts import all_parts
-    from gpu_suite.worker import measure, run_parts
+    from gpu_suite.parts import all_parts, measure
+    from gpu_suite.worker import run_parts
 
     chosen = [
         part

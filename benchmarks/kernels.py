@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from harness import Rows, machine, parser
-
+from common.harness import Rows, machine, parser
 from coppice.kernels.cpu.code.threads import calm_waiting_threads
 
 # A wait policy of the other OpenMP is enough for the engine to leave the environment as it is.

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Rows, machine, parser, spread
 
+from common.harness import Rows, machine, parser, spread
 from coppice import Engine, EngineConfig, SamplingParams
 from coppice.frontend.commands.options import SERVER_DEFAULTS
 from coppice.runtime.schedule.scheduler import Schedule, Scheduler

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import Rows, machine, parser, spread
+from common.harness import Rows, machine, parser, spread
 
 DOCUMENTS = 4
 LEFT_EARLY = 0.01

@@ -29,8 +29,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from harness import Rows, parser
-from tree_workloads import TRACE_BLOCK
+
+from common.harness import Rows, parser
+from common.tree_workloads import TRACE_BLOCK
 
 # The first ages, in requests, of the intervals in which the rate is taken for constant.
 AGES = np.array([0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096])

@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Rows, parser, processor, spread
 
+from common.harness import Rows, parser, processor, spread
 from coppice.frontend.commands.options import SERVER_DEFAULTS
 from coppice.radix import PagePool, RadixTree
 from coppice.runtime.offline.simulation import Arrival, Machine, Outcome, Simulation
@@ -263,8 +263,8 @@ def _shared(left: bytes, right: bytes) -> int:
 
 
 def trace_arrivals(trace: Path, limit: int) -> Iterator[Arrival]:
-    """Mooncake's format: each hash id stands for 512 tokens (see `tree_workloads.py`)."""
-    from tree_workloads import workload_f
+    """Mooncake's format: each hash id stands for 512 tokens (see `common/tree_workloads.py`)."""
+    from common.tree_workloads import workload_f
 
     with trace.open() as lines:
         for number, (line, work) in enumerate(zip(lines, workload_f(trace, False), strict=True)):

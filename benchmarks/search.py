@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Rows, machine, parser, spread
-from serving import small_llama
 from transformers import AutoModelForCausalLM
 
+from common.harness import Rows, machine, parser, spread
 from coppice import Engine, EngineConfig, SamplingParams
 from coppice.runtime.sampling.beam_search import BeamSearchParams
+from serving import small_llama
 
 
 def search(engine: Engine, prompt: list[int], params: BeamSearchParams) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Rows, machine, parser, spread
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from common.harness import Rows, machine, parser, spread
 from coppice import Engine, EngineConfig, SamplingParams
 
 

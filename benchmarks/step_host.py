@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Rows, machine, parser, spread
 
+from common.harness import Rows, machine, parser, spread
 from coppice import Engine, EngineConfig, SamplingParams
 from coppice.kernels.attention.reference import ReferenceBackend
 from coppice.kernels.schedule.cost import CostModel

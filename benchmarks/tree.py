@@ -50,9 +50,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Rows, parser, processor, spread
-from tree_workloads import TOKEN_BYTES, Work, requests_of, tokens
 
+from common.harness import Rows, parser, processor, spread
+from common.tree_workloads import TOKEN_BYTES, Work, requests_of, tokens
 from coppice.radix import Accounting, Hold, PagePool, RadixTree, RequestAccount, compiled
 
 

@@ -9,8 +9,7 @@ the others, whatever the order in which they are visited.
 
 from __future__ import annotations
 
-from harness import Rows, machine, parser
-
+from common.harness import Rows, machine, parser
 from coppice import LLM, SamplingParams, Session
 
 

@@ -39,8 +39,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Rows, parser, processor, spread
-from tree_workloads import TOKEN_BYTES, Work, requests_of
+
+from common.harness import Rows, parser, processor, spread
+from common.tree_workloads import TOKEN_BYTES, Work, requests_of
 
 PAGE = 16
 OURS = ("coppice", "coppice_alone")
@@ -53,9 +54,8 @@ class Coppice:
     """The tree as `tree.py` serves it."""
 
     def __init__(self, pool_tokens: int, with_accounts: bool) -> None:
-        from tree import Accounts, serve, warm_up
-
         from coppice.radix import PagePool, RadixTree
+        from tree import Accounts, serve, warm_up
 
         warm_up()
         self._serve = serve

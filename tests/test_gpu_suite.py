@@ -139,8 +139,8 @@ def test_ratios_need_both_sides_to_their_end(suite):
 
 
 def test_the_kernel_suite_has_every_case_and_time_for_all(suite):
-    kernels = suite("kernels_gpu")
-    cases = list(kernels.cases())
+    shapes, limit = suite("gpu_suite.attention_cases"), suite("kernels_gpu").LIMIT_SECONDS
+    cases = list(shapes.cases())
     decodes = {(case.batch, case.own) for case in cases if case.name == "decode"}
     assert decodes == {(b, c) for b in (1, 8, 64, 256) for c in (512, 4096, 32768)}
     prefills = {(case.rows, case.own - case.rows) for case in cases if case.name == "prefill"}
@@ -149,8 +149,8 @@ def test_the_kernel_suite_has_every_case_and_time_for_all(suite):
     assert trees[((64, 8192),)] == trees[((64, 2048), (8, 8192))] == 64
     assert trees[((8, 4096),)] == 8
     assert len({case.part for case in cases}) == len(cases)
-    assert len(cases) * kernels.CASE_SECONDS < kernels.LIMIT_SECONDS / 2
-    assert kernels.LIMIT_SECONDS < 480
+    assert len(cases) * shapes.CASE_SECONDS < limit / 2
+    assert limit < 480
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_the_kernel_suite_runs_at_tiny_sizes(tmp_path, suite, chosen, expected):
     if expected is not None:
         assert found == expected
     else:
-        names = {case.name for case in suite("kernels_gpu").cases()} | {"roofs"}
+        names = {case.name for case in suite("gpu_suite.attention_cases").cases()} | {"roofs"}
         assert {name for name, _ in found} == names
     assert all(row["times"]["plan_ms"] > 0 for row in rows[1:])
     assert "flashinfer" in (rows[0]["without_flashinfer"] or "flashinfer")
@@ -196,16 +196,16 @@ def test_the_kernel_suite_runs_at_tiny_sizes(tmp_path, suite, chosen, expected):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes Triton's interpreter")
 def test_a_way_that_fails_leaves_the_others(suite, monkeypatch):
-    kernels, measure = suite("kernels_gpu"), suite("kernels_gpu_measure")
-    bench = measure.Bench(kernels.QUICK, quick=True, roofs={})
+    shapes, measure = suite("gpu_suite.attention_cases"), suite("gpu_suite.attention")
+    bench = measure.Bench(shapes.QUICK, quick=True, roofs={})
     bench.measure_roofs()
-    (case,) = (case for case in kernels.cases() if "beam" in case.name)
+    (case,) = (case for case in shapes.cases() if "beam" in case.name)
 
     def wrong(*arguments: Any) -> Any:
         return lambda: torch.zeros(2, 4, 64, dtype=torch.bfloat16)
 
     monkeypatch.setattr(measure.Bench, "_contiguous", wrong)
-    rows = bench.measure(case.at(kernels.QUICK))
+    rows = bench.measure(case.at(shapes.QUICK))
     assert [row["way"] for row in rows] == ["torch, contiguous", "plain", "tree"]
     assert rows[0]["error"].startswith("AssertionError: Tensor-likes are not close")
     assert rows[2]["goal"] == {"ratio": 0.98} and "goal" not in rows[1]
@@ -225,7 +225,7 @@ def test_busy_time_and_gaps(suite, tmp_path):
 
 
 def test_missing_packages_are_named(suite):
-    require = suite("harness").require
+    require = suite("common.harness").require
     require("torch", gpu=False)
     with pytest.raises(SystemExit, match=r"lacks no_such_package, nor_this"):
         require("torch", "no_such_package", "nor_this", gpu=False)

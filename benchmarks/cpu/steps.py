@@ -24,15 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# As a script this file's own folder is searched for modules, and it needs the one above.
+# Python puts a script's own folder on the import path; this one needs the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from cpu.floor import Shape, Step
-from cpu.rates import Rates, measure
-from cpu.workloads import Workload
 
 from coppice import Engine, EngineConfig, SamplingParams
 from coppice.runtime.sampling.sampler import Sampler
+from cpu.floor import Shape, Step
+from cpu.rates import Rates, measure
+from cpu.workloads import Workload
 
 ROWS = (1, 4, 8, 16, 32)
 CHUNKS = (64, 256, 1024, 2048)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_suite.shapes import Sizes, write_model
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
@@ -21,6 +20,7 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner import batch as batches
 from coppice.runtime.runner.cache_size import page_bytes
 from coppice.runtime.sampling.beam_search import BeamSearchParams
+from gpu_suite.shapes import Sizes, write_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,15 @@ class Bench:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def works(self) -> bool:
+        """Whether the device still computes after a part has failed; drops the part's engine."""
+        try:
+            self.drop()
+            self.synchronize()
+        except Exception:
+            return False
+        return True
 
     def prompt(self, tokens: int) -> list[int]:
         """New random tokens, which no cache has seen."""

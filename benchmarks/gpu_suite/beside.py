@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_suite.bench import Ran
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from coppice.runtime.model.decoder import Decoder
+from gpu_suite.bench import Ran
 
 _PAGE = 32  # hits are whole pages there; 256 by default, the least that our workload shares is 32
 

@@ -7,10 +7,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from common.harness import machine
+from coppice.runtime.engine.core import Engine
+from coppice.runtime.model.linear import eight_bit
 from gpu_suite.bench import (
     Bench,
     line_params,
@@ -19,15 +25,12 @@ from gpu_suite.bench import (
     token_bytes,
     weight_bytes,
 )
-from gpu_suite.beside import run_transformers
+from gpu_suite.beside import must_exit, run_transformers
 from gpu_suite.rows import row_kernels
 from gpu_suite.shapes import QUICK, REAL, Shared
 from gpu_suite.trace import ON_CPU, ON_GPU, busy
+from gpu_suite.worker import Plan, Row, serve_parts
 
-from coppice.runtime.engine.core import Engine
-from coppice.runtime.model.linear import eight_bit
-
-Row = dict[str, Any]
 #: Steps that the profiler watches.
 _WATCHED = 8
 
@@ -62,9 +65,20 @@ def all_parts() -> list[Part]:
     return made
 
 
-def bench_for(folder: Path, *, quick: bool) -> Bench:
-    """What the parts are run with; models are written below `folder`."""
-    return Bench(QUICK if quick else REAL, folder, quick=quick)
+def measure(connection: Connection, plan: Plan) -> None:
+    """Measures the parts of a plan, in the process that `run_parts` starts."""
+    ends = time.perf_counter() + plan.limit
+    bench = Bench(QUICK if plan.quick else REAL, plan.folder, quick=plan.quick)
+    bench.roofs = dict(plan.roofs)
+    where = machine()
+    if plan.quick:
+        where.pop("gpu", None)
+
+    def run(part: Part) -> Iterator[Row]:
+        return part.measure(bench, min(time.perf_counter() + part.seconds, ends))
+
+    parts = {part.name: partial(run, part) for part in all_parts()}
+    serve_parts(connection, plan, parts, bench, common={"machine": where}, must_exit=must_exit)
 
 
 def _part(

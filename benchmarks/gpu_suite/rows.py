@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_suite.bench import Bench
 
 from coppice.kernels.attention.interface import LayerCache
 from coppice.kernels.sampling.choose import COLUMNS, choose
+from gpu_suite.bench import Bench
 
 Row = dict[str, Any]
 Ways = dict[str, Callable[[], object]]

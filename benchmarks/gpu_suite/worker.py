@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +29,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a process is told: `serve` is run with a connection and this."""
+    """What a process is started with, beside its end of the connection."""
 
     names: tuple[str, ...]  # of the parts to run, in order
     folder: Path
@@ -61,7 +61,7 @@ def run_parts(
         )
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(theirs, plan), daemon=True
+            target=_run, args=(serve, theirs, plan), daemon=True
         )
         process.start()
         theirs.close()
@@ -103,48 +103,56 @@ def run_parts(
         add({"part": part.name, "left_out": f"the suite's {limit:g} s were over"})
 
 
-def measure(connection: Connection, plan: Plan) -> None:
-    """Runs the parts of a plan, in the process that measures."""
+def _run(serve: Callable[[Connection, Plan], None], connection: Connection, plan: Plan) -> None:
     os.dup2(2, 1)  # standard output is for rows, and libraries print to it
-    import torch
-    from gpu_suite.beside import must_exit
-    from gpu_suite.parts import all_parts, bench_for
-    from harness import machine
-
-    ends = time.perf_counter() + plan.limit
-    bench = bench_for(plan.folder, quick=plan.quick)
-    bench.roofs = dict(plan.roofs)
-    where = machine()
-    if plan.quick:
-        where.pop("gpu", None)
-    for part in all_parts():
-        if part.name not in plan.names:
-            continue
-        connection.send(("begin", part.name))
-        broken = False
-        try:
-            for row in part.measure(bench, min(time.perf_counter() + part.seconds, ends)):
-                connection.send(("row", row | {"machine": where}))
-        except Exception as error:
-            bench.drop()
-            told = f"{type(error).__name__}: {str(error).strip()[:500]}"
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            at = f"{frame.name}, line {frame.lineno}"
-            connection.send(("row", {"error": told, "at": at, "machine": where}))
-            broken = isinstance(error, torch.AcceleratorError) or not _works(bench)
-        connection.send(("roofs", bench.roofs))
-        last = broken or must_exit()
-        connection.send(("last" if last else "end", part.name))
-        if last:
-            break
+    serve(connection, plan)
     connection.close()
     os._exit(0)  # threads of libraries may never end
 
 
-def _works(bench: Any) -> bool:
-    """Whether the device still computes after an error."""
-    try:
-        bench.synchronize()
-    except Exception:
-        return False
-    return True
+class Measuring(Protocol):
+    """What the parts of a process share: the roofs measured so far, and the device."""
+
+    roofs: dict[str, float]
+
+    def works(self) -> bool:
+        """Whether the device still computes after a part has failed."""
+
+
+def serve_parts(
+    connection: Connection,
+    plan: Plan,
+    parts: Mapping[str, Callable[[], Iterable[Row]]],
+    bench: Measuring,
+    *,
+    common: Row | None = None,
+    must_exit: Callable[[], bool] = lambda: False,
+) -> None:
+    """Runs the parts of a plan in order and sends their rows, each with the keys of `common`.
+
+    A part that raises becomes a row with `error`. When the device is lost or `must_exit()` is true,
+    this returns early: the process ends, and another one runs the remaining parts.
+    """
+    import torch
+
+    common = common or {}
+    for name in plan.names:
+        connection.send(("begin", name))
+        last = False
+        try:
+            for row in parts[name]():
+                connection.send(("row", row | common))
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            at = f"{frame.name}, line {frame.lineno}"
+            connection.send(("row", {"error": reason(error), "at": at} | common))
+            last = isinstance(error, torch.AcceleratorError) or not bench.works()
+        connection.send(("roofs", bench.roofs))
+        last = last or must_exit()
+        connection.send(("last" if last else "end", name))
+        if last:
+            break
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:500]}"

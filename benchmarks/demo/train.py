@@ -1,6 +1,6 @@
 """Trains the demo model from nothing: a small Llama that answers questions from its document.
 
-    python benchmarks/train_demo.py --out DIR [--seed N] [--threads N] [--resume]
+    python benchmarks/demo/train.py --out DIR [--seed N] [--threads N] [--resume]
 
 The model learns one skill, to look a fact up in the text before it, so the data is made to teach
 just that. Each training sequence is a conversation as the demo holds it: a handbook as the system
@@ -9,16 +9,16 @@ none is seen twice. The curriculum begins with handbooks of a few sentences and 
 those of the demo.
 
 Left to the answers alone, a model this small takes many hours on a CPU to find out where to look.
-So five of its heads are shown where (`demo_guide`), which takes minutes; the loss on the answers
+So five of its heads are shown where (`guide.py`), which takes minutes; the loss on the answers
 does the rest. What comes out is an ordinary Llama.
 
 Matrices are trained by Muon, embeddings and norms by AdamW. The learning rate is constant until
 the last stage, which takes it to zero.
 
-The shipped model was made by ``--seed 0 --threads 1``: 969 steps, 5.7 million tokens, 37 minutes on
-one busy core of a 2-core machine. It answers 200 of 200 fresh questions exactly in a conversation's
-first turn and 198 of 200 in its third (`demo_accuracy`). Another number of threads adds floats in
-another order and so gives another model.
+The shipped model was made by `--seed 0 --threads 1`: 969 steps, 5.7 million tokens, 37 minutes on
+one busy core of a 2-core machine. In `demo_accuracy.py` it answers exactly 200 of 200 fresh
+questions in a conversation's first turn and 198 of 200 in its third. Another number of threads adds
+floats in another order and so gives another model.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from demo_accuracy import measure
-from demo_guide import Conversation, Guide, draw_conversation, guidance_loss
-from demo_llama import Model, export
-from demo_tokenizer import ASSISTANT, END, PAD, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+
+# Python puts a script's own folder on the import path; this one needs the folder above.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from demo.guide import Conversation, Guide, draw_conversation, guidance_loss
+from demo.llama import Model, export
+from demo.tokenizer import ASSISTANT, END, PAD, train_tokenizer
+from demo_accuracy import measure
 
 MUON_LR, MUON_MOMENTUM, MUON_DECAY = 0.02, 0.95, 0.01
 ADAM_LR, ADAM_BETAS = 0.003, (0.9, 0.98)

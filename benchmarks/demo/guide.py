@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from demo_llama import HEAD_DIM, HEADS, KV_HEADS
-from demo_tokenizer import ASSISTANT, BOS, END, SYSTEM, USER
 from torch import Tensor
 
 from coppice.frontend.demo.facts import Fact, ask, make_document
+from demo.llama import HEAD_DIM, HEADS, KV_HEADS
+from demo.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER
 
 GATHER_LAYER, GATHER_HEADS = 1, (0, 1, 2)  # the heads that look at last, cue and first
 FIND_LAYER, FIND_HEADS = 2, (0, 2)  # one of each group of query heads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -12,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from gpu_suite.worker import Plan
-from kernels_gpu import (
+
+from coppice.kernels.attention.interface import AttentionCase, AttentionPlan, LayerCache
+from coppice.kernels.schedule.items import build_tree_schedule
+from gpu_suite.attention_cases import (
     CASE_SECONDS,
     ITEMSIZE,
     PAGE_SIZE,
@@ -24,12 +25,10 @@ from kernels_gpu import (
     cases,
     described,
 )
-
-from coppice.kernels.attention.interface import AttentionCase, AttentionPlan, LayerCache
-from coppice.kernels.schedule.items import build_tree_schedule
+from gpu_suite.worker import Plan, reason, serve_parts
 
 if TYPE_CHECKING:
-    from flashinfer_ways import FlashInferWays
+    from gpu_suite.flashinfer_ways import FlashInferWays
 
 #: The most bytes of cache that a case may take, and of contiguous copies for torch beside it.
 MOST_BYTES, MOST_COPIED = 40 * 2**30, 10 * 2**30
@@ -38,31 +37,12 @@ Way = Callable[[], torch.Tensor]
 
 
 def serve(connection: Connection, plan: Plan) -> None:
-    """Measures the parts of a plan; see ``gpu_suite.worker``."""
-    os.dup2(2, 1)  # standard output is for rows, and libraries print to it
+    """Measures the parts of a plan, in the process that `run_parts` starts."""
     bench = Bench(QUICK if plan.quick else WHOLE, quick=plan.quick, roofs=plan.roofs)
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {"roofs": bench.measure_roofs}
     for case in cases():
         parts[case.part] = lambda case=case: bench.measure(case.at(bench.sizes))
-    for name in plan.names:
-        connection.send(("begin", name))
-        broken = False
-        try:
-            for row in parts[name]():
-                connection.send(("row", row))
-        except Exception as error:
-            connection.send(("row", {"error": told(error)}))
-            broken = not bench.works()
-        connection.send(("roofs", bench.roofs))
-        connection.send(("last" if broken else "end", name))
-        if broken:
-            break
-    connection.close()
-    os._exit(0)  # threads of libraries may never end
-
-
-def told(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:500]}"
+    serve_parts(connection, plan, parts, bench)
 
 
 class Bench:
@@ -75,7 +55,7 @@ class Bench:
         self.quick = quick
         self._flashinfer: FlashInferWays | None = None
         self.without_flashinfer: str | None = None
-        from flashinfer_ways import FlashInferWays
+        from gpu_suite.flashinfer_ways import FlashInferWays
 
         case = AttentionCase(
             sizes.heads, sizes.kv_heads, sizes.head_dim, PAGE_SIZE, torch.bfloat16,
@@ -84,7 +64,7 @@ class Bench:
         try:
             self._flashinfer = FlashInferWays(self.device, case)
         except Exception as error:  # what its import or its kernels raise must not end the suite
-            self.without_flashinfer = told(error)
+            self.without_flashinfer = reason(error)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -182,7 +162,7 @@ class Bench:
                     ways[name] = way
                     moved[name] = moved["plain" if name == "flashinfer" else "tree"]
             except Exception as error:
-                failed["flashinfer"] = told(error)
+                failed["flashinfer"] = reason(error)
         name = "torch, contiguous"
         moved[name] = row["bytes"]["all"]
         context = int(plan.context_len[0])
@@ -197,7 +177,7 @@ class Bench:
             except Exception as error:
                 if name == "plain" or not self.works():
                     raise
-                failed[name] = told(error)
+                failed[name] = reason(error)
                 del ways[name]
         times = self.times(ways, self.rounds)
         planned = self._plan_seconds(plan)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from demo_tokenizer import BOS, END, PAD, VOCAB_SIZE, save_tokenizer
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+
+from demo.tokenizer import BOS, END, PAD, VOCAB_SIZE, save_tokenizer
 
 HIDDEN, INNER, LAYERS = 192, 384, 4
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64

@@ -1,0 +1,1 @@
+"""What several benchmarks share: options, rows of JSON, and the workloads of the tree."""

@@ -1,0 +1,1 @@
+"""How the demo model is trained: its tokenizer, its network, guided attention, the training run."""

@@ -1,0 +1,1 @@
+"""The parts of `gpu.py` and `kernels_gpu.py`: what they measure, and the process that measures."""
