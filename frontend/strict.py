@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -48,6 +49,16 @@ def says(what: str) -> WrapValidator:
             raise PydanticCustomError("says", "must be {what}", {"what": what}) from None
 
     return WrapValidator(check)
+
+
+def _check_unicode(value: Any) -> Any:
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise PydanticCustomError("unicode", "must be valid Unicode")
+    return value
+
+
+Unicode = BeforeValidator(_check_unicode)
+"""Refuses half of a surrogate pair, which no encoding can express."""
 
 
 class Only:

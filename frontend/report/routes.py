@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from importlib.resources import files
@@ -17,57 +16,13 @@ from coppice.frontend.errors import BadRequest, bad_value
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.routes import Route, json_answer
 from coppice.frontend.report.json import pin_json
+from coppice.frontend.report.pins import DeletedPin, NewPin, Pin, PinList, parse_pin
 from coppice.frontend.report.reporter import Asks, Reporter
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.report.cache import PinRefused
 from coppice.runtime.requests.request import Unfinished
 
 _COMPRESSED = 1 << 12  # bytes from which a report is worth compressing
-_PIN_FIELDS = ("name", "prompt", "prompt_token_ids", "messages", "ttl", "cache_salt", "tenant")
-_LONGEST_NAME = 200
-_PIN = {
-    "type": "object",
-    "title": "Pin",
-    "required": ["name", "namespace", "tokens", "cached_tokens", "ttl_seconds", "seconds_left"],
-    "properties": {
-        "name": {"type": "string"},
-        "namespace": {"type": "string", "description": "A name that hides the cache_salt."},
-        "tokens": {"type": "integer", "minimum": 1},
-        "cached_tokens": {
-            "type": "integer",
-            "minimum": 0,
-            "description": "Tokens kept now; the rest are kept once a request has computed them.",
-        },
-        "ttl_seconds": {"type": ["number", "null"]},
-        "seconds_left": {"type": ["number", "null"]},
-    },
-}
-_NEW_PIN = {
-    "type": "object",
-    "title": "NewPin",
-    "required": ["name"],
-    "properties": {
-        "name": {"type": "string", "minLength": 1, "maxLength": _LONGEST_NAME},
-        "prompt": {"type": ["string", "null"], "description": "The prefix as text."},
-        "prompt_token_ids": {"type": ["array", "null"], "items": {"type": "integer"}},
-        "messages": {
-            "type": ["array", "null"],
-            "description": "The beginning of a conversation, as the chat template writes it.",
-        },
-        "ttl": {
-            "type": ["number", "null"],
-            "exclusiveMinimum": 0,
-            "description": "Seconds without use after which the pin ends; null: never.",
-        },
-        "cache_salt": {"type": ["string", "null"]},
-        "tenant": {
-            "type": ["string", "null"],
-            "description": "With --isolate-keys: the name of the key whose requests hit it; null: "
-            "the one that is presented.",
-        },
-    },
-    "additionalProperties": False,
-}
 
 
 def report_schema() -> dict[str, Any]:
@@ -106,13 +61,9 @@ class CacheRoutes:
         self._schema = report_schema()
 
     def routes(self) -> list[Route]:
-        pins = {
-            "type": "object",
-            "required": ["object", "data"],
-            "properties": {"data": {"type": "array", "items": _PIN}},
-        }
         done = {"type": "object", "required": ["reset"]}
-        deleted = {"type": "object", "required": ["name", "deleted"]}
+        pins, pin = PinList.model_json_schema(), Pin.model_json_schema()
+        deleted = DeletedPin.model_json_schema()
         return [
             Route(
                 "GET",
@@ -135,8 +86,8 @@ class CacheRoutes:
                 "/cache/pins",
                 self._put_pin,
                 "Keep a prefix in the cache",
-                json_answer(_PIN),
-                body=_NEW_PIN,
+                json_answer(pin),
+                body=NewPin.model_json_schema(),
             ),
             Route(
                 "DELETE",
@@ -180,24 +131,24 @@ class CacheRoutes:
         return web.json_response({"object": "list", "data": data})
 
     async def _put_pin(self, request: web.Request) -> web.Response:
-        _, body = await self._bodies.read(request, _checked)
-        tenant = body.get("tenant", self._tenant(request))
-        if "tenant" in body and tenant not in self._tenants:
+        body, asked = await self._bodies.read(request, parse_pin)
+        tenant = self._tenant(request) if asked.tenant is None else asked.tenant
+        if asked.tenant is not None and tenant not in self._tenants:
             known = ", ".join(sorted(self._tenants)) or "none, without --isolate-keys"
             raise BadRequest(
                 f"tenant must be the name of a key ({known}), got {shown(tenant)}", param="tenant"
             )
         tokens = await asyncio.get_running_loop().run_in_executor(
-            self._tokenizing, self._tokens, body
+            self._tokenizing, self._tokens, asked, body
         )
         try:
             pin = await self._engine.ask(
                 "put_pin",
-                body["name"],
+                asked.name,
                 tokens,
-                cache_salt=body.get("cache_salt"),
+                cache_salt=asked.cache_salt,
                 tenant=tenant,
-                ttl=body.get("ttl"),
+                ttl=asked.ttl,
             )
         except PinRefused as error:
             raise BadRequest(str(error), status=409) from error
@@ -213,57 +164,12 @@ class CacheRoutes:
         self._reporter.forget()
         return web.json_response({"name": name, "deleted": True})
 
-    def _tokens(self, body: Mapping[str, Any]) -> Sequence[int]:
+    def _tokens(self, asked: NewPin, body: Mapping[str, Any]) -> Sequence[int]:
         try:
-            if "messages" in body:
+            if asked.messages is not None:
                 return self._tokenizer.encode_chat(body["messages"], add_generation_prompt=False)
-            if "prompt" in body:
-                return self._tokenizer.encode(body["prompt"])
+            if asked.prompt is not None:
+                return self._tokenizer.encode(asked.prompt)
         except ValueError as error:
             raise bad_value(error, body) from error
-        ids: list[int] = body["prompt_token_ids"]
-        return ids
-
-
-def _checked(body: Any) -> dict[str, Any]:
-    """The fields that are set. Raises BadRequest for whatever is wrong with them."""
-    if not isinstance(body, Mapping):
-        raise BadRequest("the body must be a JSON object")
-    for field in body:
-        if field not in _PIN_FIELDS:
-            raise BadRequest(
-                f"{field} is not a field of a pin; those are {', '.join(_PIN_FIELDS)}", param=field
-            )
-    fields = {field: value for field, value in body.items() if value is not None}
-    for field in ("name", "cache_salt"):
-        text = fields.get(field)
-        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
-            raise BadRequest(f"{field} must be valid Unicode, got {shown(text)}", param=field)
-    name, ttl, salt = fields.get("name"), fields.get("ttl"), fields.get("cache_salt")
-    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-        raise BadRequest(
-            f"name must be a string of 1 to {_LONGEST_NAME} characters, got {shown(name)}",
-            param="name",
-        )
-    given = [field for field in ("prompt", "prompt_token_ids", "messages") if field in fields]
-    if len(given) != 1:
-        raise BadRequest(
-            f"a pin needs one of prompt, prompt_token_ids and messages, got "
-            f"{' and '.join(given) or 'none of them'}",
-            param=given[0] if given else "prompt",
-        )
-    if "prompt" in fields and not isinstance(fields["prompt"], str):
-        raise BadRequest(f"prompt must be a string, got {shown(fields['prompt'])}", param="prompt")
-    ids = fields.get("prompt_token_ids", [])
-    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-        raise BadRequest(
-            f"prompt_token_ids must be a list of integers, got {shown(ids)}",
-            param="prompt_token_ids",
-        )
-    if ttl is not None and (
-        isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl < math.inf
-    ):
-        raise BadRequest(f"ttl must be a number of seconds above 0, got {shown(ttl)}", param="ttl")
-    if salt is not None and not isinstance(salt, str):
-        raise BadRequest(f"cache_salt must be a string, got {shown(salt)}", param="cache_salt")
-    return fields
+        return asked.prompt_token_ids or ()

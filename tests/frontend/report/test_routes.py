@@ -311,7 +311,7 @@ def test_a_pin_beyond_the_budget_is_refused(quiet: Server) -> None:
     ("body", "param", "message"),
     [
         ([], None, "the body must be a JSON object"),
-        ({}, "name", "name must be a string of 1 to 200 characters, got None"),
+        ({}, "name", "name is required"),
         ({"name": "x" * 201, "prompt": "a"}, "name", "1 to 200 characters"),
         ({"name": "\ud800", "prompt": "a"}, "name", "name must be valid Unicode"),
         ({"name": "x", "prompt": "\ud800"}, "prompt", "prompt must be valid Unicode"),
@@ -329,7 +329,7 @@ def test_a_pin_beyond_the_budget_is_refused(quiet: Server) -> None:
         ({"name": "x", "prompt": "a", "ttl": 0}, "ttl", "above 0, got 0"),
         ({"name": "x", "prompt": "a", "ttl": True}, "ttl", "above 0, got True"),
         ({"name": "x", "prompt": "a", "cache_salt": 1}, "cache_salt", "must be a string, got 1"),
-        ({"name": "x", "prompt": "a", "tokens": 1}, "tokens", "tokens is not a field of a pin"),
+        ({"name": "x", "prompt": "a", "tokens": 1}, "tokens", "tokens is not a parameter"),
     ],
 )
 def test_a_bad_pin_is_refused_by_name(quiet: Server, body: Any, param: Any, message: str) -> None:

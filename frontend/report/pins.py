@@ -1,0 +1,85 @@
+"""The bodies of the routes below /cache/pins: what a client sends, and what it gets."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import Field
+
+from coppice.frontend.errors import BadRequest
+from coppice.frontend.strict import Body, Unicode, read, says
+from coppice.frontend.text.conversation import MessageBody
+
+_LONGEST_NAME = 200
+
+_Name: TypeAlias = Annotated[
+    str,
+    Field(min_length=1, max_length=_LONGEST_NAME),
+    says(f"a string of 1 to {_LONGEST_NAME} characters"),
+    Unicode,
+]
+_Seconds: TypeAlias = Annotated[float, Field(gt=0), says("a number of seconds above 0")]
+_Messages: TypeAlias = Annotated[list[MessageBody], Field(fail_fast=True)]
+_TokenIds: TypeAlias = Annotated[list[int], Field(fail_fast=True), says("a list of integers")]
+
+
+class NewPin(Body):
+    """A prefix that is to be kept, as exactly one of prompt, prompt_token_ids and messages."""
+
+    name: _Name
+    prompt: Annotated[str, says("a string")] | None = Field(
+        default=None, description="The prefix as text."
+    )
+    prompt_token_ids: _TokenIds | None = None
+    messages: _Messages | None = Field(
+        default=None, description="The beginning of a conversation, as the chat template writes it."
+    )
+    ttl: _Seconds | None = Field(
+        default=None, description="Seconds without use after which the pin ends; null: never."
+    )
+    cache_salt: Annotated[str, says("a string"), Unicode] | None = None
+    tenant: str | None = Field(
+        default=None,
+        description="With --isolate-keys: the name of the key whose requests hit it; null: the one "
+        "that is presented.",
+    )
+
+
+class Pin(Body):
+    """A prefix that is kept."""
+
+    name: str
+    namespace: str = Field(description="A name that hides the cache_salt.")
+    tokens: int = Field(ge=1)
+    cached_tokens: int = Field(
+        ge=0, description="Tokens kept now; the rest are kept once a request has computed them."
+    )
+    ttl_seconds: float | None
+    seconds_left: float | None
+
+
+class PinList(Body):
+    """All pins."""
+
+    object: str
+    data: list[Pin]
+
+
+class DeletedPin(Body):
+    """A pin that was ended."""
+
+    name: str
+    deleted: bool
+
+
+def parse_pin(body: Any) -> NewPin:
+    """The body of PUT /cache/pins. Raises BadRequest."""
+    asked = read(NewPin, body)
+    given = list(asked.given("prompt", "prompt_token_ids", "messages"))
+    if len(given) != 1:
+        raise BadRequest(
+            f"a pin needs one of prompt, prompt_token_ids and messages, got "
+            f"{' and '.join(given) or 'none of them'}",
+            param=given[0] if given else "prompt",
+        )
+    return asked
