@@ -157,7 +157,7 @@ def test_configs_and_tokenizers_come_without_transformers_models() -> None:
         "import sys\n"
         "from pathlib import Path\n"
         "from coppice.frontend.text.tokenizer import Tokenizer, model_source\n"
-        "from coppice.runtime.model.config import load_model_config\n"
+        "from coppice.runtime.model.config_file import load_model_config\n"
         "assert Tokenizer(model_source('demo')).wrapped\n"
         "load_model_config(Path(model_source('demo')))\n"
         "unwanted = {'torch._dynamo', 'transformers.modeling_utils'} & set(sys.modules)\n"

@@ -1,7 +1,8 @@
-"""The decoder-only transformer of the Llama, Mistral, Qwen2 and Qwen3 families, for inference.
+"""The decoder-only transformer of all families, for inference.
 
-One implementation, driven by ``ModelConfig``. A step's tokens are one flat list, whatever sequences
-they belong to: only rotary positions, cache slots and the attention plan tell them apart.
+One implementation, which ``ModelConfig`` describes layer by layer. A step's tokens are one flat
+list, whatever sequences they belong to: only rotary positions, cache slots and the attention plan
+differ between sequences.
 
     token_ids [T] -> embed -> x [T, hidden] -> layer 0 -> ... -> layer L-1 -> norm -> logits [R, V]
 
@@ -22,7 +23,7 @@ from torch import nn
 
 from coppice.kernels.attention.interface import AttentionBackend, LayerCache
 from coppice.kernels.cpu.layer import float_products
-from coppice.runtime.model.config import ModelConfig
+from coppice.runtime.model.config import LayerSpec, ModelConfig
 from coppice.runtime.model.layers import Linear, RMSNorm, SiluMul, frozen
 from coppice.runtime.model.rope import RotaryEmbedding
 from coppice.runtime.runner.compiled_layers import LayerStack, stack_of
@@ -39,7 +40,7 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        index: int,
+        spec: LayerSpec,
         *,
         linear: type[Linear],
         dtype: torch.dtype,
@@ -48,25 +49,25 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.sliding_window = config.sliding_windows[index]
+        self.scale = config.attention_scale
+        self.sliding_window = spec.sliding_window
         hidden, inner = config.hidden_size, config.intermediate_size
         query_width = config.num_heads * config.head_dim
         qkv_width = query_width + 2 * config.num_kv_heads * config.head_dim
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         eps = config.rms_norm_eps
         self.attention_norm = RMSNorm(hidden, eps=eps, **place)
-        self.qkv = linear(hidden, qkv_width, bias=config.attention_bias, **place)
+        self.qkv = linear(hidden, qkv_width, bias=spec.qkv_bias, **place)
         # Queries and keys lie side by side and are normalised at once, each head by its own row.
         qk_heads = config.num_heads + config.num_kv_heads
         self.qk_norm = (
-            RMSNorm(qk_heads, config.head_dim, eps=eps, **place) if config.qk_norm else None
+            RMSNorm(qk_heads, config.head_dim, eps=eps, **place) if spec.qk_norm else None
         )
-        self.output = linear(query_width, hidden, bias=config.output_bias, **place)
+        self.output = linear(query_width, hidden, bias=spec.output_bias, **place)
         self.mlp_norm = RMSNorm(hidden, eps=eps, **place)
-        self.gate_up = linear(hidden, 2 * inner, bias=config.mlp_bias, **place)
+        self.gate_up = linear(hidden, 2 * inner, bias=spec.mlp_bias, **place)
         self.activation = SiluMul(**place)
-        self.down = linear(inner, hidden, bias=config.mlp_bias, **place)
+        self.down = linear(inner, hidden, bias=spec.mlp_bias, **place)
 
     def attend(
         self,
@@ -121,8 +122,7 @@ class Decoder(nn.Module):
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = frozen(torch.empty(shape, dtype=embedding_dtype or dtype, device=device))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, linear=linear, **place)
-            for index in range(config.num_layers)
+            DecoderLayer(config, spec, linear=linear, **place) for spec in config.layers
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **place)
         head = linear if linear.serves_head else Linear

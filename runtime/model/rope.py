@@ -1,20 +1,16 @@
 """Rotary position embedding: the frequencies that a model's config asks for, and their angles.
 
-Frequencies and the attention factor of scaled variants come from transformers' own functions, so
-that they are the ones its models were evaluated with. ``kernels.interface.rotate`` is the rotation.
+Su et al. 2021. The rotation itself is ``kernels.attention.interface.rotate``.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-#: Variants whose rotation of a token depends on its position alone. `dynamic` and `longrope` are
-#: not among them: there a key's rotation depends on how long its sequence has become, so that keys
-#: computed for one request would be wrong for another that shares its prefix.
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,43 +25,73 @@ class RopeConfig:
     attention_factor: float = 1.0
 
 
-def read_rope_config(hf_config: Any) -> RopeConfig:
-    """The frequencies for a transformers config, whose ``rope_parameters`` are standardised.
+def rope_config(parameters: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    """The frequencies that checked parameters ask for, the same to the bit as transformers'.
 
-    Or for any other object that has what of a config is asked for.
-
-    Raises ``ValueError`` that names the variant if it is not one of ``SUPPORTED_ROPE_TYPES``, and
-    for a rotation of only a part of each head or one that differs from layer to layer.
+    ``parameters`` has ``rope_type``, ``rope_theta`` and what the variant needs, under the names of
+    a `config.json`.
     """
-    parameters = hf_config.rope_parameters
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise ValueError(
-            f"rope_parameters is {parameters}; parameters that differ by layer are not supported"
-        )
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        allowed = ", ".join(SUPPORTED_ROPE_TYPES)
-        raise ValueError(f"rope_type is {rope_type!r}; supported are {allowed}")
-    partial = parameters.get("partial_rotary_factor")
-    if partial not in (None, 1, 1.0):
-        raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is supported")
-    theta = parameters.get("rope_theta")
-    if not (isinstance(theta, int | float) and theta > 0):
-        raise ValueError(f"rope_theta is {theta!r}; it must be a number above 0")
-    factor = parameters.get("factor")
-    if rope_type != "default" and not (isinstance(factor, int | float) and factor >= 1):
-        raise ValueError(f"factor of rope_type {rope_type!r} is {factor!r}; it must be at least 1")
-    if rope_type == "default":
-        head_dim = getattr(hf_config, "head_dim", None)
-        head_dim = head_dim or hf_config.hidden_size // hf_config.num_attention_heads
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        inv_freq, attention_factor = 1.0 / theta**exponents, 1.0
-    else:
-        # Here, since the import takes a second and most models do without.
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    rope_type, theta = parameters["rope_type"], parameters["rope_theta"]
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    inv_freq = 1.0 / theta**exponents
+    attention_factor = 1.0
+    if rope_type == "linear":
+        inv_freq /= parameters["factor"]
+    elif rope_type == "llama3":
+        inv_freq = _llama3(inv_freq, parameters)
+    elif rope_type == "yarn":
+        inv_freq = _yarn(theta**exponents, parameters, head_dim)
+        attention_factor = _yarn_attention_factor(parameters)
+    return RopeConfig(rope_type, tuple(inv_freq.tolist()), attention_factor)
 
-        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config)
-    return RopeConfig(rope_type, tuple(inv_freq.tolist()), float(attention_factor))
+
+def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1: long waves are stretched, short ones kept, and those between get a mixture."""
+    factor = parameters["factor"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    original = parameters["original_max_position_embeddings"]
+    length = 2 * math.pi / inv_freq  # of a wave, in positions
+    longest_kept, shortest_stretched = original / high, original / low
+    stretched = torch.where(length > shortest_stretched, inv_freq / factor, inv_freq)
+    kept = (original / length - low) / (high - low)
+    between = (1 - kept) * stretched / factor + kept * stretched
+    is_between = (length >= longest_kept) & (length <= shortest_stretched)
+    return torch.where(is_between, between, stretched)
+
+
+def _yarn(wave_lengths: torch.Tensor, parameters: Mapping[str, Any], head_dim: int) -> torch.Tensor:
+    """Peng et al. 2023: from stretched to kept on a ramp over the dimensions of a head."""
+    theta, factor = parameters["rope_theta"], parameters["factor"]
+    original = parameters["original_max_position_embeddings"]
+
+    def dimension(rotations: float) -> float:
+        """Where a wave turns that often within the original length."""
+        turns = math.log(original / (rotations * 2 * math.pi))
+        return (head_dim * turns) / (2 * math.log(theta))
+
+    low = dimension(parameters.get("beta_fast") or 32)
+    high = dimension(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (factor * wave_lengths) * (1 - kept) + 1.0 / wave_lengths * kept
+
+
+def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    factor = parameters["factor"]
+    scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    return magnitude(scale) / magnitude(scale_all) if scale and scale_all else magnitude(1)
 
 
 class RotaryEmbedding:

@@ -89,11 +89,12 @@ def load_decoder(
     if dummy:
         _fill_randomly(places, device, seed)
         return decoder
-    _check_names(path, set(files), set(places), config.tie_word_embeddings)
-    for name, tensor in _read_tensors(path, files):
+    embedding, head = f"{config.names.embedding}.weight", f"{config.names.head}.weight"
+    _check_names(path, set(files), set(places), {head} - set(places))
+    for name, tensor in _read_tensors(path, files, first=embedding, last=head):
         if name.endswith(_IGNORED_SUFFIXES):
             continue
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name == head and config.tie_word_embeddings:
             _check_tied(path, tensor, decoder)
             continue
         place = places[name]
@@ -119,10 +120,11 @@ class _Place:
 
 
 def _places(decoder: Decoder) -> dict[str, _Place]:
-    """All tensors that a checkpoint must have, by their Hugging Face names."""
+    """All tensors that a checkpoint must have, by their names in it."""
     config = decoder.config
     hidden = config.hidden_size
-    places = {"model.norm.weight": _Place((hidden,), decoder.norm.weight.copy_)}
+    names = config.names
+    places = {f"{names.norm}.weight": _Place((hidden,), decoder.norm.weight.copy_)}
     embedding_shape = (config.vocab_size, hidden)
     embedding = decoder.embedding
     assert embedding is not None
@@ -132,28 +134,34 @@ def _places(decoder: Decoder) -> dict[str, _Place]:
             embedding.copy_(tensor)
             decoder.head.fill_weight(0, tensor)
 
-        places["model.embed_tokens.weight"] = _Place(embedding_shape, fill_both)
+        places[f"{names.embedding}.weight"] = _Place(embedding_shape, fill_both)
     else:
-        places["model.embed_tokens.weight"] = _Place(embedding_shape, embedding.copy_)
+        places[f"{names.embedding}.weight"] = _Place(embedding_shape, embedding.copy_)
     if not config.tie_word_embeddings:
-        places["lm_head.weight"] = _Place(embedding_shape, partial(decoder.head.fill_weight, 0))
+        places[f"{names.head}.weight"] = _Place(
+            embedding_shape, partial(decoder.head.fill_weight, 0)
+        )
     for index, layer in enumerate(decoder.layers):
-        places.update(_layer_places(cast(DecoderLayer, layer), f"model.layers.{index}.", config))
+        prefix = names.layer.format(index=index)
+        for name, place in _layer_places(cast(DecoderLayer, layer), config).items():
+            places[prefix + name] = place
     return places
 
 
-def _layer_places(layer: DecoderLayer, prefix: str, config: ModelConfig) -> dict[str, _Place]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+def _layer_places(layer: DecoderLayer, config: ModelConfig) -> dict[str, _Place]:
+    """The tensors of one layer, by their names in it."""
+    names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
     query_width = config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim
     places = {
-        "input_layernorm.weight": _Place((hidden,), layer.attention_norm.weight.copy_),
-        "post_attention_layernorm.weight": _Place((hidden,), layer.mlp_norm.weight.copy_),
+        f"{names.attention_norm}.weight": _Place((hidden,), layer.attention_norm.weight.copy_),
+        f"{names.mlp_norm}.weight": _Place((hidden,), layer.mlp_norm.weight.copy_),
     }
 
-    def pack(linear: Linear, in_features: int, *parts: tuple[str, int]) -> None:
+    def pack(linear: Linear, in_features: int, parts: dict[str, int]) -> None:
+        """A projection whose parts have these names and numbers of rows."""
         first_row = 0
-        for name, rows in parts:
+        for name, rows in parts.items():
             places[f"{name}.weight"] = _Place(
                 (rows, in_features), partial(linear.fill_weight, first_row)
             )
@@ -161,23 +169,17 @@ def _layer_places(layer: DecoderLayer, prefix: str, config: ModelConfig) -> dict
                 places[f"{name}.bias"] = _Place((rows,), partial(linear.fill_bias, first_row))
             first_row += rows
 
-    pack(
-        layer.qkv,
-        hidden,
-        ("self_attn.q_proj", query_width),
-        ("self_attn.k_proj", kv_width),
-        ("self_attn.v_proj", kv_width),
-    )
-    pack(layer.output, query_width, ("self_attn.o_proj", hidden))
-    pack(layer.gate_up, hidden, ("mlp.gate_proj", inner), ("mlp.up_proj", inner))
-    pack(layer.down, inner, ("mlp.down_proj", hidden))
+    queries, keys, values = names.qkv
+    pack(layer.qkv, hidden, {queries: query_width, keys: kv_width, values: kv_width})
+    pack(layer.output, query_width, {names.output: hidden})
+    pack(layer.gate_up, hidden, dict.fromkeys(names.gate_up, inner))
+    pack(layer.down, inner, {names.down: hidden})
     if layer.qk_norm is not None:
         # One row a head: copying a single row fills all heads of a kind.
-        weight = layer.qk_norm.weight
-        queries, keys = weight[: config.num_heads], weight[config.num_heads :]
-        places["self_attn.q_norm.weight"] = _Place((config.head_dim,), queries.copy_)
-        places["self_attn.k_norm.weight"] = _Place((config.head_dim,), keys.copy_)
-    return {prefix + name: place for name, place in places.items()}
+        weight, heads = layer.qk_norm.weight, config.num_heads
+        for name, rows in zip(names.qk_norm, (weight[:heads], weight[heads:]), strict=True):
+            places[f"{name}.weight"] = _Place((config.head_dim,), rows.copy_)
+    return places
 
 
 def _tensor_files(path: Path) -> dict[str, Path]:
@@ -226,13 +228,16 @@ def _open(file: Path) -> safe_open:
         raise ValueError(f"{file} is not a safetensors file: {error}") from error
 
 
-def _read_tensors(path: Path, files: dict[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors, one at a time and file by file, the embedding's file first.
+def _read_tensors(
+    path: Path, files: dict[str, Path], *, first: str, last: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors, one at a time and file by file.
 
-    A tied head that is stored all the same is compared with the embedding, which must be there.
+    The file that holds tensor ``first`` comes first, and of each file tensor ``last`` last: a tied
+    head that is stored all the same is compared with the embedding, which must have been read.
     """
-    first = files.get("model.embed_tokens.weight")
-    for file in sorted(set(files.values()), key=lambda f: (f != first, f)):
+    first_file = files.get(first)
+    for file in sorted(set(files.values()), key=lambda f: (f != first_file, f)):
         names = [name for name, holder in files.items() if holder == file]
         with _open(file) as tensors:
             held = set(tensors.keys())
@@ -240,7 +245,7 @@ def _read_tensors(path: Path, files: dict[str, Path]) -> Iterator[tuple[str, tor
         # and one for the whole file would hold the weights a second time in the end. (For each
         # tensor that would be a fifth of the time of loading.)
         tensors, read = None, 0
-        for name in sorted(names, key=lambda n: n == "lm_head.weight"):
+        for name in sorted(names, key=lambda n: n == last):
             if name not in held:
                 raise ValueError(f"{file} lacks tensor {name}, though {_INDEX} puts it there")
             if tensors is None:
@@ -252,9 +257,9 @@ def _read_tensors(path: Path, files: dict[str, Path]) -> Iterator[tuple[str, tor
                 tensors, read = None, 0
 
 
-def _check_names(path: Path, found: set[str], wanted: set[str], tied: bool) -> None:
-    allowed = wanted | ({"lm_head.weight"} if tied else set())
-    unexpected = {n for n in found - allowed if not n.endswith(_IGNORED_SUFFIXES)}
+def _check_names(path: Path, found: set[str], wanted: set[str], allowed: set[str]) -> None:
+    """Refuses a checkpoint that lacks a tensor, or has one that is not ``allowed`` either."""
+    unexpected = {n for n in found - wanted - allowed if not n.endswith(_IGNORED_SUFFIXES)}
     for kind, names in (("lacks", wanted - found), ("has unexpected", unexpected)):
         if names:
             shown = ", ".join(sorted(names)[:5])
@@ -265,10 +270,11 @@ def _check_names(path: Path, found: set[str], wanted: set[str], tied: bool) -> N
 def _check_tied(path: Path, head: torch.Tensor, decoder: Decoder) -> None:
     embedding = decoder.embedding
     assert embedding is not None
+    names = decoder.config.names
     if not torch.equal(head.to(embedding), embedding):
         raise ValueError(
-            f"{path}: tensor lm_head.weight differs from model.embed_tokens.weight, though the "
-            "config says tie_word_embeddings: set that to false in config.json"
+            f"{path}: tensor {names.head}.weight differs from {names.embedding}.weight, though the "
+            "config has tie_word_embeddings: set that to false in config.json"
         )
 
 

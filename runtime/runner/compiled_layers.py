@@ -48,7 +48,7 @@ class LayerStack:
         config = decoder.config
         self._config = config
         self._eps = np.float32(config.rms_norm_eps)
-        self._scale = np.float32(config.head_dim**-0.5)
+        self._scale = np.float32(config.attention_scale)
         self._window = config.sliding_windows[0]
         self._weights = np.zeros((config.num_layers + 1, len(layers.COLUMNS)), np.int64)
         self._kept: list[Any] = []
@@ -232,7 +232,7 @@ def stack_of(decoder: Decoder) -> LayerStack | None:
     """The layers compiled, or None where a layer has something that the compiled call lacks."""
     config = decoder.config
     linears = [m for layer in decoder.layers for m in layer.modules() if isinstance(m, Linear)]
-    if len(set(config.sliding_windows)) != 1 or any(each.packed is None for each in linears):
+    if len(set(config.layers)) != 1 or any(each.packed is None for each in linears):
         return None
     try:
         from coppice.kernels.cpu.layer import stack as layers_numba

@@ -10,7 +10,7 @@ import torch
 from coppice.kernels.attention.interface import AttentionCase, FixedPlan, KvScales, LayerCache
 from coppice.kernels.backends import select_backend
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.model.config import load_model_config
+from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.path import resolve_model
 from coppice.runtime.model.weights import (
     load_decoder,
@@ -65,7 +65,7 @@ class ModelRunner:
             page_size=config.page_size,
             dtype=dtype,
             cache_dtype=cache_dtype,
-            scale=model.head_dim**-0.5,
+            scale=model.attention_scale,
             sliding_windows=tuple(dict.fromkeys(model.sliding_windows)),
         )
         self.attention = select_backend(

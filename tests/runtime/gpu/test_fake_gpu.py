@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from coppice.kernels.attention.interface import AttentionBackend, LayerCache
-from coppice.runtime.model.config import load_model_config
+from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.requests.request import LATE, Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ import torch
 
 from coppice.kernels.triton import base as gpu_backend
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.model.config import load_model_config
+from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.weights import resolve_device
 from coppice.runtime.runner.cache_size import page_bytes, plan_cache, step_bytes
 from coppice.runtime.runner.forward import ModelRunner

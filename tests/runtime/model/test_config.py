@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from coppice.runtime.model.config import load_model_config
+from coppice.runtime.model.config import LayerSpec
+from coppice.runtime.model.config_file import load_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,10 +56,8 @@ def test_families_differ_in_biases_and_norms(
     tiny_checkpoint: Callable[..., Path], family: str
 ) -> None:
     config = load_model_config(tiny_checkpoint(family))
-    assert config.attention_bias == (family == "qwen2")
-    assert config.qk_norm == (family == "qwen3")
-    assert not config.output_bias
-    assert not config.mlp_bias
+    expected = LayerSpec(qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
+    assert config.layers == (expected, expected)
     assert config.head_dim == 16
     assert config.eos_token_ids == (2,)
     assert config.torch_dtype == torch.float32
@@ -67,9 +66,7 @@ def test_families_differ_in_biases_and_norms(
 def test_biases_by_switch(tmp_path: Path) -> None:
     switches = {"attention_bias": True, "mlp_bias": True}
     llama = load_model_config(write(tmp_path, LLAMA | switches))
-    assert llama.attention_bias
-    assert llama.output_bias
-    assert llama.mlp_bias
+    assert set(llama.layers) == {LayerSpec(qkv_bias=True, output_bias=True, mlp_bias=True)}
 
 
 def test_explicit_head_dim(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from coppice.frontend.demo import run as demo
 from coppice.frontend.demo.facts import make_document
 from coppice.kernels.cpu.layer.int8_products import panel_kernels
 from coppice.runtime.model import weights
-from coppice.runtime.model.config import load_model_config
+from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear import eight_bit
 from coppice.runtime.model.linear.eight_bit import Fp8Linear, Int8Linear, linear_class

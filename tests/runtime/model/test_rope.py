@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from coppice.kernels.attention.interface import rotate
-from coppice.runtime.model.rope import RotaryEmbedding, read_rope_config
+from coppice.runtime.model.families.rotation import rope_parameters
+from coppice.runtime.model.rope import RopeConfig, RotaryEmbedding, rope_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5e5},
@@ -60,6 +62,10 @@ def llama(**rope: Any) -> LlamaConfig:
     )
 
 
+def read(**rope: Any) -> RopeConfig:
+    return rope_config(rope_parameters({"rope_parameters": rope}, 256), 16)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotates_as_transformers_does(variant: str, dtype: torch.dtype) -> None:
@@ -70,7 +76,7 @@ def test_rotates_as_transformers_does(variant: str, dtype: torch.dtype) -> None:
 
     cos, sin = LlamaRotaryEmbedding(hf)(heads, positions[None])
     expected, _ = apply_rotary_pos_emb(heads[None], heads[None], cos, sin, unsqueeze_dim=2)
-    rope = RotaryEmbedding(read_rope_config(hf), dtype=dtype, device=torch.device("cpu"))
+    rope = RotaryEmbedding(read(**VARIANTS[variant]), dtype=dtype, device=torch.device("cpu"))
     rotated = rotate(heads, *rope.angles(positions))
 
     assert rotated.dtype == dtype
@@ -84,7 +90,7 @@ def test_rotation_leaves_its_input_alone_and_takes_views() -> None:
     heads = torch.randn(3, 5, 8)
     kept = heads.clone()
     rope = RotaryEmbedding(
-        read_rope_config(LlamaConfig(hidden_size=16, num_attention_heads=2)),
+        rope_config({"rope_type": "default", "rope_theta": 1e4}, 8),
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
@@ -96,9 +102,20 @@ def test_rotation_leaves_its_input_alone_and_takes_views() -> None:
 
 
 def test_yarn_scales_the_attention() -> None:
-    config = read_rope_config(llama(**VARIANTS["yarn with a factor of its own"]))
-    assert config.attention_factor == 1.5
-    assert read_rope_config(llama(**VARIANTS["linear"])).attention_factor == 1.0
+    assert read(**VARIANTS["yarn with a factor of its own"]).attention_factor == 1.5
+    assert read(**VARIANTS["linear"]).attention_factor == 1.0
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "default"])
+def test_frequencies_are_transformers_to_the_bit(variant: str) -> None:
+    """On real sizes, where parts of a head are kept, stretched and between."""
+    changes = {"original_max_position_embeddings": 8192}
+    rope = {k: changes.get(k, v) for k, v in VARIANTS[variant].items()} | {"rope_theta": 5e5}
+    hf = LlamaConfig(max_position_embeddings=131072, head_dim=128, rope_parameters=dict(rope))
+    theirs, factor = ROPE_INIT_FUNCTIONS[variant.split()[0]](hf)
+    ours = rope_config(rope_parameters({"rope_parameters": rope}, 131072), 128)
+    assert ours.inv_freq == tuple(theirs.tolist())
+    assert ours.attention_factor == factor
 
 
 @pytest.mark.parametrize(
@@ -106,10 +123,16 @@ def test_yarn_scales_the_attention() -> None:
     [
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "dynamic"),
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5}, "factor"),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": True}, "factor"),
         ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial"),
+        ({"rope_type": "default", "rope_theta": "1e4"}, "rope_theta"),
+        (VARIANTS["llama3"] | {"low_freq_factor": None}, "low_freq_factor of rope_type 'llama3'"),
+        (VARIANTS["llama3"] | {"high_freq_factor": 1.0}, "high_freq_factor .* more than"),
+        (VARIANTS["yarn"] | {"original_max_position_embeddings": 0}, "original_max_position"),
+        (VARIANTS["yarn"] | {"beta_fast": "32"}, "beta_fast"),
         ({"full_attention": {"rope_type": "default", "rope_theta": 1e4}}, "differ by layer"),
     ],
 )
 def test_refuses_by_name(rope: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        read_rope_config(llama(**rope))
+        read(**rope)

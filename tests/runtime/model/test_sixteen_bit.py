@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice import Engine, EngineConfig, SamplingParams
 from coppice.kernels.cpu.layer import float_products
-from coppice.runtime.model.config import load_model_config
+from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear.eight_bit import Int8Linear
 from coppice.runtime.model.linear.sixteen_bit import Float16Linear, HalfLinear

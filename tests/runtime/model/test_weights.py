@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from coppice.runtime.model import weights
-from coppice.runtime.model.config import load_model_config
+from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.model.path import resolve_model
 from coppice.runtime.model.weights import load_decoder, resolve_dtype
@@ -98,7 +98,9 @@ def test_reading_keeps_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
     names = [f"tensor{i}" for i in range(12)]
     save_file({name: torch.zeros(4 << 18) for name in names}, file)  # 4 MB each
     before = most = mapped_mb()
-    for _, tensor in weights._read_tensors(tmp_path, dict.fromkeys(names, file)):
+    for _, tensor in weights._read_tensors(
+        tmp_path, dict.fromkeys(names, file), first=names[0], last=names[-1]
+    ):
         tensor.sum()
         most = max(most, mapped_mb())
     assert most - before < 16

@@ -1,0 +1,83 @@
+"""Reads the `config.json` of a checkpoint, with the family that its model type names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from coppice.runtime.model.config import ModelConfig
+from coppice.runtime.model.families.family import Family
+from coppice.runtime.model.families.registry import FAMILIES
+
+
+def load_model_config(path: Path) -> ModelConfig:
+    """Read ``path/config.json`` and, for end-of-sequence ids, ``path/generation_config.json``.
+
+    Raises ``ValueError``, naming what is in the file and what is allowed, for a missing or broken
+    file and for anything that the decoder would compute differently from transformers: models of
+    other families than ``FAMILIES``, activations other than SiLU, unsupported RoPE variants, and
+    checkpoints that are stored quantized.
+    """
+    raw = _read_json(path / "config.json")
+    family = _family(raw)
+    quantization = raw.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ValueError(
+            f"quantization_config in {path / 'config.json'} has quant_method {method!r}; "
+            "checkpoints that are stored quantized are not supported: give an unquantized one"
+        )
+    return family.read(raw, eos_token_ids=_eos_token_ids(path, raw))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; a model's folder must hold it") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; it must be a JSON object")
+    return content
+
+
+def _family(raw: dict[str, Any]) -> Family:
+    architectures = [family.architecture for family in FAMILIES.values()]
+    allowed = ", ".join(architectures)
+    model_type = raw.get("model_type")
+    family = FAMILIES.get(str(model_type))
+    named = raw.get("architectures") or []
+    if named:
+        if not isinstance(named, list) or len(named) != 1 or named[0] not in architectures:
+            raise ValueError(f"architectures is {named}; supported are {allowed}")
+        if family is None or named[0] != family.architecture:
+            raise ValueError(f"model_type is {model_type!r}, which does not go with {named[0]}")
+    if family is None:
+        raise ValueError(
+            f"model_type is {model_type!r} and architectures is missing; supported are {allowed}"
+        )
+    return family
+
+
+def _eos_token_ids(path: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    """All ids that either file names, those of the generation config first.
+
+    The two differ in practice, most often because one of them forgot the end of a chat turn, and
+    an answer that stops at either is what a user expects.
+    """
+    generation = path / "generation_config.json"
+    sources = [(generation, _read_json(generation))] if generation.exists() else []
+    sources.append((path / "config.json", raw))
+    found: dict[int, None] = {}
+    for source, content in sources:
+        value = content.get("eos_token_id")
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                raise ValueError(
+                    f"eos_token_id in {source} is {value!r}; it must be a token id or a list"
+                )
+            found[token_id] = None
+    return tuple(found)

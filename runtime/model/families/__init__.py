@@ -1,0 +1,4 @@
+"""Families of models, one file each: how a `config.json` is read, what its layers have.
+
+`runtime.model.config_file` uses `registry`.
+"""

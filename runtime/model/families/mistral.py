@@ -1,0 +1,31 @@
+"""Mistral: Jiang et al. 2023."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from coppice.runtime.model.config import LayerSpec
+from coppice.runtime.model.families.family import Family
+from coppice.runtime.model.families.fields import Fields
+
+
+class Mistral(Family):
+    """No biases; one sliding window for all layers, or none."""
+
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
+    defaults: ClassVar = {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+    }
+
+    def layers(self, fields: Fields) -> tuple[LayerSpec, ...]:
+        layer = LayerSpec(sliding_window=fields.optional_size("sliding_window"))
+        return (layer,) * fields.size("num_hidden_layers")

@@ -1,0 +1,93 @@
+"""The parameters of the rotary position embedding in a `config.json`, old and new forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coppice.runtime.model.families.fields import is_number
+
+#: Variants that are supported, with the numbers that each must have. They are those whose rotation
+#: of a token depends on its position alone. With `dynamic` and `longrope` the rotation of a key
+#: depends on how long its sequence has become, so that keys computed for one request would be wrong
+#: for another that shares its prefix.
+SUPPORTED_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_DEFAULT_THETA = 10000.0
+
+
+def rope_parameters(raw: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+    """The checked parameters of the content of a `config.json`, as transformers 5 names them.
+
+    That version writes all of them under ``rope_parameters``. Earlier ones wrote ``rope_theta`` and
+    ``rope_scaling``, in which the variant was first called ``type``. Raises ``ValueError``, naming
+    the parameter, for variants other than ``SUPPORTED_ROPE_TYPES``, for missing or malformed
+    parameters, and for a rotation of a part of each head or one that differs from layer to layer.
+    """
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given = {} if raw.get(name) is None else raw[name]
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} is {given!r}; it must be an object")
+    if any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"{name} is {given}; parameters that differ by layer are not supported")
+    parameters = {
+        "rope_type": given.get("type", "default"),
+        "rope_theta": raw.get("rope_theta", _DEFAULT_THETA),
+        "partial_rotary_factor": raw.get("partial_rotary_factor"),
+        "original_max_position_embeddings": max_position_embeddings,
+        **given,
+    }
+    original = raw.get("original_max_position_embeddings")
+    if original is not None:  # transformers prefers it to the one inside
+        parameters["original_max_position_embeddings"] = original
+    _check(parameters)
+    return parameters
+
+
+def _check(parameters: Mapping[str, Any]) -> None:
+    rope_type = parameters["rope_type"]
+    if not isinstance(rope_type, str) or rope_type not in SUPPORTED_ROPE_TYPES:
+        allowed = ", ".join(SUPPORTED_ROPE_TYPES)
+        raise ValueError(f"rope_type is {rope_type!r}; supported are {allowed}")
+    partial = parameters["partial_rotary_factor"]
+    if partial not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor is {partial}; only 1.0 is supported")
+    theta = parameters["rope_theta"]
+    if not (is_number(theta) and theta > 0):
+        raise ValueError(f"rope_theta is {theta!r}; it must be a number above 0")
+    for name in SUPPORTED_ROPE_TYPES[rope_type]:
+        value = parameters.get(name)
+        if not is_number(value) or value <= 0 or (name == "factor" and value < 1):
+            allowed = "at least 1" if name == "factor" else "a number above 0"
+            raise ValueError(
+                f"{name} of rope_type {rope_type!r} is {value!r}; it must be {allowed}"
+            )
+    for name in _OPTIONAL:
+        value = parameters.get(name)
+        if value is not None and not is_number(value):
+            raise ValueError(f"{name} of rope_type {rope_type!r} is {value!r}; it must be a number")
+    if rope_type == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
+        raise ValueError(
+            f"high_freq_factor of rope_type 'llama3' is {parameters['high_freq_factor']}; it must "
+            f"be more than low_freq_factor, {parameters['low_freq_factor']}"
+        )
+
+
+def extended_length(parameters: Mapping[str, Any], max_position_embeddings: int) -> int:
+    """Longest sequence in tokens, scaling counted: configs give the length before or after it."""
+    if parameters["rope_type"] == "linear":
+        return int(max_position_embeddings * parameters["factor"])
+    if parameters["rope_type"] == "yarn":
+        scaled = int(parameters["original_max_position_embeddings"] * parameters["factor"])
+        return max(max_position_embeddings, scaled)
+    return max_position_embeddings
