@@ -62,7 +62,7 @@ def add_clocks(engine: Engine) -> Clocks:
     Where all layers are one compiled call they are run operation by operation from now on, which
     takes longer.
     """
-    engine.runner.decoder.stack = None
+    engine.runner.decoder.compiled = None
     clocks = Clocks()
     for name, module in engine.runner.decoder.named_modules():
         kind = type(module).__name__

@@ -15,7 +15,7 @@ Each addition is made by the norm that comes next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,6 @@ from coppice.kernels.cpu.layer import float_products
 from coppice.runtime.model.config import LayerSpec, ModelConfig
 from coppice.runtime.model.layers import Linear, RMSNorm, SiluMul, frozen
 from coppice.runtime.model.rope import RotaryEmbedding
-from coppice.runtime.runner.compiled_layers import LayerStack, stack_of
 
 if TYPE_CHECKING:
     from coppice.kernels.cpu.layer.float_panels import PackedFloat
@@ -96,6 +95,24 @@ class DecoderLayer(nn.Module):
         return down
 
 
+class CompiledLayers(Protocol):
+    """All layers of a decoder as one call, for one attention backend."""
+
+    def hidden_states(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        kv: Sequence[LayerCache],
+        prepared: Any,
+        logit_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What ``Decoder.hidden_states`` returns, of embedded tokens ``x [T, hidden]``.
+
+        ``angles`` are those of the tokens' positions. ``x`` may be overwritten.
+        """
+
+
 class Decoder(nn.Module):
     """The model. Its weights are empty until ``weights.load_decoder`` has filled them.
 
@@ -103,9 +120,12 @@ class Decoder(nn.Module):
     ``embedding_dtype`` what the embedding is kept in, if not ``dtype``.
     Tied embeddings are one tensor, unless the head is of another type than the embedding; once
     that is packed, its rows are read there, and ``embedding`` is None.
+
+    ``compiled`` runs the layers if it is given: the runner sets it, once the weights are packed.
     """
 
     embedding: nn.Parameter | None
+    compiled: CompiledLayers | None
 
     def __init__(
         self,
@@ -130,7 +150,7 @@ class Decoder(nn.Module):
         if self.head_is_embedding:
             self.head.weight = self.embedding
         self.rope = RotaryEmbedding(config.rope, **place)
-        self.stack: LayerStack | None = None
+        self.compiled = None
         self._dtype = dtype
 
     @property
@@ -139,13 +159,12 @@ class Decoder(nn.Module):
         return self.config.tie_word_embeddings and self.head.shares_embedding
 
     def pack(self) -> None:
-        """Lays out the projections for their products, and compiles the layers where it can."""
+        """Lays out the projections for their products, where there are kernels for that."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
         if self.head_is_embedding and self.head.packed is not None:
             self.embedding = None
-        self.stack = stack_of(self)
 
     def forward(
         self,
@@ -198,10 +217,8 @@ class Decoder(nn.Module):
         """
         angles = self.rope.angles(positions)
         x = self._embed(token_ids).to(self._dtype)
-        if self.stack is not None and self.stack.runs_with(attention):
-            if logit_rows is None:
-                logit_rows = torch.arange(len(x))
-            return self.stack.hidden_states(x, angles, slots, kv, attention, prepared, logit_rows)
+        if self.compiled is not None:
+            return self.compiled.hidden_states(x, angles, slots, kv, prepared, logit_rows)
         layers = cast("Sequence[DecoderLayer]", self.layers)
         normed: torch.Tensor = layers[0].attention_norm(x)
         for index, (layer, cache) in enumerate(zip(layers, kv, strict=True)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,12 +19,12 @@ from coppice.kernels.cpu.backend import CpuBackend
 from coppice.kernels.cpu.layer.float_products import float_kernels
 from coppice.kernels.cpu.layer.int8_products import panel_kernels
 from coppice.kernels.schedule.cpu import CpuSchedule, build_cpu_schedule, cpu_cost_model
+from coppice.runtime.model.decoder import CompiledLayers, Decoder, DecoderLayer
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear.eight_bit import Int8Linear
 
 if TYPE_CHECKING:
     from coppice.kernels.cpu.layer.float_panels import PackedFloat
-    from coppice.runtime.model.decoder import Decoder, DecoderLayer
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +32,11 @@ _log = logging.getLogger(__name__)
 _PATIENCE = 10
 
 
-class LayerStack:
+class LayerStack(CompiledLayers):
     """All layers of ``decoder``, whose weights are complete and packed, and stay where they are."""
 
-    def __init__(self, decoder: Decoder, layers: ModuleType) -> None:
+    def __init__(self, decoder: Decoder, attention: CpuBackend, layers: ModuleType) -> None:
+        self._backend = attention
         self._run = layers.run_layers
         self._attention = layers.run_tasks.address
         linear = cast("DecoderLayer", decoder.layers[0]).qkv
@@ -80,28 +81,22 @@ class LayerStack:
         self._kept.append(tensor)
         return int(tensor.data_ptr())
 
-    def runs_with(self, attention: AttentionBackend) -> TypeGuard[CpuBackend]:
-        """Whether a step with this backend can run here."""
-        config = self._config
-        return isinstance(attention, CpuBackend) and attention.compiles(
-            config.num_heads, config.num_kv_heads
-        )
-
     def hidden_states(
         self,
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
         kv: Sequence[LayerCache],
-        attention: CpuBackend,
         prepared: Any,
-        logit_rows: torch.Tensor,
+        logit_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What ``Decoder.hidden_states`` returns, of embedded tokens ``x [T, hidden]``.
+        """See ``CompiledLayers``; overwrites ``x``.
 
-        ``x`` is overwritten. Raises ``IndexError`` for a slot that the cache does not have, and
-        ``ValueError`` for caches that do not fit the model and the plan.
+        Raises ``IndexError`` for a slot that the cache does not have, and ``ValueError`` for caches
+        that do not fit the model and the plan.
         """
+        if logit_rows is None:
+            logit_rows = torch.arange(len(x))
         config = self._config
         page_size = prepared.plan.page_size
         known = self._caches is not None and self._caches[0] == list(kv)  # the same objects
@@ -109,7 +104,7 @@ class LayerStack:
             self._caches = list(kv), self._addresses(kv, page_size)
         assert self._caches is not None
         pages = len(kv[0].k)
-        schedule = attention.schedule(
+        schedule = self._backend.schedule(
             prepared, self._window, config.num_heads, config.num_kv_heads, config.head_dim
         )
         out = torch.empty(len(logit_rows), config.hidden_size)
@@ -228,16 +223,20 @@ class LayerStack:
         )
 
 
-def stack_of(decoder: Decoder) -> LayerStack | None:
-    """The layers compiled, or None where a layer has something that the compiled call lacks."""
+def compile_layers(decoder: Decoder, attention: AttentionBackend) -> LayerStack | None:
+    """The layers compiled; None where they or the backend have what the compiled call lacks."""
     config = decoder.config
+    if not isinstance(attention, CpuBackend) or not attention.compiles(
+        config.num_heads, config.num_kv_heads
+    ):
+        return None
     linears = [m for layer in decoder.layers for m in layer.modules() if isinstance(m, Linear)]
     if len(set(config.layers)) != 1 or any(each.packed is None for each in linears):
         return None
     try:
         from coppice.kernels.cpu.layer import stack as layers_numba
 
-        return LayerStack(decoder, layers_numba)
+        return LayerStack(decoder, attention, layers_numba)
     except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError
         _log.info("layers run operation by operation: %s: %s", type(error).__name__, error)
         return None

@@ -19,6 +19,7 @@ from coppice.runtime.model.weights import (
 )
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, build_batch
 from coppice.runtime.runner.cache_size import plan_cache, zeroed
+from coppice.runtime.runner.compiled_layers import compile_layers
 from coppice.runtime.runner.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_sizes
 from coppice.runtime.runner.kv_scales import measure_scales
 from coppice.runtime.sampling.prompt_logprobs import score_prompts
@@ -93,6 +94,7 @@ class ModelRunner:
             seed=config.seed,
         )
         self.decoder.pack()
+        self.decoder.compiled = compile_layers(self.decoder, self.attention)
         self.page_size = config.page_size
         scales: Sequence[KvScales | None] = [None] * self.model_config.num_layers
         if cache_dtype != dtype:

@@ -18,6 +18,7 @@ from coppice.kernels.cpu.layer.float_products import float_kernels
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.model.weights import load_decoder
+from coppice.runtime.runner.compiled_layers import LayerStack, compile_layers
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
@@ -101,12 +102,13 @@ class Run:
     def __init__(self, decoder: Decoder, backend: str, sequences: int, page_size: int) -> None:
         config = decoder.config
         self.decoder = decoder
+        self.backend = select_backend("cpu" if backend == "compiled" else backend, CPU)
+        decoder.compiled = None
         if backend == "compiled":  # all layers in one call, where they have the same window
             if decoder.layers[0].qkv.packed is None:
                 decoder.pack()
-            assert (decoder.stack is None) == (len(set(config.sliding_windows)) > 1)
-            backend = "cpu"
-        self.backend = select_backend(backend, CPU)
+            decoder.compiled = compile_layers(decoder, self.backend)
+            assert (decoder.compiled is None) == (len(set(config.sliding_windows)) > 1)
         self.page_size = page_size
         pages = -(-64 // page_size)
         self.num_pages = pages * sequences
@@ -288,8 +290,8 @@ def test_threads_that_never_work_together_are_given_up(
 ) -> None:
     decoder, reference = models("llama", {})
     run, tokens = Run(decoder, "compiled", 1, 16), prompt(20)
-    stack = decoder.stack
-    assert stack is not None
+    stack = decoder.compiled
+    assert isinstance(stack, LayerStack)
     inner, asked = stack._run, []
 
     def apart(*arguments: Any) -> tuple[bool, bool]:

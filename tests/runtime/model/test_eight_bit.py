@@ -247,7 +247,7 @@ def test_compiled_layers_give_what_the_operations_give(
     tokens = make_prompts(60)[0]
     together = prompt_logprobs(engine, tokens)
     engine.reset_cache()
-    engine.runner.decoder.stack = None
+    engine.runner.decoder.compiled = None
     apart = prompt_logprobs(engine, tokens)
     # A difference of the last bit may round an activation to another level.
     assert np.linalg.norm(together - apart) < 0.01 * np.linalg.norm(apart)

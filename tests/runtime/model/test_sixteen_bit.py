@@ -138,7 +138,7 @@ def test_answers_are_those_of_transformers(
     engine = Engine(EngineConfig(model=str(folder), kv_cache_tokens=1024))
     decoder = engine.runner.decoder
     assert type(decoder.head) is KINDS[kind]
-    assert decoder.stack is not None, "the layers are compiled"
+    assert decoder.compiled is not None, "the layers are compiled"
     matrices = {
         name: p.dtype
         for name, p in decoder.named_parameters()
