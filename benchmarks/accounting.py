@@ -1,15 +1,19 @@
-"""Measures the cache's accounts: what they cost beside the tree, and how true the curve is.
+"""Measures the cache's accounts: their cost beside the tree, and the miss-ratio curve's accuracy.
 
     python benchmarks/accounting.py [--workload A..F ...] [--pool TOKENS] [--rounds N]
                                     [--trace FILE] [--json FILE] [--quick]
     python benchmarks/accounting.py --curve [--trace FILE] [--pool TOKENS] [--json FILE] [--quick]
 
-The first form sends a workload of `tree.py` through the tree and tells the accounting of each
-request. A row gives times a request, as medians over rounds: of the accounts while the request
-waits, of settling them between requests, and of the miss-ratio curve (a part of settling, with all
-that is done for it alone), each as a multiple of the tree's; and the curve's part of all that a
-request takes of the tree, its accounts settled (`curve_over_all`). The second compares the curve to
-exact LRU stack distances of all blocks: on Zipf popularity, and on the trace if one is given.
+The first form sends a workload of `tree.py` through a tree with accounts. A row has medians over
+the rounds, as multiples of the time that the tree itself takes for a request:
+
+    logging_over_tree    the accounts, while the request waits
+    settling_over_tree   the accounts, between requests
+    curve_over_tree      of these the miss-ratio curve, with all work that is done only for it
+    curve_over_all       the curve, over the time of tree, logging and settling together
+
+The second form compares the curve with exact LRU stack distances of all blocks, on documents with
+Zipf popularity and, if one is given, on a trace.
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ def measure(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
 
 
 def _timed(uses: Uses) -> list[float]:
-    """Seconds spent for the curve, as uses are told of, and it is asked for, from now on."""
+    """A list of one number: the seconds that recording uses and reading the curve take from now."""
     spent = [0.0]
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +94,7 @@ def _timed(uses: Uses) -> list[float]:
 
 
 def compare(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
-    """The online curve, and the exact one of the same blocks."""
+    """The curve as the accounts estimate it, and the exact one of the same blocks."""
     accounting = Accounting(pool_tokens, now=0.0)
     size = accounting.block_tokens
     hasher = PrefixHasher(size)
@@ -116,9 +120,11 @@ def compare(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
 
 
 def exact_hits(groups: list[tuple[list[int], int]], sizes: np.ndarray) -> np.ndarray:
-    """Blocks hit by LRU for each pool size in blocks: the prompt's, of blocks of whole sequences.
+    """The prompts' blocks that hit in an LRU pool of each of `sizes` blocks.
 
-    Stack distances by a Fenwick tree over moments (Bennett and Kruskal, 1975).
+    A group is a sequence: the hashes of its blocks, and how many of them lie in its prompt; all of
+    them are cached. Stack distances by a Fenwick tree over points in time (Bennett and Kruskal,
+    1975), O(log n) a block.
     """
     total = sum(len(blocks) for blocks, _ in groups)
     sums = [0] * (total + 1)
@@ -139,7 +145,7 @@ def exact_hits(groups: list[tuple[list[int], int]], sizes: np.ndarray) -> np.nda
     distances = []
     moment = 0
     for blocks, counted in groups:
-        # Known blocks are a prefix, each used later than the next.
+        # The known blocks are a prefix; each was last used later than the one after it.
         for block in blocks[:counted]:
             if block not in last:
                 break
@@ -154,7 +160,7 @@ def exact_hits(groups: list[tuple[list[int], int]], sizes: np.ndarray) -> np.nda
 
 
 def zipf(quick: bool) -> Iterator[Work]:
-    """Documents of uneven lengths by Zipf popularity, each with a question of its own."""
+    """Documents of various lengths, drawn by Zipf popularity, each with a fresh question."""
     rng = np.random.default_rng(1)
     weights = 1 / np.arange(1, 3001) ** 0.9
     for number in rng.choice(3000, 2000 if quick else 12_000, p=weights / weights.sum()).tolist():

@@ -1,16 +1,22 @@
-"""What a cache could hit that knows the future, and how much of that nobody else can know.
+"""The hit rate of a cache that knows the future, and how much of it no other policy can reach.
 
     python benchmarks/clairvoyant.py --trace FILE [--pool TOKENS ...] [--json FILE]
 
-Replays a trace in Mooncake's format by its blocks of 512 tokens. The clairvoyant gives up the block
-whose next use is farthest; LRU the one unused for longest; the end of a prompt goes first, and what
-a request generates takes no room. A row tells the hit rate of both (hit tokens over prompt tokens),
-and which part of the clairvoyant's hits are of blocks that had been used once until then:
-`first_again`. Nothing in such a block's own past but its age tells it from the others that were
-used once, of which `once_only` are never used again. `half_way` is the hit rate in the middle
-between the two. `again_only` knows the future of all blocks that were used twice or more, and takes
-of the others the oldest, for which it expects a wait of some multiple of its age: the multiple that
-serves best in hindsight.
+Replays a trace in Mooncake's format by its blocks of 512 tokens. Outputs take no room. Of blocks
+that a policy ranks equal, the end of a prompt is evicted first. A row has hit rates (hit tokens
+over prompt tokens) and shares:
+
+    lru           evicts the block that was unused for longest
+    clairvoyant   evicts the block whose next use is farthest
+    half_way      the mean of the two
+    again_only    knows the next use of every block that was used at least twice; of the others it
+                  evicts the oldest, whose next use it expects after a multiple of its age. The
+                  multiple is the one that serves this trace best
+    first_again   share of the clairvoyant's hits on blocks that had been used once until then
+    once_only     share of all blocks that are used only once
+
+Of a block that was used once, only its age is known: nothing else in its own past distinguishes
+`first_again` from `once_only`.
 """
 
 from __future__ import annotations
@@ -45,10 +51,10 @@ def next_uses(requests: list[Request]) -> list[list[int]]:
 
 
 def simulate(requests: list[Request], places: int, known: int, waits: float) -> tuple[int, int]:
-    """Hit tokens, and those of them of blocks that had been used once, with `places` blocks.
+    """Hit tokens of a cache of `places` blocks, and those on blocks that had been used once.
 
     The next use of blocks with at least `known` uses is known. Of the others the oldest is expected
-    after `waits` times its age. The one with the farthest goes first.
+    after `waits` times its age. The block whose next use is farthest is evicted first.
     """
     following = next_uses(requests)
     last: dict[int, int] = {}  # of the cached, the last use

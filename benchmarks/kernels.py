@@ -1,12 +1,12 @@
-"""Measure the CPU kernels, attention and choice of tokens: all sides in turn, in one run.
+"""The CPU kernels, attention and choice of tokens, beside what torch does; all ways in turn.
 
     python benchmarks/kernels.py [--json FILE] [--quick] [--cpu]
 
-Where a GPU is at hand it is that one's kernels, by ``kernels_gpu.py``, unless ``--cpu`` is given.
+On a machine with a GPU it runs `kernels_gpu.py` instead, unless `--cpu` is given.
 
-One JSON object a line. ``ratio`` is how many times faster a way is than the row's baseline: the
-median over rounds of baseline time / its time, each round running all ways one after another;
-``ratio_low`` and ``ratio_high`` are the 10th and 90th percentiles. `times` are the best round's.
+One JSON object a line. `ratio` is how many times faster a way is than the row's baseline: the
+median over rounds of baseline time / its time; each round runs all ways one after another.
+`ratio_low` and `ratio_high` are the 10th and 90th percentiles. `times` are the best round's.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from typing import Any
 from common.harness import Rows, machine, parser
 from coppice.kernels.cpu.code.threads import calm_waiting_threads
 
-# A wait policy of the other OpenMP is enough for the engine to leave the environment as it is.
-_AS_IT_COMES = {"KMP_BLOCKTIME": "200"}
+# The engine leaves the environment alone if a wait policy of either OpenMP is set. This one is for
+# Intel's, which is not used here: so the threads wait as is their default.
+_DEFAULT_WAIT = {"KMP_BLOCKTIME": "200"}
 STEP_SETTINGS: dict[str, dict[str, str]] = {
-    "omp, idle threads spin (OpenMP's default)": {"NUMBA_THREADING_LAYER": "omp", **_AS_IT_COMES},
+    "omp, idle threads spin (OpenMP's default)": {"NUMBA_THREADING_LAYER": "omp", **_DEFAULT_WAIT},
     "omp, idle threads spin briefly (the engine's)": {"NUMBA_THREADING_LAYER": "omp"},
     "omp, idle threads sleep": {"NUMBA_THREADING_LAYER": "omp", "OMP_WAIT_POLICY": "passive"},
-    "workqueue, torch's spin": {"NUMBA_THREADING_LAYER": "workqueue", **_AS_IT_COMES},
+    "workqueue, torch's spin": {"NUMBA_THREADING_LAYER": "workqueue", **_DEFAULT_WAIT},
     "workqueue, torch's spin briefly": {"NUMBA_THREADING_LAYER": "workqueue"},
 }
 
@@ -39,7 +40,9 @@ STEP_SETTINGS: dict[str, dict[str, str]] = {
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--step", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
-    options.add_argument("--cpu", action="store_true", help="the CPU's kernels, beside a GPU too")
+    options.add_argument(
+        "--cpu", action="store_true", help="measure the CPU's kernels even if there is a GPU"
+    )
     arguments = options.parse_args()
     if not arguments.cpu and not arguments.step and "gpu" in machine():
         import kernels_gpu
@@ -75,7 +78,7 @@ def _rows(quick: bool, outside: dict[str, str]) -> list[dict[str, Any]]:
 def _compare(
     name: str, shape: dict[str, Any], ways: dict[str, Callable[[], Any]], rounds: int
 ) -> list[dict[str, Any]]:
-    """Time the ways in turn, round after round; the first is the baseline."""
+    """Times the ways in turn, round after round; the first is the baseline."""
     for way in ways.values():
         way()
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -110,7 +113,7 @@ def _ratio_rows(
 
 
 def _start_up(outside: dict[str, str]) -> dict[str, Any]:
-    """Seconds until a backend is ready: kernels compiled, and loaded from numba's cache."""
+    """Seconds until a backend is ready: with kernels to compile, and with numba's cache."""
     code = (
         "import time, torch; t = time.perf_counter()\n"
         "from coppice.kernels.backends import select_backend\n"
@@ -130,7 +133,7 @@ def _start_up(outside: dict[str, str]) -> dict[str, Any]:
 
 
 class _Batch:
-    """Random caches and two plans, with the shared stretch named and without."""
+    """Random caches, and the same batch as a plan with a shared stretch and as one without."""
 
     def __init__(
         self, batch: int, shared: int, own: int, rows: int, heads: int, kv_heads: int, dim: int
@@ -189,7 +192,7 @@ class _Batch:
         return out
 
     def gather_and_sdpa(self) -> Any:
-        """What an engine without paged kernels does: copy all pages, then one padded product."""
+        """What an engine without paged kernels does: copies all pages, then calls SDPA once."""
         import torch
 
         index = torch.from_numpy(self.tables.reshape(-1).astype("int64"))
@@ -280,7 +283,7 @@ def _prefill(
 
 
 def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
-    """Where sharing a stretch begins to pay: forced, against the same batch without stretches."""
+    """From which length sharing pays: forced, beside the same batch without a stretch."""
     import torch
 
     from coppice.kernels.cpu.attention import full_lanes
@@ -302,9 +305,9 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
             for shared in (16, 64, 256, 1024):
                 data = _Batch(batch, shared, 64, 1, heads, kv_heads, dim)
                 schedule = cpu_schedule.build_cpu_schedule(data.tree.plan, None, model)
-                # Partial results that cost less than nothing: whatever can be shared is.
+                # With a negative cost of partial results, every stretch is shared.
                 cpu_schedule.CostModel.row_bytes = -(10**9)  # type: ignore[assignment, method-assign]
-                data.attend(data.tree)  # its schedule is made now, and kept
+                data.attend(data.tree)  # makes its schedule, which the plan keeps
                 cpu_schedule.CostModel.row_bytes = reckoned  # type: ignore[method-assign]
                 shape = {
                     "batch": batch,
@@ -323,7 +326,7 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
 
 
 def _choice(batch: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
-    """Tokens of random rows at temperature 0.8, with top-p 0.95 and without."""
+    """The choice of tokens from random rows, at temperature 0.8, with top-p 0.95 and without."""
     import numpy as np
     import torch
 
@@ -368,7 +371,7 @@ def _choice(batch: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def _steps(repeats: int, outside: dict[str, str]) -> list[dict[str, Any]]:
-    """A step's pattern, products in torch and attention in numba in turn, by thread settings."""
+    """The pattern of a step, products in torch and attention in numba, by settings of threads."""
     times: dict[str, list[float]] = {name: [] for name in STEP_SETTINGS}
     for _ in range(repeats):
         for name, setting in STEP_SETTINGS.items():
@@ -379,7 +382,7 @@ def _steps(repeats: int, outside: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _time_steps(rounds: int) -> float:
-    """The median seconds of a linear layer of 32 rows followed by decode attention."""
+    """Median seconds of a linear layer of 32 rows followed by attention of 32 decodes."""
     import torch
 
     data = _Batch(32, 0, 128, 1, 16, 8, 128)

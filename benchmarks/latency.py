@@ -1,17 +1,18 @@
-"""Inter-token latency on the real engine while a long prompt is prefilled among short chats.
+"""Inter-token latency of chats in the real engine while a long prompt is prefilled beside them.
 
     python benchmarks/latency.py [--quick] [--json FILE] [--rounds N] [--clock wall|process]
 
-16 chats of 64 tokens decode; when each has its first 100 tokens, a prompt of 16,384 tokens arrives,
-and the chats go on until it has its first token and 100 tokens longer. Random weights in the shape
-of a small Llama. Each round runs both sides in turn: without a limit on what a step may prefill
-beside decodes, and with the server's `max_step_stretch`. All gaps between two tokens of a chat
-count. With `--clock process` all times are the process's own processor time, its threads' summed
-up: for one thread, on a machine that others use as well. A row has the spread over the rounds of
+16 chats of 64 tokens decode. When each has 100 tokens, a prompt of 16,384 tokens arrives; the run
+ends 100 tokens after that prompt's first token. Weights are random, in the shape of a small Llama.
+Each round runs two sides in turn: with the server's `max_step_stretch`, which limits how long a
+prefill may make a step, and without a limit. All gaps between two tokens of a chat count. With
+`--clock process`, times are the process's processor time, summed over its threads: for a single
+thread on a machine that others use as well. A row has the spread over the rounds of
 
-    itl_p99_over_p50        of all gaps
+    itl_p99_over_p50            of all gaps
     itl_p99_over_undisturbed    p99 of all gaps, over the median gap before the long prompt came
-    ttft_over_unlimited     time to first token of the long prompt, over that of the other side
+    itl_worst_over_undisturbed  the longest gap, over the same
+    ttft_over_unlimited         the long prompt's time to first token, over that without a limit
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from coppice.runtime.schedule.scheduler import Schedule, Scheduler
 
 _CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 _CHATS = 16
-_ALONE = 100  # tokens of each chat before the long prompt comes, and after its first token
+_ALONE = 100  # tokens of each chat before the long prompt arrives, and after its first token
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -70,7 +71,7 @@ def make_engine(
 
 
 def _use_clock(scheduler: Scheduler, clock: Callable[[], float]) -> None:
-    """Has the scheduler learn what steps take by the clock by which they are measured here."""
+    """Makes the scheduler learn the duration of steps by `clock`."""
     schedule, observe = scheduler.schedule, scheduler.observe
     began = 0.0
 
@@ -89,7 +90,7 @@ def _use_clock(scheduler: Scheduler, clock: Callable[[], float]) -> None:
 def disturbed_chats(
     engine: Engine, length: int, seed: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Serves the chats and the long prompt; what the gaps and its first token came to."""
+    """Serves the chats and the long prompt; returns ratios of gaps, its TTFT, and steps."""
     engine.reset_cache()
     rng = np.random.default_rng(seed)
 
@@ -152,7 +153,7 @@ def main() -> None:
         sides = {limit: make_engine(path, hidden, length, limit, clock) for limit in found}
         for round_ in range(-1, rounds):
             for limit, engine in sides.items():
-                # Round -1 compiles the kernels and takes the memory.
+                # Round -1 compiles kernels and allocates memory.
                 row = disturbed_chats(engine, length if round_ >= 0 else 1024, round_ + 1, clock)
                 if round_ >= 0:
                     found[limit].append(row)

@@ -1,21 +1,22 @@
-"""Many streaming clients on one server, for minutes; then beside the bare engine.
+"""Many streaming clients on one server for minutes, then the server beside the engine alone.
 
     python benchmarks/load.py [--quick] [--json FILE] [--model MODEL] [--clients N] [--seconds S]
 
-Each client asks over and over on one connection: one of a few shared documents, a part of its own,
-tokens out between half and one and a half times `--out`, streamed; one request in a hundred is left
-in the middle. The row tells of errors, memory, lost pages and latencies.
+Each client sends one request after another on one connection. A prompt is one of a few shared
+documents and tokens of its own; the answer has 0.5 to 1.5 times `--out` tokens and is streamed; one
+request in a hundred is aborted midway. The row reports errors, memory, lost pages and latencies.
 
-After that the server and the bare engine, without server, processes and text, take turns at the
-same mix with as many requests at once. The machine's mood changes within seconds and more than the
-two differ: so both run on, and one of them is always stopped, for a second each. The clients run on
-the same cores as the server and cost it throughput that is not the server's. So in a third kind of
-turn the bare engine runs beside somebody who takes as much processor time for each token as the
-clients do; the row has the ratio to either, and the processor time of each process.
+Then the server takes turns with the bare engine: the same mix and as many requests at once, without
+server, processes and text. A machine's speed changes within seconds by more than the two differ. So
+both processes stay alive, and one of them is always stopped, for a second each. The clients share
+the cores with the server, which costs throughput. So in a third kind of turn the bare engine runs
+beside a process that uses as much processor time for each token as the clients do. The row has the
+ratio to both kinds, and the processor time of each process.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -45,7 +46,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Tally:
-    """What the clients saw."""
+    """What the clients observed: counts, errors, seconds to the first token and between pieces."""
 
     answers: int = 0
     left: int = 0
@@ -56,7 +57,7 @@ class Tally:
 
 
 class Mix:
-    """The prompts: shared documents, each continued by tokens of the request's own."""
+    """Prompts: a shared document and tokens of the request's own."""
 
     def __init__(self, vocabulary: int, shared: int, own: int, out: int) -> None:
         rng = random.Random(0)
@@ -67,21 +68,21 @@ class Mix:
         self._out = out
 
     def length(self, rng: random.Random) -> int:
-        """Tokens to generate. They vary, else requests that began together end together for ever,
-        and are prefilled in one step, which no server would see."""
+        """Tokens to generate. With a fixed number, requests that began together would end together
+        and be prefilled in one step, over and over, which no server sees."""
         return rng.randint(max(1, self._out // 2), self._out + self._out // 2)
 
     def prompt(self, rng: random.Random) -> list[int]:
         return rng.choice(self._documents) + rng.choices(self._tokens, k=self._own)
 
     def prompt_json(self, rng: random.Random) -> str:
-        """One as JSON, the document's written once for all."""
+        """A prompt as JSON; the documents are encoded only once."""
         own = rng.choices(self._tokens, k=self._own)
         return f"[{rng.choice(self._written)}, {', '.join(map(str, own))}]"
 
 
 class Connection(asyncio.Protocol):
-    """Asks one request after another. A bare protocol, since the cores are to serve."""
+    """Sends one request after another. A bare protocol, to leave the cores to the server."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
@@ -89,7 +90,7 @@ class Connection(asyncio.Protocol):
         self.open = False
 
     def ask(self, raw: bytes, leaves: bool) -> asyncio.Future[None]:
-        """Done when the answer is here, or this side has left, or something went wrong."""
+        """Sends a request; the future is done at the end of the answer, an abort or an error."""
         self._begun, self._last, self._leaves = time.monotonic(), 0.0, leaves
         self._head, self._tail = b"", b""
         self._over = asyncio.get_running_loop().create_future()
@@ -146,7 +147,7 @@ class Connection(asyncio.Protocol):
 async def client(
     address: tuple[str, int], model: str, mix: Mix, end: float, rng: random.Random, tally: Tally
 ) -> None:
-    """Asks until `end`."""
+    """Sends requests until `end` (`time.monotonic`)."""
     loop = asyncio.get_running_loop()
     connection = Connection(tally)
     while time.monotonic() < end:
@@ -192,10 +193,10 @@ class Watched:
 
 
 class Bare:
-    """The engine alone, in a process of its own that is stopped but for its turns."""
+    """The engine alone, in a separate process that is stopped except during its turns."""
 
     def __init__(self, args: Any) -> None:
-        """Starts it and waits until it runs."""
+        """Starts the process and waits until its engine is ready."""
         self._shared = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed in `close`)
         self._shared.write(bytes(8))
         self._shared.flush()
@@ -210,7 +211,7 @@ class Bare:
 
     @property
     def tokens(self) -> int:
-        """All that it has generated."""
+        """Tokens that it has generated since its start."""
         return int.from_bytes(self._counter[:], "little")
 
     def close(self) -> None:
@@ -221,16 +222,16 @@ class Bare:
 
 
 def run_bare(args: Any) -> None:
-    """Generates until it is killed; the number of tokens stands in the file `args.bare`."""
+    """Generates until it is killed; writes the number of tokens to the file `args.bare`."""
     from coppice import EngineConfig, SamplingParams
+    from coppice.frontend.commands.options import SERVER_DEFAULTS
     from coppice.frontend.text.engine import TextEngine
 
     config = EngineConfig(
         model=args.model,
         kv_cache_tokens=args.pool,
         max_num_seqs=args.clients,
-        overtaking=0.15,
-        max_step_stretch=2.5,
+        **SERVER_DEFAULTS,
     )
     engine = TextEngine.load(config).engine
     mix = Mix(engine.model_config.vocab_size, args.shared, args.own, args.out)
@@ -256,7 +257,7 @@ def run_bare(args: Any) -> None:
 def start_server(args: Any) -> tuple[subprocess.Popen[str], tuple[str, int]]:
     command = [Path(sys.executable).parent / "coppice", "serve", args.model, "--port", "0"]
     command += ["--kv-cache-tokens", str(args.pool), "--max-num-seqs", str(args.clients)]
-    log = Path(args.log).open("w")  # noqa: SIM115  (the server's as long as it lives)
+    log = Path(args.log).open("w")  # noqa: SIM115  (open as long as the server runs)
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     assert server.stdout is not None
     for line in server.stdout:
@@ -269,7 +270,7 @@ def start_server(args: Any) -> tuple[subprocess.Popen[str], tuple[str, int]]:
 async def crowd(
     args: Any, address: tuple[str, int], mix: Mix, tally: Tally, warm: float, seconds: float
 ) -> AsyncIterator[float]:
-    """Runs the clients; yields each second of what counts, and at last the tokens a second."""
+    """Runs the clients; yields 0.0 each second after the warm-up, at last the tokens a second."""
     end = time.monotonic() + warm + seconds
     tasks = [
         asyncio.create_task(client(address, args.model, mix, end, random.Random(seed), tally))
@@ -285,7 +286,7 @@ async def crowd(
 
 
 async def serve(args: Any, mix: Mix) -> dict[str, Any]:
-    """The server under load; what the clients saw, memory, processor time, pages at the end."""
+    """Runs the server under load, then the turns; returns what the row is made of."""
     server, address = await asyncio.to_thread(start_server, args)
     try:
         api = Watched(server.pid)
@@ -329,7 +330,7 @@ async def serve(args: Any, mix: Mix) -> dict[str, Any]:
 
 @dataclass
 class Round:
-    """Turns of all kinds: tokens and seconds of each."""
+    """Tokens and seconds of each kind of turn, summed over the turns of a round."""
 
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TURNS, 0))
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TURNS, 0.0))
@@ -345,9 +346,9 @@ class Round:
 async def take_turns(
     args: Any, address: tuple[str, int], mix: Mix, server: list[int]
 ) -> list[Round]:
-    """The server, by its processes, and the bare engine: one runs while the other is stopped.
+    """Runs the processes of `server` and the bare engine in turn; the other one is stopped.
 
-    The clients ask something new, since what was asked before would be cached.
+    The clients draw new prompts, since those of the first part are cached.
     """
     tally, own = Tally(), Watched(os.getpid())
     bare = await asyncio.to_thread(Bare, args)
@@ -357,14 +358,15 @@ async def take_turns(
         asyncio.create_task(client(address, args.model, mix, math.inf, random.Random(seed), tally))
         for seed in seeds
     ]
-    rounds, price, spent = [], 0.0, 0.0  # seconds of the clients for each token; in the last round
+    # Processor seconds of the clients: for each token in the last round, and in all in this one.
+    rounds, price, spent = [], 0.0, 0.0
     try:
         await asyncio.sleep(args.window / 3)
         signal_all(server, signal.SIGSTOP)
         signal_all(bare.pids, signal.SIGCONT)
         await asyncio.sleep(args.window / 3)
         signal_all(bare.pids, signal.SIGSTOP)
-        for _ in range(args.rounds + 1):  # the first one only tells what the clients cost
+        for _ in range(args.rounds + 1):  # the first one only measures what the clients cost
             this, errors, spent = Round(), len(tally.errors), 0.0
             while this.seconds["served"] < args.window:
                 for kind in TURNS:
@@ -398,7 +400,7 @@ async def take_turns(
 
 
 async def spend(price: float, bare: Bare, seconds: float) -> None:
-    """Takes so much processor time for each token that the bare engine generates meanwhile."""
+    """Uses `price` seconds of processor time for each token that the bare engine generates."""
     end, first, begun = time.monotonic() + seconds, bare.tokens, time.process_time()
     while time.monotonic() < end:
         await asyncio.sleep(0.02)
@@ -434,15 +436,17 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", default="demo")
     options.add_argument("--clients", type=int)
-    options.add_argument("--seconds", type=float, help="of load on the server")
+    options.add_argument("--seconds", type=float, help="how long the load lasts")
     options.add_argument("--shared", type=int, default=512, help="tokens of a shared document")
-    options.add_argument("--own", type=int, default=32, help="tokens of its own of each prompt")
-    options.add_argument("--out", type=int, default=32, help="tokens out, on average")
+    options.add_argument("--own", type=int, default=32, help="own tokens of each prompt")
+    options.add_argument("--out", type=int, default=32, help="mean number of tokens generated")
     options.add_argument("--pool", type=int, default=65_536, help="tokens in the KV cache")
-    options.add_argument("--log", default=os.devnull, help="where the server's log goes")
-    options.add_argument("--rounds", type=int, default=6, help="of server and bare engine in turn")
+    options.add_argument("--log", default=os.devnull, help="file for the server's log")
+    options.add_argument(
+        "--rounds", type=int, default=6, help="rounds of server and bare engine in turn"
+    )
     options.add_argument("--window", type=float, help="seconds of each kind of turn in a round")
-    options.add_argument("--bare", metavar="FILE", help="(is the bare engine)")
+    options.add_argument("--bare", metavar="FILE", help=argparse.SUPPRESS)
     args = options.parse_args()
     args.clients = args.clients or (16 if args.quick else 256)
     args.seconds = args.seconds or (20 if args.quick else 300)

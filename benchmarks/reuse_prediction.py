@@ -1,24 +1,22 @@
-"""How well a strong learner tells which blocks will be used again, and what a cache gains by it.
+"""How well a strong learner predicts which blocks are used again, and what a cache gains by it.
 
     pip install lightgbm  # 4.7 for the rows in results/
     python benchmarks/reuse_prediction.py --trace FILE [--pool TOKENS ...] [--json FILE]
 
-Replays a trace in Mooncake's format by its blocks of 512 tokens, like `clairvoyant.py`, in a cache
-whose order of eviction comes from gradient boosting (LightGBM). For every use of a block it learns
-the rate of the next one at each age, from all that the cache could know then: `features` lists it.
-From the rates follows what `radix/eviction/density.py` calls density (a Gittins index: the most
-hits a request that keeping the block can earn from its age on), and the least dense leaf goes
-first. What was evicted is remembered for ever, and a prompt's output takes no room.
+Replays a trace in Mooncake's format by its blocks of 512 tokens, in a cache that evicts in the
+order which gradient boosting (LightGBM) predicts. For every use of a block the model learns the
+rate of its next use at each age, from what a cache knows at that time (`FEATURES`). From the rates
+follows a density (a Gittins index: the most hits a request that keeping the block can earn from its
+age on); the least dense leaf is evicted first. This is the computation of the policy `density`,
+with better rates. Evicted blocks stay known, and outputs take no room.
 
-`knowledge` says what is told: `age and uses` (what the policy `density` looks at) or `all`. `seen`
-says which conversations were learned from:
+A row's `lru` and `hit_rate` are hit tokens over prompt tokens. `knowledge` names the features:
+`age and uses` (those of the policy `density`) or `all`. `seen` names what the model learned from:
 
-    others    each half of the conversations (by their second block) is predicted by a model of the
-              other half. A policy that runs along learns from less: from the past only
-    itself    the model has seen what it predicts, its future included. What it has over `others` is
-              memory, not prediction: the more leaves, the nearer it comes to the clairvoyant
-
-A row's `lru` and `hit_rate` are hit tokens over prompt tokens.
+    others    the conversations are split in halves by their second block; each half is predicted by
+              a model of the other half. A policy in an engine learns from less: only from the past
+    itself    the model has seen the blocks that it predicts, with their future. What this gains
+              over `others` is memory, not prediction; with more leaves it nears the clairvoyant
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ import numpy as np
 from common.harness import Rows, parser
 from common.tree_workloads import TRACE_BLOCK
 
-# The first ages, in requests, of the intervals in which the rate is taken for constant.
+# The first age, in requests, of each interval in which the rate counts as constant.
 AGES = np.array([0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096])
 NEVER = 1 << 40
-PIECE = 16  # blocks with the same history that are learned as one, at most
+PIECE = 16  # the most blocks of equal history that are learned as one
 FEATURES = (
-    "uses", "depth", "blocks behind", "blocks of the prompt", "of these known", "of these new",
-    "behind the known", "gap before this use", "gap before that", "gap of the conversation",
+    "uses", "depth", "blocks after", "blocks of the prompt", "of these known", "of these new",
+    "after the known", "gap before this use", "gap before that", "gap of the conversation",
     "turns", "continues a prompt", "cut off that prompt", "its output", "output", "tokens new",
     "tokens mod block", "requests in the last minute", "children", "children where it left",
     "uses of the second block", "uses of the parent", "uses of the last block",
@@ -48,11 +46,13 @@ FEATURES = (
 
 
 class Trace:
-    """The uses of a trace's blocks, request by request: arrays of one number a use.
+    """The uses of a trace's blocks, in the order of requests.
 
-    `use[start[i] : start[i + 1]]` are the uses of request i; block numbers in `block`, `parent` by
-    block (-1: none), `after` requests until the block's next use, `seen` requests until the end of
-    the trace, `tokens` that a hit saves, `family` the conversation (its second block) by request.
+    The uses of request i are `start[i]` to `start[i + 1]`. Arrays by use: `block` (its number),
+    `request`, `depth`, `known` (used before), `after` (requests until the block's next use), `seen`
+    (requests until the end of the trace), `tokens` (that a hit saves). By block: `parent` (-1:
+    none). By request: `prompts` and `outputs` (tokens), `times` (seconds), `family` (the
+    conversation, named by its second block).
     """
 
     def __init__(self, file: Path, limit: int | None) -> None:
@@ -83,7 +83,7 @@ class Trace:
 
 
 def features(trace: Trace) -> np.ndarray:
-    """FEATURES of each use, float32: nothing that is known only later."""
+    """FEATURES of each use, float32 [uses, features], from what is known at the time of the use."""
     count = len(trace.parent)
     uses, children = np.zeros((2, count), np.int64)
     last, gap, older, first = np.full((4, count), -1)
@@ -93,7 +93,7 @@ def features(trace: Trace) -> np.ndarray:
     for i, (begin, end) in enumerate(zip(trace.start[:-1], trace.start[1:], strict=True)):
         path, size = trace.block[begin:end], end - begin
         known = int(trace.known[begin:end].sum())
-        leaves = path[max(known - 1, 0)]  # where it leaves what is known
+        leaves = path[max(known - 1, 0)]  # the last known block
         before = last[leaves] if known > 1 else -1
         talks = before >= 0
         cut = trace.start[before + 1] - trace.start[before] - known if talks else -1
@@ -127,9 +127,10 @@ def features(trace: Trace) -> np.ndarray:
 
 
 class Pieces:
-    """Neighbours of one history, learned as one: `of` each use, `middle` of each piece.
+    """Pieces: neighbouring uses of equal history, which are learned as one.
 
-    `hits` and `waited` (blocks, and blocks times requests) by piece and age.
+    `of` has the piece of each use, `middle` a use in the middle of each piece. `hits` (blocks) and
+    `waited` (blocks times requests) are [pieces, ages].
     """
 
     def __init__(self, trace: Trace, table: np.ndarray) -> None:
@@ -139,13 +140,13 @@ class Pieces:
             (table[1:, history] != table[:-1, history]).any(axis=1)
             | (trace.depth[1:] % PIECE == 0)
             | (trace.depth[1:] == 1)
-            | (table[1:, FEATURES.index("blocks behind")] == 0)
+            | (table[1:, FEATURES.index("blocks after")] == 0)
         )
         self.of = np.cumsum(new) - 1
         begins = new.nonzero()[0]
         self.middle = begins + (np.bincount(self.of) - 1) // 2
         self.family = trace.family[trace.request[begins]]
-        # The first block is everybody's: it is not learned, and stays.
+        # All prompts share the first block: it is not learned, and never evicted.
         self.learned = trace.depth[begins] > 0
         shape = (len(begins), len(AGES))
         self.hits, self.waited = np.zeros(shape), np.zeros(shape)
@@ -160,9 +161,14 @@ class Pieces:
 
 
 def learned_rates(
-    pieces: Pieces, table: np.ndarray, learn: np.ndarray, tell: np.ndarray, leaves: int, rounds: int
+    pieces: Pieces,
+    table: np.ndarray,
+    learn: np.ndarray,
+    wanted: np.ndarray,
+    leaves: int,
+    rounds: int,
 ) -> np.ndarray:
-    """Hits a request at each age of the pieces `tell` (numbers), from the pieces `learn` (mask)."""
+    """Hits a request of the pieces `wanted` (numbers) at each age, learned from `learn` (mask)."""
     import lightgbm
 
     def rows(piece: np.ndarray, age: np.ndarray) -> np.ndarray:
@@ -170,7 +176,7 @@ def learned_rates(
 
     piece, age = ((pieces.waited > 0) & (learn & pieces.learned)[:, None]).nonzero()
     waited = pieces.waited[piece, age]
-    # A thousandth a request is much here; more than thirty of them unsettle the boosting.
+    # In hits per 1,000 requests. Few rates exceed 1, and those above 30 make boosting unstable.
     target = np.minimum(pieces.hits[piece, age] / waited * 1000, 30)
     data = lightgbm.Dataset(rows(piece, age), label=target, weight=waited / 100)
     options: dict[str, Any] = {
@@ -180,14 +186,14 @@ def learned_rates(
         "seed": 0, "deterministic": True, "verbose": -1,
     }  # fmt: skip
     model = lightgbm.train(options, data, rounds)
-    shape = (len(tell), len(AGES))
-    piece, age = np.broadcast_arrays(tell[:, None], np.arange(len(AGES)))
-    told = model.predict(rows(piece.ravel(), age.ravel()), num_threads=1)
-    return np.clip(np.asarray(told).reshape(shape) / 1000, 1e-7, 1.0)
+    shape = (len(wanted), len(AGES))
+    piece, age = np.broadcast_arrays(wanted[:, None], np.arange(len(AGES)))
+    predicted = model.predict(rows(piece.ravel(), age.ravel()), num_threads=1)
+    return np.clip(np.asarray(predicted).reshape(shape) / 1000, 1e-7, 1.0)
 
 
 def densities(rates: np.ndarray, longest: int) -> np.ndarray:
-    """The most hits a request from each age on, over all ages at which one could stop."""
+    """The most hits a request from each age on, over all ages until which a block could be kept."""
     widths = np.diff(AGES, append=max(longest, AGES[-1]) + 1)
     best = np.zeros_like(rates)
     for age in range(len(AGES)):
@@ -211,14 +217,17 @@ def simulate(
     interval: np.ndarray,  # by age
     places: int,
 ) -> int:
-    """Hit tokens with `places` blocks; the least dense leaf goes first, the older of two equals."""
+    """Hit tokens of a cache of `places` blocks.
+
+    Evicts the leaf of least density, of equals the one unused for longest.
+    """
     count = len(parent)
     cached = np.zeros(count, np.bool_)
     children = np.zeros(count, np.int64)
     last_use = np.zeros(count, np.int64)
     last = np.zeros(count, np.int64)
     leaves = np.empty(count, np.int64)
-    at = np.full(count, -1)  # a leaf's place among them
+    at = np.full(count, -1)  # of each leaf, its index in `leaves`
     number = used = hits = 0
     for request in range(len(start) - 1):
         hit = True
@@ -295,16 +304,16 @@ def main() -> None:
         ("all", "itself", 15, 60),
         ("all", "itself", 31, 100),
     ):
-        told = table if knowledge == "all" else table[:, : FEATURES.index("uses") + 1]
+        used = table if knowledge == "all" else table[:, : FEATURES.index("uses") + 1]
         rates = np.empty((len(everything), len(AGES)))
         if seen == "itself":
             rates[:] = learned_rates(
-                pieces, told, np.ones(len(half), np.bool_), everything, leaves, rounds
+                pieces, used, np.ones(len(half), np.bool_), everything, leaves, rounds
             )
         else:
             for one in (half, ~half):
-                tell = (~one).nonzero()[0]
-                rates[tell] = learned_rates(pieces, told, one, tell, leaves, rounds)
+                wanted = (~one).nonzero()[0]
+                rates[wanted] = learned_rates(pieces, used, one, wanted, leaves, rounds)
         density = densities(rates, count)[pieces.of]
         density[trace.depth == 0] = np.inf
         for pool in args.pool:

@@ -1,4 +1,4 @@
-"""The scheduler without a model: what its order costs, how long requests wait, what they hit.
+"""The scheduler without a model: the cost of its order, how long requests wait, what they hit.
 
     python benchmarks/scheduler.py [--part queue fairness interference optimum trace
                                    million]
@@ -6,22 +6,22 @@
 
 Parts:
 
-    queue          processor time that a step takes to order and admit from, with 100 to 100,000
-                   waiting, the share of steps that take less than a millisecond of it, and how
-                   many requests each of the others admits
-    fairness       96 % hot requests and 5 % cold ones under load: TTFT and hit rate of first come
-                   first served, of the longest hit without a bound, and with the scheduler's own
+    queue          processor time of a step for ordering the queue and admitting from it, with 100
+                   to 100,000 requests waiting; the share of steps below a millisecond, and how many
+                   requests each of the others admits
+    fairness       95 % hot requests and 5 % cold ones under load: TTFT and hit rate of first come
+                   first served, of longest hit first without a bound, and with the server's bound
     interference   a prompt of 16,384 tokens arrives among 16 short chats: inter-token latency with
                    and without a limit on what a step may prefill beside them
     optimum        batches known in advance: hits of lpm and dfs over those of the depth-first
-                   optimum, at pools of 0.25, 0.5 and 1 times the working set
+                   optimum, with pools of 0.25, 0.5 and 1 times the working set
     trace          a trace of real requests with its arrival times, on a machine of 50,000 tokens a
                    second: TTFT and hit rate by policy
-    million        a million requests like those of part fairness, as fast as the simulation goes:
-                   its time a request, as a multiple of a fixed loop's, and its peak of memory
+    million        a million requests like those of `fairness`, as fast as the simulation runs: its
+                   time a request, as a multiple of a fixed loop's, and its peak memory
 
-All but the first run in a simulation (`coppice.runtime.offline.simulation`): their times are the
-model's.
+All but the first run in a simulation (`coppice.runtime.offline.simulation`), so their times are
+those of its model of a machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def fresh(rng: np.random.Generator, count: int) -> array[int]:
 
 
 def queue_cost(waiting_requests: int, steps: int) -> dict[str, Any]:
-    """Schedules with so many waiting: 256 tokens of system prompt, one of 200 documents, 32 own."""
+    """Times `steps` steps while `waiting_requests` requests wait.
+
+    A prompt has 256 tokens of system prompt, one of 200 documents, and 32 own tokens.
+    """
     rng = np.random.default_rng(0)
     tree = RadixTree(PagePool(200_000, 16))
     scheduler = Scheduler(
@@ -91,7 +94,7 @@ def queue_cost(waiting_requests: int, steps: int) -> dict[str, Any]:
                 sequence.tokens.append(0)
                 if len(sequence.tokens) == sequence.request.max_length:
                     scheduler.finish(sequence)
-        while len(scheduler.waiting) < waiting_requests:  # as many wait in every step
+        while len(scheduler.waiting) < waiting_requests:  # the same number waits in every step
             add(number)
             number += 1
     return {
@@ -114,7 +117,7 @@ def queue_cost(waiting_requests: int, steps: int) -> dict[str, Any]:
 
 
 def hot_and_cold(requests: int, load: float) -> Iterator[Arrival]:
-    """96 % of a hot prompt of 2,500 tokens is shared by all hot ones; cold ones share nothing."""
+    """One request in 20 is cold and shares nothing; hot ones share 2,400 of 2,500 tokens."""
     rng, pause = np.random.default_rng(0), random.Random(0)
     shared = fresh(rng, 2400)
     now = 0.0
@@ -143,7 +146,7 @@ def waits(outcomes: list[Outcome]) -> dict[str, Any]:
 def by_policy(
     arrivals: Callable[[], Iterator[Arrival]], machine: Machine, pool: int
 ) -> Iterator[dict[str, Any]]:
-    """The same arrivals first come first served, by longest hit alone, and as the engine does."""
+    """Serves the same arrivals by three policies; the third is the server's."""
     for name, policy, overtaking in (
         ("fcfs", "fcfs", None),
         ("lpm without bound", "lpm", None),
@@ -165,11 +168,11 @@ def by_policy(
 
 
 def interference(stretch: float | None) -> dict[str, Any]:
-    """Gaps between the tokens of 16 chats while a prompt of 16,384 tokens is prefilled."""
+    """Simulates 16 chats, among which a prompt of 16,384 tokens arrives; gaps of their tokens."""
     rng = np.random.default_rng(0)
     chats = [Arrival(0.0, fresh(rng, 64), 400, label="chat") for _ in range(16)]
     long = Arrival(1.0, fresh(rng, 16_384), 4, label="long")
-    # A decode step of 10 ms, and 20 us a token: a GPU with a model of some 8B parameters.
+    # A step takes 10 ms, and 20 us for each token: a GPU with a model of about 8B parameters.
     simulation = Simulation(Machine(0.010, 20e-6), pool_tokens=100_000, max_step_stretch=stretch)
     outcomes = simulation.run([*chats, long])
     chat = {gap: count for (label, gap), count in simulation.gaps.items() if label == "chat"}
@@ -239,14 +242,14 @@ def optimum(
         before = tokens
     longest = max(len(prompt) for prompt in prompts) + 2
     pool = max(int(distinct * share), longest)
-    # One at a time, so that the order alone decides.
+    # One request runs at a time, so that only the order matters.
     simulation = Simulation(
         Machine(0.0, 1.0), pool_tokens=pool, page_size=1, max_num_seqs=1, policy=policy,
         max_num_batched_tokens=1 << 20,
     )  # fmt: skip
     outcomes = simulation.run([Arrival(0.0, prompt, 1) for prompt in prompts])
     total = sum(len(prompt) for prompt in prompts)
-    # A prompt that comes again has its last token computed again.
+    # Of a prompt that comes again, the last token is computed again.
     best = total - distinct - (len(ordered) - len(set(ordered)))
     hits = sum(outcome.hit_tokens for outcome in outcomes)
     return {"hit_rate": round(hits / total, 4), "of_the_optimum": round(hits / best, 4)}
@@ -279,7 +282,7 @@ def trace_arrivals(trace: Path, limit: int) -> Iterator[Arrival]:
 
 
 def many(requests: int) -> dict[str, Any]:
-    """Serves them one after the other, keeping of each its wait and its hit."""
+    """Serves the requests as a stream; of each, only its wait and its hit are kept."""
     simulation = Simulation(
         Machine(0.010, 40e-6), pool_tokens=400_000, overtaking=SERVER_DEFAULTS["overtaking"]
     )
@@ -304,7 +307,7 @@ def many(requests: int) -> dict[str, Any]:
 
 
 def fixed_loop() -> float:
-    """Processor seconds that 1,000 rounds of a plain loop take here: the yardstick."""
+    """Processor seconds of 1,000 rounds of a plain loop on this machine, as a unit of time."""
     start, total = time.process_time(), 0
     for number in range(1_000_000):
         total += number & 7
@@ -315,7 +318,7 @@ def main() -> None:
     options = parser(__doc__)
     parts = ("queue", "fairness", "interference", "optimum", "trace", "million")
     options.add_argument("--part", nargs="+", choices=parts, default=list(parts[:-2]))
-    options.add_argument("--trace", type=Path, help="the trace of part trace")
+    options.add_argument("--trace", type=Path, help="the trace of the part `trace`")
     args = options.parse_args()
     if "trace" in args.part and args.trace is None:
         options.error("--part trace needs --trace FILE")

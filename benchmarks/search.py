@@ -1,12 +1,13 @@
-"""Beam search in the engine: beside transformers' own, and beside as many ordinary sequences.
+"""Beam search in the engine, beside transformers' beam search and beside plain decoding.
 
     python benchmarks/search.py [--quick] [--json FILE] [--rounds N]
 
 The model has random weights in the shape of a 135M-parameter Llama. Each round draws a prompt of
-512 tokens and searches 32 tokens with 4 beams; all sides run in turn on the same prompts. Rows:
-transformers' time over the engine's, with the number of equal results; a step of the search over a
-step of 4 ordinary decodes of the same length; and the most pages in use over those of 4 separate
-sequences.
+512 tokens and searches 32 tokens with 4 beams; all sides run in turn on the same prompt. Rows:
+
+    transformers' time over the engine's, and the number of equal results
+    a step of the search, over a step of 4 plain decodes of the same length
+    the most pages in use, over the pages of 4 separate sequences
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from serving import small_llama
 
 
 def search(engine: Engine, prompt: list[int], params: BeamSearchParams) -> dict[str, Any]:
-    """One beam search: its results, seconds, the seconds of its steps, the most pages it held."""
+    """Runs one beam search; returns its results, seconds, seconds by step, and most pages held."""
     engine.reset_cache()
     start = time.perf_counter()
     engine.add_beam_search("search", prompt, params)
@@ -44,7 +45,7 @@ def search(engine: Engine, prompt: list[int], params: BeamSearchParams) -> dict[
 
 
 def decode(engine: Engine, prompt: list[int], width: int, tokens: int) -> list[float]:
-    """Seconds of the steps in which `width` ordinary sequences of one prompt decode."""
+    """Seconds of each step in which `width` plain sequences of one prompt decode."""
     engine.reset_cache()
     params = SamplingParams(n=width, temperature=1.0, seed=0, max_tokens=tokens, ignore_eos=True)
     engine.add_request("plain", prompt, params)

@@ -1,11 +1,11 @@
-"""Shared-prefix serving: cache on, cache off, and transformers' generate, in turn in one run.
+"""Requests with a shared prefix: cache on, cache off, and transformers' `generate`, in turn.
 
     python benchmarks/serving.py [--quick] [--json FILE] [--model DIR] [--rounds N]
 
-The workload: requests that share a long prefix and end in tokens of their own, all submitted at
-once, greedy, end of sequence ignored (by default 32 requests of 1,024 shared + 64 own tokens, 32
-out). Without --model the weights are random, in the shape of a 135M-parameter Llama. Each round
-draws new tokens and runs all three sides on the same ones; the ratios are taken round by round.
+All requests are submitted at once and decoded greedily past any end of sequence: by default 32
+requests of 1,024 shared and 64 own tokens, 32 tokens out. Without --model the weights are random,
+in the shape of a 135M-parameter Llama. Each round draws new tokens and runs all three sides on
+them; the ratios are taken round by round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from coppice import Engine, EngineConfig, SamplingParams
 
 
 def small_llama(directory: Path, quick: bool) -> Path:
-    """Writes the config of a 135M-parameter Llama (30 layers, hidden 576), or of a tiny one."""
+    """Writes a Llama with random weights: 135M parameters (30 layers, hidden 576), or tiny."""
     config = LlamaConfig(
         vocab_size=32_000,
         hidden_size=192 if quick else 576,
@@ -56,7 +56,7 @@ def coppice_engine(model: Path, args: Any, caching: bool) -> Engine:
 
 
 def run_coppice(engine: Engine, prompts: list[list[int]], out: int) -> dict[str, Any]:
-    """Seconds until all are done, and until the first token (median over the requests)."""
+    """Seconds until all requests are done, their median TTFT, their tokens, tokens computed."""
     engine.reset_cache()
     params = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
     before = engine.cache_report()
@@ -83,7 +83,7 @@ def run_coppice(engine: Engine, prompts: list[list[int]], out: int) -> dict[str,
 
 @torch.inference_mode()
 def run_transformers(model: Any, prompts: list[list[int]], out: int) -> dict[str, Any]:
-    """One batch: the prompts are of one length, so there is no padding to pay for."""
+    """Runs one batch; all prompts have the same length, so nothing is padded."""
     ids = torch.tensor(prompts)
     start = time.perf_counter()
     result = model.generate(
@@ -101,10 +101,10 @@ def run_transformers(model: Any, prompts: list[list[int]], out: int) -> dict[str
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--model", type=Path, help="directory of a checkpoint")
+    options.add_argument("--model", type=Path, help="folder of a checkpoint")
     options.add_argument("--requests", type=int)
     options.add_argument("--shared", type=int, help="shared tokens of each prompt")
-    options.add_argument("--own", type=int, help="tokens of its own of each prompt")
+    options.add_argument("--own", type=int, help="own tokens of each prompt")
     options.add_argument("--out", type=int, help="tokens generated for each")
     options.add_argument("--rounds", type=int, default=2)
     options.add_argument("--skip-transformers", action="store_true")

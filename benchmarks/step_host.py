@@ -1,15 +1,17 @@
-"""What a decoding step costs the CPU, whatever the device: the model here takes no time.
+"""The processor time of a decoding step: what the engine does on the host when the model is free.
 
     python benchmarks/step_host.py [--quick] [--json FILE] [--rounds N]
 
-The engine is the real one, with overlap and graphs: scheduling, batch, attention plans of the shape
-of Qwen3-0.6B's heads in fixed places, choice of tokens, commit. Forward passes are left out, and so
-is what a GPU adds: launches, pinned memory, events. Rows: milliseconds a step for each batch and
-tree, each as a multiple of a fixed loop of numpy and Python that is timed in the same rounds, and
-the parts of it. On a GPU a step of Qwen3-0.6B takes 3 to 5 milliseconds, which must hide all that.
+The engine is the real one, with asynchronous scheduling and graphs: scheduling, batch, attention
+plans in the shape of Qwen3-0.6B's heads, choice of tokens, commit. Forward passes are left out, and
+so is what a GPU adds: launches, pinned memory, events. Rows give milliseconds a step for each batch
+and tree, as multiples of a fixed loop of numpy and Python that is timed in the same rounds, and the
+parts of a step. On a GPU a step of Qwen3-0.6B takes 3 to 5 ms; the host must need less.
 
-Trees: `alone`, no sequence shares anything; `system`, all share a system prompt; `levels`, a system
-prompt, documents and questions; `samples`, each prompt is continued in 16 lines.
+    alone     no sequence shares anything
+    system    all sequences share a system prompt
+    levels    they share a system prompt, and groups of them documents
+    samples   each prompt is continued in 16 sequences
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ CONFIG = {
 
 
 class PlansOnly(ReferenceBackend):
-    """Makes the plans that a GPU would be given, by Triton's rules, and attends to nothing."""
+    """Makes the plans that Triton's kernels would get on a GPU, and computes no attention."""
 
     ordered = False
 
@@ -70,7 +72,7 @@ class PlansOnly(ReferenceBackend):
 
 
 class NoModel:
-    """Stands for the decoder: it has logits, and computes nothing."""
+    """Replaces the decoder: returns the same logits each time, and computes nothing."""
 
     def __init__(self, most: int) -> None:
         self._hidden = torch.zeros(most, HIDDEN)
@@ -90,7 +92,7 @@ class NoModel:
 
 
 class NoDevice:
-    """Plays a GPU that captures graphs: a replay does nothing."""
+    """Replaces a GPU that captures graphs; a replay does nothing."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         return (lambda: None), run()
@@ -120,7 +122,7 @@ def make_engine(folder: Path, batch: int) -> Engine:
 
 
 def prompts(tree: str, batch: int) -> list[list[int]]:
-    """Of `PROMPT` tokens each; requests, of 16 lines each for `samples`."""
+    """Prompts of `PROMPT` tokens: one a sequence, or one for 16 sequences (`samples`)."""
     rng = np.random.default_rng(0)
 
     def draw(tokens: int) -> list[int]:
@@ -138,7 +140,7 @@ def prompts(tree: str, batch: int) -> list[list[int]]:
 
 
 def unit() -> float:
-    """Seconds of a fixed loop of what steps are made of, to see how fast the machine is now."""
+    """Seconds of a fixed loop of numpy and Python, to see how fast the machine is now."""
     start = time.perf_counter()
     total, lines = 0, list(range(256))
     for _ in range(20):
@@ -151,7 +153,7 @@ def unit() -> float:
 
 @contextmanager
 def timed(parts: dict[str, float]) -> Iterator[None]:
-    """Adds up the seconds of the parts of steps while it is open."""
+    """While it is open, adds up the seconds of some functions of a step, by name."""
     places: list[tuple[Any, str]] = [
         (batch_module, "shared_stretches"),
         (DecodeGraphs, "run"),

@@ -1,28 +1,35 @@
-"""Drives the radix tree alone, without a model or torch, over six workloads.
+"""Measures the radix tree alone, without a model or torch, on six workloads.
 
     python benchmarks/tree.py [--workload A..F ...] [--pool TOKENS ...] [--policy NAME ...]
                               [--page-size N] [--trace FILE] [--without-accounts]
                               [--json FILE] [--quick]
     python benchmarks/tree.py --evict [--json FILE]
 
-A request is what an engine does to the tree for it: match, lock, claim or copy the tail, allocate
-(which evicts), insert the prompt, allocate and insert the output, release, and the accounts of all
-that. Requests come one after another. A row gives milliseconds a request (mean, median, 99th
-percentile), microseconds an allocation that evicts, the hit rate (hit tokens over prompt tokens)
-and resident bytes a cached token; `accounts_share` is the accounts' part of the mean, `compiled`
-says whether the tree was (see `setup.py`; COPPICE_PURE_PYTHON=1: no). Bytes are what a process of
-its own takes more than before it made the tree; it has made the requests once then, and libraries
-have loaded what they load when first used. `bytes_without_free_heap` are the same
-once the C library (glibc only) has given back the free parts of its heap: whatever comes and goes
-leaves them between what stays, the prompts that are made here as much as the tree's edges.
+For each request it calls the tree as an engine does: match, lock, claim or copy the tail page,
+allocate (which may evict), insert the prompt, allocate and insert the output, release, and record
+all that in the accounts. Requests run one after another. A row has:
 
-The accounts log a request while it waits, and process many together when nobody does: an engine
-while a device computes, here between two requests. `settling` is what that takes a request on
-average, `with_settling` the mean of both together, and `settling_slice` the longest at a time.
+    x_reference              a request's time as a multiple of a fixed loop's (see below): mean,
+                             median and 99th percentile
+      settling               the work of the accounts between two requests, on average a request
+      with_settling          the mean with that work
+      settling_slice         the longest piece of that work
+    accounts_share           the part of the mean that the accounts take
+    evict_x_reference        an allocation that evicts
+    hit_rate                 hit tokens over prompt tokens
+    bytes_a_cached_token     growth of the process's resident memory, by cached token
+    bytes_without_free_heap  the same after the C library (glibc only) returned its free memory
+    compiled                 whether the tree is compiled (COPPICE_PURE_PYTHON=1: it is not)
 
-Absolute times drift from machine to machine and hour to hour, so the same run times a fixed loop of
-memory comparisons and dictionary lookups (`reference_loop`), before and after; `x_reference` are a
-request's times as multiples of it.
+The accounts only log while a request waits. They process the log in batches when none waits: in an
+engine while a device computes, here between two requests.
+
+Memory is measured in a process for each row. Before the tree is made, that process generates all
+requests once and serves a few by another tree, so that neither prompts nor lazily loaded libraries
+count. Prompts and edges that were freed leave gaps in the heap, hence the second number.
+
+Absolute times change from machine to machine and from hour to hour. So each row also times a fixed
+loop of memory comparisons and dictionary lookups (`reference_loop`), before and after the requests.
 
 The workloads:
 
@@ -34,7 +41,7 @@ The workloads:
     F   a trace of real requests (Mooncake's conversation trace, FAST'25), given by --trace; each
         hash id stands for 512 tokens
 
-`--evict` instead evicts single pages from trees of 1,000 and of 100,000 leaves, in turn.
+`--evict` evicts single pages from trees of 1,000 and of 100,000 leaves, in turn, instead.
 """
 
 from __future__ import annotations
@@ -57,11 +64,11 @@ from coppice.radix import Accounting, Hold, PagePool, RadixTree, RequestAccount,
 
 
 class Accounts:
-    """Keeps the accounts of a tree as an engine does, one request a second, and times itself."""
+    """Keeps the accounts of a tree as an engine does, at one request a second, and times them."""
 
     def __init__(self, pool_tokens: int) -> None:
         self.seconds = 0.0  # while requests wait
-        self.settling = array("d")  # each time between them
+        self.settling = array("d")  # seconds of each batch between requests
         self.accounting = Accounting(pool_tokens, now=0.0)
         self._now = 0.0
         self._account: RequestAccount | None = None
@@ -85,7 +92,7 @@ class Accounts:
         self.seconds += time.perf_counter() - start
 
     def between(self, *, everything: bool = False) -> None:
-        """Nobody waits: processes a batch of what was told, or all of it."""
+        """Processes a batch of the log, or all of it, while no request waits."""
         start = time.perf_counter()
         if everything:
             self.accounting.settle()
@@ -117,7 +124,7 @@ def serve(
     accounts: Accounts | None = None,
     evictions: Evictions | None = None,
 ) -> tuple[int, int]:
-    """One request through the tree; returns its prompt tokens and those of them that hit."""
+    """Sends one request through the tree; returns its prompt tokens and its hit tokens."""
     evictions = evictions or Evictions()
     size = tree.page_size
     prompt = work.prompt
@@ -147,7 +154,7 @@ def _grow(tree: RadixTree, table: array[int], length: int, evictions: Evictions)
 
 
 def reference_loop() -> float:
-    """Milliseconds of a fixed loop: compare 8 KiB and look up a dictionary, 100 times."""
+    """Milliseconds of a fixed loop that compares 8 KiB and looks up a dictionary 100 times."""
     left, right = bytes(range(256)) * 32, bytes(range(256)) * 32
     table = {number.to_bytes(4, "little"): number for number in range(1000)}
     times = []
@@ -166,7 +173,7 @@ def resident() -> int:
 
 
 def warm_up() -> None:
-    """A few requests through a small tree: what libraries load for them is no part of a tree."""
+    """Serves a few requests by a small tree, so that libraries load what they load lazily."""
     tree, accounts = RadixTree(PagePool(4096, 16)), Accounts(65536)
     for number in range(40):
         shared = tokens(number % 7, 3000)[: TOKEN_BYTES * (2000 + 10 * number)]
@@ -176,7 +183,7 @@ def warm_up() -> None:
 
 
 def trim_heap() -> bool:
-    """Gives free parts of the heap back to the system, if the C library can."""
+    """Returns free parts of the heap to the system; False if the C library cannot."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and trim(0) >= 0
 
@@ -190,12 +197,12 @@ def measure(
     with_accounts: bool,
 ) -> dict[str, Any]:
     """Runs all requests through a fresh tree; returns a row's figures."""
-    # Once without a tree: what making the requests leaves in memory is no part of one either.
+    # Requests are generated once without a tree: what that leaves in memory is not the tree's.
     most = sum(
         (len(work.prompt) + len(work.output)) // TOKEN_BYTES + 2 * page_size
         for work in requests_of(workload, *options)
     )
-    pool_tokens = pool_tokens or most  # no workload enters more, page ends included
+    pool_tokens = pool_tokens or most  # no workload inserts more, partly filled pages included
     warm_up()
     gc.collect()
     trim_heap()
@@ -316,7 +323,7 @@ def main() -> None:
             for policy in args.policy:
                 row = {"workload": name, "pool_tokens": pool or "unlimited", "policy": policy}
                 what = (name, options_of_all, pool, policy, args.page_size)
-                # A process of its own: what a former row left in memory is not this one's.
+                # A new process for each row: memory that an earlier row left does not count.
                 with multiprocessing.get_context("spawn").Pool(1) as process:
                     figures = process.apply(measure, (*what, not args.without_accounts))
                 row["page_size"] = args.page_size

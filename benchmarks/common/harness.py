@@ -1,4 +1,4 @@
-"""What every benchmark shares: its two options, rows of JSON, and the machine's name."""
+"""What every benchmark shares: two options, rows of JSON, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
-    made.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    made.add_argument("--quick", action="store_true", help="small sizes: checks that it runs")
     return made
 
 
 class Rows:
-    """Prints one JSON object a line, and writes the same lines to a file if asked.
+    """Prints each row as one line of JSON, and also writes it to `file` unless that is None.
 
-    Absolute times go under the key `times`. The file keeps them only from a GPU: those of a CPU are
-    true for one machine on one day, their ratios for longer.
+    Absolute times stand under the key `times`. The file keeps them only if they come from a GPU:
+    times on a CPU hold for one machine on one day, their ratios for longer.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -47,7 +47,7 @@ class Rows:
 
 
 def processor() -> dict[str, Any]:
-    """The processor, the cores this process may use, and Python's version; imports nothing big."""
+    """The processor, the cores that this process may use, and Python's version; without torch."""
     name = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -71,7 +71,7 @@ def machine() -> dict[str, Any]:
 
 
 def require(*packages: str, gpu: bool) -> None:
-    """Ends the program, with a message, where packages or a GPU that it needs are missing."""
+    """Ends the program with a message if one of `packages`, or the GPU, is missing."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
         sys.exit(f"{sys.executable} lacks {', '.join(absent)}")

@@ -1,6 +1,6 @@
-"""The workloads that drive a radix tree or a block table, as `tree.py` describes them.
+"""The workloads A to F of the prefix cache, which the docstring of `tree.py` describes.
 
-Needs numpy only, so that a peer's interpreter can read it as well.
+Needs only numpy, so that another engine's interpreter can import it, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def workload_a(quick: bool) -> Iterator[Work]:
 
 
 def workload_b(quick: bool) -> Iterator[Work]:
-    """The conversations take their turns in random order."""
+    """Turns come in random order over the conversations."""
     conversations = 20 if quick else 200
     turns = [conversation for conversation in range(conversations) for _ in range(10)]
     random.Random(0).shuffle(turns)
@@ -75,7 +75,7 @@ def workload_e(quick: bool) -> Iterator[Work]:
 
 
 def workload_f(trace: Path, quick: bool) -> Iterator[Work]:
-    """A request's last block is cut to its input length; its output is fresh tokens."""
+    """A prompt's last block is cut to the input length; outputs are tokens that never repeat."""
     inside = np.arange(TRACE_BLOCK, dtype=np.uint64)
     fresh = 0
     with trace.open() as lines:
@@ -91,7 +91,7 @@ def workload_f(trace: Path, quick: bool) -> Iterator[Work]:
 
 
 def requests_of(workload: str, trace: Path | None, quick: bool) -> Iterator[Work]:
-    """The requests of a workload, A to F; F takes them from the trace."""
+    """The requests of workload A, B, C, D, E or F; F needs `trace`."""
     if workload == "F":
         assert trace is not None
         return workload_f(trace, quick)
@@ -106,5 +106,5 @@ def requests_of(workload: str, trace: Path | None, quick: bool) -> Iterator[Work
 
 
 def _mixed(numbers: np.ndarray) -> bytes:
-    """Tokens of 31 bits, one a number (uint64), by multiplication with an odd constant."""
+    """Maps each uint64 to a token of 31 bits by multiplication with an odd constant."""
     return ((numbers * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)).astype(np.int32).tobytes()
