@@ -108,6 +108,12 @@ class EngineClient:
         return self.trouble is None
 
     @property
+    def max_model_len(self) -> int:
+        """The most tokens, prompt and output together, that the model takes."""
+        assert self.ready is not None, "the engine was never started"
+        return self.ready.max_model_len
+
+    @property
     def running(self) -> int:
         """Requests that were submitted and have not ended."""
         return len(self._running)

@@ -26,6 +26,7 @@ class Guest:
 
     name: str
     admin: bool
+    tenant: str | None = None  # whose cache its requests share; None: everybody's
     running: int = 0
     allowance: float = 0.0  # requests that may begin at once, as of `updated`
     updated: float = 0.0
@@ -36,7 +37,8 @@ class Access:
 
     Args:
         keys: those that are known; without any, everybody is let in as one guest.
-        only_admins: whether reports, controls and metrics are closed to keys that are not admins'.
+        isolated: whether the requests of each key share a cache among themselves alone; reports,
+            controls and metrics are then closed to keys that are not admins'.
         max_concurrent: requests of one guest at once; None: any number.
         per_minute: requests of one guest a minute, in a bucket that holds a minute's.
     """
@@ -45,14 +47,16 @@ class Access:
         self,
         keys: Sequence[ApiKey],
         *,
-        only_admins: bool = False,
+        isolated: bool = False,
         max_concurrent: int | None = None,
         per_minute: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._keys = [(key.digest, Guest(key.name, key.admin)) for key in keys]
-        self._anybody = Guest("", admin=not only_admins)
-        self._only_admins = only_admins or any(key.admin for key in keys)
+        self._keys = [
+            (key.digest, Guest(key.name, key.admin, key.name if isolated else None)) for key in keys
+        ]
+        self._anybody = Guest("", admin=not isolated)
+        self._only_admins = isolated or any(key.admin for key in keys)
         self._max_concurrent = max_concurrent
         self._per_minute = per_minute
         self._clock = clock

@@ -33,6 +33,11 @@ class Note:
     guest: Guest | None = None
     fields: dict[str, Any] = field(default_factory=dict)  # for its line in the log
 
+    @property
+    def tenant(self) -> str | None:
+        """Whose cache the request may share; None: everybody's."""
+        return None if self.guest is None else self.guest.tenant
+
 
 NOTE = web.RequestKey("note", Note)
 

@@ -5,7 +5,7 @@ Prompts become tokens, and what is asked of the form of the text becomes one for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from coppice.frontend.errors import BadRequest
 from coppice.frontend.openai.requests import CompletionRequest
 from coppice.frontend.openai.tools.choice import Tools
 from coppice.frontend.openai.tools.formats import ToolFormat
-from coppice.frontend.text.conversation import check_characters
 from coppice.frontend.text.detokenizer import IncrementalDecoder
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.frontend.text.tokens import TokenTexts
@@ -61,24 +60,19 @@ def prepare(
     format: ToolFormat | None,
     longest: int,
 ) -> Prepared:
-    """`longest` is the most tokens that the model takes.
+    """Makes tokens of a request's prompts, and one form of what is asked of its text.
 
-    Raises ValueError, a BadRequest where the parameter is known, for what can't be done.
+    Args:
+        asked: the request.
+        tokenizer: of the model.
+        texts: of the tokenizer's tokens, for echoed prompts.
+        format: how the model writes calls of tools; None: nobody knows.
+        longest: the most tokens that the model takes. Only texts far above it are refused here,
+            before encoding them takes long; the engine checks the exact lengths.
+
+    Raises:
+        ValueError: for what can't be done; a BadRequest where the parameter is known.
     """
-    for prompt in asked.prompts:
-        if isinstance(prompt, str):
-            check_characters("prompt", prompt)
-            tokenizer.check_length("prompt", prompt, longest)
-        elif len(prompt) >= longest:
-            raise BadRequest(
-                f"prompt must be shorter than {longest} tokens (max_model_len), so that there is "
-                f"room for at least one more, got {len(prompt)}",
-                param="prompt",
-            )
-    for index, message in enumerate(asked.messages):
-        for text in _texts(message.get("content")):
-            check_characters(f"messages[{index}].content", text)
-            tokenizer.check_length("messages", text, longest)
     if asked.form is not None:
         asked.form.check()
     params, beam = asked.params, asked.beam
@@ -88,23 +82,18 @@ def prepare(
         beam = None if beam is None else replace(beam, **changes)
     if asked.messages:
         tools = None if asked.tools is None else asked.tools.for_template
-        ids = tokenizer.encode_chat(asked.messages, tools=tools, **asked.template)
+        ids = tokenizer.encode_chat(asked.messages, tools=tools, longest=longest, **asked.template)
         return Prepared([(None, ids)], params, beam)
     prompts = [
-        (prompt, tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+        (prompt, tokenizer.encode(prompt, longest=longest))
+        if isinstance(prompt, str)
+        else (None, prompt)
         for prompt in asked.prompts
     ]
     echoes = []
     if asked.echo:
-        echoes = [_echo(text, ids, tokenizer, texts) for text, ids in prompts]
+        echoes = [_echo(text, ids[:longest], tokenizer, texts) for text, ids in prompts]
     return Prepared(prompts, params, beam, echoes)
-
-
-def _texts(content: Any) -> list[str]:
-    """The texts of a message, whatever else is in it."""
-    parts = content if isinstance(content, list) else [content]
-    found = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    return [text for text in found if isinstance(text, str)]
 
 
 def _with_tools(

@@ -13,7 +13,6 @@ from coppice.frontend.openai.response_formats import Form, Formed, form_of
 from coppice.frontend.openai.tools.choice import Tool, ToolChoice, Tools, tools_of
 from coppice.frontend.strict import Body, Only, between, read, says
 from coppice.frontend.text.conversation import MessageBody
-from coppice.frontend.text.tokenizer import Message
 from coppice.runtime.requests.sampling_params import (
     MAX_BIAS,
     MAX_N,
@@ -179,7 +178,7 @@ class CompletionRequest:
 
     model: str
     prompts: tuple[PromptInput, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[MessageBody, ...]
     params: SamplingParams
     beam: BeamSearchParams | None  # a beam search, of whose parameters `params` are the rest
     cache_salt: str | None
@@ -193,6 +192,17 @@ class CompletionRequest:
     prompt_logprobs: bool = False  # whether the answer has them, beside what is echoed
     tools: Tools | None = None
     template: Mapping[str, Any] = field(default_factory=dict)  # arguments of `encode_chat`
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar is to be compiled, which may take as long as a large prompt."""
+        return self.form is not None or (self.tools is not None and self.tools.held)
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        """Whether preparing it takes more than a look: False for plain token ids."""
+        texts = any(isinstance(prompt, str) for prompt in self.prompts)
+        return texts or bool(self.messages) or self.echo or self.has_grammar
 
 
 # Fields that go into SamplingParams under their own name.
@@ -275,7 +285,7 @@ def parse_chat(body: Any) -> CompletionRequest:
         asked,
         body,
         values,
-        messages=tuple(body["messages"]),
+        messages=tuple(asked.messages),
         tools=tools,
         template=asked.template(),
     )

@@ -150,18 +150,6 @@ class ModelList(Body):
     data: list[ModelCard]
 
 
-class Status(Body):
-    """How the server is, in words; "ok" if all is well."""
-
-    status: str
-
-
-class Version(Body):
-    """The version of the software."""
-
-    version: str
-
-
 class Tokens(Body):
     """A text as tokens."""
 

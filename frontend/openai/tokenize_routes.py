@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import Executor
 from functools import partial
 from typing import Annotated, Any
 
@@ -12,14 +9,16 @@ from aiohttp import web
 from pydantic import Field
 
 from coppice.frontend.client.engine import EngineClient
-from coppice.frontend.errors import BadRequest, EngineStopped, bad_value
+from coppice.frontend.errors import BadRequest, bad_value
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.routes import Route, json_answer
+from coppice.frontend.openai.models import ServedModel
 from coppice.frontend.openai.requests import TemplateFields
 from coppice.frontend.openai.schemas import Text, Tokens
 from coppice.frontend.openai.tools.choice import Tool
 from coppice.frontend.strict import Body, read
 from coppice.frontend.text.conversation import MessageBody
+from coppice.frontend.text.threads import TokenizerThreads
 
 
 class TokenizeBody(TemplateFields):
@@ -45,20 +44,20 @@ class TokenizeRoutes:
 
     Args:
         engine: whose tokenizer it is.
-        check_model: raises BadRequest if a request names another model.
+        model: whose name requests may give.
         bodies: reads the requests.
-        threads: in which the work is done, since it may be much.
+        threads: run the tokenizer.
     """
 
     def __init__(
         self,
         engine: EngineClient,
-        check_model: Callable[[str], None],
+        model: ServedModel,
         bodies: JsonBodies,
-        threads: Executor,
+        threads: TokenizerThreads,
     ) -> None:
         self._engine = engine
-        self._check_model = check_model
+        self._model = model
         self._bodies = bodies
         self._threads = threads
 
@@ -96,9 +95,6 @@ class TokenizeRoutes:
         elif asked.add_special_tokens:
             name = "add_special_tokens"
             raise BadRequest(f"{name} must be false with messages: the template does", param=name)
-        ready = self._engine.ready
-        if ready is None:
-            raise EngineStopped(f"the engine takes no requests now: {self._engine.trouble}")
 
         def work() -> tuple[list[int], list[str] | None]:
             ids = self._ids(asked, body)
@@ -106,17 +102,17 @@ class TokenizeRoutes:
             return ids, [texts.text(token) for token in ids] if asked.return_token_strs else None
 
         try:
-            ids, texts = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            ids, texts = await self._threads.run(work, long=True)
         except ValueError as error:
             raise bad_value(error, body) from error
-        answer = {"count": len(ids), "max_model_len": ready.max_model_len, "tokens": ids}
+        answer = {"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": ids}
         return web.json_response(answer | {"token_strs": texts})
 
     def _ids(self, asked: TokenizeBody, body: dict[str, Any]) -> list[int]:
         tokenizer = self._engine.tokenizer
         if asked.messages is not None:
             tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
-            return tokenizer.encode_chat(body["messages"], tools=tools, **asked.template())
+            return tokenizer.encode_chat(asked.messages, tools=tools, **asked.template())
         assert asked.prompt is not None
         plain = asked.add_special_tokens is False
         return (tokenizer.encode_more if plain else tokenizer.encode)(asked.prompt)
@@ -137,9 +133,9 @@ class TokenizeRoutes:
                     )
             return tokenizer.decode(asked.tokens, skip_special_tokens=False)
 
-        text = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        text = await self._threads.run(work, long=True)
         return web.json_response({"prompt": text})
 
     def _check(self, model: str | None) -> None:
         if model is not None:
-            self._check_model(model)
+            self._model.check(model)

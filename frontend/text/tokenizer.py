@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coppice.frontend.text.conversation import check_characters, turns
+from coppice.frontend.text.conversation import MessageBody, check_characters, turns
 from coppice.frontend.text.detokenizer import REPLACEMENT
 from coppice.frontend.text.fast_tokenizer import plain_tokenizer
 from coppice.runtime.startup.light_transformers import leave_out_models, leave_out_torch
@@ -111,13 +111,16 @@ class Tokenizer:
         if self._wrapped is None:
             threading.Thread(target=load, name="tokenizer", daemon=True).start()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, longest: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around one.
 
         Raises:
-            ValueError: the text has half of a surrogate pair in it, which no encoding can express.
+            ValueError: the text has half of a surrogate pair in it, which no encoding can express,
+                or far more than `longest` tokens (see `check_length`).
         """
         check_characters("prompt", text)
+        if longest is not None:
+            self.check_length("prompt", text, longest)
         return self._ids(text, add_special_tokens=True)
 
     def check_length(self, name: str, text: str, longest: int) -> None:
@@ -188,8 +191,9 @@ class Tokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | Sequence[MessageBody],
         *,
+        longest: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -200,6 +204,7 @@ class Tokenizer:
         Args:
             messages: of the OpenAI API's roles; `content` is a string, or a list of parts of type
                 "text", which are joined.
+            longest: messages of far more tokens are refused (see `check_length`).
             tools: what the model is told of, as the API writes them.
             add_generation_prompt: whether the beginning of an answer stands at the end.
             continue_final_message: leave the last message open, so that the answer goes on with it.
@@ -213,6 +218,9 @@ class Tokenizer:
         template = self.chat_template
         written = str(template or "")
         taken = turns(messages, developer="developer" in written)
+        if longest is not None:
+            for turn in taken:
+                self.check_length("messages", turn["content"], longest)
         if not template:
             raise ValueError("messages: this model's tokenizer has no chat template")
         if tools and "tools" not in written:

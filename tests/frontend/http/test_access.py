@@ -30,8 +30,10 @@ ENDLESS = BODY | {"max_tokens": 440}
 
 
 class Client:
-    def __init__(self, session: aiohttp.ClientSession, url: str, server: Server) -> None:
-        self.session, self.url, self.server = session, url, server
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, server: Server, engine: EngineClient
+    ) -> None:
+        self.session, self.url, self.server, self.engine = session, url, server, engine
 
     async def ask(
         self, path: str, body: Any = None, key: str | None = None, **headers: str
@@ -57,7 +59,7 @@ def serving(text_engine: TextEngine, engine_client: Start) -> Callable[..., Any]
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         async with aiohttp.ClientSession() as session:
-            yield Client(session, f"http://127.0.0.1:{runner.addresses[0][1]}", server)
+            yield Client(session, f"http://127.0.0.1:{runner.addresses[0][1]}", server, engine)
         await runner.cleanup()
         await engine.stop()
 
@@ -137,7 +139,7 @@ async def test_reports_and_pins_of_isolated_keys(serving: Callable[..., Any]) ->
 async def test_requests_at_once(serving: Callable[..., Any]) -> None:
     async with serving(api_key=("a", "b"), max_concurrent_requests=2) as client:
         running = [asyncio.create_task(client.ask(COMPLETIONS, ENDLESS, "a")) for _ in range(2)]
-        while client.server._engine.running < 2:
+        while client.engine.running < 2:
             await asyncio.sleep(0.001)
         status, answer, headers = await client.ask(COMPLETIONS, BODY, "a")
         assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -178,7 +180,7 @@ def test_requests_a_minute() -> None:
 
 async def test_a_request_that_takes_too_long(serving: Callable[..., Any]) -> None:
     async with serving(request_timeout=0.15) as client:
-        engine = client.server._engine
+        engine = client.engine
         step = engine_step(client)
         status, answer, _ = await client.ask(COMPLETIONS, ENDLESS)
         assert (status, answer["error"]["type"]) == (504, "timeout_error")
@@ -200,7 +202,7 @@ def engine_step(client: Client) -> Any:
     """Slows the steps of the engine down until the event is set."""
     import threading
 
-    launched: Any = client.server._engine._engine
+    launched: Any = client.engine._engine
     engine, fast = launched._engine, threading.Event()
     step = engine.step
 
