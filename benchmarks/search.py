@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from common.harness import Rows, machine, parser, spread
 from coppice import Engine, EngineConfig, SamplingParams
+from coppice.runtime.report.gather import make_report
 from coppice.runtime.sampling.beam_search import BeamSearchParams
 from serving import small_llama
 
@@ -38,7 +39,7 @@ def search(engine: Engine, prompt: list[int], params: BeamSearchParams) -> dict[
         begin = time.perf_counter()
         outputs = engine.step()
         steps.append(time.perf_counter() - begin)
-        pages = max(pages, engine.cache_report().pages_held)
+        pages = max(pages, make_report(engine).pages_held)
     tokens = [list(output.new_token_ids) for output in outputs]
     return {"seconds": sum(steps), "tokens": tokens, "steps": steps[2:], "pages": pages,
             "total": time.perf_counter() - start}  # fmt: skip

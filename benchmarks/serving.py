@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from common.harness import Rows, machine, parser, spread
 from coppice import Engine, EngineConfig, SamplingParams
+from coppice.runtime.report.gather import make_report
 
 
 def small_llama(directory: Path, quick: bool) -> Path:
@@ -59,7 +60,7 @@ def run_coppice(engine: Engine, prompts: list[list[int]], out: int) -> dict[str,
     """Seconds until all requests are done, their median TTFT, their tokens, tokens computed."""
     engine.reset_cache()
     params = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
-    before = engine.cache_report()
+    before = make_report(engine)
     start = time.perf_counter()
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params)
@@ -72,7 +73,7 @@ def run_coppice(engine: Engine, prompts: list[list[int]], out: int) -> dict[str,
             first.setdefault(output.request_id, time.perf_counter() - start)
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
     seconds = time.perf_counter() - start
-    report = engine.cache_report()
+    report = make_report(engine)
     return {
         "seconds": seconds,
         "ttft": sorted(first.values())[len(first) // 2],

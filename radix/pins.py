@@ -129,6 +129,12 @@ class Pins:
         for name in list(self._pins):
             self.unpin(name)
 
+    def move_to(self, tree: RadixTree) -> None:
+        """Promises the same prefixes in another tree, which is empty; nothing is unlocked here."""
+        self.tree = tree
+        for pin in self._pins.values():
+            pin.hold, pin.stamp = None, 0
+
     def refresh(self) -> list[str]:
         """Ends the pins whose time has passed; takes hold of what was computed since.
 

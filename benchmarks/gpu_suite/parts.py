@@ -17,6 +17,7 @@ import torch
 from common.harness import machine
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.model.linear import eight_bit
+from coppice.runtime.report.gather import make_stats
 from gpu_suite.bench import (
     Bench,
     line_params,
@@ -141,7 +142,7 @@ def decode(bench: Bench, deadline: float, model: str, **options: Any) -> Iterato
             return
         for _ in range(4):
             _stepped(engine)
-        before = engine.stats().decode_steps
+        before = make_stats(engine).decode_steps
         lengths = [len(sequence.tokens) for sequence in engine.scheduler.running]
         bench.synchronize()
         began, done, tokens = time.perf_counter(), 0, 0
@@ -159,7 +160,7 @@ def decode(bench: Bench, deadline: float, model: str, **options: Any) -> Iterato
             **options,
             **({"cut": True} if done < steps else {}),
             # How the steps ran: as a graph, or kernel by kernel, and why; nothing without graphs.
-            "steps": {how: n - before[how] for how, n in engine.stats().decode_steps.items()},
+            "steps": {how: n - before[how] for how, n in make_stats(engine).decode_steps.items()},
             "of_floor": float(f"{floor / seconds:.3g}"),
             "goal": 0.85,
             "times": {

@@ -190,12 +190,12 @@ class EngineClient:
         return deltas
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a public method of the engine by its name, between two steps.
+        """Makes one of the calls that `EngineService` lists, between two steps of the engine.
 
         Arguments and results are plain data that can be pickled.
 
         Raises:
-            ValueError: the engine has no such public method.
+            ValueError: there is no such call.
             EngineStopped: there is no engine at present; besides, whatever the method raises.
         """
         return await self._call(method, *args, **kwargs)

@@ -24,6 +24,7 @@ from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.tokenizer import Message
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.report.cache import CacheReport
+from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 USERS = ("Ada", "Ben", "Chidi", "Dora", "Emil", "Farah", "Goran", "Hana")
@@ -155,7 +156,7 @@ def _timed(console: Console, name: str, text_engine: TextEngine, document: Docum
         for _ in converse(text_engine, document, conversations):
             progress.advance(task)
         seconds = time.perf_counter() - start
-    return Outcome(conversations, seconds, text_engine.engine.cache_report())
+    return Outcome(conversations, seconds, make_report(text_engine.engine))
 
 
 def _print_document(console: Console, document: Document, tokens: int) -> None:

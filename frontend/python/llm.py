@@ -14,6 +14,7 @@ from coppice.frontend.text.outputs import RequestOutput
 from coppice.frontend.text.tokenizer import Message
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.report.cache import CacheReport
+from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.beam_search import BeamSearchParams
 
@@ -131,7 +132,7 @@ class LLM:
 
     def cache_report(self) -> CacheReport:
         """What the KV cache has saved so far, and which prefixes did it."""
-        return self._text_engine.engine.cache_report()
+        return make_report(self._text_engine.engine)
 
     def reset_prefix_cache(self) -> None:
         """Forgets everything that is cached."""

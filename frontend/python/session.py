@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
 from coppice.frontend.python.batches import Batches, EncodedPrompt
 from coppice.frontend.text.outputs import RequestOutput
+from coppice.runtime.report.cache import PinRefused
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 _numbers = itertools.count()
@@ -120,7 +122,7 @@ class Session:
         """Gives it up: its tokens may be evicted from now on. Nothing if it was closed before."""
         if self._open:
             self._open = False
-            self._text_engine.engine.unpin(self._name)
+            self._text_engine.engine.pins.unpin(self._name)
 
     def __enter__(self) -> Session:
         return self
@@ -138,6 +140,7 @@ class Session:
     def _keep(self) -> None:
         """Pins all of its tokens, if the budget allows it."""
         engine = self._text_engine.engine
-        engine.unpin(self._name)
+        engine.pins.unpin(self._name)
         if self._token_ids:
-            engine.try_pin(self._name, self._token_ids, cache_salt=self._salt)
+            with contextlib.suppress(PinRefused):
+                engine.pin(self._name, self._token_ids, cache_salt=self._salt)

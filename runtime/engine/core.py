@@ -22,16 +22,6 @@ from coppice.runtime.engine.step import Steps
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.model.path import resolve_model
-from coppice.runtime.report.cache import CacheReport, make_report
-from coppice.runtime.report.engine_stats import EngineStats, engine_stats
-from coppice.runtime.report.live import (
-    LiveReport,
-    PinState,
-    TreePicture,
-    live_report,
-    pin_state,
-    tree_picture,
-)
 from coppice.runtime.requests.request import QueueFull, Request, StepOutput, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.forward import ModelRunner
@@ -86,7 +76,20 @@ class Engine:
             vocabulary=vocabulary,
             max_model_len=self.max_model_len,
         )
-        self._new_pages()
+        self.pins = Pins(self._new_tree(), config.pin_budget)
+        self.scheduler = Scheduler(
+            Paging(
+                self.pins.tree,
+                enable_prefix_caching=config.enable_prefix_caching,
+                accounts=self.accounts,
+            ),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=config.scheduling_policy,
+            overtaking=config.overtaking,
+            max_step_stretch=config.max_step_stretch,
+            counters=self.counters,
+        )
         self._sequences = Sequences(self.scheduler, self.counters)
         self._searches = BeamSearches(self._sequences, eos, watch_lines)
         self._steps = Steps(
@@ -102,27 +105,13 @@ class Engine:
         if self.runner.device.type == "cpu":
             give_back_memory()
 
-    def _new_pages(self) -> None:
-        tree = RadixTree(
-            PagePool(self.num_pages, self.config.page_size), self.config.eviction_policy
-        )
-        self.pins = Pins(tree, self.config.pin_budget)
-        self.paging = Paging(
-            tree, enable_prefix_caching=self.config.enable_prefix_caching, accounts=self.accounts
-        )
-        self.scheduler = Scheduler(
-            self.paging,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            policy=self.config.scheduling_policy,
-            overtaking=self.config.overtaking,
-            max_step_stretch=self.config.max_step_stretch,
-            counters=self.counters,
-        )
+    def _new_tree(self) -> RadixTree:
+        pool = PagePool(self.num_pages, self.config.page_size)
+        return RadixTree(pool, self.config.eviction_policy)
 
     @property
     def tree(self) -> RadixTree:
-        return self.paging.tree
+        return self.scheduler.paging.tree
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -265,7 +254,7 @@ class Engine:
         tenant: str | None = None,
         ttl: float | None = None,
     ) -> Pin:
-        """Keeps a prefix in the cache until `unpin`, or until it was unused for `ttl` seconds.
+        """Keeps a prefix in the cache until `pins.unpin`, or until it was unused for `ttl` seconds.
 
         What of it is cached already is kept from now on, the rest once a request has computed it. A
         pin of this name that keeps the same prefix is renewed. Raises PinRefused, a ValueError, if
@@ -284,57 +273,7 @@ class Engine:
             )
         return pin
 
-    def put_pin(
-        self,
-        name: str,
-        token_ids: Seq[int],
-        *,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
-        ttl: float | None = None,
-    ) -> PinState:
-        """Like `pin`, but what is told is plain data."""
-        self.intake.check_tokens("prompt_token_ids", token_ids)
-        pin = self.pin(name, token_ids, cache_salt=cache_salt, tenant=tenant, ttl=ttl)
-        return pin_state(pin, self.pins.clock())
-
-    def list_pins(self) -> tuple[PinState, ...]:
-        """All pins as plain data, after those have ended whose time has passed."""
-        self.pins.refresh()
-        return tuple(pin_state(pin, self.pins.clock()) for pin in self.pins)
-
-    def try_pin(self, name: str, token_ids: Seq[int], *, cache_salt: str | None = None) -> bool:
-        """Like `pin`, but False instead of PinRefused."""
-        try:
-            self.pin(name, token_ids, cache_salt=cache_salt)
-        except PinRefused:
-            return False
-        return True
-
-    def unpin(self, name: str) -> bool:
-        """Ends a pin; False if there is none of that name."""
-        return self.pins.unpin(name)
-
-    # -- counts ------------------------------------------------------------------------------
-
-    def cache_report(self) -> CacheReport:
-        """The prefix-hit report as of now. O(nodes of the tree)."""
-        self.pins.refresh()
-        return make_report(self)
-
-    def stats(self) -> EngineStats:
-        """What was counted since the start, for metrics. O(running)."""
-        self.pins.refresh()
-        return engine_stats(self)
-
-    def live_report(self) -> LiveReport:
-        """What a server shows of the cache, but for its tree."""
-        self.pins.refresh()
-        return live_report(self)
-
-    def tree_picture(self) -> TreePicture:
-        """What a server shows of the tree. O(n log n) for n nodes that were hit."""
-        return tree_picture(self)
+    # -- the cache ---------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
         """Empties the cache and ends all pins. Raises Unfinished while requests run or wait."""
@@ -350,14 +289,10 @@ class Engine:
         recount(self.scheduler, self.pins, self._sequences)
 
     def _check_when_idle(self) -> None:
-        """With nothing running every page is free or cached; if not, say so and start afresh."""
-        if is_balanced(self.scheduler, self.pins):
+        """With nothing running every page is free or cached; if not, report it and start anew."""
+        if is_balanced(self.tree, self.scheduler.running, self.pins):
             return
-        waiting, pins = list(self.scheduler.waiting), list(self.pins)
-        self._new_pages()
-        self._sequences.scheduler = self.scheduler
-        self.accounts.cleared(self.tree)
-        for pin in pins:
-            self.pins.pin(pin.name, pin.tokens, pin.namespace, ttl=pin.ttl)
-        for sequence in waiting:
-            self.scheduler.add(sequence)
+        tree = self._new_tree()
+        self.pins.move_to(tree)
+        self.scheduler.move_to(tree)
+        self.accounts.cleared(tree)

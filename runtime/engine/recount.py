@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Sequence as Seq
 
-from coppice.radix import Pins, check
+from coppice.radix import Pins, RadixTree, check
 from coppice.runtime.engine.sequences import Sequences
-from coppice.runtime.requests.request import Status
+from coppice.runtime.requests.request import Sequence, Status
 from coppice.runtime.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -26,14 +27,13 @@ def recount(scheduler: Scheduler, pins: Pins, sequences: Sequences) -> None:
     assert all(s.status is Status.RUNNING for s in running)
 
 
-def is_balanced(scheduler: Scheduler, pins: Pins) -> bool:
-    """Whether every page is free or cached; True while anything runs. Says so in the log if not.
+def is_balanced(tree: RadixTree, running: Seq[Sequence], pins: Pins) -> bool:
+    """Whether every page is free or cached; True while anything runs. Logs an error if not.
 
     O(nodes on the paths of pins).
     """
-    tree = scheduler.paging.tree
     pages = tree.pool.num_pages
-    if scheduler.running or (
+    if running or (
         tree.pool.free_pages + tree.cached_pages == pages
         and tree.locked_pages == pins.locked_pages()
     ):

@@ -21,6 +21,7 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.process.channel import Channel
 from coppice.runtime.process.messages import Leaving, Ready, step_row
+from coppice.runtime.process.service import EngineService
 from coppice.runtime.requests.request import DeviceLost
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,9 @@ LOST_STATUS = 3
 class EngineLoop:
     """Runs an engine: calls between the steps, steps while there is anything to do."""
 
-    def __init__(self, engine: Engine, channel: Channel) -> None:
-        self._engine = engine
+    def __init__(self, service: EngineService, channel: Channel) -> None:
+        self._service = service
+        self._engine = service.engine
         self._channel = channel
         self._calls: deque[tuple[int | None, str, tuple[Any, ...], dict[str, Any]]] = deque()
         self._wake = threading.Condition()
@@ -86,12 +88,7 @@ class EngineLoop:
         while self._calls:
             number, method, args, kwargs = self._calls.popleft()
             try:
-                function = getattr(self._engine, method, None)
-                if method.startswith("_") or not callable(function):
-                    raise ValueError(
-                        f"method must be a public method of the engine, got {method!r}"
-                    )
-                result, failed = function(*args, **kwargs), False
+                result, failed = self._service.call(method, args, kwargs), False
                 if result is not None:
                     pickle.dumps(result)  # here, where it can still be answered with an error
             except Exception as error:
@@ -131,7 +128,7 @@ def engine_main(config: EngineConfig, connection: Connection, more: Mapping[str,
     else:
         gc.freeze()  # what is loaded stays: no collection needs to look through it
         try:
-            EngineLoop(engine, channel).run()
+            EngineLoop(EngineService(engine), channel).run()
         except DeviceLost:
             logger.exception("the engine's process ends")
             status = LOST_STATUS

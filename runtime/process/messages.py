@@ -1,7 +1,8 @@
 """What travels between an engine's process and whoever started it; plain, and known without torch.
 
-in    (number, method, args, kwargs)   a call of a public method of the engine; number None:
-                                       nobody waits for the answer. None: time to end
+in    (number, method, args, kwargs)   one of the calls of `EngineService`; number None: nobody
+                                       waits for the answer
+      None                             time to end
 out   Ready                            the model is loaded
       (number, failed, result)         the answer of a call, or the exception that it raised
       [row, ...]                       outputs of a step, to be read with `step_output`

@@ -71,6 +71,7 @@ class CacheReport:
 
 def make_report(engine: Engine) -> CacheReport:
     """The report as of now. O(nodes of the tree)."""
+    engine.pins.refresh()
     counters, tree, accounts = engine.counters, engine.tree, engine.accounts
     pages = pool_use(tree, engine.pins)
     return CacheReport(

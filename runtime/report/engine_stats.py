@@ -92,6 +92,7 @@ def _resident_bytes() -> int | None:
 
 def engine_stats(engine: Engine) -> EngineStats:
     """The engine's counters as of now. Settles the cache's accounts; O(running) besides."""
+    engine.pins.refresh()
     counters, pages, graphs = (
         engine.counters,
         pool_use(engine.tree, engine.pins),

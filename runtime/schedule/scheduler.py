@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from coppice.radix import Match, OutOfPages
+from coppice.radix import Match, OutOfPages, RadixTree
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.requests.request import Sequence, Status
 from coppice.runtime.schedule.paging import PageCopy, Paging
@@ -96,6 +96,7 @@ class Scheduler:
         self.waiting = WaitingQueue(
             paging.tree, policy, slack=max_num_batched_tokens, overtaking=overtaking
         )
+        self._overtaking = overtaking
         self.late = False
         self._admissions = 0
         self._forks: dict[Sequence, PageCopy] = {}  # copies that the next step has to make
@@ -105,6 +106,20 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         cached = self.paging.cached(sequence)
         self.waiting.add(sequence, min(cached, sequence.hit_limit), cached)
+
+    def move_to(self, tree: RadixTree) -> None:
+        """Goes on with another tree while nothing runs; who waits is queued anew."""
+        assert not self.running
+        waiting = list(self.waiting)
+        self.paging.tree = tree
+        self.waiting = WaitingQueue(
+            tree,
+            self.waiting.policy,
+            slack=self.max_num_batched_tokens,
+            overtaking=self._overtaking,
+        )
+        for sequence in waiting:
+            self.add(sequence)
 
     def schedule(self) -> Schedule:
         """The next step; empty if there is nothing to do. Pages are taken, locks are held."""

@@ -111,9 +111,10 @@ class EngineInThread:
     def _run(self) -> None:
         from coppice.runtime.process.channel import Channel
         from coppice.runtime.process.loop import EngineLoop
+        from coppice.runtime.process.service import EngineService
 
         try:
-            EngineLoop(self._engine, Channel(self._theirs)).run()
+            EngineLoop(EngineService(self._engine), Channel(self._theirs)).run()
         except BaseException as error:
             self._error = error
 

@@ -89,7 +89,7 @@ async def test_it_answers_refuses_dies_and_comes_back(
         await engine.submit([(None, ids), (None, [])], GREEDY)
     with pytest.raises(QueueFull, match="max_queued_requests 4"):
         await engine.submit([(None, ids)] * 5, GREEDY)
-    with pytest.raises(ValueError, match="public method of the engine, got '_end'"):
+    with pytest.raises(ValueError, match=r"method must be one of add_request, .*, got '_end'"):
         await engine.ask("_end", None)
 
     # Leaving early aborts.

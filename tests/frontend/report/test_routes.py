@@ -22,6 +22,8 @@ from coppice.frontend.report.samples import History, Sample
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.process.service import EngineService
+from coppice.runtime.report.gather import live_report, make_stats, tree_picture
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 SHARED = " ".join(f"The key is under the mat of house {7 * number}." for number in range(14)) + " "
@@ -202,13 +204,14 @@ class Counted:
     """An engine of which it is counted how often it is asked for what."""
 
     def __init__(self, checkpoint: Path, seconds: float) -> None:
-        self.engine = Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512))
+        engine = Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512))
+        self.service = EngineService(engine)
         self.seconds = seconds  # that a look at the tree is said to take
         self.asked: list[str] = []
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.asked.append(method)
-        found = getattr(self.engine, method)(*args, **kwargs)
+        found = self.service.call(method, args, kwargs)
         return replace(found, seconds=self.seconds) if method == "tree_picture" else found
 
 
@@ -242,7 +245,7 @@ def test_history_keeps_three_spans_in_fixed_memory(checkpoint: Path) -> None:
             engine.add_request(f"{number}", [5, 6, 7], SamplingParams(max_tokens=2))
             while engine.has_unfinished():
                 engine.step()
-            stats = engine.stats()
+            stats = make_stats(engine)
         history.add(Sample(5.0 * number, stats))
     now = Sample(5.0 * 2000, stats)
     spans = {span: history.over_time(span, now) for span in ("ten_minutes", "hour", "day")}
@@ -254,12 +257,12 @@ def test_history_keeps_three_spans_in_fixed_memory(checkpoint: Path) -> None:
         assert found["at"][-1] == 10_000
     assert sum(spans["day"]["seconds"]) == 10_000
     assert sum(spans["day"]["prompt_tokens"]) == 4 * 3, "all but what was before the first sample"
-    fresh = Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512)).stats()
+    fresh = make_stats(Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512)))
     again = history.over_time("hour", Sample(10_005.0, fresh))
     assert min(again["prompt_tokens"]) >= 0, "an engine that began again counts from zero"
     report = report_json(
-        engine.live_report(),
-        engine.tree_picture(),
+        live_report(engine),
+        tree_picture(engine),
         history,
         model="m",
         at=now.at,

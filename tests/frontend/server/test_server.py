@@ -456,14 +456,16 @@ async def test_the_loop_is_free_while_the_engine_works(
         await request
 
 
-async def test_any_method_of_the_engine_can_be_asked_for(client: Client) -> None:
+async def test_only_what_the_service_lists_can_be_asked_for(client: Client) -> None:
     assert (await client.engine.ask("cache_report")).pages_held == 0
-    assert await client.engine.ask("try_pin", "p", [1, 2, 3], cache_salt="mine") is True
+    pin = await client.engine.ask("put_pin", "p", [1, 2, 3], cache_salt="mine")
+    assert (pin.name, pin.num_tokens) == ("p", 3)
     with pytest.raises(ValueError, match="there is a pin named 'p' already"):
-        await client.engine.ask("pin", "p", [1, 2, 3])
+        await client.engine.ask("put_pin", "p", [1, 2, 3])
     assert await client.engine.ask("unpin", "p") is True
-    for wrong in ("_namespace", "nothing", "num_pages"):
-        with pytest.raises(ValueError, match=f"public method of the engine, got '{wrong}'"):
+    for wrong in ("_namespace", "nothing", "num_pages", "step"):
+        allowed = f"method must be one of add_request, .*, check, got '{wrong}'"
+        with pytest.raises(ValueError, match=allowed):
             await client.engine.ask(wrong)
 
 

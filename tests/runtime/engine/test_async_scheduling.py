@@ -15,6 +15,7 @@ from fake_model import EOS, Interrupted, fake_checkpoint, fake_engine
 from mixed_requests import answers, make_engine
 
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.report.gather import make_report, make_stats
 from coppice.runtime.requests.request import DeviceLost
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling import sampler
@@ -112,8 +113,8 @@ def test_a_step_is_queued_before_the_tokens_of_the_one_before_are_waited_for(
         "wait 3",
     ]  # fmt: skip
     assert [len(tokens) for tokens in seen] == [0, 1, 1, 1, 1]
-    assert engine.stats().late_rows == 0
-    assert engine.stats().decode_steps["graph"] == 3
+    assert make_stats(engine).late_rows == 0
+    assert make_stats(engine).decode_steps["graph"] == 3
 
 
 def test_what_ends_by_its_token_is_computed_once_too_often_and_counts_nowhere(
@@ -132,12 +133,12 @@ def test_what_ends_by_its_token_is_computed_once_too_often_and_counts_nowhere(
     assert stopped > 10 and all(
         tokens[-1] == EOS for tokens, why, *_ in found[1].values() if why == "stop"
     )
-    assert plain.stats().late_rows == 0 < engine.stats().late_rows == stopped
-    reports = [each.cache_report() for each in (plain, engine)]
+    assert make_stats(plain).late_rows == 0 < make_stats(engine).late_rows == stopped
+    reports = [make_report(each) for each in (plain, engine)]
     for name in ("generated_tokens", "computed_tokens", "prompt_tokens", "hit_tokens", "requests",
                  "pages_held"):  # fmt: skip
         assert getattr(reports[0], name) == getattr(reports[1], name), name
-    assert plain.stats().itl.count == engine.stats().itl.count
+    assert make_stats(plain).itl.count == make_stats(engine).itl.count
 
 
 def every_kind():
@@ -195,7 +196,7 @@ def test_whatever_looks_at_tokens_gets_the_same_ones(checkpoint, late_device, pa
     assert found[0] == found[1]
     errors = {key[0] for key, seen in found[1].items() if seen[3]}
     assert errors == {"broken", "nothing"}
-    assert pages == 128 or engine.stats().preemptions > 0
+    assert pages == 128 or make_stats(engine).preemptions > 0
 
 
 def test_a_step_short_of_pages_waits_for_the_tokens_before_it_preempts(checkpoint, late_device):
@@ -210,7 +211,7 @@ def test_a_step_short_of_pages_waits_for_the_tokens_before_it_preempts(checkpoin
     for number in range(4):
         engine.add_request(str(number), [5, 6, 3 + number], GREEDY)
     run(engine, model)
-    assert engine.stats().preemptions > 0 and late == []
+    assert make_stats(engine).preemptions > 0 and late == []
 
 
 def test_beams_are_not_overlapped_and_find_the_same(tiny_checkpoint):
@@ -266,7 +267,7 @@ def test_tokens_that_do_not_come_end_their_requests_and_the_engine_goes_on(
     assert output.request_id == "a" and "the device is gone" in output.error
     engine.check()
     assert len(run(engine, model)["b", 0]) == 8
-    assert engine.stats().failed_steps == 1
+    assert make_stats(engine).failed_steps == 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -362,7 +363,7 @@ def test_a_device_that_has_failed_for_good_ends_everything(
         run(engine, model)
     assert not engine.has_unfinished()
     engine.check()
-    assert engine.stats().finished["error"] == 3
+    assert make_stats(engine).finished["error"] == 3
     with pytest.raises(DeviceLost, match="illegal memory"):
         engine.step()
     with pytest.raises(DeviceLost, match="illegal memory"):
@@ -406,7 +407,7 @@ def test_pages_are_freed_and_reused_as_fast_as_possible(checkpoint, late_device)
                 model.check_cache()
                 model.poison()
         run(engine, model)
-        assert engine.stats().late_rows > 50
+        assert make_stats(engine).late_rows > 50
         assert engine.tree.pool.free_pages + engine.tree.cached_pages == pages
 
 

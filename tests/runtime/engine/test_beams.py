@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.beam_search import BeamSearchParams
 
@@ -36,7 +37,7 @@ def run(engine):
             assert output.error is None, output.error
             results.setdefault(output.request_id, []).append(output)
         engine.check()
-    assert engine.cache_report().pages_held == 0
+    assert make_report(engine).pages_held == 0
     return results
 
 
@@ -121,7 +122,7 @@ def test_beams_share_pages_and_prompt_and_winners_stay_cached(tiny_checkpoint):
     while engine.has_unfinished():
         outputs = engine.step()
         engine.check()
-        report = engine.cache_report()
+        report = make_report(engine)
         most = max(most, report.pages_held)
     separate = 4 * -(-(len(PROMPTS[0]) + 8) // 4)
     assert most < separate, "no more than separate sequences would take"
@@ -302,7 +303,7 @@ def test_a_function_that_fails_ends_its_own_search_only(tiny_checkpoint, broken)
     assert [output.finish_reason for output in found["bad"]] == ["error", "error"]
     assert all(expected in output.error for output in found["bad"])
     assert [output.finish_reason for output in found["good"]] == ["length", "length"]
-    assert engine.cache_report().pages_held == 0
+    assert make_report(engine).pages_held == 0
     assert not any(node.draft for node in engine.tree.nodes())
 
 
@@ -335,7 +336,7 @@ def test_a_search_that_fails_ends_alone(tiny_checkpoint):
     assert all("search failed: ArithmeticError: on purpose" in o.error for o in found["bad"])
     assert [output.finish_reason for output in found["good"]] == ["length"] * 3
     assert len(found["plain"]) == 10 and found["plain"][-1].finish_reason == "length"
-    assert engine.cache_report().pages_held == 0
+    assert make_report(engine).pages_held == 0
     assert not any(node.draft for node in engine.tree.nodes())
 
 
@@ -421,7 +422,7 @@ def test_beams_that_die_give_their_pages_back_in_that_step(tiny_checkpoint, page
         dead += len(before - after)
         if not outputs:
             assert engine.tree.evictable_pages == 0, "every page is free or a live beam's"
-            most = max(most, engine.cache_report().pages_held)
+            most = max(most, make_report(engine).pages_held)
     assert dead > 8, "beams have died on the way"
     kept = [[*prompt, *output.new_token_ids][:-1] for output in outputs]
     pages = engine.tree.pool
@@ -558,7 +559,7 @@ def test_a_beam_search_can_be_aborted(tiny_checkpoint):
     assert engine.abort("a")
     assert not engine.has_unfinished()
     engine.check()
-    assert engine.cache_report().pages_held == 0
+    assert make_report(engine).pages_held == 0
 
 
 def test_what_can_not_run_is_refused_by_name(tiny_checkpoint):

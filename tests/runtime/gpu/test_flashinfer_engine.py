@@ -20,6 +20,7 @@ from coppice.kernels.flashinfer.levels import build_levels
 from coppice.kernels.sampling.choose import TOP_K, UNIFORM, choose
 from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.triton.base import INTERPRETED
+from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling import sampler
 
@@ -168,6 +169,6 @@ def test_graphs_replay_with_shared_levels_and_without(tiny_checkpoint, library, 
         assert loaded[2] == (0 if sizes is None else TOKENS - 1)
         found.append(together + greedy(engine, [[5, 6, 7], [8, 9, 10, 11]], TOKENS))
         assert loaded[0] == loaded[2]
-    steps = engine.stats().decode_steps
+    steps = make_stats(engine).decode_steps
     assert steps == {"graph": 2 * (TOKENS - 1), "too_many": 0, "too_much": 0}
     assert found[1] == found[0]

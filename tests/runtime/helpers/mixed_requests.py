@@ -11,6 +11,7 @@ import numpy as np
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.request import StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ def run(engine: Engine) -> dict[tuple[str, int], list[StepOutput]]:
             assert output.error is None, output.error
             outputs.setdefault((output.request_id, output.index), []).append(output)
         engine.check()
-    assert engine.cache_report().pages_held == 0
+    assert make_report(engine).pages_held == 0
     return outputs
 
 
@@ -75,10 +76,10 @@ def answers(engine: Engine, *, stem: int, tokens: int) -> dict[str, Any]:
     """Tokens of greedy requests cold and warm, of three forks, of three beams with their scores."""
     prompts = make_prompts(stem)
     found: dict[str, Any] = {"cold": greedy(engine, prompts, tokens)}
-    before = engine.cache_report().hit_tokens
+    before = make_report(engine).hit_tokens
     found["warm"] = greedy(engine, prompts, tokens)
     # All but the last token of each prompt: its logits are needed.
-    found["hits"] = engine.cache_report().hit_tokens - before
+    found["hits"] = make_report(engine).hit_tokens - before
     assert found["hits"] == sum(len(prompt) - 1 for prompt in prompts)
     forks = SamplingParams(
         n=3, temperature=1.0, top_p=0.95, seed=7, max_tokens=tokens, ignore_eos=True,

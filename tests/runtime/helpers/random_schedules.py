@@ -110,7 +110,7 @@ class RandomSchedule:
     def _use_own_clocks(self) -> None:
         """What the engine does by the clock must follow from the seed too."""
         engine, observe = self.engine, self.engine.scheduler.observe
-        engine.pins._clock = lambda: self.now
+        engine.pins.clock = lambda: self.now
 
         def timed(schedule: Any, seconds: float) -> None:
             rows = sum(chunk.count for chunk in schedule.chunks)
@@ -136,7 +136,7 @@ class RandomSchedule:
             elif chance < 0.45:
                 self.pin()
             elif chance < 0.47 and self.pins:
-                self.engine.unpin(self.pins.pop(rng.randrange(len(self.pins))))
+                self.engine.pins.unpin(self.pins.pop(rng.randrange(len(self.pins))))
             elif chance < 0.50:
                 self.reset()
             elif chance < 0.53:
@@ -322,7 +322,7 @@ class RandomSchedule:
 
     def _check_queue(self) -> None:
         """What the queue believes to be cached is what the tree has."""
-        queue, paging = self.engine.scheduler.waiting, self.engine.paging
+        queue, paging = self.engine.scheduler.waiting, self.engine.scheduler.paging
         for place in queue._places.values():
             if paging.caching and not place.sequence.private:
                 known = queue._trees[place.sequence.request.namespace].cached(place.tokens)

@@ -26,6 +26,7 @@ from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear import eight_bit
 from coppice.runtime.model.linear.eight_bit import Fp8Linear, Int8Linear, linear_class
 from coppice.runtime.model.weights import load_decoder
+from coppice.runtime.report.gather import make_report
 
 pytestmark = pytest.mark.usefixtures("scaled_product")
 
@@ -214,7 +215,7 @@ def test_a_warm_request_gets_its_cold_tokens(
     cold = greedy(engine, prompts, 8)
     assert greedy(engine, prompts, 8) == cold
     assert [greedy(engine, [prompt], 8)[0] for prompt in prompts] == cold
-    assert engine.cache_report().hit_tokens > 0
+    assert make_report(engine).hit_tokens > 0
 
 
 @pytest.mark.skipif(panel_kernels() is None, reason="a processor without VNNI")

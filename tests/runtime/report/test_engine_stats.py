@@ -13,7 +13,9 @@ from coppice.radix import Match
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.engine.sequences import Sequence
+from coppice.runtime.process.service import EngineService
 from coppice.runtime.report.engine_stats import EngineStats
+from coppice.runtime.report.gather import live_report, make_stats, tree_picture
 from coppice.runtime.requests.request import QueueFull, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.beam_search import BeamSearchParams
@@ -38,7 +40,7 @@ def make(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Engine]:
 def run(engine: Engine) -> EngineStats:
     while engine.has_unfinished():
         engine.step()
-    return engine.stats()
+    return make_stats(engine)
 
 
 # -- the engine --------------------------------------------------------------------------------
@@ -47,9 +49,9 @@ def run(engine: Engine) -> EngineStats:
 def test_every_request_and_token_is_counted_once(make: Callable[..., Engine]) -> None:
     engine = make()
     engine.add_request("a", PROMPT, params(5))
-    assert (engine.stats().requests_waiting, engine.stats().requests_running) == (1, 0)
+    assert (make_stats(engine).requests_waiting, make_stats(engine).requests_running) == (1, 0)
     engine.step()
-    assert (engine.stats().requests_waiting, engine.stats().requests_running) == (0, 1)
+    assert (make_stats(engine).requests_waiting, make_stats(engine).requests_running) == (0, 1)
     run(engine)
     engine.add_request("b", PROMPT, params(3, n=2))
     engine.add_request("c", PROMPT[:9], params(50))
@@ -74,7 +76,7 @@ def test_a_request_that_one_reader_has_enough_of_has_stopped(make: Callable[...,
     engine.add_request("a", PROMPT, params(5))
     engine.step()
     engine.abort("a", 0)
-    assert engine.stats().finished["stop"] == 1
+    assert make_stats(engine).finished["stop"] == 1
 
 
 def test_a_search_counts_from_its_arrival_to_its_end(make: Callable[..., Engine]) -> None:
@@ -118,7 +120,7 @@ def test_evictions_with_their_age(make: Callable[..., Engine]) -> None:
     for first in range(0, 300, 60):
         engine.add_request(str(first), range(first, first + 60), params(4))
         run(engine)
-    stats = engine.stats()
+    stats = make_stats(engine)
     assert stats.evicted_tokens > 100
     assert stats.eviction_age.count == stats.evicted_tokens
     assert stats.eviction_age.total > 0
@@ -158,33 +160,35 @@ def test_nothing_is_lost_to_page_rounding(
 
 def test_pins_are_told_as_plain_data(make: Callable[..., Engine]) -> None:
     engine = make()
+    service = EngineService(engine)
     engine.add_request("a", PROMPT, params(1))
     run(engine)
-    put = engine.put_pin("handbook", PROMPT[:20], ttl=60)
+    put = service.put_pin("handbook", PROMPT[:20], ttl=60)
     assert (put.num_tokens, put.cached_tokens, put.ttl) == (20, 20, 60)
     assert put.seconds_left == pytest.approx(60, abs=1)
-    assert engine.put_pin("handbook", PROMPT[:20]).ttl is None, "the same prefix: renewed"
+    assert service.put_pin("handbook", PROMPT[:20]).ttl is None, "the same prefix: renewed"
     with pytest.raises(ValueError, match="there is a pin named 'handbook' already"):
-        engine.put_pin("handbook", PROMPT[:21])
+        service.put_pin("handbook", PROMPT[:21])
     with pytest.raises(ValueError, match="prompt_token_ids must be integers from 0 to 319"):
-        engine.put_pin("bad", [1, 320])
+        service.put_pin("bad", [1, 320])
     with pytest.raises(ValueError, match="ttl must be more than 0"):
-        engine.put_pin("handbook", PROMPT[:20], ttl=0)
-    (listed,) = engine.list_pins()
+        service.put_pin("handbook", PROMPT[:20], ttl=0)
+    (listed,) = service.list_pins()
     assert pickle.loads(pickle.dumps(listed)) == listed
     assert (listed.name, listed.cached_tokens) == ("handbook", 20)
 
 
 def test_the_live_report_is_plain_data(make: Callable[..., Engine]) -> None:
     engine = make()
+    service = EngineService(engine)
     for request in "ab":
         engine.add_request(request, PROMPT, params(2), cache_salt="secret")
         run(engine)
-    engine.put_pin("p", PROMPT[:9])
-    report = pickle.loads(pickle.dumps(engine.live_report()))
+    service.put_pin("p", PROMPT[:9])
+    report = pickle.loads(pickle.dumps(live_report(engine)))
     assert report.stats.counts.hit_tokens == len(PROMPT) - 1
     assert [pin.name for pin in report.pins] == ["p"]
-    tree = pickle.loads(pickle.dumps(engine.tree_picture()))
+    tree = pickle.loads(pickle.dumps(tree_picture(engine)))
     (prefix, *_) = tree.prefixes
     assert (prefix.num_tokens, prefix.first, prefix.last) == (36, tuple(PROMPT[:36]), ())
     assert tree.nodes[0].token_ids[:5] == tuple(PROMPT[:5])
@@ -198,4 +202,4 @@ def test_the_cache_is_not_emptied_while_requests_run(make: Callable[..., Engine]
         engine.reset_cache()
     run(engine)
     engine.reset_cache()
-    assert engine.stats().pages_free == engine.num_pages
+    assert make_stats(engine).pages_free == engine.num_pages

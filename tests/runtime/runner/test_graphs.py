@@ -12,6 +12,7 @@ from mixed_requests import answers, make_engine
 from coppice.kernels.triton import plans as triton_plans
 from coppice.kernels.triton.backend import INTERPRETED
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner import graphs as graphs_module
 from coppice.runtime.runner.graphs import graph_sizes
@@ -60,10 +61,10 @@ def test_steps_are_padded_to_the_next_size_and_give_the_same_tokens(checkpoint):
     counts = [1, 2, 3, 4, 5, 6]
     plain, model = fake_engine(checkpoint, **options)
     expected = run(plain, model, counts)
-    assert plain.stats().decode_steps == {} and plain.stats().cuda_graphs == 0
+    assert make_stats(plain).decode_steps == {} and make_stats(plain).cuda_graphs == 0
     engine, model = fake_engine(checkpoint, graphs=(1, 2, 4), **options)
     assert run(engine, model, counts) == expected
-    stats = engine.stats()
+    stats = make_stats(engine)
     # Of six tokens five are decoded; five and six sequences are more than any graph has.
     assert stats.decode_steps == {"graph": 4 * 5, "too_many": 2 * 5, "too_much": 0}
     assert stats.cuda_graphs == 3
@@ -76,7 +77,7 @@ def test_a_plan_with_too_much_work_runs_without_a_graph(checkpoint, monkeypatch)
     engine, model = fake_engine(checkpoint, graphs=(4,), **options)
     monkeypatch.setattr(FakeFixedPlan, "most_pages", 9)
     assert run(engine, model, [4]) == expected
-    steps = engine.stats().decode_steps
+    steps = make_stats(engine).decode_steps
     # Four sequences have two pages each at first, and three later.
     assert steps["graph"] > 0 and steps["too_much"] > 0
 
@@ -86,12 +87,12 @@ def test_mixed_steps_and_prompt_logprobs_have_no_graph(checkpoint):
     engine.add_request("a", [3, 4, 5], GREEDY)
     engine.step()
     engine.step()
-    assert engine.stats().decode_steps["graph"] == 1
+    assert make_stats(engine).decode_steps["graph"] == 1
     engine.add_request("b", [3, 4, 7, 8, 9], GREEDY)
     engine.step()  # decodes one, prefills the other
-    assert engine.stats().decode_steps["graph"] == 1
+    assert make_stats(engine).decode_steps["graph"] == 1
     engine.step()
-    assert engine.stats().decode_steps["graph"] == 2
+    assert make_stats(engine).decode_steps["graph"] == 2
 
 
 def test_one_pool_and_the_largest_first(checkpoint, caplog):
@@ -101,7 +102,7 @@ def test_one_pool_and_the_largest_first(checkpoint, caplog):
     assert graphs.sizes == [1, 2, 4]
     told = "3 CUDA graphs for decoding 1, 2, 4 sequences took"
     assert told in caplog.text and told in engine.runner.memory
-    assert (engine.stats().cuda_graph_bytes, graphs.bytes) == (30, 30)
+    assert (make_stats(engine).cuda_graph_bytes, graphs.bytes) == (30, 30)
 
 
 def test_capturing_is_bounded_in_memory_and_time(checkpoint, caplog, monkeypatch):
@@ -153,7 +154,7 @@ def test_the_triton_backend_replays_forks_beams_and_trees(tiny_checkpoint, monke
         if sizes is not None:
             engine.runner.capture(FakeRecorder(), sizes, 8)
         found.append(answers(engine, stem=9, tokens=3))
-    assert engine.stats().decode_steps["graph"] > 5
+    assert make_stats(engine).decode_steps["graph"] > 5
     scores = found[0].pop("scores")
     assert found[1].pop("scores") == pytest.approx(scores, abs=1e-4)
     assert found[1] == found[0]

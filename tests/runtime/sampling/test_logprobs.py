@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from coppice.radix import check
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.request import Request
 from coppice.runtime.requests.sampling_params import SamplingParams
@@ -186,7 +187,7 @@ def test_prompt_logprobs_cold_and_warm(
             assert_right_prompt(found, prompt, expected, 320 if top < 0 else top)
             assert len(result.tokens) == 9
     if "kv_cache_tokens" in options and page_size == 1:
-        assert made.cache_report().preemptions > 0
+        assert make_report(made).preemptions > 0
 
 
 def test_only_what_is_missing_is_computed(tiny_checkpoint, reference) -> None:
@@ -255,7 +256,7 @@ def test_requests_that_come_together_compute_a_shared_document_once(tiny_checkpo
     ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     results = run(made, [[*DOCUMENT, index, index] for index in range(3, 9)], ask)
     assert [result.cached for result in results] == [0] + [40] * 5
-    assert made.cache_report().computed_tokens == 43 + 5 * 3
+    assert make_report(made).computed_tokens == 43 + 5 * 3
 
 
 def known(capacity: int) -> tuple[KnownLogprobs, np.ndarray]:
@@ -345,10 +346,10 @@ def test_prompt_logprobs_from_a_start_on(tiny_checkpoint, reference, start, cach
     tokens = PROMPTS[0]
     assert len(tokens) == 50
     run(made, [DOCUMENT], SamplingParams(max_tokens=1))
-    before = made.cache_report().computed_tokens
+    before = make_report(made).computed_tokens
     ask = SamplingParams(max_tokens=1, prompt_logprobs=2, prompt_logprobs_start=start)
     (result,) = run(made, [tokens], ask)
-    computed = made.cache_report().computed_tokens - before
+    computed = make_report(made).computed_tokens - before
     cached = min(41, max(0, start - 1)) if caching else 0
     assert computed == len(tokens) - cached
     expected = reference("llama", tokens)

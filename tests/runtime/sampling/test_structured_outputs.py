@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.request import Request, Sequence, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.requests.structured_outputs import MAX_CHOICES, StructuredOutputsParams
@@ -125,7 +126,7 @@ def run(made: Engine) -> dict[tuple[str, int], tuple[list[int], StepOutput]]:
             tokens.setdefault(key, []).extend(output.new_token_ids)
             last[key] = output
         made.check()
-    assert made.cache_report().pages_held == 0
+    assert make_report(made).pages_held == 0
     return {key: (tokens[key], last[key]) for key in tokens}
 
 
@@ -135,7 +136,7 @@ def searched(made: Engine) -> list[StepOutput]:
     while made.has_unfinished():
         results += [output for output in made.step() if output.request_id == "a"]
         made.check()
-    assert made.cache_report().pages_held == 0
+    assert make_report(made).pages_held == 0
     assert not any(node.draft or node.marks for node in made.tree.nodes())
     return results
 
@@ -199,7 +200,7 @@ def test_others_in_the_batch_are_left_alone(checkpoint: Path, overlap: bool) -> 
     together = run(made)
     for key, (tokens, _) in alone.items():
         assert together[key][0] == tokens
-    assert made.cache_report().hit_tokens > 0
+    assert make_report(made).hit_tokens > 0
 
 
 def test_preemption_keeps_its_place(checkpoint: Path, decode: Callable[[list[int]], str]) -> None:
@@ -212,7 +213,7 @@ def test_preemption_keeps_its_place(checkpoint: Path, decode: Callable[[list[int
         for seed in range(5):
             made.add_request(str(seed), [3 + seed] * 20, params(form, seed=seed, max_tokens=200))
     expected, found = run(roomy), run(tight)
-    assert tight.cache_report().preemptions > 0
+    assert make_report(tight).preemptions > 0
     for key, (tokens, _) in found.items():
         assert good(decode(tokens[:-1]))
         assert tokens == expected[key][0]
@@ -403,7 +404,7 @@ def test_every_result_of_a_search_has_its_form(
             made.add_beam_search(str(number), [3 + number, 7, *range(20)], search)
         found.append(run(made))
         if kind == "json" and options is few_pages:
-            assert made.cache_report().preemptions > 0
+            assert make_report(made).preemptions > 0
     few, many = ({key: tokens for key, (tokens, _) in each.items()} for each in found)
     assert few == many
     ended = [(key, output) for key, (_, output) in found[0].items() if output.score is not None]

@@ -1,0 +1,80 @@
+"""What another process may ask of an engine: a list of calls, each by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from functools import partial
+from typing import Any
+
+from coppice.runtime.engine.core import Engine
+from coppice.runtime.report.gather import (
+    PinState,
+    live_report,
+    make_report,
+    make_stats,
+    pin_state,
+    tree_picture,
+)
+
+
+class EngineService:
+    """An engine and the calls to it that may come through a channel.
+
+    Arguments and results are plain data that can be pickled. Calls come between two steps.
+
+    Attributes:
+        engine: the engine that answers.
+        calls: what may be called, by its name.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.calls: Mapping[str, Callable[..., Any]] = {
+            "add_request": engine.add_request,
+            "add_beam_search": engine.add_beam_search,
+            "abort": engine.abort,
+            "has_unfinished": engine.has_unfinished,
+            "put_pin": self.put_pin,
+            "list_pins": self.list_pins,
+            "unpin": engine.pins.unpin,
+            "reset_cache": engine.reset_cache,
+            "stats": partial(make_stats, engine),
+            "cache_report": partial(make_report, engine),
+            "live_report": partial(live_report, engine),
+            "tree_picture": partial(tree_picture, engine),
+            "check": engine.check,
+        }
+
+    def call(self, method: str, args: Seq[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls one of `calls`.
+
+        Raises ValueError for a name that is not among them, and what the method raises.
+        """
+        function = self.calls.get(method)
+        if function is None:
+            raise ValueError(f"method must be one of {', '.join(self.calls)}, got {method!r}")
+        return function(*args, **kwargs)
+
+    def put_pin(
+        self,
+        name: str,
+        token_ids: Seq[int],
+        *,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+        ttl: float | None = None,
+    ) -> PinState:
+        """Pins a prefix as `Engine.pin` does; returns the pin as it is now.
+
+        Raises as `Engine.pin`; ValueError also for token ids that the vocabulary does not have.
+        """
+        self.engine.intake.check_tokens("prompt_token_ids", token_ids)
+        pin = self.engine.pin(name, token_ids, cache_salt=cache_salt, tenant=tenant, ttl=ttl)
+        return pin_state(pin, self.engine.pins.clock())
+
+    def list_pins(self) -> tuple[PinState, ...]:
+        """All pins, after those have ended whose time has passed."""
+        pins = self.engine.pins
+        pins.refresh()
+        return tuple(pin_state(pin, pins.clock()) for pin in pins)
