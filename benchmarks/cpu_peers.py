@@ -1,27 +1,32 @@
-"""Coppice on a CPU beside every engine that a user could install, and beside the floor.
+"""Coppice on a CPU beside other engines, and beside the least possible time.
 
     python benchmarks/cpu_peers.py [--quick] [--json FILE] [--models S M] [--workloads W1 ...]
         [--sides NAME ...] [--precisions float32 int8] [--seeds N] [--long SECONDS]
         [--stored bfloat16] [--peer NAME=PYTHON ...] [--threads N] [--cache DIR] [--no-steps]
 
-Workloads W1 to W6 (`cpu/workloads.py`) on two models of random weights: the same token ids for all
-sides, greedy, end of sequence ignored, all requests of a turn submitted at once. Each side is a
-process of its own, alone on the machine while it runs; in each of the passes (one a seed) all sides
-come in turn, and answer all workloads after a short one that warms up. A workload that took a side
-longer than `--long` seconds is not repeated for it in later passes. float32 and each engine's own
-int8 are apart. `--stored bfloat16` has the checkpoint in the type of most models that one finds;
-everybody computes in float32 all the same (llama.cpp's conversion reads float32 only). Rows:
-every side's seconds and time to first token (median over the requests), its start-up, its most
-resident memory, its time as a multiple of the floor (`cpu/floor.py`) at the rates measured in the
-same pass; ratios of each peer to Coppice; and single steps of Coppice with where their time goes
-(`cpu/steps.py`). Read `min` first: what else runs on the machine adds only.
+Runs the workloads W1 to W6 (`cpu/workloads.py`) on two models with random weights. All sides get
+the same token ids, decode greedily, ignore the end of sequence, and get all requests of a turn at
+once. Each side is a separate process and runs alone on the machine. In each pass (one a seed) all
+sides run in turn; each answers all workloads, after a short one that warms it up. A workload that
+took a side longer than `--long` seconds is not repeated for it in later passes. float32 and int8
+(each engine's own) are compared separately. `--stored bfloat16` stores the checkpoint in the type
+of most published models; all sides still compute in float32 (llama.cpp's conversion reads only
+float32). Rows:
 
-Peers conflict with each other, so each is installed into an environment of its own, which `--peer`
-names; those that are not named are left out, and listed. Converted checkpoints and the peers' logs
-go below `--cache`. (vLLM and OpenVINO's converter need no pictures or sounds, and with builds of
-torchvision that do not go with their torch they fail to start. llama.cpp's server comes with the
-sources of its Python package, but is not part of that; two cores compile it in half an hour. The
-package xllamacpp has it compiled, but without AVX-512 and VNNI, so it would be no measure.)
+    each side: seconds and time to first token (median over the requests), start-up, most resident
+        memory, time as a multiple of the floor (`cpu/floor.py`) at the rates of the same pass
+    each peer's time over Coppice's
+    single steps of Coppice and where their time is spent (`cpu/steps.py`)
+
+Other processes on the machine only add time, so `min` is the most reliable of a spread.
+
+Peers conflict with each other, so each is installed in its own environment, which `--peer` names.
+Peers without one are left out, and listed. Converted checkpoints and the peers' logs are written
+below `--cache`. (vLLM and OpenVINO's converter need no pictures or sounds, and fail to start with
+builds of torchvision that do not match their torch. llama.cpp's server comes with the sources of
+its Python package, but is not part of that package; two cores compile it in half an hour. The
+package xllamacpp contains it compiled, but without AVX-512 and VNNI, so it would be no fair
+measure.)
 
     for peer in transformers openvino ctranslate2 vllm llamacpp; do
         python3 -m venv peers/$peer; done
@@ -72,7 +77,7 @@ _FOLDER = Path(__file__).parent
 
 @dataclass
 class Found:
-    """What one side did on one workload over the passes."""
+    """What one side measured on one workload, over the passes."""
 
     seconds: dict[int, float] = field(default_factory=dict)  # by seed, as are the next three
     floors: dict[int, float] = field(default_factory=dict)
@@ -84,7 +89,7 @@ class Found:
 
 @dataclass
 class Start:
-    """The seconds from starting a side's process, over the passes."""
+    """Seconds since the start of a side's process, over the passes."""
 
     version: str = ""
     ready: list[float] = field(default_factory=list)
@@ -92,7 +97,7 @@ class Start:
 
 
 class Yardstick:
-    """All sides and passes over one model."""
+    """All sides and passes on one model."""
 
     def __init__(self, args: argparse.Namespace, model: str) -> None:
         self.args, self.model = args, model
@@ -104,7 +109,7 @@ class Yardstick:
         self.rates: list[Rates] = []
 
     def sides(self) -> list[tuple[str, str]]:
-        """Sides and precisions in the order in which they run: Coppice beside its rivals."""
+        """Sides and precisions in the order in which they run."""
         return [
             (name, precision)
             for precision in self.args.precisions
@@ -121,18 +126,18 @@ class Yardstick:
             try:
                 self._visit(name, precision, seed, rates)
             except Failed as error:
-                # One that does not even start has failed in everything.
+                # A side that does not start has failed in all workloads.
                 for workload in self.workloads:
                     found = self.found[name, precision, workload.name]
                     found.trouble = found.trouble or str(error)
-            _say(f"{self.model} seed {seed}: {name} {precision}, {_since(begin)}")
+            _log(f"{self.model} seed {seed}: {name} {precision}, {_since(begin)}")
 
     def _visit(self, name: str, precision: str, seed: int, rates: Rates) -> None:
         wanted = [each for each in self.workloads if self._wanted(name, precision, each)]
         if not wanted:
             return
         if KINDS[name].converts and not self.starts[name, precision].ready:
-            with self._side(name, precision) as side:  # this counts for nothing
+            with self._side(name, precision) as side:  # not measured
                 side.prepare()
         with self._side(name, precision) as side:
             start = self.starts[name, precision]
@@ -142,7 +147,7 @@ class Yardstick:
             jobs = warm.first(random.Random(-1))
             first = side.run(jobs[:1], fresh=True)["first"]
             if first is not None and first[0] is not None:
-                # The answer has come, so this is a little more than to its first token.
+                # The whole answer has come: slightly more than the time to its first token.
                 start.first_token.append(time.perf_counter() - side.started)
             side.run(jobs, fresh=True)
             for workload in wanted:
@@ -176,7 +181,7 @@ class Yardstick:
             "threads": self.args.threads,
             "lines": lines,
             "length": max(each.longest for each in self.workloads),
-            # Each sequence may leave a page of its own partly empty, and hold one that it copies.
+            # Each sequence may leave one page partly empty, and hold one that it copies.
             "tokens_shared": self._pool_tokens(),
             "tokens_separate": max(each.tokens_separate for each in self.workloads) + 32 * lines,
         }
@@ -269,7 +274,7 @@ class Yardstick:
         rows.add(**common, **row, machine=machine)
 
     def _least_bytes(self, precision: str) -> float:
-        """Bytes of Coppice's weights and KV pool; beside an int8 head the embedding as stored."""
+        """Bytes of Coppice's weights and KV pool; int8 keeps the embedding as stored, too."""
         layers, head = self.shape.layer_parameters, self.shape.head_parameters
         weights = self.shape.stored * (layers + head)
         if precision == "int8":
@@ -312,13 +317,13 @@ class Yardstick:
 
 
 def _check(tokens: list[list[list[int]]], workload: Workload) -> None:
-    """Refuses answers of the wrong number or length: they would have been too cheap."""
+    """Raises Failed if lines are missing, or have the wrong length: they would be too cheap."""
     shape = [[len(line) for line in lines] for lines in tokens]
     if shape != [[workload.out] * workload.lines] * workload.requests:
         raise Failed(
             f"{workload.requests} x {workload.lines} lines of {workload.out} tokens were asked "
-            f"for, lines of {sorted({n for lines in shape for n in lines})} tokens came, "
-            f"{sum(map(len, shape))} in all"
+            f"for; {sum(map(len, shape))} lines came, of "
+            f"{sorted({n for lines in shape for n in lines})} tokens"
         )
     if any(not 0 <= token < VOCABULARY for lines in tokens for line in lines for token in line):
         raise Failed("a token is outside the vocabulary")
@@ -328,7 +333,7 @@ def _since(begin: float) -> str:
     return f"{time.perf_counter() - begin:.1f} s"
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -341,32 +346,34 @@ def _options() -> argparse.Namespace:
                          help="type of the checkpoint's numbers (default: float32)")  # fmt: skip
     options.add_argument("--precisions", nargs="+", choices=("float32", "int8"),
                          default=["float32", "int8"])  # fmt: skip
-    options.add_argument("--sides", nargs="+", choices=list(KINDS), help="default: all there are")
+    options.add_argument(
+        "--sides", nargs="+", choices=list(KINDS), help="default: all that are installed"
+    )
     options.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON",
-                         help=f"interpreter of a peer: {', '.join(PEERS)}")  # fmt: skip
+                         help=f"Python interpreter of one of {', '.join(PEERS)}")  # fmt: skip
     options.add_argument("--seeds", type=int, default=2, help="passes (default: 2)")
     options.add_argument("--long", type=float, default=15, metavar="SECONDS",
-                         help="what took a side longer is not repeated (default: 15)")  # fmt: skip
+                         help="do not repeat workloads that took longer (default: 15)")  # fmt: skip
     options.add_argument("--limit", type=float, default=900, metavar="SECONDS",
-                         help="a side silent for longer is given up (default: 900)")  # fmt: skip
+                         help="wait no longer for an answer of a side (default: 900)")  # fmt: skip
     options.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options.add_argument("--cache", type=Path,
                          default=Path(tempfile.gettempdir()) / "coppice-cpu-peers")  # fmt: skip
     options.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True,
-                         help="also single steps of Coppice")  # fmt: skip
+                         help="also measure single steps of Coppice")  # fmt: skip
     args = options.parse_args()
     pythons = dict(each.partition("=")[::2] for each in args.peer)
     for name, python in pythons.items():
         if name not in PEERS:
             options.error(f"--peer {name}: it must be one of {', '.join(PEERS)}")
         if not os.access(python, os.X_OK):
-            options.error(f"--peer {name}: {python!r} is no program")
-    # A virtual environment is known by the path of its link, so that is kept.
+            options.error(f"--peer {name}: {python!r} is not a program")
+    # Python finds a virtual environment by the path of its link, so links are not resolved.
     args.peer = {name: os.path.abspath(python) for name, python in pythons.items()}
     here = [name for name, kind in KINDS.items() if kind.peer in ("coppice", *args.peer)]
     for name in args.sides or ():
         if name not in here:
-            options.error(f"--sides {name}: --peer {KINDS[name].peer}=PYTHON must say where it is")
+            options.error(f"--sides {name}: it needs --peer {KINDS[name].peer}=PYTHON")
     args.sides = args.sides or here
     args.cache.mkdir(parents=True, exist_ok=True)
     return args
@@ -376,7 +383,7 @@ def main() -> None:
     args = _options()
     absent = [name for name in PEERS if name not in args.peer]
     if absent:
-        _say(f"left out, since no --peer names an interpreter: {', '.join(absent)}")
+        _log(f"left out, since no --peer names an interpreter: {', '.join(absent)}")
     rows = Rows(args.json)
     for model in args.models:
         yardstick = Yardstick(args, model)
@@ -390,7 +397,7 @@ def main() -> None:
 
 
 def _steps(args: argparse.Namespace, yardstick: Yardstick, precision: str) -> list[dict[str, Any]]:
-    """Rows of `cpu/steps.py`, which runs alone as every side does."""
+    """Rows of `cpu/steps.py`, run as a separate process like every side."""
     script = [
         sys.executable, str(_FOLDER / "cpu" / "steps.py"), str(yardstick.checkpoint), precision,
         "--threads", str(args.threads), *(["--quick"] if args.quick else []),

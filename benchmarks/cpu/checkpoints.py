@@ -1,8 +1,8 @@
-"""The two models of the CPU yardstick as checkpoints: random weights, and a tokenizer of numbers.
+"""The two models of `cpu_peers.py` as checkpoints: random weights, and a tokenizer of numbers.
 
-S is a Llama in the shape of SmolLM-135M, M a Qwen2 in the shape of Qwen2.5-0.5B; both with 32,000
-tokens. They are written once and found again later. Stored in bfloat16, as most models are that
-one finds, their numbers are those of float32 rounded.
+S is a Llama in the shape of SmolLM-135M, M a Qwen2 in the shape of Qwen2.5-0.5B, both with 32,000
+tokens. A checkpoint is written once and used again by later runs. In bfloat16 its numbers are those
+of float32, rounded.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ LENGTH = 8192
 
 
 def checkpoint(name: str, cache: Path, stored: str = "float32") -> Path:
-    """The folder of a model's checkpoint below `cache`, written if it is not there yet."""
+    """The folder of a model's checkpoint below `cache`, written if it does not exist."""
     if name not in MODELS:
         raise ValueError(f"model is {name!r}; it must be one of {', '.join(MODELS)}")
     folder = cache / (f"model-{name}" if stored == "float32" else f"model-{name}-{stored}")
     if not folder.exists():
-        # Written beside and renamed, so that one that was interrupted is not taken for whole.
+        # Written under another name and renamed, so that an interrupted run leaves no partial one.
         partial = cache / f"{folder.name}.{os.getpid()}"
         _write_model(name, partial, stored)
         _write_tokenizer(partial)
         try:
             partial.rename(folder)
-        except OSError:  # another run was faster
+        except OSError:  # another process has written it meanwhile
             shutil.rmtree(partial)
     return folder
 
@@ -66,7 +66,7 @@ def _write_model(name: str, folder: Path, stored: str) -> None:
         )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Biases of zero would hide a peer that leaves them out.
+    # Biases of zero would not show whether an engine adds them.
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.02)
@@ -74,7 +74,7 @@ def _write_model(name: str, folder: Path, stored: str) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Words `w3`, `w4`, ... for the ids: engines that insist on a tokenizer are served."""
+    """Writes a tokenizer with the words `w3`, `w4`, ..., for engines that need one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,10 +1,10 @@
-"""The least time that a step, or a workload, can take on a machine of given rates.
+"""The least time that a step or a workload can take on a machine with given rates.
 
-A step reads the weights and the KV of its sequences, each shared prefix once, and multiplies. It
-takes at least max(bytes / bandwidth, arithmetic / matrix rate). The floor of a workload is that of
-its steps, with as few of them as there can be: one for each turn's prompts, and one for each
-further token of all sequences together. Norms, activations, sampling and writes count nothing, so
-no engine reaches it; a cache that held the weights would go below.
+A step reads the weights and the KV of its sequences (each shared prefix once) and multiplies. It
+takes at least max(bytes / bandwidth, arithmetic / matrix rate). The floor of a workload is the sum
+over the fewest steps that compute it: one for each turn's prompts, and one for each further token
+of all sequences together. Norms, activations, sampling and writes count as free, so no engine
+reaches the floor, unless a processor cache holds the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cpu.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model the floor needs; parameters count the layers' and the head's matrices."""
+    """The sizes of a model: numbers in the matrices of all layers and of the head, and widths."""
 
     layer_parameters: int
     head_parameters: int
@@ -43,10 +43,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: `rows` tokens, `sampled` of them with logits.
+    """One forward pass over `rows` tokens, of which `sampled` need logits.
 
-    `pairs` is the number of (query token, key) pairs of attention; `kv_tokens` the number of
-    distinct cached tokens that are read.
+    `pairs` counts the (query token, key) pairs of attention, `kv_tokens` the distinct cached tokens
+    that it reads.
     """
 
     rows: int
@@ -56,13 +56,13 @@ class Step:
 
     @classmethod
     def of(cls, new: Sequence[int], cached: Sequence[int], shared: int = 0) -> Step:
-        """Sequences that add `new[i]` tokens to `cached[i]`, the first `shared` of them common."""
+        """Sequence i adds `new[i]` tokens to `cached[i]`, of which all share the first `shared`."""
         pairs = sum(n * c + n * (n + 1) // 2 for n, c in zip(new, cached, strict=True))
         distinct = sum(cached) - shared * (len(cached) - 1)
         return cls(sum(new), len(new), pairs, distinct)
 
     def seconds(self, shape: Shape, precision: str, rates: Rates) -> float:
-        """Its floor. With int8 the weights are int8, else as stored; KV and attention float32."""
+        """The step's floor. Weights are int8 or as stored; KV and attention are float32."""
         small = precision == "int8"
         weights = shape.layer_parameters + shape.head_parameters * (self.sampled > 0)
         read = weights * (1 if small else shape.stored)
@@ -75,7 +75,7 @@ class Step:
 
 
 def steps_of(workload: Workload) -> list[Step]:
-    """The fewest steps that compute it, every token once."""
+    """The fewest steps that compute every token of the workload once."""
     steps: list[Step] = []
     cached = 0  # tokens of each request before this turn
     shared = workload.shared
@@ -85,7 +85,7 @@ def steps_of(workload: Workload) -> list[Step]:
             parts.append(
                 Step.of([workload.own] * workload.requests, [shared] * workload.requests, shared)
             )
-            # Prefix and tails are one step's arithmetic, each of the latter over the former.
+            # One step computes the prefix and all tails, which attend to the prefix.
             steps.append(
                 Step(
                     rows=sum(part.rows for part in parts),
@@ -95,7 +95,7 @@ def steps_of(workload: Workload) -> list[Step]:
                 )
             )
         else:
-            # The last answer's last token has no KV yet.
+            # The last token of the previous answer has no KV yet.
             new = [workload.own + 1] * workload.requests
             steps.append(Step.of(new, [cached - 1] * workload.requests, shared))
         cached = cached + workload.own + (shared if turn == 0 else 0)
@@ -106,7 +106,7 @@ def steps_of(workload: Workload) -> list[Step]:
 
 
 def _decode(workload: Workload, prompt: int, made: int) -> Step:
-    """All lines add a token; each has `made` tokens, of which the last has no KV yet."""
+    """Every line adds a token to the `made` tokens that it has; the last of those has no KV yet."""
     lines = workload.requests * workload.lines
     if workload.lines > 1:  # the lines of a request share its prompt
         own = workload.requests * (prompt - workload.shared) + lines * (made - 1)
@@ -116,5 +116,5 @@ def _decode(workload: Workload, prompt: int, made: int) -> Step:
 
 
 def floor_seconds(workload: Workload, shape: Shape, precision: str, rates: Rates) -> float:
-    """The floor of a whole workload in seconds."""
+    """The floor of a workload in seconds."""
     return sum(step.seconds(shape, precision, rates) for step in steps_of(workload))

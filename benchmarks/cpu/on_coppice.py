@@ -1,4 +1,4 @@
-"""Worker of the CPU yardstick: Coppice itself."""
+"""The worker of `cpu_peers.py` for Coppice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coppice import BeamSearchParams, Engine, EngineConfig, SamplingParams
 
 
 class Coppice(Peer):
-    """The engine's own loop: requests added, steps made until none is left."""
+    """Adds all requests to an engine and runs its steps until none is left."""
 
     version = coppice.__version__
 

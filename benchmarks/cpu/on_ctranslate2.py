@@ -1,4 +1,4 @@
-"""Worker of the CPU yardstick: CTranslate2."""
+"""The worker of `cpu_peers.py` for CTranslate2."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from pipe import Peer, serve
 from workloads import Job
 
-# A prefix at least so long is told as the static prompt, whose KV is kept.
+# The least length of a shared prefix that is passed as the static prompt, whose KV is reused.
 _STATIC_FROM = 64
 
 
 class CTranslate2(Peer):
-    """All requests in one batch; a prefix that they share is its static prompt."""
+    """Runs all requests as one batch, with their shared prefix as its static prompt."""
 
     @staticmethod
     def prepare(options: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class CTranslate2(Peer):
         prompts = [[_word(token) for token in each.prompt] for each in jobs]
         shared = 0
         if len(jobs) > 1:
-            # The last token stays with the request: every batch needs one to begin with.
+            # The last token stays in the request: a batch needs at least one.
             columns = zip(*(each.prompt[:-1] for each in jobs), strict=False)
             shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
         static = prompts[0][:shared] if shared >= _STATIC_FROM else None
@@ -82,7 +82,7 @@ class CTranslate2(Peer):
 
 
 def _word(token: int) -> str:
-    """The token's name in the tokenizer of the checkpoint."""
+    """The token's word in the checkpoint's tokenizer."""
     return ("<unk>", "<s>", "</s>")[token] if token < 3 else f"w{token}"
 
 

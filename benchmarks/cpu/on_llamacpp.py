@@ -1,7 +1,7 @@
-"""Worker of the CPU yardstick: llama.cpp's server, on a GGUF file that this writes itself.
+"""The worker of `cpu_peers.py` for llama.cpp's server, on a GGUF file that this module writes.
 
-`variant["slots"]` is the number of its slots. The server is the program `llama-server` beside the
-interpreter.
+`variant["slots"]` is the number of the server's slots. The program `llama-server` lies beside the
+Python interpreter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAMES = {
 
 
 class LlamaCpp(Peer):
-    """A server process, asked over loopback by one thread a request."""
+    """A server process; one thread for each request asks it over loopback."""
 
     @staticmethod
     def prepare(options: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class LlamaCpp(Peer):
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         kv = "f32" if options["precision"] == "float32" else "f16"  # f16 is its default
-        # One slot serves one sequence after the other, each on top of what it shares with the last.
+        # One slot serves the sequences in turn, and keeps what a sequence shares with the next one.
         context = options["length"] + 64 if slots == 1 else options["tokens_separate"] + 64 * slots
         self._server = subprocess.Popen(
             [
@@ -116,7 +116,7 @@ class LlamaCpp(Peer):
         }
 
     def _complete(self, job: Job, seed: int) -> Any:
-        """Yields the ids of the tokens as they come."""
+        """Yields lists of new token ids as they come."""
         body: dict[str, Any] = {
             "prompt": job.prompt,
             "n_predict": job.out,
@@ -175,7 +175,7 @@ def _write_gguf(checkpoint: Path, target: Path, precision: str) -> None:
     _add_tokenizer(writer, config["vocab_size"])
 
     def rotated(name: str, tensor: np.ndarray) -> np.ndarray:
-        # The architecture `llama` rotates neighbouring elements, a checkpoint the halves of a head.
+        # llama.cpp's `llama` rotates pairs of neighbouring elements, a checkpoint the two halves.
         count = {"attn_q": heads, "attn_k": kv_heads}.get(name)
         if not llama or count is None:
             return tensor

@@ -1,7 +1,8 @@
-"""Worker of the CPU yardstick: OpenVINO GenAI's continuous batching with prefix caching."""
+"""The worker of `cpu_peers.py` for OpenVINO GenAI, with continuous batching and prefix caching."""
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from workloads import Job
 
 
 class OpenVino(Peer):
-    """Requests added to a pipeline, which is stepped until none is left."""
+    """Adds all requests to a pipeline and runs its steps until none is left."""
 
     @staticmethod
     def prepare(options: dict[str, Any]) -> None:
@@ -44,7 +45,7 @@ class OpenVino(Peer):
         scheduler.enable_prefix_caching = True
         scheduler.max_num_seqs = options["lines"]
         scheduler.max_num_batched_tokens = 2048
-        scheduler.cache_size = math.ceil(options["tokens_shared"] * 1.2 * _token_bytes(options))
+        scheduler.cache_size = math.ceil(options["tokens_shared"] * 1.2 * _token_gib(options))
         properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": options["threads"]}
         if options["precision"] == "float32":
             properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
@@ -99,10 +100,8 @@ class OpenVino(Peer):
         return config
 
 
-def _token_bytes(options: dict[str, Any]) -> float:
-    """GiB of float32 KV of one token."""
-    import json
-
+def _token_gib(options: dict[str, Any]) -> float:
+    """GiB of one token's KV in float32."""
     config = json.loads((Path(options["checkpoint"]) / "config.json").read_text())
     width = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
     return 2 * 4 * width * config["num_hidden_layers"] / 2**30

@@ -1,4 +1,4 @@
-"""Worker of the CPU yardstick: transformers' `generate`, or its continuous batching."""
+"""The worker of `cpu_peers.py` for transformers: `generate`, or its continuous batching."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workloads import Job
 
 
 class _FirstToken(StoppingCriteria):
-    """Notes when the first token came; it stops nothing."""
+    """Records when the first token came, and never stops."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None
@@ -26,7 +26,7 @@ class _FirstToken(StoppingCriteria):
 
 
 class Transformers(Peer):
-    """`variant["continuous"]` chooses continuous batching; else one batch, without padding."""
+    """Continuous batching if `variant["continuous"]` is set, else one batch without padding."""
 
     version = transformers.__version__
 
@@ -40,7 +40,7 @@ class Transformers(Peer):
         self._model = AutoModelForCausalLM.from_pretrained(
             options["checkpoint"],
             dtype=torch.float32,
-            attn_implementation="sdpa",  # the paged one, where batching is continuous
+            attn_implementation="sdpa",  # continuous batching takes its paged variant
         ).eval()
 
     def run(self, jobs: list[Job], fresh: bool) -> dict[str, Any]:
@@ -74,9 +74,9 @@ class Transformers(Peer):
             raise Unsupported("continuous batching has no beam search")
         from transformers import ContinuousBatchingConfig
 
-        # Samples are requests of their own, which share their prompt's blocks.
+        # Each sample is a separate request; they share their prompt's blocks.
         prompts = [each.prompt for each in jobs for _ in range(each.n)]
-        page = 32  # as small as is usual elsewhere: hits are whole blocks
+        page = 32  # smaller than the default of 256, since only whole pages hit
         start = time.perf_counter()
         if self._manager is None or self._sampled != (job.n > 1):
             if self._manager is not None:
@@ -92,7 +92,7 @@ class Transformers(Peer):
             )
             self._manager = self._model.init_continuous_batching(_config(job), config)
             self._manager.start()
-            start = time.perf_counter()  # making the manager is start-up
+            start = time.perf_counter()  # making the manager counts as start-up
         names = self._manager.add_requests(
             inputs=prompts, max_new_tokens=job.out, record_timestamps=True
         )

@@ -1,7 +1,7 @@
-"""Worker of the CPU yardstick: vLLM's build for CPUs, compiled or (`variant["eager"]`) eager.
+"""The worker of `cpu_peers.py` for vLLM's CPU build, compiled or (`variant["eager"]`) eager.
 
-Its int8 is W8A8: weights with a scale for each row, activations with one for each token, in a
-checkpoint that this writes itself in the format of compressed-tensors.
+Its int8 is W8A8: weights with a scale for each row, activations with one for each token. The
+checkpoint for it, in the format of compressed-tensors, is written by this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workloads import Job
 
 
 class Vllm(Peer):
-    """The engine in this process, stepped until no request is left."""
+    """Adds all requests to an engine in this process and runs its steps until none is left."""
 
     @staticmethod
     def prepare(options: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ class Vllm(Peer):
             VLLM_CPU_KVCACHE_SPACE=str(space),  # GiB
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             VLLM_NO_USAGE_STATS="1",
-            # By itself it would keep a core free for a server.
+            # By default it leaves one core to a server.
             VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cores)),
         )
         import vllm
@@ -88,7 +88,7 @@ class Vllm(Peer):
             for output in engine.step():
                 if any(each.token_ids for each in output.outputs):
                     first.setdefault(output.request_id, time.perf_counter() - start)
-                # Of several samples each is told of as it ends, and not all at the end.
+                # Samples of one prompt are reported as each ends, not all in the last output.
                 lines = {each.index: list(each.token_ids) for each in output.outputs}
                 found[output.request_id] |= lines
         seconds = time.perf_counter() - start

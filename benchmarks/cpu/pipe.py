@@ -1,19 +1,28 @@
-"""The worker's end of the CPU yardstick's pipe: JSON lines in, one JSON line back for each.
+"""The worker's end of the pipe to `cpu_peers.py`: JSON lines in, one JSON line back for each.
 
-A worker is a script that a peer's own interpreter runs, so this needs the standard library only.
-The messages, `do` first::
+A worker is a script that a peer's own interpreter runs, so this module needs only the standard
+library. The messages, by their key `do`::
 
     prepare  options                    convert the checkpoint into the peer's own format
     start    options                    load it -> version
     run      jobs, fresh                answer these jobs -> seconds, first, tokens
 
-`options` has `checkpoint` (folder), `folder` (for converted files), `precision` ("float32" or
-"int8"), `variant` (the side's own settings), `threads`, `length` (tokens of the longest sequence),
-`lines` (most sequences at a time), `tokens_shared` and `tokens_separate` (of KV, with each shared
-prefix once or for every sequence). `fresh` says that what is cached belongs to earlier rounds.
-`first` are the seconds to the first token of each job, or null if the peer does not tell.
-`tokens[i]` are the lines of job i, each without its prompt. An answer has `error` instead if
-something went wrong, with `unsupported` if the peer can't do it at all.
+Keys of `options`:
+
+    checkpoint       folder
+    folder           for converted files
+    precision        "float32" or "int8"
+    variant          settings of this side
+    threads
+    length           tokens of the longest sequence
+    lines            the most sequences at a time
+    tokens_shared    tokens of KV, each shared prefix counted once
+    tokens_separate  tokens of KV, each shared prefix counted for every sequence
+
+`fresh` is true if the cache holds only earlier rounds. `first` has the seconds to each job's first
+token, or is null if the peer does not report them. `tokens[i]` are the lines of job i without their
+prompt. If something fails, the answer has `error` instead, and `unsupported` if the peer lacks the
+feature.
 """
 
 from __future__ import annotations
@@ -29,23 +38,23 @@ from workloads import Job
 
 
 class Unsupported(Exception):
-    """The peer has no such thing."""
+    """The peer lacks this feature."""
 
 
 class Peer:
-    """What a worker defines: how to convert, to load and to run."""
+    """What a worker defines: how to convert a checkpoint, load it and answer jobs."""
 
     version = ""
 
     @staticmethod
     def prepare(options: dict[str, Any]) -> None:
-        """Convert the checkpoint into `options["folder"]`, if the peer needs that."""
+        """Converts the checkpoint into `options["folder"]`, if the peer needs that."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def run(self, jobs: list[Job], fresh: bool) -> dict[str, Any]:
-        """Answer the jobs, all submitted at once: `seconds`, `first`, `tokens`."""
+        """Answers the jobs, all submitted at once; returns `seconds`, `first` and `tokens`."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -53,8 +62,8 @@ class Peer:
 
 
 def serve(peer: type[Peer]) -> None:
-    """Answer messages until the pipe is closed."""
-    # Libraries print to standard output: what is the pipe here becomes standard error there.
+    """Answers messages until the pipe is closed."""
+    # Standard output is the pipe. Libraries print to it, so for them it becomes standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     running: Peer | None = None

@@ -1,9 +1,9 @@
-"""How fast this machine reads memory and multiplies matrices: what the floor is made of.
+"""How fast this machine reads memory and multiplies matrices.
 
     python benchmarks/cpu/rates.py [THREADS]
 
-Prints one JSON object: GB/s of reading, GFLOP/s of float32 products and G operations/s of int8
-ones. Each is the best of several tries, of the shapes that do best.
+Prints one JSON object: bytes a second of reading, operations a second of float32 and of int8
+products. Each is the best of several tries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second of reading; operations (a multiply and an add are two) a second."""
+    """Bytes read a second, and operations a second (a multiply and an add are two)."""
 
     read: float
     float32: float
@@ -25,7 +25,7 @@ class Rates:
 
 
 def measure(threads: int, tries: int = 5) -> Rates:
-    """Takes about two seconds and 1 GiB."""
+    """Measures the rates, in about two seconds and 1 GiB; sets torch's number of threads."""
     import torch
 
     torch.set_num_threads(threads)
@@ -38,7 +38,7 @@ def measure(threads: int, tries: int = 5) -> Rates:
             times.append(time.perf_counter() - start)
         return min(times[1:])
 
-    # Larger than any cache; read as a sum, and as a matrix by a vector, which decoding does.
+    # Larger than any cache. Read by a sum, and by a product with a vector, as in decoding.
     wide, vector = torch.ones(16_384, 16_384), torch.ones(16_384)
     read = wide.numel() * 4 / min(best(wide.sum), best(lambda: torch.mv(wide, vector)))
 

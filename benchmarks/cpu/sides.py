@@ -1,4 +1,4 @@
-"""The CPU yardstick's end of the pipe: a process for each engine."""
+"""The sides of `cpu_peers.py`: which there are, and the process that runs one."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _BOTH = ("float32", "int8")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A side: its worker's script, whose environment it uses, its precisions and settings."""
+    """A side: its worker's script, the peer whose environment runs it, precisions, settings."""
 
     script: str
     peer: str
     precisions: tuple[str, ...] = _BOTH
     variant: dict[str, Any] = field(default_factory=dict)
-    converts: bool = True  # whether it needs the checkpoint in a form of its own
+    converts: bool = True  # whether it needs the checkpoint in its own format
 
 
-#: All sides by name, Coppice first. Several sides of one peer are settings of it.
+#: All sides by name, Coppice first. Several sides of one peer differ in settings.
 KINDS = {
     "coppice": Kind("on_coppice.py", "coppice", converts=False),
     "transformers": Kind("on_transformers.py", "transformers", ("float32",), converts=False),
@@ -49,15 +49,15 @@ PEERS = tuple(dict.fromkeys(kind.peer for kind in KINDS.values() if kind.peer !=
 
 
 class Failed(Exception):
-    """A side could not do what it was asked to."""
+    """A side failed, or did not answer in time."""
 
 
 class Unsupported(Failed):
-    """A side has no such thing."""
+    """A side lacks the feature."""
 
 
 class Side:
-    """A worker process. Use it as a context manager: it ends with all processes it started."""
+    """A worker process, as a context manager: at its end all processes that it started end."""
 
     def __init__(
         self, kind: Kind, python: str, options: dict[str, Any], log: Path, limit: float
@@ -66,7 +66,7 @@ class Side:
         self._limit = limit
         environment = dict(os.environ)
         if kind.peer != "coppice":
-            # A path to this repository would put its rooms before packages of the same names.
+            # With this repository on the path, its folder `kernels` would hide Hugging Face's.
             environment.pop("PYTHONPATH", None)
         environment["HF_HUB_OFFLINE"] = "1"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -102,13 +102,13 @@ class Side:
         self._ask({"do": "prepare", "options": self._options})
 
     def start(self) -> str:
-        """Loads the model; the version of the engine."""
+        """Loads the model; returns the version of the engine."""
         return str(self._ask({"do": "start", "options": self._options})["version"])
 
     def run(self, jobs: Sequence[Job], fresh: bool) -> dict[str, Any]:
-        """What the worker answers, and `memory`: the most resident bytes of its processes."""
+        """The worker's answer, and `memory`: the most resident bytes of its processes."""
         for pid in self._pids():
-            # Resets the peak of resident memory (proc(5)).
+            # Resets the peak resident memory (see proc(5)).
             Path(f"/proc/{pid}/clear_refs").write_text("5")
         answer = self._ask({"do": "run", "jobs": [asdict(job) for job in jobs], "fresh": fresh})
         answer["memory"] = sum(_peak_bytes(pid) for pid in self._pids())
@@ -136,7 +136,7 @@ class Side:
         return answer
 
     def _pids(self) -> list[int]:
-        """The worker and all that it started."""
+        """The worker and all its descendants."""
         children: dict[int, list[int]] = {}
         for status in Path("/proc").glob("[0-9]*/stat"):
             try:

@@ -1,13 +1,12 @@
-"""Single steps of Coppice beside their floor, and where their time goes.
+"""Single steps of Coppice beside the least possible time, and where their time is spent.
 
     python benchmarks/cpu/steps.py CHECKPOINT PRECISION [--threads N] [--quick]
 
-Decode steps of 1 to 32 sequences behind a shared prefix, each with tokens of its own, and prefill
-chunks. First the steps run untouched, which gives the time; then again with clocks around the
-projections (by their name in the layer), the norms, attention, the writes to the cache, sampling,
-and scheduling. `rest of model` is what no clock is around: rotary embedding, activation, residuals,
-the embedding, and Python between. A fused operation that goes round a module counts there. One JSON
-object a row.
+Measures decoding steps of 1 to 32 sequences that share a prefix and have own tokens, and chunks of
+prefill. The steps run twice: first unchanged, which gives the time; then with clocks around the
+projections (by name), norms, attention, writes to the cache, sampling and scheduling. `rest of
+model` is the time outside these clocks: rotary embedding, activation, residuals, the embedding and
+Python. A fused operation that replaces a module counts there, too. One JSON object a line.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ CHUNKS = (64, 256, 1024, 2048)
 
 
 class Clocks:
-    """Seconds by name, of functions that were wrapped."""
+    """Adds up the seconds of wrapped functions by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -57,10 +56,10 @@ class Clocks:
 
 
 def add_clocks(engine: Engine) -> Clocks:
-    """Clocks around the parts of a step of this engine, for good.
+    """Puts clocks around the parts of this engine's steps, permanently.
 
-    Where all layers are one compiled call they are run operation by operation from now on, which
-    takes longer.
+    If all layers are one compiled call, they run operation by operation from now on, which takes
+    longer.
     """
     engine.runner.decoder.compiled = None
     clocks = Clocks()
@@ -81,7 +80,7 @@ def add_clocks(engine: Engine) -> Clocks:
 
 
 def breakdown(clocks: Clocks, total: float, steps: int) -> dict[str, float]:
-    """Milliseconds a step by name, the largest first; what is in the model apart from its parts."""
+    """Milliseconds a step by name, the largest first; `rest of model` has no clock."""
     parts = dict(clocks.seconds)
     outside = ("sampling", "scheduling")
     model = parts.pop("model")
@@ -95,10 +94,10 @@ def breakdown(clocks: Clocks, total: float, steps: int) -> dict[str, float]:
 def decode_steps(
     engine: Engine, rows: int, shared: int, own: int, count: int, clocks: Clocks | None = None
 ) -> list[float]:
-    """Seconds of `count` steps in which `rows` sequences behind one prefix decode."""
+    """Seconds of `count` steps in which `rows` sequences with a shared prefix decode."""
     engine.reset_cache()
     rng = random.Random(rows)
-    warm = 3  # steps after the prompts, which settle what is allocated
+    warm = 3  # steps after the prompts, in which memory is allocated
     params = SamplingParams(temperature=0, max_tokens=count + warm + 8, ignore_eos=True)
     jobs = Workload("step", rows, shared, own, 1).first(rng)
     for index, job in enumerate(jobs):
@@ -117,7 +116,7 @@ def decode_steps(
 def prefill_step(
     engine: Engine, tokens: int, seed: int, clocks: Clocks | None = None
 ) -> list[float]:
-    """Seconds of the step that computes a prompt of so many tokens."""
+    """Seconds of the step that computes a prompt of `tokens` tokens."""
     engine.reset_cache()
     job = Workload("step", 1, 0, tokens, 1).first(random.Random(f"{tokens} {seed}"))[0]
     engine.add_request("0", job.prompt, SamplingParams(temperature=0, max_tokens=1))
@@ -125,7 +124,7 @@ def prefill_step(
 
 
 def timed_steps(engine: Engine, count: int, clocks: Clocks | None) -> list[float]:
-    """Seconds of so many steps; the clocks count these alone."""
+    """Seconds of `count` steps; the clocks count only these."""
     if clocks is not None:
         clocks.seconds.clear()
     times = []
@@ -176,7 +175,7 @@ def main() -> None:
     args = options.parse_args()
     shared, own, count = (128, 16, 4) if args.quick else (1024, 64, 24)
     rows, chunks = (ROWS[:2], CHUNKS[:1]) if args.quick else (ROWS, CHUNKS)
-    rates = measure(args.threads)  # sets torch's threads, too
+    rates = measure(args.threads)  # also sets torch's threads
     shape = Shape.of(args.checkpoint)
     engine = Engine(
         EngineConfig(
@@ -195,7 +194,7 @@ def main() -> None:
     clocks = add_clocks(engine)
     for size, times in decodes.items():
         again = decode_steps(engine, size, shared, own, count, clocks)
-        # Half of the measured steps have been made at the middle.
+        # The mean number of cached tokens is that of the middle step.
         cached = shared + own + 3 + count // 2
         step = Step.of([1] * size, [cached] * size, shared)
         report("decode", size, step, times, (clocks, again), shape, args.precision, rates)

@@ -1,6 +1,6 @@
-"""The workloads of the CPU yardstick: which requests are submitted together, and what follows.
+"""The workloads of `cpu_peers.py`: which requests are submitted together, and what follows.
 
-Standard library only, so that the interpreter of any peer can read it.
+Needs only the standard library, so that the interpreter of any engine can import it.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Ids of the drawn tokens: above all special and byte tokens, below the vocabulary of both models.
+# The range of drawn ids: above special and byte tokens, below the vocabulary of both models.
 _FIRST, _LAST = 300, 31_999
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: a prompt of token ids and how it is continued.
+    """One request: a prompt of token ids, continued by `out` tokens.
 
-    `n` > 1 asks for so many random samples at temperature 1, `beams` > 0 for a beam search of that
-    width; else the continuation is greedy. The end of sequence is ignored.
+    The continuation is greedy, or `n` > 1 random samples at temperature 1, or a beam search of
+    width `beams` > 0. The end of sequence is ignored.
     """
 
     prompt: list[int]
@@ -31,10 +31,10 @@ class Job:
 class Workload:
     """`requests` prompts of `shared` + `own` tokens, `out` tokens each, all submitted at once.
 
-    With `turns` > 1 they are conversations: once all have answered, each goes on with its own
-    answer and `own` new tokens. (So the tokens of later turns are the same for all engines that
-    answer alike, and equally many for the others.) Several samples of one greedy prompt would be
-    the same line, and some engines refuse that: they are drawn at temperature 1.
+    With `turns` > 1 they are conversations: when all are answered, each continues with its answer
+    and `own` new tokens. (So engines that answer alike get the same tokens in later turns, and the
+    others get as many.) Samples are drawn at temperature 1, since greedy ones would be equal, which
+    some engines refuse.
     """
 
     name: str
@@ -53,18 +53,18 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence when it ends."""
+        """Tokens of the longest sequence at its end."""
         return self.shared + self.turns * (self.own + self.out)
 
     @property
     def tokens_shared(self) -> int:
-        """Tokens of KV that the workload needs at its end, each shared prefix once."""
+        """Tokens of KV at the end of the workload, each shared prefix counted once."""
         grows = self.turns * self.out * self.lines
         return self.shared + self.requests * (self.turns * self.own + grows)
 
     @property
     def tokens_separate(self) -> int:
-        """The same if every sequence holds all of its tokens itself."""
+        """The same if every sequence holds all of its tokens separately."""
         return self.requests * self.lines * self.longest
 
     def first(self, rng: random.Random) -> list[Job]:
@@ -90,7 +90,7 @@ def _draw(rng: random.Random, count: int) -> list[int]:
 
 
 def workloads(quick: bool) -> dict[str, Workload]:
-    """W1 to W6 by name; `quick` makes all of them an eighth as long, to see that they run."""
+    """W1 to W6 by name; with `quick` an eighth as long."""
     full = [
         Workload("W1", requests=32, shared=1024, own=64, out=32),
         Workload("W2", requests=32, shared=0, own=1088, out=32),
