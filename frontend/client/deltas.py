@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from coppice.frontend.errors import RequestFailed
-from coppice.frontend.text.outputs import RequestOutput
-from coppice.frontend.text.streams import TextDelta
+from coppice.frontend.text.outputs import RequestOutput, TextDelta
 
 
 class Deltas(AsyncIterator[tuple[int, TextDelta]]):

@@ -23,7 +23,9 @@ from typing import Any, Protocol, TypeAlias
 from coppice.frontend.client.deltas import Deltas
 from coppice.frontend.client.pacing import Rounds
 from coppice.frontend.errors import EngineStopped, RequestFailed
-from coppice.frontend.text.streams import TextDelta, Texts
+from coppice.frontend.text.outputs import TextDelta
+from coppice.frontend.text.params import for_engine
+from coppice.frontend.text.streams import Texts
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.process.channel import Channel
 from coppice.runtime.process.messages import Leaving, Ready, is_short, step_output
@@ -167,8 +169,11 @@ class EngineClient:
         packed = [_packed(ids) for _, ids in prompts]
         names = [f"request-{next(self._names)}" for _ in prompts]
         deltas = Deltas(names, self._abandon)
-        method = "add_request" if beam is None else "add_beam_search"
-        given = self.texts.for_engine(params) if beam is None else self.texts.for_engine(beam)
+        given: SamplingParams | BeamSearchParams
+        if beam is None:
+            method, given = "add_request", for_engine(params, self.tokenizer)
+        else:
+            method, given = "add_beam_search", for_engine(beam, self.tokenizer)
         for name, (text, ids) in zip(names, prompts, strict=True):
             self._running[name] = deltas
             self.texts.add(name, text, ids, params, in_pieces=in_pieces)

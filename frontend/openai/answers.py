@@ -19,8 +19,7 @@ from coppice.frontend.openai.prepare import Prepared
 from coppice.frontend.openai.requests import CompletionRequest
 from coppice.frontend.openai.tools.formats import ToolFormat
 from coppice.frontend.openai.tools.readers import CallBegins, Piece, TextPiece, ToolReader
-from coppice.frontend.text.outputs import CompletionOutput, RequestOutput
-from coppice.frontend.text.streams import TextDelta
+from coppice.frontend.text.outputs import CompletionOutput, RequestOutput, TextDelta
 from coppice.frontend.text.tokens import TokenTexts
 
 Places = Sequence[Place] | None

@@ -17,8 +17,7 @@ from coppice.frontend.http.middleware import NOTE
 from coppice.frontend.openai.answers import Completion, UsageSoFar, usage
 from coppice.frontend.openai.prepare import Prepared
 from coppice.frontend.openai.requests import CompletionRequest
-from coppice.frontend.text.outputs import RequestOutput
-from coppice.frontend.text.streams import TextDelta
+from coppice.frontend.text.outputs import RequestOutput, TextDelta
 
 log = logging.getLogger(__name__)
 

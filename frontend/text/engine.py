@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from coppice.frontend.text.beam_stops import WatchStopStrings
-from coppice.frontend.text.streams import TextDelta, Texts
+from coppice.frontend.text.outputs import TextDelta
+from coppice.frontend.text.params import for_engine
+from coppice.frontend.text.streams import Texts
 from coppice.frontend.text.tokenizer import Tokenizer, model_source
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
@@ -70,12 +72,12 @@ class TextEngine:
         """
         ids = list(prompt_token_ids)
         if beam is not None:
-            search = self.texts.for_engine(beam)
+            search = for_engine(beam, self.tokenizer)
             self.engine.add_beam_search(
                 request_id, ids, search, cache_salt=cache_salt, priority=priority
             )
         else:
-            given = self.texts.for_engine(params)
+            given = for_engine(params, self.tokenizer)
             self.engine.add_request(
                 request_id, ids, given, cache_salt=cache_salt, priority=priority
             )

@@ -1,4 +1,4 @@
-"""What a finished request gives back, under the field names that vLLM uses."""
+"""What a request gives back, whole or piece by piece, under the field names that vLLM uses."""
 
 from __future__ import annotations
 
@@ -78,6 +78,47 @@ class RequestOutput:
     cached_tokens: int
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     left_out_tokens: int = 0
+
+
+@dataclass(slots=True)  # not frozen: made for each piece of each stream
+class TextDelta:
+    """What a step did to one continuation of a request.
+
+    Attributes:
+        text: new text that cannot become part of a stop string any more.
+        index: which continuation of the request it is.
+        completion: the continuation, once it has ended.
+        output: the whole result, once all continuations have ended.
+        logprobs, text_offsets: of the new tokens, as in `CompletionOutput`; empty if they were not
+            asked for.
+        best_so_far: of a beam search: its best sequence after the step, as a whole; after the next
+            step it may be another one.
+        cached_tokens: prompt tokens of the request whose KV was reused.
+    """
+
+    request_id: str
+    text: str
+    new_token_ids: tuple[int, ...]
+    output: RequestOutput | None
+    logprobs: tuple[dict[int, Logprob], ...] = ()
+    text_offsets: tuple[int, ...] = ()
+    index: int = 0
+    completion: CompletionOutput | None = None
+    best_so_far: CompletionOutput | None = None
+    cached_tokens: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is nothing but text, and the continuation goes on."""
+        return self.completion is None and self.best_so_far is None and not self.logprobs
+
+    def follow(self, earlier: TextDelta) -> None:
+        """Puts what the same continuation did before in front."""
+        self.text = earlier.text + self.text
+        self.new_token_ids = earlier.new_token_ids + self.new_token_ids
+        self.logprobs = earlier.logprobs + self.logprobs
+        self.text_offsets = earlier.text_offsets + self.text_offsets
+        self.best_so_far = self.best_so_far or earlier.best_so_far
 
 
 class GenerationError(RuntimeError):

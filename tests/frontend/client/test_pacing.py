@@ -23,7 +23,9 @@ from coppice.frontend.client.pacing import SHARE, Rounds
 from coppice.frontend.openai import event_stream
 from coppice.frontend.server import Server
 from coppice.frontend.text.engine import TextEngine
-from coppice.frontend.text.streams import TextDelta, Texts
+from coppice.frontend.text.outputs import TextDelta
+from coppice.frontend.text.params import for_engine
+from coppice.frontend.text.streams import Texts
 from coppice.runtime.process.messages import is_short, step_output, step_row
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.beam_search import BeamSearchParams
@@ -122,9 +124,9 @@ def all_deltas(
     for texts in (at_once, in_rounds, whole):
         texts.add("a", PROMPT, prompt, params, in_pieces=texts is not whole)
     if beam is None:
-        engine.add_request("a", prompt, at_once.for_engine(params))
+        engine.add_request("a", prompt, for_engine(params, tokenizer))
     else:
-        engine.add_beam_search("a", prompt, at_once.for_engine(beam))
+        engine.add_beam_search("a", prompt, for_engine(beam, tokenizer))
     found: tuple[dict[int, list[TextDelta]], ...] = ({}, {}, {})
     rng = random.Random(seed)
 

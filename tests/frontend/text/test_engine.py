@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from coppice.frontend.text.engine import TextEngine
-from coppice.frontend.text.streams import TextDelta
+from coppice.frontend.text.outputs import TextDelta
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.requests.request import StepOutput

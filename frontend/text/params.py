@@ -1,0 +1,36 @@
+"""Sampling parameters as the engine takes them: words become token ids."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from coppice.frontend.text.tokenizer import Tokenizer
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling.beam_search import BeamSearchParams
+
+Params = TypeVar("Params", SamplingParams, BeamSearchParams)
+
+
+def for_engine(params: Params, tokenizer: Tokenizer) -> Params:
+    """The parameters without words, and without the choice that `best_of` leaves to the frontend.
+
+    Raises ValueError for words that cannot be made tokens.
+    """
+    if isinstance(params, SamplingParams) and params.chooses:
+        top = 0 if params.logprobs is None else params.logprobs
+        params = replace(params, n=params.num_sequences, best_of=None, logprobs=top)
+    if not params.bad_words:
+        return params
+    words = list(params.bad_words_token_ids or ())
+    for word in params.bad_words:
+        for spelt in (word.lstrip(), " " + word.lstrip()):
+            try:
+                spelt.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"bad_words must be valid Unicode, got {word!a}") from None
+            ids = tokenizer.encode_more(spelt)
+            if not ids:
+                raise ValueError(f"bad_words must be words that have tokens, got {word!r}")
+            words.append(tuple(ids))
+    return replace(params, bad_words=None, bad_words_token_ids=words)
