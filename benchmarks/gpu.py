@@ -1,27 +1,37 @@
-"""Measure the whole engine on one GPU, against what the chip itself can do.
+"""Measures the whole engine on one GPU, against what the chip itself can do.
 
     python benchmarks/gpu.py --json benchmarks/results/gpu.jsonl
     python benchmarks/gpu.py --quick
 
-The first is the one command for a machine with an H100 or H200: it is through in under 8 minutes.
-`--quick` runs the same parts at tiny sizes on the CPU, to see that they run.
+The first form is for a machine with an H100 or H200, and takes less than 8 minutes. `--quick` runs
+the same parts at tiny sizes on the CPU, to check that they run.
 
-Models have the shapes of Llama-3.1-8B and Qwen3-0.6B, and random weights that are made on the GPU.
-One JSON object a line: the roofs (a device-to-device copy, a large product), then for each model
-decoding at batches of 1, 32 and 256, beside the floor that reading weights and KV takes at the rate
-of the copy; the gaps between kernels in it; prefill, beside the rate of the product; requests
-behind one system prompt, with attention shaped like the tree, without, and without a cache; samples
-and beams; transformers' continuous batching on the same weights; decoding in fp8; and what Triton
-does where FlashInfer, which is taken if it is installed, did the rest. The last rows are ratios
-between rows, beside the goals. Every part has its time: what it does not finish is `cut`, what
-fails is a row with `error`, and the rest goes on.
+Models have the shapes of Llama-3.1-8B and Qwen3-0.6B, with random weights made on the GPU. The
+output is one JSON object a line, by `benchmark`:
 
-    --parts TEXT ...   only parts whose names have one of these in them (roofs are always measured)
-    --limit SECONDS    the time for all (460)
+    roofs                a copy on the device, a large matrix product
+    start                making the engine, and the first requests, which compile kernels
+    decode               batches of 1, 32 and 256, beside the time of reading weights and KV at the
+                         rate of the copy; also with fp8
+    gaps                 the time between kernels in a decoding step
+    prefill              beside the rate of the product
+    system prompt        requests that share one, with attention shaped like the tree, without, and
+                         without a cache
+    samples, beams       with attention shaped like the tree, and without
+    beside transformers  its continuous batching on the same weights
+    rows                 kernels between the products: ours, FlashInfer's and torch's
+    triton instead       some parts again by Triton, if FlashInfer is installed and so was used
+    ratio                between the rows above, with the goals
 
-A package that is missing is named. The interpreter at hand may lack coppice alone: give it a folder
-with a link to `coppice` in PYTHONPATH, as the Makefile does, and not this repository's own, whose
-`kernels` would hide Hugging Face's package of that name.
+Each part has a time limit. A row that did not finish has `cut`, a part that fails is a row with
+`error`, and the other parts still run.
+
+    --parts TEXT ...   only parts whose names contain one of these texts, and the roofs
+    --limit SECONDS    time limit of the whole run (460)
+
+Missing packages are named. An interpreter that lacks only coppice finds it by a folder with a link
+to `coppice` in PYTHONPATH, as in the Makefile. This repository's own folder does not serve: its
+`kernels` hides Hugging Face's package of that name.
 """
 
 from __future__ import annotations
@@ -40,14 +50,15 @@ Row = dict[str, Any]
 
 
 def ratios(rows: list[Row]) -> list[Row]:
-    """How many times faster one row is than another, where both came to their end, and the goals.
+    """How many times faster one row is than another, for pairs that both finished, and the goals.
 
-    Absolute times are in the rows, so this needs those as they were measured.
+    Needs rows with their absolute times.
     """
 
     made: list[Row] = []
 
     def add(of: str, fast: Row, slow: Row, **goal: float) -> None:
+        """Adds the ratio of the first finished rows that have all items of `fast` and of `slow`."""
         rates = []
         for wanted in (fast, slow):
             for row in rows:

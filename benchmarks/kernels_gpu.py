@@ -1,26 +1,33 @@
-"""Measure the attention kernels on a GPU, Triton's and FlashInfer's, against what the chip can do.
+"""Measures the attention kernels on a GPU, Triton's and FlashInfer's, against what the chip can do.
 
     python benchmarks/kernels_gpu.py --json benchmarks/results/kernels-gpu.jsonl
     python benchmarks/kernels_gpu.py --quick
     python benchmarks/kernels_gpu.py --dry-run --json benchmarks/results/kernels-gpu-model.jsonl
 
-The first is the one command for a machine with an H100 or H200. It is through in under 8 minutes:
-each case stops after so many seconds, and all of them after ``--limit``; it has not run on a GPU
-yet. ``--quick`` runs the same cases at tiny sizes, without a GPU in Triton's interpreter, to see
-that they run. ``--dry-run`` prints each case with the bytes and FLOP that the plan of the step
-moves and computes, and no times.
+The first form is for a machine with an H100 or H200, and takes less than 8 minutes: each case has a
+time limit, and `--limit` is that of all. It has not run on a GPU yet. `--quick` runs the same cases
+at tiny sizes, without a GPU in Triton's interpreter, to check that they run. `--dry-run` prints the
+bytes and FLOP of each case, as its plan gives them, without times.
 
-One JSON object a line: first the roofs, a device-to-device copy and a large matrix product, then
-the cases, each measured in rounds that run all its ways in turn. ``of_copy`` and ``of_matmul`` are
-the bandwidth and the FLOP/s that a way reached, as fractions of the roofs, counted with the bytes
-that it has to move (each page that it reads once, as often as its own plan reads it) and the FLOP
-of unmasked scores. ``ratio`` is how many times faster than the first way it is, with the 10th and
-90th percentile over rounds; ``goal`` what is meant to be reached. ``plan_ms`` is the processor's
-time for the plan of a step. Ways: every sequence by itself (plain paged decode), the tree, torch's
-scaled_dot_product_attention over contiguous copies of the same keys where they fit, and, where
-FlashInfer imports and its kernels are there, the first two by its kernels, and the tree by its own
-cascade wrapper. Where they are not, the first line says why. Cases run in a process that is
-watched: a case or a way that fails is a row with ``error``, and the rest goes on.
+The output is one JSON object a line: the roofs (a copy on the device, a large matrix product), then
+a row for each way of each case. Each round runs all ways of a case in turn.
+
+    plain                every sequence reads its own pages (paged decoding)
+    tree                 shared stretches are read once
+    torch, contiguous    scaled_dot_product_attention over contiguous copies of the same keys, if
+                         they fit
+    flashinfer           plain, by FlashInfer's kernels, if it imports and they are built; else the
+                         first row says why not. Also `flashinfer, tree`, and `flashinfer, cascade`
+                         by its cascade wrapper
+
+    of_copy, of_matmul   bandwidth and FLOP/s as fractions of the roofs. They count the bytes that
+                         the way's plan reads, and the FLOP of scores that are not masked
+    ratio                how many times faster than `plain`, with 10th and 90th percentile of rounds
+    goal                 the value to reach
+    plan_ms              processor time of making a step's plan
+
+Cases run in a separate process. A case or a way that fails is a row with `error`, and the others
+still run.
 """
 
 from __future__ import annotations
@@ -39,7 +46,7 @@ LIMIT_SECONDS = 450.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The roofs, or a case: its name, and the seconds that it may take."""
+    """A part of the run, the roofs or a case: its name and its time limit in seconds."""
 
     name: str
     seconds: float
@@ -47,9 +54,11 @@ class Part:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--dry-run", action="store_true", help="bytes and FLOP only, no GPU")
     options.add_argument(
-        "--cases", nargs="+", default=[], metavar="TEXT", help="only those with it"
+        "--dry-run", action="store_true", help="print only bytes and FLOP; needs no GPU"
+    )
+    options.add_argument(
+        "--cases", nargs="+", default=[], metavar="TEXT", help="only cases whose names contain TEXT"
     )
     options.add_argument("--limit", type=float, default=LIMIT_SECONDS, metavar="SECONDS")
     arguments = options.parse_args()
@@ -66,8 +75,8 @@ def main() -> None:
         return
     if "gpu" not in where:
         if not arguments.quick:
-            options.error("no GPU is here: give --quick, or --dry-run for the bytes and FLOP")
-        os.environ["TRITON_INTERPRET"] = "1"  # for the process that measures
+            options.error("there is no GPU: give --quick, or --dry-run for the bytes and FLOP")
+        os.environ["TRITON_INTERPRET"] = "1"  # read by the process that measures
     from gpu_suite.attention import serve
     from gpu_suite.worker import run_parts
 

@@ -1,4 +1,4 @@
-"""The suite for a GPU: it runs whole at tiny sizes, and goes on when one of its parts does not."""
+"""The GPU suites: all parts run at tiny sizes, and a part that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
-# What a process does that the suite starts: imported there by name, from a folder on its path.
+# What the suite's process runs: it imports this by name, from a folder on its path.
 FAKE = """
 import os, sys, time
 
@@ -43,7 +43,7 @@ class Part:
 
 @pytest.fixture
 def suite(monkeypatch, tmp_path):
-    """``suite("worker")`` is that module of the suite; `fake` is a module beside it."""
+    """Imports a module of `benchmarks/` by name; `fake` is a further one."""
     (tmp_path / "fake.py").write_text(textwrap.dedent(FAKE))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -64,10 +64,10 @@ def test_every_part_runs_at_tiny_sizes(tmp_path, suite):
     left = {row["benchmark"] for row in rows if "left_out" in row}
     assert left == {"triton instead", "rows"} | old
     names = {part.name.partition(",")[0] for part in suite("gpu_suite.parts").all_parts()}
-    told = {row["benchmark"] for row in rows}
-    # What these measure has the name of what it is like.
-    assert names - told <= {"system prompt without cache", "decode in fp8"}
-    assert {"gaps", "ratio"} < told
+    found = {row["benchmark"] for row in rows}
+    # The rows of these parts have the names of similar parts.
+    assert names - found <= {"system prompt without cache", "decode in fp8"}
+    assert {"gaps", "ratio"} < found
     decodes = [row for row in rows if row["benchmark"] == "decode"]
     assert [row["batch"] for row in decodes] == [1, 3] * (2 if old else 3)
     assert all(row["of_floor"] > 0 and row["goal"] == 0.85 for row in decodes)
@@ -75,7 +75,7 @@ def test_every_part_runs_at_tiny_sizes(tmp_path, suite):
     prompts = [row for row in rows if row["benchmark"] == "system prompt"]
     ways = [(r["sharing"], r["enable_prefix_caching"], r["hit_rate"] > 0.5) for r in prompts]
     assert ways == [(True, True, True), (False, True, True), (False, False, False)] * 2
-    # The other engine has the same weights: rounded otherwise, but not another model.
+    # The other engine has the same weights: it rounds differently, but most tokens agree.
     beside = [row for row in rows if row.get("side") == "transformers"]
     assert len(beside) == 2 and all(row["same_first_tokens"] > 0.6 for row in beside)
     ratios = [row for row in rows if row["benchmark"] == "ratio"]
@@ -87,7 +87,7 @@ def test_every_part_runs_at_tiny_sizes(tmp_path, suite):
     ]
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(kept) == len(rows)
-    assert not any("times" in row for row in kept)  # absolute times are kept from a GPU alone
+    assert not any("times" in row for row in kept)  # only those of a GPU are kept
 
 
 def run_parts(suite: Any, parts: list[Part], limit: float = 100.0) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def run_parts(suite: Any, parts: list[Part], limit: float = 100.0) -> list[dict[
     return rows
 
 
-def test_what_dies_or_leaves_does_not_stop_the_rest(suite):
+def test_a_part_whose_process_ends_does_not_stop_the_others(suite):
     names = ["measures", "dies", "second", "leaves", "third", "fourth"]
     rows = run_parts(suite, [Part(name) for name in names])
     assert [row["part"] for row in rows] == names
@@ -110,14 +110,14 @@ def test_what_dies_or_leaves_does_not_stop_the_rest(suite):
     assert second["roofs"] == third["roofs"] == {"copy": 2.0}  # measured once
 
 
-def test_what_hangs_is_ended(suite, monkeypatch):
+def test_a_part_that_hangs_is_ended(suite, monkeypatch):
     monkeypatch.setattr(suite("gpu_suite.worker"), "GRACE_SECONDS", 0.2)
     rows = run_parts(suite, [Part("hangs", 0.1), Part("second")])
     assert rows[0] == {"part": "hangs", "error": "stopped: it took longer than its 0.1 s"}
     assert rows[1]["part"] == "second" and "process" in rows[1]
 
 
-def test_what_there_is_no_time_for_is_named(suite):
+def test_parts_without_time_are_named(suite):
     rows = run_parts(suite, [Part("hangs"), Part("second"), Part("third")], limit=3.0)
     over = "the suite's 3 s were over"
     assert rows == [
@@ -127,7 +127,7 @@ def test_what_there_is_no_time_for_is_named(suite):
     ]
 
 
-def test_ratios_need_both_sides_to_their_end(suite):
+def test_ratios_need_two_finished_rows(suite):
     gpu = suite("gpu")
     row = {"model": "m", "benchmark": "beside transformers"}
     ours = row | {"side": "coppice", "times": {"tokens_per_s": 50}}
@@ -138,7 +138,7 @@ def test_ratios_need_both_sides_to_their_end(suite):
     assert gpu.ratios([ours, row | {"error": "it failed"}]) == []
 
 
-def test_the_kernel_suite_has_every_case_and_time_for_all(suite):
+def test_the_kernel_suite_has_all_cases_and_time_for_them(suite):
     shapes, limit = suite("gpu_suite.attention_cases"), suite("kernels_gpu").LIMIT_SECONDS
     cases = list(shapes.cases())
     decodes = {(case.batch, case.own) for case in cases if case.name == "decode"}
@@ -173,7 +173,7 @@ def test_the_kernel_suite_has_every_case_and_time_for_all(suite):
     ],
     ids=["all", "some"],
 )
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU make gpu-kernels does this")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, make gpu-kernels runs it")
 def test_the_kernel_suite_runs_at_tiny_sizes(tmp_path, suite, chosen, expected):
     file = tmp_path / "rows.jsonl"
     command = [sys.executable, BENCHMARKS / "kernels_gpu.py", "--quick", "--json", file]
@@ -194,7 +194,7 @@ def test_the_kernel_suite_runs_at_tiny_sizes(tmp_path, suite, chosen, expected):
     assert len(file.read_text().splitlines()) == len(rows)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="takes Triton's interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
 def test_a_way_that_fails_leaves_the_others(suite, monkeypatch):
     shapes, measure = suite("gpu_suite.attention_cases"), suite("gpu_suite.attention")
     bench = measure.Bench(shapes.QUICK, quick=True, roofs={})

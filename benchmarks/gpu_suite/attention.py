@@ -1,4 +1,4 @@
-"""The process that measures the kernel suite's cases: roofs, ways to attend, times."""
+"""The process that measures the cases of `kernels_gpu.py`: roofs, ways to attend, times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gpu_suite.worker import Plan, reason, serve_parts
 if TYPE_CHECKING:
     from gpu_suite.flashinfer_ways import FlashInferWays
 
-#: The most bytes of cache that a case may take, and of contiguous copies for torch beside it.
+#: The most bytes of a case's cache, and of the contiguous copies for torch.
 MOST_BYTES, MOST_COPIED = 40 * 2**30, 10 * 2**30
 
 Way = Callable[[], torch.Tensor]
@@ -46,7 +46,7 @@ def serve(connection: Connection, plan: Plan) -> None:
 
 
 class Bench:
-    """A device, its roofs, and FlashInfer where it is at hand."""
+    """The device, its roofs, and FlashInfer if its kernels are there."""
 
     def __init__(self, sizes: Sizes, *, quick: bool, roofs: dict[str, float]) -> None:
         self.sizes, self.roofs = sizes, roofs
@@ -63,7 +63,9 @@ class Bench:
         )  # fmt: skip
         try:
             self._flashinfer = FlashInferWays(self.device, case)
-        except Exception as error:  # what its import or its kernels raise must not end the suite
+        except (
+            Exception
+        ) as error:  # whatever its import or its kernels raise: the suite goes on without it
             self.without_flashinfer = reason(error)
 
     def synchronize(self) -> None:
@@ -81,7 +83,7 @@ class Bench:
         return True
 
     def measure_roofs(self) -> list[dict[str, Any]]:
-        """GB/s of a copy, counting reads and writes, and TFLOP/s of a bfloat16 product."""
+        """Measures GB/s of a copy (reads and writes count) and TFLOP/s of a bfloat16 product."""
         words, side = (2**20, 256) if self.quick else (2**30, 8192)
         source = torch.empty(words, dtype=torch.int32, device=self.device)
         target = torch.empty_like(source)
@@ -96,7 +98,7 @@ class Bench:
         return [{"without_flashinfer": self.without_flashinfer, "times": rounded}]
 
     def times(self, ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
-        """Seconds of each way in each round; on a GPU by events on the stream, caches swept.
+        """Seconds of each way in each round; on a GPU by events, with a flushed L2 cache.
 
         Every way first runs three times, which also compiles it.
         """
@@ -119,10 +121,10 @@ class Bench:
             way()
             return time.perf_counter() - started
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # 256 MiB, which is more than the second level cache.
+        # 256 MiB, more than the L2 cache holds.
         torch.empty(64 * 2**20, dtype=torch.int32, device=self.device).zero_()
-        # The queue is kept busy while the host prepares the launch, so that its time is not
-        # counted: a step's launches are queued behind one another as well.
+        # The GPU is busy while the host prepares the launch, so that the host's time does not
+        # count: a step's launches are queued one after another, too.
         torch.cuda._sleep(3_000_000)
         begin.record()
         way()
@@ -131,7 +133,7 @@ class Bench:
         return begin.elapsed_time(end) / 1e3
 
     def measure(self, case: Case) -> list[dict[str, Any]]:
-        """A row for each way that a case can be attended to; with ``error`` for one that fails."""
+        """A row for each way to compute a case's attention; a way that fails has `error`."""
         from coppice.kernels.triton.backend import TritonBackend
 
         sizes = self.sizes
@@ -180,7 +182,7 @@ class Bench:
                 failed[name] = reason(error)
                 del ways[name]
         times = self.times(ways, self.rounds)
-        planned = self._plan_seconds(plan)
+        planned = self._plan_ms(plan)
         made = [{**row, "way": name, "error": error} for name, error in failed.items()]
         for name, measured in times.items():
             seconds = statistics.median(measured)
@@ -209,7 +211,7 @@ class Bench:
     def _contiguous(
         self, case: Case, plan: AttentionPlan, q: torch.Tensor, layer: LayerCache
     ) -> Way:
-        """torch's attention over copies of the same keys and values, each sequence's in order."""
+        """torch's attention over contiguous copies of each sequence's keys and values."""
         sizes, context = self.sizes, int(plan.context_len[0])
         table = torch.from_numpy(plan.page_indices.reshape(case.batch, -1)).long().to(self.device)
         whole = [
@@ -224,7 +226,7 @@ class Bench:
             mask = causal_lower_right(case.rows, context)
 
         def attend() -> torch.Tensor:
-            # Over all heads in the same order as ours: [batch, heads, rows, head_dim].
+            # [batch, heads, rows, head_dim] -> rows before heads, as in our layout.
             return torch.nn.functional.scaled_dot_product_attention(
                 rows, *whole, attn_mask=mask, is_causal=case.rows > 1 and case.rows == context,
                 scale=sizes.scale, enable_gqa=True,
@@ -232,8 +234,8 @@ class Bench:
 
         return attend
 
-    def _plan_seconds(self, plan: AttentionPlan) -> float:
-        """Milliseconds of the processor for checking a step's plan and scheduling it, at best."""
+    def _plan_ms(self, plan: AttentionPlan) -> float:
+        """The least milliseconds that the processor takes to check and schedule a step's plan."""
         found = []
         for _ in range(5):
             started = time.perf_counter()

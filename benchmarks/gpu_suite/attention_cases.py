@@ -1,4 +1,4 @@
-"""The cases of the attention kernels' suite: shapes and plans, and the bytes and FLOP of each."""
+"""The cases of `kernels_gpu.py`: their shapes and plans, and the bytes and FLOP of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASE_SECONDS = 6.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """The shape of heads, and what lengths and batches of the cases are divided by."""
+    """The shape of heads, and divisors of the cases' lengths (`shorter`) and batches (`fewer`)."""
 
     heads: int
     kv_heads: int
@@ -47,9 +47,9 @@ QUICK = Sizes(heads=4, kv_heads=2, head_dim=64, shorter=128, fewer=16)
 
 @dataclass(frozen=True)
 class Case:
-    """``batch`` sequences of ``rows`` new tokens, ``own`` tokens in all beyond shared ones.
+    """`batch` sequences of `rows` new tokens each, with `own` tokens besides the shared ones.
 
-    ``levels`` are (members of each group in order, tokens of the stretch), the root first.
+    `levels` are (sequences in each group, tokens of the shared stretch), the root first.
     """
 
     name: str
@@ -59,17 +59,17 @@ class Case:
     levels: tuple[tuple[int, int], ...] = ()
     goals: tuple[tuple[str, float], ...] = ()
 
-    #: Seconds that the case may take with all that is compiled, made ready and copied for it.
+    #: Time limit in seconds, with compilation, preparation and copies.
     seconds: float = 45.0
 
     @property
     def part(self) -> str:
-        """What tells it from the others."""
+        """A name that no other case has."""
         shape = f"{self.batch} x {self.own}" if self.rows == 1 else f"{self.rows} of {self.own}"
         return f"{self.name}, {shape}"
 
     def at(self, sizes: Sizes) -> Case:
-        """The case at these sizes: whole pages, and every group of two at least."""
+        """The case at these sizes, at least: whole pages, and two sequences a group."""
 
         def count(many: int) -> int:
             return many if many == 1 else max(2, many // sizes.fewer)
@@ -97,7 +97,7 @@ class Case:
             more = -(-self.own // PAGE_SIZE)
             table += range(used, used + more)
             used += more
-        # Pages as a pool that has been in use hands them out: none beside the one before it.
+        # Pages in random order, as a pool that was in use hands them out.
         order = np.random.default_rng(0).permutation(used)
         return AttentionPlan(
             page_size=PAGE_SIZE,
@@ -127,7 +127,7 @@ def cases() -> Iterator[Case]:
 
 
 def bytes_moved(plan: AttentionPlan, schedule: TreeSchedule, sizes: Sizes) -> dict[str, int]:
-    """K and V read, partial results written and read, queries and output, in bytes."""
+    """Bytes of K and V, of partial results (written and read), of all with queries and output."""
     ends = 2 * plan.num_rows * sizes.heads * sizes.head_dim * ITEMSIZE
     kv = schedule.keys_read * sizes.model.key_bytes * sizes.kv_heads
     partials = schedule.num_partials * sizes.model.row_bytes
@@ -135,13 +135,13 @@ def bytes_moved(plan: AttentionPlan, schedule: TreeSchedule, sizes: Sizes) -> di
 
 
 def flop(plan: AttentionPlan, sizes: Sizes) -> int:
-    """Of both products, over the keys that rows see: 4 * head_dim for each head and key."""
+    """FLOP of both products over the keys that rows see: 4 * head_dim for each head and key."""
     seen = int((row_positions(plan).astype(np.int64) + 1).sum())
     return 4 * sizes.head_dim * sizes.heads * seen
 
 
 def described(case: Case, sizes: Sizes) -> dict[str, Any]:
-    """A case, and what its plan moves with the tree and without."""
+    """The row of a case: its shape, and what its plan moves with the tree and without."""
     plan, model = case.plan(), sizes.model
     plain_plan = replace(plan, stretches=())
     tree = build_tree_schedule(plan, None, model)

@@ -1,4 +1,4 @@
-"""What all parts of the GPU suite share: the engine at hand, its requests, its floor, its clock."""
+"""What all parts of `gpu.py` share: the engine, its requests, and what a step must read."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from gpu_suite.shapes import Sizes, write_model
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How long requests took, how many tokens came, and whether the time for them ran out.
+    """A run of requests: its seconds, its tokens, and whether it was cut at the deadline.
 
-    `lines` are the tokens of each request, `hits` the prompt tokens that came from the cache.
+    `lines` are the tokens of each request, `hits` the prompt tokens that the cache provided.
     """
 
     seconds: float
@@ -36,7 +36,7 @@ class Ran:
     lines: dict[str, list[int]] = field(default_factory=dict)
     hits: int = 0
 
-    def told(self) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         times = {"seconds": round(self.seconds, 3), "tokens_per_s": round(self.rate, 1)}
         return {"cut": True, "times": times} if self.cut else {"times": times}
 
@@ -46,7 +46,7 @@ class Ran:
 
 
 class Bench:
-    """One engine at a time, on the GPU or, for `--quick`, on the CPU in the same types."""
+    """One engine at a time, on the GPU or, with `--quick`, on the CPU with the same types."""
 
     def __init__(self, sizes: Sizes, folder: Path, *, quick: bool) -> None:
         self.sizes, self.quick = sizes, quick
@@ -58,10 +58,10 @@ class Bench:
         self._random = random.Random(0)
 
     def engine(self, model: str, **options: Any) -> Engine:
-        """An engine with an empty cache; the one at hand if it was made with the same options."""
+        """An engine with an empty cache; reused if it was made with the same options."""
         made_with = (model, *sorted(options.items()))
         if self._engine is not None and self._made_with == made_with:
-            for number in range(self.sizes.max_num_seqs):  # what a part that failed left behind
+            for number in range(self.sizes.max_num_seqs):  # what a failed part left
                 self._engine.abort(str(number))
             self._engine.reset_cache()
             return self._engine
@@ -82,7 +82,7 @@ class Bench:
         return self._engine
 
     def drop(self) -> None:
-        """Gives the engine and its memory back."""
+        """Drops the engine and frees its memory."""
         self._engine = None
         gc.collect()
         if self.device.type == "cuda":
@@ -106,7 +106,7 @@ class Bench:
         return self._random.choices(range(10, 300), k=tokens)
 
     def seconds(self, work: Callable[[], object], rounds: int) -> float:
-        """Of one call, of so many that are queued behind one another."""
+        """Seconds of one call, of `rounds` calls that are queued one after another."""
         work()
         self.synchronize()
         start = time.perf_counter()
@@ -125,9 +125,9 @@ class Bench:
         lines: int = 1,
         beams: int = 0,
     ) -> Ran:
-        """Submits all prompts at once and runs them to their end, or to the deadline.
+        """Submits all prompts at once and runs them to their end or the deadline.
 
-        Greedy; `lines` > 1 are samples at temperature 1, `beams` a beam search.
+        Decoding is greedy, or `lines` > 1 samples at temperature 1, or a search of `beams` > 0.
         """
         self.synchronize()
         start = time.perf_counter()
@@ -162,7 +162,7 @@ def line_params(out: int, lines: int = 1) -> SamplingParams:
 
 @contextmanager
 def sharing(on: bool) -> Iterator[None]:
-    """While off, plans hold no shared stretches: each sequence reads its own pages by itself."""
+    """While off, plans have no shared stretches: each sequence reads its own pages."""
     found = batches.shared_stretches
     if not on:
         batches.shared_stretches = lambda tables, full_pages: ()
@@ -173,7 +173,7 @@ def sharing(on: bool) -> Iterator[None]:
 
 
 def weight_bytes(engine: Engine) -> int:
-    """Bytes of the weights that a step reads: all but the embedding, unless that is the head."""
+    """Bytes of the weights that a step reads: without the embedding, unless that is the head."""
     modules = engine.runner.decoder.modules()
     read = [m for m in modules if isinstance(m, (Linear, RMSNorm))]
     return sum(p.nbytes for module in read for p in module.parameters(recurse=False))
@@ -185,7 +185,7 @@ def token_bytes(engine: Engine) -> int:
 
 
 def product_flop(engine: Engine) -> tuple[int, int]:
-    """FLOP of all products but attention's, for a token in the layers, and for one in the head."""
+    """FLOP of a token in the layers (without attention), and of a token in the head."""
     decoder = engine.runner.decoder
     layers = sum(m.weight.numel() for m in decoder.layers.modules() if isinstance(m, Linear))
     return 2 * layers, 2 * decoder.head.weight.numel()

@@ -1,4 +1,4 @@
-"""transformers' continuous batching with paged attention, over the weights of our own decoder."""
+"""transformers' continuous batching with paged attention, on the weights of our decoder."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from coppice.runtime.model.decoder import Decoder
 from gpu_suite.bench import Ran
 
-_PAGE = 32  # hits are whole pages there; 256 by default, the least that our workload shares is 32
+_PAGE = 32  # 256 by default. There only whole pages hit, and our workloads share 32 tokens or more
 
 
 def run_transformers(
     path: Path, decoder: Decoder, prompts: Sequence[list[int]], out: int, deadline: float
 ) -> Ran:
-    """Answers all prompts at once; making the manager is not counted. Cut at the deadline."""
+    """Answers all prompts at once, until the deadline; making the manager does not count."""
     from transformers import ContinuousBatchingConfig
 
     model = same_model(path, decoder)
     known = {each.name for each in fields(ContinuousBatchingConfig)}
-    # Versions have called it by one name or the other.
+    # The name depends on the version.
     options: dict[str, Any] = {"page_size" if "page_size" in known else "block_size": _PAGE}
     tokens = sum(len(prompt) + out for prompt in prompts)
-    if decoder.embedding.device.type == "cpu":  # what it would choose by a GPU's memory
+    if decoder.embedding.device.type == "cpu":  # what it derives from a GPU's memory
         options |= {"num_blocks": tokens // _PAGE + 64, "max_batch_tokens": 256}
         options |= {"use_async_batching": False, "use_cuda_graph": False}
     generation = GenerationConfig(
@@ -40,7 +40,7 @@ def run_transformers(
     lines: dict[str, list[int]] = {}
     finished: set[str] = set()
     try:
-        # One short request first: what is compiled or captured then is not counted either.
+        # One short request first, so that compilation and capture do not count either.
         manager.add_request(prompts[0][:8], request_id="warm", max_new_tokens=2)
         while _result(manager) is None:
             if time.perf_counter() > deadline:
@@ -58,7 +58,7 @@ def run_transformers(
     finally:
         manager.stop(block=True, timeout=5)
         if manager.is_running():
-            # Its thread goes on with what it has: nothing else can be measured beside it.
+            # Its thread still runs requests, so nothing else can be measured in this process.
             _EXIT_AFTER.append(True)
     made = sum(map(len, lines.values()))
     return Ran(seconds, made, len(finished) < len(prompts), lines)
@@ -68,7 +68,7 @@ _EXIT_AFTER: list[bool] = []
 
 
 def must_exit() -> bool:
-    """Whether a thread is left that cannot be ended but with its process."""
+    """Whether a thread is left that only ends with the process."""
     return bool(_EXIT_AFTER)
 
 
@@ -82,15 +82,15 @@ def _result(manager: Any) -> Any:
 
 
 def same_model(path: Path, decoder: Decoder) -> Any:
-    """transformers' model of that config over views of the decoder's weights: no copy is made."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # it looks for kernels to load otherwise
+    """transformers' model of the config in `path`, on views of the decoder's weights."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # else it looks for kernels to download
     config = AutoConfig.from_pretrained(path)
     device = decoder.embedding.device
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
-    # Buffers that follow from the config have no values on the device `meta`.
+    # Buffers that are computed from the config have no values on the device `meta`.
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     model.load_state_dict(_views(decoder), strict=False, assign=True)

@@ -1,7 +1,7 @@
-"""FlashInfer's ways to attend, for the kernel suite, where it imports and its kernels are there.
+"""FlashInfer's ways to compute attention, for `kernels_gpu.py`, if it imports and is built.
 
-Each way has wrappers of its own, so that its plan is made once: what is measured is the launches.
-Nothing is built: kernels that are not there yet would take minutes.
+Each way has its own wrappers, so that its plan is made once and only launches are measured. No
+kernel is built here, which would take minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Ways = dict[str, Callable[[], torch.Tensor]]
 
 
 class FlashInferWays:
-    """Raises ``ValueError``, which says why, where FlashInfer does not cover the case."""
+    """Raises ValueError with the reason if FlashInfer does not support the case."""
 
     def __init__(self, device: torch.device, case: AttentionCase) -> None:
         self._case = case
@@ -37,10 +37,10 @@ class FlashInferWays:
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         cache: LayerCache,
     ) -> Ways:
-        """Every sequence by itself; the tree by our composition; by FlashInfer's cascade wrapper.
+        """Up to three ways: plain, the tree by our composition, by FlashInfer's cascade wrapper.
 
-        ``tensors`` are queries, keys and values. The latter two only where something is shared, the
-        last only where all rows lie in every level, in order.
+        `tensors` are queries, keys and values. The second needs a shared stretch, the third also
+        that all rows lie in every level, in order.
         """
 
         def attend(backend: FlashInferBackend, each: AttentionPlan) -> Callable[[], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The parts of the GPU suite: what each measures, and how long it may take."""
+"""The parts of `gpu.py`: what each measures, and its time limit."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from gpu_suite.bench import (
 )
 from gpu_suite.beside import must_exit, run_transformers
 from gpu_suite.rows import row_kernels
-from gpu_suite.shapes import QUICK, REAL, Shared
+from gpu_suite.shapes import QUICK, REAL, Forked, Shared
 from gpu_suite.trace import ON_CPU, ON_GPU, busy
 from gpu_suite.worker import Plan, Row, serve_parts
 
-#: Steps that the profiler watches.
-_WATCHED = 8
+#: Steps under the profiler.
+_PROFILED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A name, what is measured, and the seconds after which it stops and tells what it has."""
+    """A name, the function that measures, and the seconds after which it yields what it has."""
 
     name: str
     seconds: float
@@ -46,7 +46,7 @@ class Part:
 
 
 def all_parts() -> list[Part]:
-    """In the order of what is wanted most; parts that share an engine lie side by side."""
+    """The most wanted first; parts that share an engine are neighbours."""
     big, small = "Llama-3.1-8B", "Qwen3-0.6B"
     made = [Part("roofs", 30, roofs)]
     for model, scale in ((big, 1.0), (small, 0.5)):
@@ -89,12 +89,12 @@ def _part(
 
 
 def roofs(bench: Bench, deadline: float) -> Iterator[Row]:
-    """What the chip itself does: a copy, counting reads and writes, and a product in bfloat16."""
+    """Measures a copy (reads and writes count) and a product in bfloat16."""
     source = torch.empty(bench.sizes.copied // 4, dtype=torch.int32, device=bench.device).fill_(1)
     target = torch.empty_like(source)
     side = bench.sizes.side
     a, b = torch.randn(2, side, side, device=bench.device).bfloat16()
-    # The best of several rounds: the first ones find the clocks of an idle chip.
+    # The best of several rounds: at first the clocks are those of an idle chip.
     copied = 2 * source.nbytes / min(bench.seconds(lambda: target.copy_(source), 20) for _ in "123")
     flop = 2 * side**3 / min(bench.seconds(lambda: a @ b, 20) for _ in "123")
     bench.roofs = {"copy": copied, "product": flop}
@@ -103,7 +103,7 @@ def roofs(bench: Bench, deadline: float) -> Iterator[Row]:
 
 
 def start(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
-    """Makes the engine, and compiles every kernel by requests of each kind."""
+    """Makes the engine, and compiles all kernels by running each kind of request."""
     began = time.perf_counter()
     engine = bench.engine(model)
     bench.synchronize()
@@ -127,11 +127,11 @@ def start(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
 
 
 def decode(bench: Bench, deadline: float, model: str, **options: Any) -> Iterator[Row]:
-    """Tokens of a steady decode run beside the floor, then the gaps between its kernels."""
+    """Measures steady decoding beside its floor, then the gaps between its kernels."""
     for batch in bench.sizes.batches:
         engine = bench.engine(model, **options)
         steps, context = bench.sizes.steps, bench.sizes.context
-        out = 4 * (steps + _WATCHED)  # none may end in the run
+        out = 4 * (steps + _PROFILED)  # no request may end while steps are measured
         for number in range(batch):
             engine.add_request(str(number), bench.prompt(context), line_params(out))
         begun: set[str] = set()
@@ -159,7 +159,7 @@ def decode(bench: Bench, deadline: float, model: str, **options: Any) -> Iterato
             "context": context,
             **options,
             **({"cut": True} if done < steps else {}),
-            # How the steps ran: as a graph, or kernel by kernel, and why; nothing without graphs.
+            # Steps as graphs, and kernel by kernel by reason; empty without graphs.
             "steps": {how: n - before[how] for how, n in make_stats(engine).decode_steps.items()},
             "of_floor": float(f"{floor / seconds:.3g}"),
             "goal": 0.85,
@@ -182,16 +182,16 @@ def _stepped(engine: Engine) -> list[Any]:
 
 
 def _gaps(bench: Bench, engine: Engine, batch: int, step_seconds: float) -> Row:
-    """How long the GPU waits for the CPU in a step of the run that was timed without profiler.
+    """How long the GPU waits for the CPU in a step of `step_seconds`, timed without a profiler.
 
-    The profiler slows the CPU down, and hardly the kernels: so the share of busy time is that of
-    their time under the profiler in a step's time without.
+    A profiler slows the CPU down but hardly the kernels. So the busy share is the kernels' time
+    under the profiler, over a step's time without it.
     """
     on_gpu = bench.device.type == "cuda"
     activity = torch.profiler.ProfilerActivity
     activities = [activity.CUDA if on_gpu else activity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(_WATCHED):
+        for _ in range(_PROFILED):
             _stepped(engine)
         bench.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -200,12 +200,12 @@ def _gaps(bench: Bench, engine: Engine, batch: int, step_seconds: float) -> Row:
     return {
         "benchmark": "gaps",
         "batch": batch,
-        "kernels_a_step": round(found.pieces / _WATCHED, 1),
-        "busy": round(min(1.0, found.busy / _WATCHED / 1e6 / step_seconds), 3),
+        "kernels_a_step": round(found.pieces / _PROFILED, 1),
+        "busy": round(min(1.0, found.busy / _PROFILED / 1e6 / step_seconds), 3),
         "busy_under_profiler": round(found.busy / found.span, 3),
         "goal": 0.97,
         "times": {
-            "busy_us_a_step": round(found.busy / _WATCHED, 1),
+            "busy_us_a_step": round(found.busy / _PROFILED, 1),
             "median_gap_us": round(found.median_gap, 2),
             "longest_gap_us": round(max(found.gaps, default=0.0), 1),
         },
@@ -214,7 +214,7 @@ def _gaps(bench: Bench, engine: Engine, batch: int, step_seconds: float) -> Row:
 
 def decode_fp8(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
     """Decoding with weights and activations in 8-bit floats."""
-    if bench.quick:  # recent versions of torch multiply them on a CPU too, to see that this runs
+    if bench.quick:  # torch 2.13 and later multiply these types on a CPU, too
         eight_bit._check_fp8_device = lambda device: None
         if torch.__version__ < "2.13":
             yield {"left_out": f"torch {torch.__version__} has no such product for a CPU"}
@@ -223,7 +223,7 @@ def decode_fp8(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
 
 
 def triton_instead(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
-    """Decoding and the system prompt on Triton, where FlashInfer is what was measured so far."""
+    """Measures decoding and the system prompt on Triton, if the other parts ran on FlashInfer."""
     if bench.quick or importlib.util.find_spec("flashinfer") is None:
         yield {"left_out": "FlashInfer is not installed, or this is no GPU: it measured nothing"}
         return
@@ -232,7 +232,7 @@ def triton_instead(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
 
 
 def prefill(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
-    """Long prompts, of which nothing is cached, beside the rate of a large product."""
+    """Measures long prompts, none of them cached, beside the rate of a large product."""
     engine = bench.engine(model)
     tokens, count = bench.sizes.prefill, bench.sizes.prefills
     bench.run(engine, [bench.prompt(tokens)], 1, deadline)
@@ -241,23 +241,23 @@ def prefill(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
     pairs = tokens * (tokens + 1) // 2
     layers, head = product_flop(engine)
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
-    flop = ran.tokens * (tokens * layers + head + attention)  # each prompt ends in a token
+    flop = ran.tokens * (tokens * layers + head + attention)  # each prompt gives one token
     yield {
         "benchmark": "prefill",
         "tokens": tokens,
         "of_product": round(flop / ran.seconds / bench.roofs["product"], 3),
-        **ran.told(),
+        **ran.row(),
     }
 
 
 def system_prompt(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
-    """Requests behind one system prompt, whose attention is read once for all, or by each."""
+    """Measures requests with one system prompt, whose KV is read once for all, or by each."""
     for on in (True, False):
         yield _system_prompt(bench, deadline, model, on)
 
 
 def uncached(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
-    """The same requests with the cache off."""
+    """Measures the same requests with the cache off."""
     yield _system_prompt(bench, deadline, model, False, enable_prefix_caching=False)
 
 
@@ -265,7 +265,7 @@ def _system_prompt(bench: Bench, deadline: float, model: str, shared: bool, **op
     engine = bench.engine(model, **options)
     with sharing(shared):
         what = bench.sizes.system_prompt
-        prompts = _behind_one_stem(bench, what)
+        prompts = _with_system_prompt(bench, what)
         ran = bench.run(engine, prompts, what.out, deadline)
     return {
         "benchmark": "system prompt",
@@ -273,44 +273,47 @@ def _system_prompt(bench: Bench, deadline: float, model: str, shared: bool, **op
         "enable_prefix_caching": options.pop("enable_prefix_caching", True),
         **options,
         "hit_rate": round(ran.hits / sum(map(len, prompts)), 3),
-        **ran.told(),
+        **ran.row(),
     }
 
 
-def _behind_one_stem(bench: Bench, what: Shared) -> list[list[int]]:
+def _with_system_prompt(bench: Bench, what: Shared) -> list[list[int]]:
     stem = bench.prompt(what.shared)
     return [stem + bench.prompt(what.own) for _ in range(what.requests)]
 
 
 def samples(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
-    """Several samples of each prompt."""
+    """Measures several samples of each prompt."""
     size = bench.sizes.samples
-    for on in (True, False):
-        engine = bench.engine(model)
-        prompts = [bench.prompt(size.prompt) for _ in range(size.requests)]
-        with sharing(on):
-            ran = bench.run(engine, prompts, size.out, deadline, lines=size.lines)
-        yield {"benchmark": "samples", "n": size.lines, "sharing": on, **ran.told()}
+    row = {"benchmark": "samples", "n": size.lines}
+    yield from _forked(bench, deadline, model, size, row, lines=size.lines)
 
 
 def beams(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
-    """Beam searches; their tokens are those of all lines."""
+    """Measures beam searches; the tokens of all lines count."""
     size = bench.sizes.beams
+    row = {"benchmark": "beams", "width": size.lines}
+    yield from _forked(bench, deadline, model, size, row, beams=size.lines)
+
+
+def _forked(
+    bench: Bench, deadline: float, model: str, size: Forked, row: Row, **options: int
+) -> Iterator[Row]:
     for on in (True, False):
         engine = bench.engine(model)
         prompts = [bench.prompt(size.prompt) for _ in range(size.requests)]
         with sharing(on):
-            ran = bench.run(engine, prompts, size.out, deadline, beams=size.lines)
-        yield {"benchmark": "beams", "width": size.lines, "sharing": on, **ran.told()}
+            ran = bench.run(engine, prompts, size.out, deadline, **options)
+        yield {**row, "sharing": on, **ran.row()}
 
 
 def beside(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
-    """The same requests, then the same weights in transformers' continuous batching."""
+    """Measures the engine, then transformers' continuous batching, on the same weights."""
     what = bench.sizes.beside
-    prompts = _behind_one_stem(bench, what)
+    prompts = _with_system_prompt(bench, what)
     engine = bench.engine(model)
     ours = bench.run(engine, prompts, what.out, deadline)
-    yield {"benchmark": "beside transformers", "side": "coppice", **ours.told()}
+    yield {"benchmark": "beside transformers", "side": "coppice", **ours.row()}
     path, decoder = Path(engine.config.model), engine.runner.decoder
     del engine
     bench.drop()
@@ -319,7 +322,7 @@ def beside(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
     yield {
         "benchmark": "beside transformers",
         "side": "transformers",
-        # Products in bfloat16 round differently; a model that is another agrees nowhere.
+        # bfloat16 products round differently, so some differ; with other weights all would.
         "same_first_tokens": round(sum(a == b for a, b in firsts) / max(1, len(firsts)), 3),
-        **theirs.told(),
+        **theirs.row(),
     }

@@ -1,8 +1,7 @@
-"""What works rows between products: our kernels, FlashInfer's and torch's for the same.
+"""The kernels between the products: ours beside FlashInfer's and torch's, to choose among them.
 
-So that one run tells whose are to be used. Shapes are those of Llama-3.1-8B at a decoding step of
-256 sequences, and of a chunk of prefill. FlashInfer's norm and rotary embedding may have to be
-built; where they cannot be, the row says so.
+Shapes are those of Llama-3.1-8B at a decoding step of 256 sequences and at a chunk of prefill.
+FlashInfer may have to build its norm and its rotary embedding; if it cannot, the row says so.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import torch
 from coppice.kernels.attention.interface import LayerCache
 from coppice.kernels.sampling.choose import COLUMNS, choose
 from gpu_suite.bench import Bench
+from gpu_suite.worker import Row, reason
 
-Row = dict[str, Any]
 Ways = dict[str, Callable[[], object]]
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, PAGE = 4096, 32, 8, 128, 14336, 16
 
 
 def row_kernels(bench: Bench, deadline: float) -> Iterator[Row]:
-    """Each kernel by each way, as a multiple of the first one, and of what a copy reaches."""
+    """Measures each way of each kernel, beside the first way and the rate of a copy."""
     flashinfer, absent = _flashinfer()
     for count in (16,) if bench.quick else (256, 8192):
         for name, moved, make in (
@@ -57,10 +56,9 @@ def _measured(
         try:
             seconds = bench.seconds(work, rounds)
         except torch.AcceleratorError:
-            raise  # the device is gone
-        except Exception as error:  # of one way: FlashInfer's compiler, say
-            told = f"{type(error).__name__}: {str(error).strip()[:200]}"
-            yield stem | {"left_out": told}
+            raise  # the device is lost
+        except Exception as error:  # only this way fails: FlashInfer's compiler, for example
+            yield stem | {"left_out": reason(error)}
             continue
         first = seconds if first is None else first
         yield stem | {
@@ -93,7 +91,7 @@ def _norm(bench: Bench, count: int) -> Ways:
     def theirs() -> None:
         import flashinfer
 
-        flashinfer.fused_add_rmsnorm(added, x, weight, 1e-5)  # both are changed
+        flashinfer.fused_add_rmsnorm(added, x, weight, 1e-5)  # in place
 
     ways["flashinfer"] = theirs
     ways["torch"] = lambda: torch.nn.functional.rms_norm(x.add_(added), (WIDTH,), weight, 1e-5)
@@ -101,7 +99,7 @@ def _norm(bench: Bench, count: int) -> Ways:
 
 
 def _rotation(bench: Bench, count: int) -> Ways:
-    """Queries and keys rotated, keys and values written to the pages of ``count`` sequences."""
+    """Rotates queries and keys, and writes keys and values to the pages of `count` sequences."""
     qk, v = _made(bench, count, HEADS + KV_HEADS, HEAD_DIM), _made(bench, count, KV_HEADS, HEAD_DIM)
     pages = _made(bench, 2, count, PAGE, KV_HEADS, HEAD_DIM)
     cache = LayerCache(pages[0], pages[1])
@@ -159,7 +157,7 @@ def _silu(bench: Bench, count: int) -> Ways:
 
 
 def _choice(bench: Bench, count: int, vocabulary: int, flashinfer: Any) -> Ways:
-    """A token of each row by a temperature and top-p."""
+    """Chooses a token of each row by temperature and top-p."""
     logits = torch.randn(count, vocabulary, device=bench.device) * 3
     columns = np.ones((count, COLUMNS))
     columns[:, 1:] = vocabulary, 0.95, 0.0, 0.5

@@ -1,6 +1,6 @@
-"""The shapes that the GPU suite runs: models as a `config.json` alone, and sizes of its workloads.
+"""The shapes that `gpu.py` runs: models as a `config.json`, and the sizes of its workloads.
 
-Weights are random and made on the device (`load_format="dummy"`), so nothing large is on a disk.
+Weights are random and made on the device (`load_format="dummy"`), so nothing large is stored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MODELS = {
         "tie_word_embeddings": True,
     },
 }
-#: What `--quick` makes of each, to run on a CPU: the same family with all its parts.
+#: With `--quick`, each model has these sizes instead, and the same parts.
 _QUICK = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -83,10 +83,11 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of each workload; see `parts` for what they are.
+    """The sizes of the workloads in `parts.py`.
 
-    `batches` sequences decode `steps` steps behind `context` tokens; `prefills` prompts of
-    `prefill` tokens are computed; `copied` bytes and `side`^3 products are the roofs.
+    In turn, each number of `batches` of sequences decodes `steps` steps after `context` tokens.
+    `prefills` prompts of `prefill` tokens are computed. The roofs copy `copied` bytes and multiply
+    square matrices of `side` rows.
     """
 
     batches: tuple[int, ...]
@@ -137,7 +138,7 @@ QUICK = Sizes(
 
 
 def write_model(name: str, folder: Path, *, quick: bool) -> Path:
-    """The folder below `folder` with this model's `config.json`, written if it is not there."""
+    """The folder of this model's `config.json`, below `folder`; written if it does not exist."""
     made = folder / name
     if not made.exists():
         made.mkdir(parents=True)

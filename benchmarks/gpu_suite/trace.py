@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Categories of what runs on a GPU; operations on a CPU stand for it where there is none.
+#: Categories of events on a GPU, and of those that stand in for them without one.
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_CPU = ("cpu_op",)
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Microseconds of a stretch in which `pieces` pieces of work ran: busy ones, and gaps."""
+    """A stretch in which `pieces` kernels ran; times in microseconds."""
 
     pieces: int
     busy: float
@@ -28,7 +28,7 @@ class Busy:
 
 
 def busy(trace: Path, categories: Iterable[str]) -> Busy:
-    """Reads a Chrome trace. Raises ValueError if nothing of these categories is in it."""
+    """Reads a Chrome trace. Raises ValueError if it has no event of these categories."""
     wanted = set(categories)
     events = json.loads(trace.read_text())["traceEvents"]
     found = [e for e in events if e.get("ph") == "X" and e.get("cat") in wanted]
@@ -36,7 +36,7 @@ def busy(trace: Path, categories: Iterable[str]) -> Busy:
 
 
 def of_intervals(intervals: list[tuple[float, float]]) -> Busy:
-    """Of (begin, end) in microseconds, which may overlap and lie in any order."""
+    """From (begin, end) in microseconds, which may overlap, in any order."""
     if not intervals:
         raise ValueError("trace: it holds no work of the device")
     ordered = sorted(intervals)

@@ -1,8 +1,8 @@
-"""The suite's processes: one measures, the other watches it, ends it when it hangs, and goes on.
+"""The processes of a GPU suite: one measures, the other watches it and goes on after a failure.
 
-A kernel that reads where nothing is leaves its process without a GPU, and one that never ends
-cannot be interrupted. So parts run in a process of their own; when it ends or is ended, another one
-takes up the parts that are left.
+A kernel that reads invalid memory makes the GPU unusable for its process, and one that never ends
+cannot be interrupted. So parts run in a separate process. When it ends or is killed, a new one runs
+the remaining parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Row = dict[str, Any]
-#: Seconds that a process may take to import, and a part beyond those after which it should stop.
+#: Seconds that a process may take to start, and a part after its own time limit.
 START_SECONDS, GRACE_SECONDS = 90.0, 30.0
 
 
@@ -47,10 +47,10 @@ def run_parts(
     quick: bool,
     limit: float,
 ) -> None:
-    """Runs all parts in order within `limit` seconds; what comes of each is given to `add`.
+    """Runs all parts in order within `limit` seconds, and passes their rows to `add`.
 
-    A part that fails, or that is ended because it hangs, is a row with `error`; one for which there
-    is no time is a row with `left_out`.
+    `serve` runs in the process that measures. A part that fails or hangs becomes a row with
+    `error`, one for which no time is left a row with `left_out`.
     """
     end = time.monotonic() + limit
     pending = list(parts)
@@ -88,13 +88,13 @@ def run_parts(
                 roofs = value
             elif kind == "row":
                 add({"part": running.name if running else "", **value})
-            else:  # "end": of this part, or of the process when nothing goes on after it
+            else:  # "end" of this part, or "last": the process ends with this part
                 pending.remove(running)
                 running, until = None, time.monotonic() + START_SECONDS
                 if kind == "last":
                     break
         process.kill()
-        process.join(10)  # one that waits for a GPU that hangs may never end
+        process.join(10)  # it may never end while the GPU hangs
         if error:
             failed = running or pending[0]
             pending.remove(failed)
