@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from reprlib import repr as shown
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -86,6 +86,10 @@ class Only:
         )
         what = {"got": shown(value), "also": also}
         raise PydanticCustomError("only", "is not supported yet, got {got}{also}", what)
+
+
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+"""How the OpenAI API names functions and schemas."""
 
 
 def between(low: float, high: float) -> Any:

@@ -17,8 +17,8 @@ from coppice.frontend.openai.logprobs import (
 )
 from coppice.frontend.openai.prepare import Prepared
 from coppice.frontend.openai.requests import CompletionRequest
-from coppice.frontend.openai.tools.formats import ToolFormat
-from coppice.frontend.openai.tools.readers import CallBegins, Piece, TextPiece, ToolReader
+from coppice.frontend.openai.tools.call_object import CallBegins, Piece, TextPiece
+from coppice.frontend.openai.tools.format import ToolFormat, ToolReader
 from coppice.frontend.text.outputs import CompletionOutput, RequestOutput, TextDelta
 from coppice.frontend.text.tokens import TokenTexts
 

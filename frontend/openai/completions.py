@@ -34,7 +34,7 @@ from coppice.frontend.openai.requests import (
     parse_completion,
 )
 from coppice.frontend.openai.schemas import ChatAnswer, CompletionAnswer, either
-from coppice.frontend.openai.tools.formats import format_of
+from coppice.frontend.openai.tools.registry import format_of
 from coppice.frontend.text.threads import TokenizerThreads
 from coppice.runtime.requests.request import QueueFull
 

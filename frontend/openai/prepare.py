@@ -13,7 +13,7 @@ from typing import Any
 from coppice.frontend.errors import BadRequest
 from coppice.frontend.openai.requests import CompletionRequest
 from coppice.frontend.openai.tools.choice import Tools
-from coppice.frontend.openai.tools.formats import ToolFormat
+from coppice.frontend.openai.tools.format import ToolFormat
 from coppice.frontend.text.detokenizer import IncrementalDecoder
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.frontend.text.tokens import TokenTexts

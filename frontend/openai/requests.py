@@ -14,9 +14,9 @@ from coppice.frontend.openai.tools.choice import Tool, ToolChoice, Tools, tools_
 from coppice.frontend.strict import Body, Only, between, read, says
 from coppice.frontend.text.conversation import MessageBody
 from coppice.runtime.requests.sampling_params import (
+    BOUNDS,
     MAX_BIAS,
     MAX_N,
-    MAX_SEED,
     MAX_STOP_STRINGS,
     SamplingParams,
 )
@@ -61,6 +61,11 @@ _Stop: TypeAlias = Annotated[
 ]
 
 
+def _bounded(name: str) -> Any:
+    """The metadata of a number with the bounds of that sampling parameter."""
+    return between(*BOUNDS[name])
+
+
 class StreamOptions(Body):
     """What a stream carries beside the text."""
 
@@ -75,26 +80,26 @@ class TextRequest(Formed):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, between(1, MAX_N)] = 1
-    temperature: Annotated[float, between(0, 100)] | None = None
-    top_p: Annotated[float, between(0, 1)] | None = None
-    seed: Annotated[int, between(-MAX_SEED - 1, MAX_SEED)] | None = None
-    max_tokens: Annotated[int, between(1, _MOST)] | None = None
+    n: Annotated[int, _bounded("n")] = 1
+    temperature: Annotated[float, _bounded("temperature")] | None = None
+    top_p: Annotated[float, _bounded("top_p")] | None = None
+    seed: Annotated[int, _bounded("seed")] | None = None
+    max_tokens: Annotated[int, _bounded("max_tokens")] | None = None
     stop: _Stop | None = None
-    presence_penalty: Annotated[float, between(-2, 2)] | None = None
-    frequency_penalty: Annotated[float, between(-2, 2)] | None = None
+    presence_penalty: Annotated[float, _bounded("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _bounded("frequency_penalty")] | None = None
     logit_bias: _Bias | None = None
     user: str | None = None  # who asks; it asks for nothing
 
     # Extensions, most of them under vLLM's names.
-    top_k: Annotated[int, between(-1, _MOST)] | None = None
-    min_p: Annotated[float, between(0, 1)] | None = None
-    repetition_penalty: Annotated[float, between(0, 1e6)] | None = None
+    top_k: Annotated[int, _bounded("top_k")] | None = None
+    min_p: Annotated[float, _bounded("min_p")] | None = None
+    repetition_penalty: Annotated[float, _bounded("repetition_penalty")] | None = None
     allowed_token_ids: Annotated[_TokenIds, Field(min_length=1)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     prompt_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
-    prompt_logprobs_start: Annotated[int, between(0, _MOST)] | None = None
-    min_tokens: Annotated[int, between(0, _MOST)] | None = None
+    prompt_logprobs_start: Annotated[int, _bounded("prompt_logprobs_start")] | None = None
+    min_tokens: Annotated[int, _bounded("min_tokens")] | None = None
     stop_token_ids: _TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -112,7 +117,7 @@ class CompletionBody(TextRequest):
 
     prompt: _Prompt
     max_tokens: Annotated[int, between(0, _MOST)] | None = None  # 0: nothing but the echo
-    best_of: Annotated[int, between(1, MAX_N)] | None = None
+    best_of: Annotated[int, _bounded("best_of")] | None = None
     echo: bool = False
     logprobs: _Logprobs | None = None
     suffix: Annotated[Any, Only()] = None
@@ -144,7 +149,7 @@ class ChatBody(TextRequest, TemplateFields):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, between(1, _MOST)] | None = None
+    max_completion_tokens: Annotated[int, _bounded("max_tokens")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, between(0, MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None

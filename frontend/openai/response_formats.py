@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from coppice.frontend.errors import BadRequest
-from coppice.frontend.strict import Body, says
+from coppice.frontend.strict import Body, Name, says
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 from coppice.runtime.sampling.grammar_source import check
 
@@ -34,7 +34,7 @@ class JsonObjectFormat(Body):
 class JsonSchema(Body):
     """A named schema; it is followed whether `strict` says so or not."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: Name
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None

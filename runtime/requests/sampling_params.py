@@ -11,8 +11,29 @@ from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 16
 MAX_N = 1024
-MAX_SEED = 2**63 - 1
 MAX_BIAS = 100.0
+_MOST = 2**31 - 1
+
+BOUNDS: dict[str, tuple[int, int] | tuple[float, float]] = {
+    "n": (1, MAX_N),
+    "best_of": (1, MAX_N),
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, _MOST),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 1e6),
+    "logprobs": (-1, _MOST),
+    "prompt_logprobs": (-1, _MOST),
+    "prompt_logprobs_start": (0, _MOST),
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, _MOST),
+    "min_tokens": (0, _MOST),
+}
+"""Least and greatest value of each number in `SamplingParams`: integers, or any numbers."""
+
+_OPTIONAL = ("best_of", "logprobs", "prompt_logprobs", "seed", "max_tokens")  # may be None
 # Logits over a temperature below this may be no float32 any more; the choice is certain by then.
 GREEDY_BELOW = 1e-5
 
@@ -93,36 +114,21 @@ class SamplingParams:
     """Whether the text leaves out special tokens."""
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, 1, MAX_N)
-        if self.best_of is not None:
-            _integer("best_of", self.best_of, 1, MAX_N)
-            if self.best_of < self.n:
-                raise ValueError(f"best_of must be at least n, {self.n}, got {self.best_of}")
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0)
+        for name, (low, high) in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                (_integer if isinstance(low, int) else _number)(name, value, low, high)
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of must be at least n, {self.n}, got {self.best_of}")
         if self.top_p == 0:
             raise ValueError("top_p must be above 0 and at most 1, got 0")
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e6)
         if self.repetition_penalty == 0:
             raise ValueError("repetition_penalty must be above 0, got 0")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), -1, 2**31 - 1)
-        _integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, 2**31 - 1)
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
             raise ValueError(
                 f"prompt_logprobs_start must be 0 without prompt_logprobs, "
                 f"got {self.prompt_logprobs_start}"
             )
-        if self.seed is not None:
-            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
@@ -208,7 +214,7 @@ class SamplingParams:
         return self.stop_token_ids
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> None:
+def _integer(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         allowed = f"the integer {low}" if low == high else f"an integer from {low} to {high}"
         raise ValueError(f"{name} must be {allowed}, got {value!r}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from coppice.frontend.errors import BadRequest
-from coppice.frontend.strict import Body, says
+from coppice.frontend.strict import Body, Name, says
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 from coppice.runtime.sampling.grammar_source import check
 
@@ -18,7 +18,7 @@ from coppice.runtime.sampling.grammar_source import check
 class Function(Body):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

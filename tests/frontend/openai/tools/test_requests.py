@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from coppice.frontend.http.options import TOOL_CALL_PARSERS
 from coppice.frontend.openai.requests import parse_chat
 from coppice.frontend.openai.tools.choice import Tools
-from coppice.frontend.openai.tools.formats import FORMATS, format_of
+from coppice.frontend.openai.tools.registry import FORMATS, format_of
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.sampling.grammar_source import check
 
@@ -227,6 +228,10 @@ def test_what_cannot_be_done_is_refused_by_name(
     response = http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+def test_every_format_can_be_chosen() -> None:
+    assert ("auto", *FORMATS) == TOOL_CALL_PARSERS
 
 
 def asked_tools(choice: Any, strict: bool, parallel: bool = True) -> Tools:

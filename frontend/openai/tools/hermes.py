@@ -1,0 +1,111 @@
+"""Tool calls as Hermes 2 Pro, Qwen 2.5 and Qwen 3 write them: objects between tags."""
+
+from __future__ import annotations
+
+from coppice.frontend.openai.tools.call_object import CallObject, Piece, TextPiece
+from coppice.frontend.openai.tools.choice import Tools
+from coppice.frontend.openai.tools.format import ToolFormat, ToolReader
+
+
+class HermesFormat(ToolFormat):
+    """`<tool_call>` and an object between tags, as many as the model likes, text around them.
+
+    Hermes 2 Pro and its successors, Qwen 2.5 and 3.
+    """
+
+    marks = ("<tool_call>", "</tool_call>")
+
+    def reader(self, tools: Tools) -> ToolReader:
+        return HermesReader(parallel=tools.parallel)
+
+    def forced(self, calls: str, parallel: bool) -> str:
+        more = r' ("\n" tagged)*' if parallel else ""
+        return f"start: tagged{more}\n{self._tagged(calls)}"
+
+    def optional(self, calls: str, parallel: bool) -> str:
+        more = r' ("\n" tagged)*' if parallel else ""
+        return (
+            f'start: TEXT | before "\\n" {calls} "\\n</tool_call>"{more}\n'
+            "before[lazy]: /(.|\\n)*<tool_call>/\n"
+            "TEXT: /(.|\\n)*/ & ~/(.|\\n)*<tool_call>(.|\\n)*/\n"
+            f"{self._tagged(calls)}"
+        )
+
+    @staticmethod
+    def _tagged(calls: str) -> str:
+        return f'tagged: "<tool_call>\\n" {calls} "\\n</tool_call>"'
+
+
+class HermesReader(ToolReader):
+    """Calls between `<tool_call>` and `</tool_call>`; white space around them is no text."""
+
+    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+    _behind_call = False  # and behind nothing but white space since then
+
+    def push(self, text: str) -> list[Piece]:
+        pieces: list[Piece] = []
+        while text or self._pending:
+            if self._object is None:
+                text = self._outside(text, pieces)
+                if self._object is None:
+                    break
+            if not self._object.complete:
+                found, text = self._in_object(text)
+                pieces += found
+                if not self._object.complete:
+                    break
+            self._pending += text
+            stripped = self._pending.lstrip()
+            if stripped.startswith(self._CLOSE):
+                self._leave(pieces, closed=True)
+                text, self._pending = stripped[len(self._CLOSE) :], ""
+            elif self._CLOSE.startswith(stripped):
+                break
+            else:
+                self._leave(pieces, closed=False)
+                text, self._pending = self._pending, ""
+        return pieces
+
+    def _outside(self, text: str, pieces: list[Piece]) -> str:
+        """Takes text up to where a call begins; what lies behind its tag."""
+        text, self._pending = self._pending + text, ""
+        before, tag, behind = text.partition(self._OPEN)
+        if tag:
+            self._say(before.rstrip(), pieces)
+            self._object = CallObject(self.calls)
+            return behind
+        kept = len(before.rstrip())
+        for length in range(min(len(self._OPEN) - 1, len(before)), 0, -1):
+            if before.endswith(self._OPEN[:length]):
+                kept = len(before[:-length].rstrip())
+                break
+        self._say(before[:kept], pieces)
+        self._pending = before[kept:]
+        return ""
+
+    def _say(self, text: str, pieces: list[Piece]) -> None:
+        if self._behind_call:
+            text = text.lstrip()
+        if text:
+            self._behind_call = False
+            pieces.append(TextPiece(text))
+
+    def _leave(self, pieces: list[Piece], *, closed: bool) -> None:
+        """The object has ended; if it was no call after all, it is text."""
+        assert self._object is not None
+        if not self._object.begun:
+            close = self._CLOSE if closed else ""
+            pieces.append(TextPiece(self._OPEN + self._object.text + close))
+        self._behind_call = self._object.begun
+        self._object = None
+
+    def end(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._object is not None:
+            if self._object.begun and self._CLOSE.startswith(self._pending.strip()):
+                self._pending = ""
+            self._leave(pieces, closed=False)
+        if self._pending.strip() or not self.calls:
+            self._say(self._pending, pieces)
+        self._pending = ""
+        return [piece for piece in pieces if not isinstance(piece, TextPiece) or piece.text]
