@@ -1,12 +1,12 @@
-"""Measures how many of a handbook's questions the demo model answers exactly.
+"""The share of a handbook's questions that the demo model answers exactly.
 
-Every conversation has a fresh document of 600 to 1,000 tokens as its system prompt and three
-different questions about it, answered greedily through transformers' own ``generate`` with the chat
-template applied. The answers to the first and to the third question are scored: right means equal
-to the fact's value, character for character. Documents come from the eval split, whose names never
-occur in training (see ``coppice.frontend.demo.facts``).
+    python benchmarks/demo_accuracy.py [--model DIR] [--json FILE] [--quick]
 
-Prints one JSON object a line: first each kind of fact, then each turn.
+Each of 200 conversations (`--quick`: 20) has a fresh document of 600 to 1,000 tokens as its system
+prompt and three different questions about it. transformers' `generate` answers them greedily, by
+the chat template. The answers to the first and the third question are scored: right means equal to
+the fact's value, character for character. Documents come from the eval split, whose names never
+occur in training (`coppice.frontend.demo.facts`). Rows: each kind of fact, then each turn.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SCORED_TURNS = (1, TURNS)
 
 
 def fresh_document(tokenizer: Any, seed: int, shortest: int = 600, longest: int = 1000) -> Document:
-    """The first document from ``seed`` on whose length in tokens is in the wanted range."""
+    """The first document of `seed` whose length in tokens is in the range."""
     for attempt in range(1000):
-        # The number of facts sweeps the range, so that all lengths are measured.
+        # The number of facts varies with the seed, so that all lengths occur.
         document = make_document(seed * 1000 + attempt, 58 + (seed * 7 + attempt) % 40, "eval")
         if shortest <= len(tokenizer(document.text)["input_ids"]) <= longest:
             return document
@@ -48,7 +48,7 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
 
 
 def measure(model_dir: Path, conversations: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Asks ``TURNS`` questions in each conversation and returns the rows to print."""
+    """Asks `TURNS` questions in each conversation; returns the rows."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     right: dict[int, int] = defaultdict(int)
@@ -60,11 +60,11 @@ def measure(model_dir: Path, conversations: int, seed: int = 0) -> list[dict[str
         messages = [{"role": "system", "content": document.text}]
         for turn, question in enumerate(ask(document, conversation, TURNS), start=1):
             messages.append({"role": "user", "content": question.text})
-            said = answer(model, tokenizer, messages)
-            messages.append({"role": "assistant", "content": said})
+            text = answer(model, tokenizer, messages)
+            messages.append({"role": "assistant", "content": text})
             if turn in SCORED_TURNS:
-                right[turn] += said == question.answer
-                kinds[question.fact.attribute].append(said == question.answer)
+                right[turn] += text == question.answer
+                kinds[question.fact.attribute].append(text == question.answer)
     common = {"benchmark": "demo_accuracy", "model": model_dir.name}
     rows: list[dict[str, Any]] = [
         common | {"attribute": kind, "questions": len(hits), "exact": sum(hits) / len(hits)}
@@ -79,7 +79,7 @@ def measure(model_dir: Path, conversations: int, seed: int = 0) -> list[dict[str
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="model directory")
+    options.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of the model")
     args = options.parse_args()
     rows = Rows(args.json)
     for row in measure(args.model, conversations=20 if args.quick else 200):

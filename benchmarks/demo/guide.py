@@ -1,20 +1,20 @@
-"""Where the demo model's heads are told to look while it learns: supervised attention.
+"""Supervised attention: where some heads of the demo model should look while it is trained.
 
-To answer, the model has to know of each token of a value whose value it is, and to find the value
-that belongs to the entity and the attribute of a question. That is two hops of attention:
+To answer, the model has to know for each token of a value whose value it is, and to find the value
+that belongs to the entity and the attribute of a question. That takes two layers of attention:
 
     "The badge of Mara Ellison is QX - 48 ."    ...    "What is Mara Ellison's badge?"  QX - 48
               ^       ^      ^    |                                                      |
               cue   first   last  | layer 1: each token of a value, and each token       |
               '-------'------'----' that an answer is predicted from, looks at the cue   |
-                                  | and both halves of the name in its sentence          |
+                                  | and both parts of the name in its sentence           |
                                   '------------------------------------------------------'
-                                    layer 2: what an answer is predicted from looks at the
-                                    token of the document that it should say next
+                                    layer 2: the token that an answer is predicted from
+                                    looks at the token of the document to be copied next
 
-The generator knows all these places, so some heads are given a loss of their own: minus the log of
-the attention they pay to the right place (Liu et al., Neural machine translation with supervised
-attention, COLING 2016). The other heads, and the last layer, are free.
+The generator of documents knows all these positions. So some heads get a loss of their own: minus
+the log of the attention that they pay to the right position (Liu et al., Neural machine translation
+with supervised attention, COLING 2016). The other heads, and the last layer, are free.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Offsets = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Mention:
-    """Where a fact is stated or asked for, as characters of a conversation.
+    """Where a fact is stated or asked for, as positions of characters in a conversation.
 
-    ``last``, ``cue`` and ``first`` are the places of the last characters of the family name (or
-    the like), of the cue, and of the given name. ``value`` is the span of the value: in the
-    document, or in the answer, in which case ``begin`` is the place of the assistant's mark before
-    it and ``source`` the value's span in the document.
+    `last`, `cue` and `first` are the last characters of the family name (or what stands for it), of
+    the cue, and of the given name. `value` is the span of the value, in the document or in the
+    answer. In an answer, `begin` is the position of the assistant's mark before it, and `source`
+    the value's span in the document.
     """
 
     last: int
@@ -63,7 +63,7 @@ class Conversation:
 
 
 def draw_conversation(rng: random.Random, num_facts: int, length: int) -> Conversation:
-    """A fresh document of the train split, and questions until there are ``length`` tokens."""
+    """A fresh document of the train split, and questions until there are `length` tokens."""
     document = make_document(rng.getrandbits(48), num_facts, "train")
     text = f"{BOS}{SYSTEM}"
     mentions = []
@@ -74,8 +74,8 @@ def draw_conversation(rng: random.Random, num_facts: int, length: int) -> Conver
         sources[fact] = range(value, value + len(fact.value))
         mentions.append(Mention(*_names(fact, fact.sentence, at), sources[fact]))
     text += document.text + END
-    # A fact takes 10 tokens or more and a turn 12 or more, so this fills the sequence; once all
-    # facts were asked for, they are asked for again.
+    # A fact has at least 10 tokens and a turn at least 12, so this fills the sequence. After the
+    # last fact the questions start again.
     room = length - 10 * num_facts
     while room > 0:
         for question in ask(document, rng.getrandbits(48), num_facts):
@@ -92,10 +92,10 @@ def draw_conversation(rng: random.Random, num_facts: int, length: int) -> Conver
 
 
 def _names(fact: Fact, sentence: str, at: int) -> tuple[int, int, int]:
-    """The places of family name, cue and given name in a sentence that begins at ``at``."""
+    """The positions of family name, cue and given name in a sentence that begins at `at`."""
     entity = at + sentence.index(fact.entity)
     first, _ = fact.entity.split(" ", 1)
-    # Outside the name, in which the same letters may stand.
+    # The cue is searched outside the name, which may contain the same letters.
     hidden = sentence.replace(fact.entity, "\0" * len(fact.entity)).lower()
     cue = at + hidden.rindex(fact.cue) + len(fact.cue) - 1
     return entity + len(fact.entity) - 1, cue, entity + len(first) - 1
@@ -103,11 +103,11 @@ def _names(fact: Fact, sentence: str, at: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """Who should look where in a batch: int64 [B, N, 4] and [B, M, 2], filled up with zeros.
+    """Which tokens of a batch should look where; padded with zeros.
 
-    ``gather`` holds the place of a token and the places of last, cue and first that it should look
-    at; ``find`` that of a token and of the one that should be found from there. ``gathers`` [B, N]
-    and ``finds`` [B, M] say which entries are real.
+    `gather`, int64 [B, N, 4]: a token, and the last, cue and first that it should look at. `find`,
+    int64 [B, M, 2]: a token, and the one that it should look at. `gathers`, bool [B, N], and
+    `finds`, bool [B, M], are false for padding.
     """
 
     gather: Tensor
@@ -117,7 +117,7 @@ class Guide:
 
     @classmethod
     def of(cls, talks: Sequence[Conversation], offsets: Sequence[Offsets], length: int) -> Guide:
-        """Turns places among characters into places among tokens; those past ``length`` go."""
+        """Maps positions of characters to those of tokens; drops tokens from `length` on."""
         gather, find = [], []
         for talk, spans in zip(talks, offsets, strict=True):
             token_at = {c: i for i, (a, b) in enumerate(spans) for c in range(a, b)}
@@ -150,7 +150,7 @@ def _padded(rows: Sequence[Sequence[tuple[int, ...]]], width: int) -> tuple[Tens
 
 
 def guidance_loss(seen: Sequence[tuple[Tensor, Tensor]], guide: Guide) -> tuple[Tensor, float]:
-    """The loss of the guided heads, and the share of tokens from which the right one is found."""
+    """The loss of the guided heads, and the share of `find` tokens that look at the right one."""
     gathering = [
         _attention(*seen[GATHER_LAYER], head, guide.gather[..., 0], guide.gather[..., 1 + n])
         for n, head in enumerate(GATHER_HEADS)
@@ -166,9 +166,9 @@ def guidance_loss(seen: Sequence[tuple[Tensor, Tensor]], guide: Guide) -> tuple[
 
 
 def _attention(q: Tensor, k: Tensor, head: int, source: Tensor, target: Tensor) -> Tensor:
-    """Log of what ``head`` pays to ``target`` from ``source``, both [B, N]; returns [B, N].
+    """Log of the attention that `head` pays from `source` [B, N] to `target` [B, N]: [B, N].
 
-    ``q`` is [B, HEADS, T, D], ``k`` [B, KV_HEADS, T, D].
+    `q` is [B, HEADS, T, D], `k` [B, KV_HEADS, T, D].
     """
     rows = q[:, head].gather(1, source[:, :, None].expand(-1, -1, HEAD_DIM))
     scores = (rows @ k[:, head // (HEADS // KV_HEADS)].mT) * HEAD_DIM**-0.5

@@ -1,4 +1,4 @@
-"""The demo model itself: a small Llama that shows its queries and keys, and its export."""
+"""The demo model: a small Llama that also returns its queries and keys, and its export."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from demo.tokenizer import BOS, END, PAD, VOCAB_SIZE, save_tokenizer
 
 HIDDEN, INNER, LAYERS = 192, 384, 4
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
-# A high base leaves half of each head's dimensions nearly still over a document's length, and these
+# With a high base, half of each head's dimensions hardly rotate over a document's length: these
 # carry the match by content.
 ROPE_THETA = 100000.0
 RMS_EPS = 1e-6
@@ -24,7 +24,7 @@ MAX_POSITION = 4096
 
 
 class Block(nn.Module):
-    """One Llama layer: attention and SwiGLU, each behind an RMS norm and added to its input."""
+    """One Llama layer: attention and SwiGLU, each after an RMS norm and added to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
         q = _rotate(self.q(y).view(b, t, HEADS, HEAD_DIM).transpose(1, 2), cos, sin)
         k = _rotate(self.k(y).view(b, t, KV_HEADS, HEAD_DIM).transpose(1, 2), cos, sin)
         v = self.v(y).view(b, t, KV_HEADS, HEAD_DIM).transpose(1, 2)
-        # Repeated by hand: the CPU's flash kernel takes no grouped heads in its backward pass.
+        # Keys are repeated here: the CPU's flash kernel has no backward pass for grouped heads.
         keys, values = (z.repeat_interleave(HEADS // KV_HEADS, 1) for z in (k, v))
         y = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
         x = x + self.o(y.transpose(1, 2).reshape(b, t, -1))
@@ -62,7 +62,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """The decoder without its last product: the output matrix is the embedding's."""
+    """The decoder without its last product, whose matrix is the embedding's."""
 
     cos: Tensor
     sin: Tensor
@@ -106,8 +106,8 @@ class Model(nn.Module):
 def export(model: Model, tokenizer: Tokenizer, out: Path) -> None:
     """Writes the model as transformers' LlamaForCausalLM.
 
-    The weights are stored in float16, whose rounding costs no answer, and are meant to be computed
-    with in float32, as ``config.json`` says.
+    The weights are stored in float16, whose rounding changes no answer; `config.json` asks for
+    float32 in computations.
     """
     names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}
     names |= {"o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj"}

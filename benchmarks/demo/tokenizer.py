@@ -1,13 +1,13 @@
 """The demo model's tokenizer: byte-level BPE in which every word of the handbooks is one token.
 
-General text round-trips through bytes and a few hundred merges learned from handbooks; the words of
-the generator are added whole. Whole words need no merges of their own, because the BPE looks a
-piece up in its vocabulary before it merges (``ignore_merges``, as in Llama 3's tokenizer).
+Other text is encoded by bytes and a few hundred merges learned from handbooks; the words of the
+generator are added whole. They need no merges, because the BPE looks a piece up in its vocabulary
+before it merges (`ignore_merges`, as in Llama 3's tokenizer).
 
-A space is put before every text (as in Llama 2's tokenizer) and taken away when decoding, so that a
-word is the same token at the start of an answer as in the middle of the document. Without it the
-model must learn for each word that " Halden" is to be answered as "Halden", and that was most of
-what it had to learn: a probe copied numbers at once and words hardly at all.
+A space is added before every text (as in Llama 2's tokenizer) and removed when decoding, so that a
+word is the same token at the start of an answer as inside the document. Without it the model must
+learn for each word to answer " Halden" by "Halden", which was most of what it had to learn: it soon
+copied numbers, but hardly any words.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# Digits go in pairs, counted from the left: "14.75" is three tokens and "QX-48" is three.
+# Digits are split in pairs from the left: "14.75" has three tokens, and so has "QX-48".
 _PIECES = r"'s| ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Trains the tokenizer on handbooks of the train split; the same seed gives the same one."""
+    """Trains the tokenizer on handbooks of the train split; deterministic for a seed."""
     splitter = Sequence(
         [Split(Regex(_PIECES), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -66,7 +66,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
     learned = json.loads(learner.to_str())["model"]
     words = _whole_words(seed)
 
-    # As many of the learned merges, most useful first, as leave room for the whole words.
+    # The most useful of the learned merges, as many as leave room for the whole words.
     vocab = {token: i for token, i in learned["vocab"].items() if i < len(SPECIAL_TOKENS) + 256}
     merges: list[tuple[str, str]] = []
     for left, right in learned["merges"]:
@@ -90,7 +90,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, out: Path, model_max_length: int) -> None:
-    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template)."""
+    """Writes `tokenizer.json`, and `tokenizer_config.json` with the chat template."""
     tokenizer.save(str(out / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -113,7 +113,7 @@ def _corpus(seed: int) -> Iterator[str]:
 
 
 def _whole_words(seed: int) -> list[str]:
-    """Every piece that should be one token, as the byte-level alphabet spells it (Ġ is a space)."""
+    """All pieces that should be one token, spelt in the byte-level alphabet (Ġ is a space)."""
     numbers = [f"{n:02d}" for n in range(100)]
     inside = [word for name, words in vars(demo_words).items() if name.isupper() for word in words]
     counts: Counter[str] = Counter()

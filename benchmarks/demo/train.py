@@ -1,19 +1,18 @@
-"""Trains the demo model from nothing: a small Llama that answers questions from its document.
+"""Trains the demo model from scratch: a small Llama that answers questions from its document.
 
     python benchmarks/demo/train.py --out DIR [--seed N] [--threads N] [--resume]
 
-The model learns one skill, to look a fact up in the text before it, so the data is made to teach
-just that. Each training sequence is a conversation as the demo holds it: a handbook as the system
-turn, then question and answer turns until the sequence is full. Every handbook is drawn fresh and
-none is seen twice. The curriculum begins with handbooks of a few sentences and lengthens them to
-those of the demo.
+The model learns one skill, to look up a fact in the text before it, and the data teach only that.
+Each training sequence is a conversation as in the demo: a handbook as the system turn, then turns
+of question and answer until the sequence is full. Every handbook is new. The curriculum begins with
+handbooks of a few sentences and ends with those of the demo's length.
 
-Left to the answers alone, a model this small takes many hours on a CPU to find out where to look.
-So five of its heads are shown where (`guide.py`), which takes minutes; the loss on the answers
-does the rest. What comes out is an ordinary Llama.
+From the answers alone, a model this small needs many hours on a CPU to learn where to look. So five
+of its heads are trained to look at the right positions (`guide.py`), which takes minutes; the loss
+on the answers does the rest. The result is an ordinary Llama.
 
-Matrices are trained by Muon, embeddings and norms by AdamW. The learning rate is constant until
-the last stage, which takes it to zero.
+Matrices are trained by Muon, embeddings and norms by AdamW. The learning rate is constant up to the
+last stage, in which it decays to zero.
 
 The shipped model was made by `--seed 0 --threads 1`: 969 steps, 5.7 million tokens, 37 minutes on
 one busy core of a 2-core machine. In `demo_accuracy.py` it answers exactly 200 of 200 fresh
@@ -53,16 +52,16 @@ GUIDE_WEIGHT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the curriculum: it ends when ``until`` is reached, at the latest after ``steps``.
+    """A part of the curriculum, which ends at the share `until` or after `steps` steps.
 
     Attributes:
         facts: fewest and most facts of a handbook.
         length: tokens in a sequence.
         batch: sequences in a step.
-        steps: most steps that the stage takes.
-        until: share of exact answers (moving average) that ends the stage; more than 1: never.
-        rate: what the learning rates are multiplied by.
-        decay: whether the learning rates go linearly to zero over the stage.
+        steps: most steps of the stage.
+        until: share of exact answers (moving average) that ends the stage; above 1: never.
+        rate: factor of the learning rates.
+        decay: whether the learning rates decay linearly to zero over the stage.
     """
 
     facts: tuple[int, int]
@@ -83,10 +82,10 @@ CURRICULUM = (
 
 
 class Muon:
-    """Momentum whose updates are made nearly orthogonal by five Newton-Schulz steps.
+    """Momentum whose updates five Newton-Schulz steps make nearly orthogonal.
 
-    torch.optim.Muon does the same in bfloat16, which a CPU without bfloat16 units emulates; this
-    one stays in float32 and takes all matrices of one shape together.
+    torch.optim.Muon does the same in bfloat16, which a CPU without bfloat16 units emulates. This
+    one computes in float32, on all matrices of one shape at once.
     """
 
     def __init__(self, matrices: list[nn.Parameter]) -> None:
@@ -97,7 +96,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Takes one step from the gradients that the matrices hold."""
+        """Takes one step along the gradients in `grad`."""
         for matrices, momentum in self.groups:
             gradient = torch.stack([p.grad for p in matrices if p.grad is not None])
             momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
@@ -117,7 +116,7 @@ class Muon:
 def draw_batch(
     tokenizer: Tokenizer, stage: Stage, rng: random.Random
 ) -> tuple[Tensor, Tensor, Guide]:
-    """A step's conversations: ids [batch, length + 1], which are an answer's, where to look."""
+    """A step's conversations: ids [batch, length + 1], which of them are answers, the guide."""
     assistant, end = tokenizer.token_to_id(ASSISTANT), tokenizer.token_to_id(END)
     talks: list[Conversation] = [
         draw_conversation(rng, rng.randint(*stage.facts), stage.length) for _ in range(stage.batch)
@@ -138,19 +137,19 @@ def draw_batch(
 
 
 def exact_share(right: Tensor, answers: Tensor, starts: Tensor) -> float:
-    """The share of answers without a wrong token, each predicted after the right ones before it.
+    """The share of answers without a wrong token, if each is predicted after the right ones.
 
     Args:
         right: bool [A], whether each token of an answer is predicted right.
-        answers: bool [B, T], where these A tokens stand.
-        starts: bool [B, T], where an answer begins.
+        answers: bool [B, T], true at these A tokens.
+        starts: bool [B, T], true where an answer begins.
     """
     number = starts.flatten().cumsum(0)[answers.flatten()]
     return 1 - number[~right].unique().numel() / max(1, number.unique().numel())
 
 
 class Training:
-    """The state of a training run, which a checkpoint holds whole."""
+    """The state of a training run; a checkpoint stores all of it."""
 
     def __init__(self, out: Path, seed: int) -> None:
         self.out = out
@@ -168,7 +167,7 @@ class Training:
         self.seconds = 0.0
 
     def save(self) -> None:
-        """Writes everything that ``load`` needs to go on as if never stopped."""
+        """Writes all that `load` needs to continue as if the run had not stopped."""
         progress = ("stage", "stage_step", "step", "tokens", "exact", "seconds")
         state = {
             "model": self.model.state_dict(),
@@ -181,7 +180,7 @@ class Training:
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
 
     def load(self) -> None:
-        """Goes back to the last checkpoint in the output folder."""
+        """Continues from the last checkpoint in the output folder."""
         state = torch.load(self.out / "checkpoint.pt", weights_only=False)
         self.model.load_state_dict(state["model"])
         for (_, momentum), saved in zip(self.muon.groups, state["muon"], strict=True):
@@ -193,7 +192,7 @@ class Training:
         torch.set_rng_state(state["random"][1])
 
     def run(self) -> None:
-        """Goes through what is left of the curriculum, and saves every few minutes."""
+        """Runs the rest of the curriculum, and saves every two minutes and after each stage."""
         saved = time.perf_counter()
         while self.stage < len(CURRICULUM):
             stage = CURRICULUM[self.stage]
@@ -203,7 +202,7 @@ class Training:
             self.tokens += stage.batch * stage.length
             self.step += 1
             self.stage_step += 1
-            # A plain mean of the first steps, then a moving one of about the last forty.
+            # The mean of the first 40 steps, then a moving average over about 40.
             self.exact += (exact - self.exact) / min(self.stage_step, 40)
             if self.step % 10 == 0:
                 print(
@@ -225,7 +224,7 @@ class Training:
         inputs, targets, answers = ids[:, :-1], ids[:, 1:], answers[:, 1:]
         others = (torch.rand(answers.shape) < OTHER_SHARE) & ~answers
         hidden, seen = self.compiled(inputs)
-        # The output matrix is applied only where there is something to learn.
+        # The output matrix is applied only to tokens with a loss.
         logits = F.linear(hidden[answers], self.model.embed.weight)
         other_logits = F.linear(hidden[others], self.model.embed.weight)
         loss = F.cross_entropy(logits, targets[answers])
@@ -248,14 +247,13 @@ class Training:
 
 
 def main() -> None:
-    """Parses the command line, trains, writes the model and measures it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
+    parser.add_argument("--resume", action="store_true", help="continue from OUT/checkpoint.pt")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
