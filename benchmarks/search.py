@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from common.harness import Rows, machine, parser, spread
 from coppice import Engine, EngineConfig, SamplingParams
 from coppice.runtime.report.gather import make_report
-from coppice.runtime.sampling.beam_search import BeamSearchParams
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from serving import small_llama
 
 

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from coppice.runtime.config import EngineConfig
     from coppice.runtime.engine.core import Engine
     from coppice.runtime.report.cache import CacheReport, SharedPrefix
+    from coppice.runtime.requests.beam_search_params import BeamSearchParams
     from coppice.runtime.requests.sampling_params import SamplingParams
     from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
-    from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
     "LLM": "coppice.frontend.python.llm",
     "BeamSearchOutput": "coppice.frontend.python.beam_outputs",
-    "BeamSearchParams": "coppice.runtime.sampling.beam_search",
+    "BeamSearchParams": "coppice.runtime.requests.beam_search_params",
     "CompletionOutput": "coppice.frontend.text.outputs",
     "RequestOutput": "coppice.frontend.text.outputs",
     "PagePool": "coppice.radix.pages.pool",

@@ -16,10 +16,10 @@ import torch
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.model.layers import Linear, RMSNorm
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner import batch as batches
 from coppice.runtime.runner.cache_size import page_bytes
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 from gpu_suite.shapes import Sizes, write_model
 
 

@@ -29,8 +29,8 @@ from coppice.frontend.text.streams import Texts
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.process.channel import Channel
 from coppice.runtime.process.messages import Leaving, Ready, is_short, step_output
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 log = logging.getLogger(__name__)
 

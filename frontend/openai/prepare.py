@@ -17,8 +17,8 @@ from coppice.frontend.openai.tools.format import ToolFormat
 from coppice.frontend.text.detokenizer import IncrementalDecoder
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.frontend.text.tokens import TokenTexts
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,11 @@ from coppice.frontend.openai.response_formats import Form, Formed, form_of
 from coppice.frontend.openai.tools.choice import Tool, ToolChoice, Tools, tools_of
 from coppice.frontend.strict import Body, Only, between, read, says
 from coppice.frontend.text.conversation import MessageBody
+from coppice.runtime.requests.beam_search_params import (
+    MAX_PENALTY,
+    SHARED_WITH_SAMPLING,
+    BeamSearchParams,
+)
 from coppice.runtime.requests.sampling_params import (
     BOUNDS,
     MAX_BIAS,
@@ -20,7 +25,6 @@ from coppice.runtime.requests.sampling_params import (
     MAX_STOP_STRINGS,
     SamplingParams,
 )
-from coppice.runtime.sampling.beam_search import MAX_PENALTY, SHARED_WITH_SAMPLING, BeamSearchParams
 
 PromptInput: TypeAlias = str | list[int]
 

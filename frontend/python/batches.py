@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.outputs import GenerationError, RequestOutput
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 from coppice.runtime.sampling.grammar_source import check
 
 

@@ -15,8 +15,8 @@ from coppice.frontend.text.tokenizer import Message
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.report.cache import CacheReport
 from coppice.runtime.report.gather import make_report
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from functools import cache, partial
 from coppice.frontend.text.detokenizer import IncrementalDecoder
 from coppice.frontend.text.stop_strings import StopStrings
 from coppice.frontend.text.tokenizer import Tokenizer
-from coppice.runtime.sampling.beam_search import BeamSearchParams
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 
 
 @dataclass(frozen=True, slots=True)

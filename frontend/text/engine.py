@@ -18,8 +18,8 @@ from coppice.frontend.text.tokenizer import Tokenizer, model_source
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.model.path import resolve_model
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 
 class TextEngine:

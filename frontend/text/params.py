@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from coppice.frontend.text.tokenizer import Tokenizer
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 Params = TypeVar("Params", SamplingParams, BeamSearchParams)
 

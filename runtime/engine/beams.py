@@ -14,11 +14,11 @@ import torch
 
 from coppice.kernels.transfer import send
 from coppice.runtime.engine.sequences import Sequences
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.request import BestLine, Request, Sequence, StepOutput
 from coppice.runtime.sampling.beam_search import (
     BeamSearch,
-    BeamSearchParams,
     Hypothesis,
     WatchLines,
 )

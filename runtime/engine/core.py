@@ -22,10 +22,11 @@ from coppice.runtime.engine.step import Steps
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.model.path import resolve_model
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.request import QueueFull, Request, StepOutput, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.forward import ModelRunner
-from coppice.runtime.sampling.beam_search import BeamSearchParams, WatchLines
+from coppice.runtime.sampling.beam_search import WatchLines
 from coppice.runtime.sampling.grammars import Grammars
 from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.scheduler import Scheduler

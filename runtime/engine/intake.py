@@ -8,11 +8,11 @@ from collections.abc import Sequence as Seq
 
 from coppice.radix import Namespace
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.request import QueueFull, Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 from coppice.runtime.sampling.grammars import Grammars
-from coppice.runtime.sampling.prompt_logprobs import KnownLogprobs
+from coppice.runtime.sampling.known_logprobs import KnownLogprobs
 from coppice.runtime.schedule.queue import WaitingQueue
 
 

@@ -1,4 +1,4 @@
-"""What a user asks for: a request, its parameters, and the sequences that it extends.
+"""What a user asks for: a request, its parameters, and the sequences of tokens that it extends.
 
-The front uses `request`, `sampling_params`, `structured_outputs` and `logprobs`.
+The other sub-rooms and the front use all of it.
 """

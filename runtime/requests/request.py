@@ -7,16 +7,14 @@ from collections.abc import Container, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from coppice.radix import Hold, RequestAccount
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # these need torch, which a simulation of the scheduler does without
     from coppice.runtime.requests.logprobs import Logprobs
-    from coppice.runtime.sampling.grammars import CompiledGrammar
-    from coppice.runtime.sampling.logit_rules import LogitRules
-    from coppice.runtime.sampling.prompt_logprobs import PromptLogprobs
+    from coppice.runtime.requests.prompt_logprobs import PromptLogprobs
 
 
 #: Stands for the last token of a sequence while it is on the device only.
@@ -59,7 +57,15 @@ class Request:
     max_length: int  # tokens, prompt included, at which it ends for "length"
     priority: int = 0  # its class under the policy "priority": the least number first
     beam_search: bool = False  # its sequences are the beams of a search
-    grammar: Future[CompiledGrammar] | None = None  # that its text follows; it waits for that
+    grammar: Future[Any] | None = None  # that its text follows, once it is compiled
+
+
+class Forkable(Protocol):
+    """What the sampler keeps for one sequence, such as its place in a grammar."""
+
+    def forked(self) -> Forkable:
+        """The same for a sequence that goes on from the same tokens."""
+        ...
 
 
 class Sequence:
@@ -94,7 +100,7 @@ class Sequence:
         self.token_at = 0.0  # when it was last given a token, by the clock of the stats; 0 before
         self.private = False  # keeps out of the tree until it ends (see Scheduler)
         self.prompt_logprobs: PromptLogprobs | None = None  # None: not asked for
-        self.logit_rules: LogitRules | None = None  # the sampler's; made when it is first sampled
+        self.logit_rules: Forkable | None = None  # the sampler's; made when it is first sampled
 
     @property
     def late(self) -> bool:

@@ -18,7 +18,7 @@ from coppice.kernels.attention.interface import AttentionPlan, SharedStretch
 from coppice.kernels.transfer import send
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.requests.request import LATE, Sequence
-from coppice.runtime.sampling.prompt_logprobs import PromptRows
+from coppice.runtime.sampling.prompt_scores import PromptRows
 from coppice.runtime.schedule.scheduler import Schedule
 
 

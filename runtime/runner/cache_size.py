@@ -12,7 +12,7 @@ from coppice.kernels.schedule.items import DETERMINISTIC_SPLIT
 from coppice.kernels.triton.plans import fixed_entries
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.config import ModelConfig
-from coppice.runtime.sampling.prompt_logprobs import SLICE_ROWS
+from coppice.runtime.sampling.prompt_scores import SLICE_ROWS
 
 #: Fraction of the available memory that the KV cache gets unless told otherwise. Main memory is
 #: everybody's; a GPU is the engine's own, but allocators and libraries need some beside it.

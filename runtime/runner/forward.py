@@ -22,7 +22,7 @@ from coppice.runtime.runner.cache_size import plan_cache, zeroed
 from coppice.runtime.runner.compiled_layers import compile_layers
 from coppice.runtime.runner.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_sizes
 from coppice.runtime.runner.kv_scales import measure_scales
-from coppice.runtime.sampling.prompt_logprobs import score_prompts
+from coppice.runtime.sampling.prompt_scores import score_prompts
 from coppice.runtime.schedule.paging import copy_batches
 from coppice.runtime.schedule.scheduler import Schedule
 

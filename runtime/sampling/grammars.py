@@ -16,7 +16,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,12 +23,10 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from coppice.kernels.transfer import send
+from coppice.runtime.requests.request import Sequence
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 from coppice.runtime.sampling.grammar_source import source
 from coppice.runtime.startup.light_transformers import leave_out_models
-
-if TYPE_CHECKING:
-    from coppice.runtime.requests.request import Sequence
 
 MAX_COMPILED = 128  # grammars that are kept for requests to come
 

@@ -197,12 +197,7 @@ def change_logits(
     banned: list[tuple[int, Seq[int]]] = []
     for row in range(len(sequences)) if rows is None else rows:
         sequence = sequences[row]
-        rules = sequence.logit_rules
-        if rules is None:
-            request = sequence.request
-            grammar = None if request.grammar is None else request.grammar.result()
-            rules = LogitRules(request.params, request.prompt_token_ids, grammar)
-            sequence.logit_rules = rules
+        rules = _rules_of(sequence)
         if not rules.empty:
             ruled.append((row, rules))
         if ends := _early_ends(sequence, eos_token_ids, logits.shape[1]):
@@ -231,6 +226,18 @@ def change_logits(
         if rules.allowed is not None or rules.processors or rules.grammar is not None
     }
     return errors, sorted(strict.union(row for row, _ in banned))
+
+
+def _rules_of(sequence: Sequence) -> LogitRules:
+    """The rules of a sequence, made at the first call."""
+    rules = sequence.logit_rules
+    if rules is None:
+        request = sequence.request
+        grammar = None if request.grammar is None else request.grammar.result()
+        rules = LogitRules(request.params, request.prompt_token_ids, grammar)
+        sequence.logit_rules = rules
+    assert isinstance(rules, LogitRules)
+    return rules
 
 
 def _early_ends(sequence: Sequence, eos_token_ids: Seq[int], vocabulary: int) -> list[int]:

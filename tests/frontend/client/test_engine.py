@@ -20,9 +20,9 @@ from coppice.frontend.text.beam_stops import WatchStopStrings
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.request import DeviceLost, QueueFull, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)

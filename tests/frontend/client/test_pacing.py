@@ -27,8 +27,8 @@ from coppice.frontend.text.outputs import TextDelta
 from coppice.frontend.text.params import for_engine
 from coppice.frontend.text.streams import Texts
 from coppice.runtime.process.messages import is_short, step_output, step_row
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"model": "tiny", "temperature": 0, "ignore_eos": True}

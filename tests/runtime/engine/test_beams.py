@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 PROMPTS = ([5, 9, 33, 7, 12, 81, 44, 3, 3, 17, 60], [5, 9, 33, 7, 12, 81, 2, 8], [1])
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import live_report, make_report, make_stats
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.request import QueueFull
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 NEW_TOKENS = 12

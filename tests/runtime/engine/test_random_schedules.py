@@ -13,8 +13,8 @@ import pytest
 from fake_model import WrongKV, fake_checkpoint, fake_engine
 from random_schedules import RandomSchedule
 
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 from coppice.runtime.schedule.paging import PageCopy, copy_batches
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 

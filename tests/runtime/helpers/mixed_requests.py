@@ -12,10 +12,10 @@ import numpy as np
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.request import StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 
 
 def make_prompts(stem: int) -> list[list[int]]:

@@ -16,10 +16,10 @@ from fake_model import VOCABULARY, Interrupted, fake_engine
 
 from coppice.radix import POLICIES, PinRefused
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.request import QueueFull, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 
 _FAILURES = ("prepare", "copy", "begin", "layer 0", "layer 1", "logits")

@@ -10,9 +10,9 @@ from coppice.radix import PagePool, RadixTree
 from coppice.radix.accounting.near_misses import Difference
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import RECENT_REQUESTS, PromptAccounts
+from coppice.runtime.requests.prompt_logprobs import PromptLogprobs
 from coppice.runtime.requests.request import Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.prompt_logprobs import PromptLogprobs
 from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.scheduler import Scheduler
 

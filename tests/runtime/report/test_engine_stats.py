@@ -16,9 +16,9 @@ from coppice.runtime.engine.sequences import Sequence
 from coppice.runtime.process.service import EngineService
 from coppice.runtime.report.engine_stats import EngineStats
 from coppice.runtime.report.gather import live_report, make_stats, tree_picture
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.request import QueueFull, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 from coppice.runtime.schedule.paging import Paging
 
 PROMPT = list(range(40, 77))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.beam_search import BeamSearch, BeamSearchParams
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.sampling.beam_search import BeamSearch
 
 
 @pytest.fixture(scope="module")
@@ -132,41 +131,3 @@ def test_one_ending_at_a_token_of_the_user_says_so():
     search = BeamSearch(params, stop_ids={2, 3}, max_tokens=5)
     search.advance([[(3, -0.1), (7, -0.2), (9, -4.0)]])
     assert search.finished[0].stop_reason == 3
-
-
-def test_what_sampling_has_too_is_checked_and_kept_as_there():
-    params = BeamSearchParams(3, stop="x", allowed_token_ids=[4], n=2, logit_bias={4: 1})
-    assert (params.stop, params.allowed_token_ids) == (("x",), (4,))
-    assert params.sampling == SamplingParams(
-        n=2, temperature=0.0, stop="x", allowed_token_ids=(4,), logit_bias={4: 1}
-    )
-    assert replace(params, n=None).sampling.n == 3
-    assert pickle.loads(pickle.dumps(params)) == params
-    assert hash(params) == hash(replace(params, logit_bias=None))
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("beam_width", 0),
-        ("max_tokens", 0),
-        ("n", 5),
-        ("early_stopping", "always"),
-        ("min_tokens", 17),
-        ("temperature", -1.0),
-        ("early_stopping", 1),  # equal to True, but transformers takes it for none
-        ("temperature", 1e-9),
-        ("length_penalty", "long"),
-        ("length_penalty", float("nan")),
-        ("length_penalty", 31),  # a number of tokens to such a power may be no float
-        ("beam_width", 1025),
-        ("repetition_penalty", 0),
-        ("allowed_token_ids", []),
-        ("stop", [""]),
-        ("logprobs", -2),
-        ("best_so_far", 1),
-    ],
-)
-def test_bad_parameters_are_refused_by_name(option, value):
-    with pytest.raises(ValueError, match=option):
-        BeamSearchParams(**{"beam_width": 4, option: value})

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.request import Request, Sequence, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.requests.structured_outputs import MAX_CHOICES, StructuredOutputsParams
 from coppice.runtime.sampling import grammar_source, grammars
-from coppice.runtime.sampling.beam_search import BeamSearchParams
 from coppice.runtime.sampling.grammars import (
     CompiledGrammar,
     Grammars,

@@ -1,0 +1,133 @@
+"""What a user may ask of a beam search, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from coppice.runtime.requests.sampling_params import (
+    GREEDY_BELOW,
+    MAX_N,
+    LogitsProcessor,
+    SamplingParams,
+)
+from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
+
+EarlyStopping = bool | Literal["never"]
+
+# Any number of tokens to this power is a float, and no sum of logprobs over it is infinite.
+MAX_PENALTY = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """How to search; field names as in vLLM, meanings as in transformers' `generate`.
+
+    What changes the tokens' scores acts on their logprobs, as in transformers, and those are not
+    normalised again; with one beam on the logits, as in any greedy search.
+
+    Attributes:
+        beam_width: beams that are kept.
+        max_tokens: most tokens of a result.
+        n: results to return, the best first; None: all, `beam_width`. There are fewer if what is
+            forbidden leaves no more.
+        length_penalty: a result's score is the sum of its tokens' logprobs over its number of
+            tokens to this power; above 0 prefers longer ones. From -30 to 30.
+        early_stopping: True: end when `beam_width` results have ended; False: when no beam at its
+            present length can beat the worst of them; "never": when no beam ever can.
+        stop_token_ids: tokens that end a result beside the model's own end of sequence.
+        min_tokens: fewest tokens before anything may end a result.
+        ignore_eos: whether the model's own end of sequence is a token like others.
+        temperature: the logits are divided by it before they become logprobs; 0 means 1.
+        stop, include_stop_str_in_output, skip_special_tokens: strings that end a result, and what
+            its text has, as in `SamplingParams`.
+        presence_penalty, frequency_penalty, repetition_penalty, logit_bias, allowed_token_ids,
+        bad_words, bad_words_token_ids, logits_processors: as in `SamplingParams`.
+        structured_outputs: the form that every result must have, but for one that `max_tokens` or
+            a stop of the user's cuts short. Each beam is at its own place in the grammar, and ends
+            where the grammar does.
+        logprobs: of each token of a result, its own and so many of the most probable ones; -1: all.
+            Of the model's logits, before temperature and all else.
+        best_so_far: whether each step tells the best line as it is then, for streaming.
+        sampling: those that sampling has too, checked, with `n` as the number of results.
+
+    Raises ValueError with the name, the value and what is allowed.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    n: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    logprobs: int | None = None
+    best_so_far: bool = False
+    sampling: SamplingParams = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not _is_integer(self.beam_width) or not 1 <= self.beam_width <= MAX_N:
+            raise ValueError(
+                f"beam_width must be an integer from 1 to {MAX_N}, got {self.beam_width!r}"
+            )
+        if not _is_integer(self.max_tokens):
+            raise ValueError(
+                f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}"
+            )
+        if self.n is not None and (not _is_integer(self.n) or not 1 <= self.n <= self.beam_width):
+            raise ValueError(f"n must be from 1 to beam_width, {self.beam_width}, got {self.n!r}")
+        # An integer equals a bool, but is none.
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise ValueError(
+                f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
+            )
+        penalty = self.length_penalty
+        number = isinstance(penalty, (int, float)) and not isinstance(penalty, bool)
+        if not number or not abs(penalty) <= MAX_PENALTY:  # a NaN fails the comparison too
+            raise ValueError(
+                f"length_penalty must be a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, "
+                f"got {penalty!r}"
+            )
+        if not isinstance(self.best_so_far, bool):
+            raise ValueError(f"best_so_far must be True or False, got {self.best_so_far!r}")
+        shared = {name: getattr(self, name) for name in SHARED_WITH_SAMPLING}
+        sampling = SamplingParams(**shared | {"n": self.num_results})
+        if 0 < sampling.temperature < GREEDY_BELOW:
+            raise ValueError(
+                f"temperature must be 0, which means 1 here, or from {GREEDY_BELOW:g} on, "
+                f"got {sampling.temperature!r}"
+            )
+        object.__setattr__(self, "sampling", sampling)
+        for name in SHARED_WITH_SAMPLING:
+            object.__setattr__(self, name, getattr(sampling, name))
+
+    @property
+    def num_results(self) -> int:
+        return self.beam_width if self.n is None else self.n
+
+
+SHARED_WITH_SAMPLING = tuple(
+    name
+    for name in BeamSearchParams.__dataclass_fields__
+    if name in SamplingParams.__dataclass_fields__ and name != "n"
+)
+"""Parameters of a search that mean what they mean in `SamplingParams`."""
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

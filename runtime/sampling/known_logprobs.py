@@ -1,0 +1,92 @@
+"""Log-probabilities of earlier requests' prompts, kept so that they are not computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from coppice.radix import OutOfPages, PagePool, RadixTree
+from coppice.radix.tokens import TOKEN_BYTES
+from coppice.runtime.requests.logprobs import Logprobs
+from coppice.runtime.requests.prompt_logprobs import PromptLogprobs
+from coppice.runtime.requests.request import Request
+
+# Of so many prompt tokens logprobs are remembered, with so many alternatives: 11 MB at most.
+KNOWN_TOKENS = 65_536
+KNOWN_TOP = 20
+
+
+class KnownLogprobs:
+    """Prompt logprobs of earlier requests, by prefix: a radix tree whose pages are places in it.
+
+    Keeps `KNOWN_TOP` alternatives a token, of at most `capacity` tokens; the least recently used go
+    first, from the ends of prefixes. A prompt of more tokens is not kept, nor are requests served
+    from here that ask for more alternatives.
+    """
+
+    def __init__(
+        self, vocabulary: int, *, enabled: bool = True, capacity: int = KNOWN_TOKENS
+    ) -> None:
+        """Takes no memory before the first request for prompt logprobs, and none if not enabled."""
+        self.top = min(KNOWN_TOP, vocabulary)
+        self.tree: RadixTree | None = None
+        self._vocabulary = vocabulary
+        self._enabled = enabled
+        self._capacity = capacity
+        self._entries = Logprobs.blank(0, self.top)
+
+    def begin(self, request: Request) -> PromptLogprobs | None:
+        """The logprobs of a request's prompt, as far as they are known; None: not asked for."""
+        top = request.params.prompt_logprobs
+        if top is None:
+            return None
+        top = self._vocabulary if top < 0 else top
+        store = self if self._enabled and top <= self.top else None
+        start = request.params.prompt_logprobs_start
+        return PromptLogprobs(request.prompt_token_ids, request.namespace, top, store, start)
+
+    def read(self, tokens: bytes, namespace: Hashable, known: int, into: Logprobs) -> int:
+        """Copies what is known of `tokens` (int32 bytes) from place `known` on.
+
+        Returns for how many tokens it is known now. O(tokens).
+        """
+        tree = self.tree
+        if tree is None or (match := tree.match(tokens, namespace)).length <= known:
+            return known
+        hold = tree.lock(match)
+        places = np.array(tree.page_table(hold), np.int32)[known:]
+        tree.unlock(hold)
+        self._entries[places].copy_to(into, slice(known, match.length))
+        return match.length
+
+    def store(self, tokens: bytes, namespace: Hashable, entries: Logprobs, start: int = 0) -> None:
+        """Enters those of all `tokens`. O(tokens).
+
+        The first `start` ones of `entries` mean nothing: they have to be here already, else nothing
+        is entered.
+        """
+        if self.tree is None:
+            self.tree = RadixTree(PagePool(self._capacity, 1))
+            self._entries = Logprobs.blank(self._capacity, self.top)
+        tree = self.tree
+        match = tree.match(tokens, namespace)
+        new = len(tokens) // TOKEN_BYTES - match.length
+        if not new or match.length < start:
+            return
+        hold = tree.lock(match)
+        table = tree.page_table(hold)
+        try:
+            places = tree.allocate(new)
+        except OutOfPages:
+            tree.unlock(hold)
+            return
+        entries[match.length :].copy_to(self._entries, np.array(places, np.int32))
+        table += places
+        tree.insert(hold, tokens, table)
+        tree.release(hold, table)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.tree = None
+        self._entries = Logprobs.blank(0, self.top)
