@@ -151,31 +151,6 @@ def test_importing_the_package_loads_no_room() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_configs_and_tokenizers_come_without_transformers_models() -> None:
-    """With those come torch's compiler and its distributed tensors, seconds of every start."""
-    ran = python(
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from coppice.frontend.text.tokenizer import Tokenizer, model_source\n"
-        "from coppice.runtime.model.config_file import load_model_config\n"
-        "assert Tokenizer(model_source('demo')).wrapped\n"
-        "load_model_config(Path(model_source('demo')))\n"
-        "unwanted = {'torch._dynamo', 'transformers.modeling_utils'} & set(sys.modules)\n"
-        "assert not unwanted, unwanted\n"
-        "from transformers.utils import import_utils, type_validators\n"
-        "assert import_utils.is_torch_available() and type_validators.is_torch_available()\n"
-        "type_validators.device_validator(type_validators.torch.device('cpu'))\n"
-        "read = import_utils.define_import_structure\n"
-        "assert read.cache_info().hits == 1, 'the files of all models were read again'\n"
-        "import transformers\n"
-        "assert transformers.LlamaForCausalLM\n"
-        "models = transformers.models\n"
-        "own = type(models)(models.__name__, models.__file__, read(models.__file__))\n"
-        "assert own._class_to_module == models._class_to_module and dir(own) == dir(models)\n"
-    )
-    assert ran.returncode == 0, ran.stderr
-
-
 def test_a_server_does_without_torch() -> None:
     """Its engine computes, in a process of its own: torch would be 2 seconds and 200 MB more."""
     ran = python(
@@ -188,18 +163,6 @@ def test_a_server_does_without_torch() -> None:
         "assert 'Hello' in text\n"
         "unwanted = {'torch', 'numba', 'safetensors'} & set(sys.modules)\n"
         "assert not unwanted, unwanted\n"
-    )
-    assert ran.returncode == 0, ran.stderr
-
-
-def test_transformers_keeps_torch_where_it_was_loaded_before() -> None:
-    ran = python(
-        "import torch\n"
-        "from coppice.frontend.text.tokenizer import Tokenizer, model_source\n"
-        "assert Tokenizer(model_source('demo'), without_torch=True).wrapped\n"
-        "from transformers.utils import import_utils, is_torch_available, type_validators\n"
-        "assert is_torch_available() and import_utils.is_torch_available()\n"
-        "type_validators.device_validator(type_validators.torch.device('cpu'))\n"
     )
     assert ran.returncode == 0, ran.stderr
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coppice.frontend.text.conversation import MessageBody, check_characters, turns
 from coppice.frontend.text.detokenizer import REPLACEMENT
 from coppice.frontend.text.fast_tokenizer import plain_tokenizer
-from coppice.runtime.startup.light_transformers import leave_out_models, leave_out_torch
+from coppice.runtime.startup.light_transformers import leave_out_torch, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -63,6 +63,7 @@ class Tokenizer:
         self.special_tokens: frozenset[str]
         self.chat_template: str | dict[str, str] | None
         plain = plain_tokenizer(Path(path))
+        self._plain = plain is not None
         if plain is not None:
             self._direct = self._encoder = plain.backend
             self.special_tokens, self.chat_template = plain.special_tokens, plain.chat_template
@@ -98,7 +99,7 @@ class Tokenizer:
             if self._wrapped is None:
                 if self._without_torch:
                     leave_out_torch()
-                self._wrapped = _load(self._path)
+                self._wrapped = _load(self._path, plain=self._plain)
             return self._wrapped
 
     def load_wrapped_soon(self) -> None:
@@ -244,12 +245,16 @@ class Tokenizer:
         return list(ids)
 
 
-def _load(path: str) -> PreTrainedTokenizerBase:
-    leave_out_models()
-    from transformers import AutoTokenizer
-
+def _load(path: str, *, plain: bool) -> PreTrainedTokenizerBase:
+    """transformers' tokenizer; a `plain` one is of its general class."""
+    wrapped: PreTrainedTokenizerBase
     try:
-        wrapped: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        if plain:  # which is known without asking the table of all models, in half a second less
+            from transformers import PreTrainedTokenizerFast
+
+            wrapped = PreTrainedTokenizerFast.from_pretrained(path)
+        else:
+            wrapped = load_tokenizer(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"tokenizer cannot be loaded from {path!r}: {error}") from error
     # A first call settles the padding and truncation that a tokenizer file may carry, so that

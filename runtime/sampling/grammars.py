@@ -26,7 +26,7 @@ from coppice.kernels.transfer import send
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 from coppice.runtime.sampling.grammar_source import source
-from coppice.runtime.startup.light_transformers import leave_out_models
+from coppice.runtime.startup.light_transformers import load_tokenizer
 
 MAX_COMPILED = 128  # grammars that are kept for requests to come
 
@@ -91,11 +91,10 @@ class Grammars:
         if not self._eos:
             raise ValueError("structured_outputs needs a model with an end-of-text token")
         # Engines without grammars need none of this.
-        leave_out_models()
+        wrapped = load_tokenizer(self._path)
         from llguidance.hf import from_tokenizer
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers import PreTrainedTokenizerFast
 
-        wrapped = AutoTokenizer.from_pretrained(self._path)
         if not isinstance(wrapped, PreTrainedTokenizerFast):
             raise ValueError("structured_outputs needs a fast tokenizer, which this model has not")
         size = max(self._vocabulary, len(wrapped))

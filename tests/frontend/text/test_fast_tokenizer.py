@@ -123,6 +123,9 @@ def agrees(path: Path) -> None:
         assert theirs.num_special_tokens_to_add() == 0
         del mine["post_processor"], other["post_processor"]
     assert mine == other
+    assert type(ours.wrapped) is type(theirs)
+    for name in ("chat_template", "special_tokens_map", "model_max_length", "padding_side"):
+        assert getattr(ours.wrapped, name) == getattr(theirs, name)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
