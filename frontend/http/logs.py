@@ -23,11 +23,6 @@ def configure(log_format: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if log_format == "json" else _Text())
-    # Nobody asks a record from where in the code, which thread and which process it comes: what
-    # gathers that takes longer than the rest of a line.
-    logging._srcfile = None
-    for each in ("Threads", "Processes", "Multiprocessing", "AsyncioTasks"):
-        setattr(logging, f"log{each}", False)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
