@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from coppice.radix.tree import RadixTree
     from coppice.runtime.config import EngineConfig
     from coppice.runtime.engine.core import Engine
-    from coppice.runtime.report.cache import CacheReport, SharedPrefix
+    from coppice.runtime.report.snapshot import CacheReport, SharedPrefix
     from coppice.runtime.requests.beam_search_params import BeamSearchParams
     from coppice.runtime.requests.sampling_params import SamplingParams
     from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
@@ -36,8 +36,8 @@ _HOME_OF = {
     "RadixTree": "coppice.radix.tree",
     "EngineConfig": "coppice.runtime.config",
     "Engine": "coppice.runtime.engine.core",
-    "CacheReport": "coppice.runtime.report.cache",
-    "SharedPrefix": "coppice.runtime.report.cache",
+    "CacheReport": "coppice.runtime.report.snapshot",
+    "SharedPrefix": "coppice.runtime.report.snapshot",
     "SamplingParams": "coppice.runtime.requests.sampling_params",
     "StructuredOutputsParams": "coppice.runtime.requests.structured_outputs",
     "Session": "coppice.frontend.python.session",

@@ -110,9 +110,6 @@ def _print_outputs(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> 
 def _print_report(llm: LLM) -> None:
     from rich.console import Console
 
-    from coppice.frontend.report.tables import render_report
-
-    tokenizer = llm.get_tokenizer()
     console = Console()
     console.print()
-    console.print(render_report(llm.cache_report(), lambda ids: str(tokenizer.decode(list(ids)))))
+    console.print(llm.cache_report())

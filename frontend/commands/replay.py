@@ -36,11 +36,13 @@ def add_to(commands: Subparsers) -> None:
         help="auto, mooncake or jsonl (default: auto, which looks at the first line)",
     )
     parser.add_argument(
-        "--policy",
+        "--eviction-policy",
         default=policy.default,
         metavar="NAME",
         help=f"{policy.metadata['help']} (default: {policy.default})",
     )
+    # Its name in earlier versions.
+    parser.add_argument("--policy", dest="eviction_policy", help=argparse.SUPPRESS)
     parser.add_argument(
         "--pool",
         default="1000000",
@@ -83,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         Console(highlight=False),
         arguments.trace,
         format=arguments.format,
-        policy=arguments.policy,
+        eviction_policy=arguments.eviction_policy,
         pool=arguments.pool,
         page_size=arguments.page_size,
         concurrency=arguments.concurrency,

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.segment import Segment
+from rich.text import Text
 
 from coppice.frontend.commands.keys import Wait, pressed
-from coppice.frontend.report.json import SCHEMA, VERSION
+from coppice.frontend.report.encode import SCHEMA, VERSION
 from coppice.frontend.report.routes import report_schema
-from coppice.frontend.report.screen import Window, render_screen
+from coppice.frontend.report.terminal import render_live
+from coppice.frontend.report.words import Report
 
 _PATH = "/cache/report"
 _TIMEOUT_SECONDS = 30.0
@@ -26,6 +29,47 @@ _MOST_BYTES = 64 << 20
 
 class ReportUnavailable(RuntimeError):
     """The server does not answer, or not with a report."""
+
+
+class Window:
+    """The report as far as it fits the terminal, in which it can be moved.
+
+    Attributes:
+        report: what is shown.
+        trouble: why it is not the present one, if so.
+    """
+
+    def __init__(self, report: Report, *, with_keys: bool) -> None:
+        """`with_keys`: whether there are keys by which to move it."""
+        self.report = report
+        self.trouble = ""
+        self._with_keys = with_keys
+        self._first = 0  # line at the top
+        self._page, self._most = 1, 0  # lines that fit, and how far down it can be moved
+
+    def press(self, key: str) -> None:
+        """Moves it as a pager does."""
+        steps = {"up": -1, "down": 1, "page up": -self._page, "page down": self._page}
+        steps |= {"home": -self._most, "end": self._most}
+        self._first = min(max(0, self._first + steps.get(key, 0)), self._most)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        whole = render_live(self.report, trouble=self.trouble, width=width)
+        lines = console.render_lines(whole, options.update(height=None), pad=False)
+        self._page = max(1, console.height - 1)
+        self._most = max(0, len(lines) - self._page)
+        self._first = min(self._first, self._most)
+        for line in lines[self._first : self._first + self._page]:
+            yield from line
+            yield Segment.line()
+        below = len(lines) - self._first - self._page
+        hints = ["q ends"] if self._with_keys else []
+        if self._most and self._with_keys:
+            hints.insert(0, "arrows, space and b move")
+        if below > 0:
+            hints.insert(0, f"{below} more line{'s' * (below > 1)} below")
+        yield Text(" · ".join(hints), "dim", overflow="ellipsis", no_wrap=True, end="")
 
 
 def run(
@@ -49,12 +93,12 @@ def run(
     if not interval > 0:
         raise ValueError(f"interval must be more than 0 seconds, got {interval}")
     if not source.startswith(("http://", "https://")):
-        console.print(render_screen(read_file(Path(source)), width=console.width))
+        console.print(render_live(read_file(Path(source)), width=console.width))
         return
     url = report_url(source)
     report = fetch(url, api_key)
     if once or not console.is_terminal:
-        console.print(render_screen(report, width=console.width))
+        console.print(render_live(report, width=console.width))
         return
     with pressed() as keys:
         _live(console, report, lambda: fetch(url, api_key), interval, wait or keys)

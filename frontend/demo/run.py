@@ -19,12 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from coppice.frontend.demo.facts import Document, Question, ask, make_document
-from coppice.frontend.report.tables import render_report
+from coppice.frontend.report.shown import shown
+from coppice.frontend.report.words import token_text
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.tokenizer import Message
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.report.cache import CacheReport
 from coppice.runtime.report.gather import make_report
+from coppice.runtime.report.snapshot import CacheReport
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 USERS = ("Ada", "Ben", "Chidi", "Dora", "Emil", "Farah", "Goran", "Hana")
@@ -75,10 +76,7 @@ def run(console: Console) -> None:
     _print_document(console, document, tokens)
     with_cache = _timed(console, "with the cache", cached, document)
     _print_answers(console, with_cache.conversations)
-    decode = cached.tokenizer.decode
-    console.print(
-        render_report(with_cache.report, lambda ids: decode(ids, skip_special_tokens=False))
-    )
+    console.print(shown(with_cache.report, token_text(cached.tokenizer)))
     without = _timed(console, "without it", uncached, document)
     _print_comparison(console, with_cache, without)
 

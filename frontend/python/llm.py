@@ -13,8 +13,8 @@ from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.outputs import RequestOutput
 from coppice.frontend.text.tokenizer import Message
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.report.cache import CacheReport
 from coppice.runtime.report.gather import make_report
+from coppice.runtime.report.snapshot import CacheReport
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 
@@ -131,8 +131,15 @@ class LLM:
         return Session(self._batches, parsed.token_ids, parsed.cache_salt)
 
     def cache_report(self) -> CacheReport:
-        """What the KV cache has saved so far, and which prefixes did it."""
-        return make_report(self._text_engine.engine)
+        """What the KV cache has saved so far, and which prefixes did it.
+
+        Printed, and in a notebook, it is the table of `coppice generate --report`.
+        """
+        from coppice.frontend.report.shown import shown  # takes a while to import
+        from coppice.frontend.report.words import token_text
+
+        report = make_report(self._text_engine.engine)
+        return shown(report, token_text(self._text_engine.tokenizer))
 
     def reset_prefix_cache(self) -> None:
         """Forgets everything that is cached."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from coppice.frontend.python.batches import Batches, EncodedPrompt
 from coppice.frontend.text.outputs import RequestOutput
-from coppice.runtime.report.cache import PinRefused
+from coppice.runtime.report.snapshot import PinRefused
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 _numbers = itertools.count()

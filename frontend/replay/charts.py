@@ -1,4 +1,7 @@
-"""The charts of a replay as plotly figures, in colours that the page defines for each scheme."""
+"""The charts of a replay as plotly figures, made from its JSON.
+
+Their colours are CSS variables, which the page defines for light and dark.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,8 @@ from math import log10
 
 import plotly.graph_objects as go
 
-from coppice.frontend.report.tables import one_line
-from coppice.frontend.report.words import CAUSE_NAMES, Decode, causes, short_count
-from coppice.runtime.offline.replay import ReplayReport, Stretch
-from coppice.runtime.report.cache import CacheAccounts, PrefixNode
+from coppice.frontend.report.words import Report, ordered_causes, short_count, shown_text
 
-# Colours are CSS variables of the page, which resolves them before it draws.
 HIT, IDEAL, MUTED = "var(--hit)", "var(--ideal)", "var(--muted)"
 INK, CARD = "var(--ink)", "var(--card)"
 HEAT_STEPS = 5
@@ -26,15 +25,15 @@ def cause_colour(cause: str) -> str:
     return f"var(--{cause.replace('_', '-')})"
 
 
-def curve_chart(accounts: CacheAccounts, pool_tokens: int, policy: str) -> go.Figure:
+def curve_chart(report: Report) -> go.Figure:
     """Hit rate against size of the pool: LRU's curve, the ideal, and what was achieved."""
-    counts = accounts.overall.since_start
-    points = accounts.curve
-    sizes = [point.pool_tokens for point in points]
+    counts, points = report["counts"]["since_start"], report["curve"]["points"]
+    pool_tokens, policy = report["pool"]["tokens"], report["pool"]["eviction_policy"]
+    sizes = [point["pool_tokens"] for point in points]
     figure = _figure(height=340)
     figure.add_scatter(
         x=sizes,
-        y=[point.hit_rate for point in points],
+        y=[point["hit_rate"] for point in points],
         mode="lines+markers",
         line={"color": HIT, "width": 2.5, "shape": "spline", "smoothing": 0.4},
         marker={"size": 6, "color": HIT},
@@ -43,7 +42,7 @@ def curve_chart(accounts: CacheAccounts, pool_tokens: int, policy: str) -> go.Fi
         name="LRU, estimated",
         hovertemplate="%{x:,} tokens: %{y:.1%}<extra>LRU, estimated</extra>",
     )
-    achieved = counts.hit_rate
+    achieved = counts["hit_rate"]
     figure.add_scatter(
         x=[pool_tokens],
         y=[achieved],
@@ -52,7 +51,7 @@ def curve_chart(accounts: CacheAccounts, pool_tokens: int, policy: str) -> go.Fi
         name="achieved",
         hovertemplate=f"%{{x:,}} tokens: %{{y:.1%}}<extra>achieved by {escape(policy)}</extra>",
     )
-    _dashed_line(figure, counts.ideal_hit_rate, "unlimited")
+    _dashed_line(figure, counts["ideal_hit_rate"], "unlimited")
     figure.update_xaxes(
         type="log",
         tickvals=sizes[::2],
@@ -60,19 +59,20 @@ def curve_chart(accounts: CacheAccounts, pool_tokens: int, policy: str) -> go.Fi
         title_text="tokens in the cache (logarithmic)",
         range=[log10(min([pool_tokens, *sizes])) - 0.05, log10(max([pool_tokens, *sizes])) + 0.05],
     )
-    top = max([counts.ideal_hit_rate, achieved, *(point.hit_rate for point in points)])
+    top = max([counts["ideal_hit_rate"], achieved, *(point["hit_rate"] for point in points)])
     figure.update_yaxes(range=[0, _above(1.25 * top)])
     return figure
 
 
-def rate_chart(stretches: Sequence[Stretch]) -> go.Figure:
+def rate_chart(over_time: Report) -> go.Figure:
     """Hit rate and ideal over the trace."""
-    x, title = _time_axis(stretches)
+    x, title = _time_axis(over_time)
+    rates = {name: _shares(over_time, f"{name}_tokens") for name in ("ideal", "hit")}
     figure = _figure(height=300)
     mode = "lines" if len(x) > 1 else "markers"
     figure.add_scatter(
         x=x,
-        y=[stretch.counts.ideal_hit_rate for stretch in stretches],
+        y=rates["ideal"],
         mode=mode,
         line={"color": IDEAL, "width": 2, "dash": "dot"},
         name="ideal",
@@ -80,7 +80,7 @@ def rate_chart(stretches: Sequence[Stretch]) -> go.Figure:
     )
     figure.add_scatter(
         x=x,
-        y=[stretch.counts.hit_rate for stretch in stretches],
+        y=rates["hit"],
         mode=mode,
         line={"color": HIT, "width": 2.5},
         fill="tozeroy",
@@ -88,29 +88,26 @@ def rate_chart(stretches: Sequence[Stretch]) -> go.Figure:
         name="hit rate",
         hovertemplate="%{y:.1%}<extra>hit rate</extra>",
     )
-    top = max((stretch.counts.ideal_hit_rate for stretch in stretches), default=0.0)
     figure.update_xaxes(title_text=title)
-    figure.update_yaxes(range=[0, _above(1.15 * top)])
+    figure.update_yaxes(range=[0, _above(1.15 * max(rates["ideal"], default=0.0))])
     figure.update_layout(hovermode="x unified")
     return figure
 
 
-def cause_chart(report: ReplayReport) -> go.Figure:
-    """What became of the prompt tokens over the trace: hits, and computed ones by cause."""
-    x, title = _time_axis(report.stretches)
+def cause_chart(report: Report) -> go.Figure:
+    """The prompt tokens over the trace: hits, and computed ones by cause."""
+    over_time = report["over_time"]
+    x, title = _time_axis(over_time)
     figure = _figure(height=300)
-    layers = [("hit", [stretch.counts.hit_tokens for stretch in report.stretches])]
-    for cause, _ in causes(report.accounts.overall.since_start):
-        layers.append((cause, [stretch.counts.causes[cause] for stretch in report.stretches]))
-    totals = [stretch.counts.prompt_tokens for stretch in report.stretches]
-    for name, tokens in layers:
-        shown = "hit" if name == "hit" else CAUSE_NAMES[name]
-        colour = HIT if name == "hit" else cause_colour(name)
+    layers = [("hit_tokens", "hit", HIT)]
+    for cause, _ in ordered_causes(report["counts"]["since_start"]):
+        layers.append((cause, report["causes"][cause]["name"], cause_colour(cause)))
+    for column, shown, colour in layers:
         common = {
             "x": x,
-            "y": [part / total for part, total in zip(tokens, totals, strict=True)],
+            "y": _shares(over_time, column),
             "name": shown,
-            "customdata": tokens,
+            "customdata": over_time[column],
             "hovertemplate": f"%{{y:.1%}} · %{{customdata:,}} tokens<extra>{shown}</extra>",
         }
         if len(x) > 1:
@@ -129,34 +126,36 @@ def cause_chart(report: ReplayReport) -> go.Figure:
     return figure
 
 
-def prefix_chart(nodes: Sequence[PrefixNode], decode: Decode) -> go.Figure:
+def prefix_chart(nodes: Sequence[Report]) -> go.Figure:
     """The tree as an icicle: the width of a prefix is what it and all that continue it saved."""
-    total = sum(node.subtree_saved for node in nodes if node.parent < 0)
-    # The rest would be too narrow to be seen. A child is no wider than its parent, so that what is
-    # left out has nothing below it that stays, and places are kept.
-    nodes = [node for node in nodes if node.subtree_saved >= _NARROWEST * total]
+    total = saved_by_tree(nodes)
+    # The rest would be too narrow to be seen. A child is no wider than its parent, so nothing that
+    # stays is below what is left out, and indices of parents stay valid.
+    nodes = [node for node in nodes if node["subtree_saved"] >= _NARROWEST * total]
     levels = min(_LEVELS, 1 + max((_depth(nodes, node) for node in nodes), default=0))
     figure = _figure(height=40 + 52 * levels)
-    several = len({node.namespace for node in nodes}) > 1
+    several = len({node["namespace"] for node in nodes}) > 1
     labels, hovers = ["all prefixes"], [f"{total:,} tokens saved"]
     colours, inks = ["var(--grid)"], [INK]
-    most = max((node.hits for node in nodes), default=1)
+    most = max((node["hits"] for node in nodes), default=1)
     for node in nodes:
-        text = _plain(one_line(decode(node.token_ids))[:_LABEL_CHARACTERS].rstrip())
+        start, hits = node["start"], node["hits"]
+        text = _plain(shown_text(node["edge"])[:_LABEL_CHARACTERS].rstrip())
         labels.append(f"{text} …")
-        namespace = f"<br>namespace {_plain(str(node.namespace))}" if several else ""
+        namespace = f"<br>namespace {_plain(node['namespace'])}" if several else ""
         hovers.append(
-            f"{text} …<br>tokens {node.start:,} to {node.end:,}{namespace}"
-            f"<br>{node.hits:,} hit{'s' * (node.hits != 1)}, {node.tokens_saved:,} tokens saved, "
-            f"{node.subtree_saved:,} with what continues it"
+            f"{text} …<br>tokens {start:,} to {start + node['edge']['tokens']:,}{namespace}"
+            f"<br>{hits:,} hit{'s' * (hits != 1)}, {node['tokens_saved']:,} tokens saved, "
+            f"{node['subtree_saved']:,} with what continues it"
         )
-        heat = _heat(node.hits, most)
+        heat = _heat(hits, most)
         colours.append(f"var(--heat-{heat})")
         inks.append("var(--heat-ink)" if heat >= HEAT_STEPS - 2 else INK)
+    parents = ["top" if node["parent"] is None else str(node["parent"]) for node in nodes]
     figure.add_icicle(
         ids=["top", *(str(place) for place in range(len(nodes)))],
-        parents=["", *("top" if node.parent < 0 else str(node.parent) for node in nodes)],
-        values=[total, *(node.subtree_saved for node in nodes)],
+        parents=["", *parents],
+        values=[total, *(node["subtree_saved"] for node in nodes)],
         labels=labels,
         branchvalues="total",
         sort=True,
@@ -176,11 +175,16 @@ def prefix_chart(nodes: Sequence[PrefixNode], decode: Decode) -> go.Figure:
     return figure
 
 
-def _depth(nodes: Sequence[PrefixNode], node: PrefixNode) -> int:
+def saved_by_tree(nodes: Sequence[Report]) -> int:
+    """Tokens that the nodes at the top and all below them saved."""
+    return sum(node["subtree_saved"] for node in nodes if node["parent"] is None)
+
+
+def _depth(nodes: Sequence[Report], node: Report) -> int:
     """Nodes from the top down to this one."""
     depth = 1
-    while node.parent >= 0:
-        node, depth = nodes[node.parent], depth + 1
+    while node["parent"] is not None:
+        node, depth = nodes[node["parent"]], depth + 1
     return depth
 
 
@@ -191,11 +195,17 @@ def _heat(hits: int, most: int) -> int:
     return min(HEAT_STEPS - 1, int(HEAT_STEPS * (hits.bit_length() - 1) / most.bit_length()))
 
 
-def _time_axis(stretches: Sequence[Stretch]) -> tuple[list[float], str]:
-    """Where stretches end: in minutes or hours; if all is at one time, in requests."""
-    seconds = [stretch.seconds for stretch in stretches]
+def _shares(over_time: Report, column: str) -> list[float]:
+    """A column's tokens over the prompt tokens, stretch by stretch."""
+    columns = zip(over_time[column], over_time["prompt_tokens"], strict=True)
+    return [tokens / prompt for tokens, prompt in columns]
+
+
+def _time_axis(over_time: Report) -> tuple[list[float], str]:
+    """The ends of the stretches in days, hours or minutes; if all are at one time, in requests."""
+    seconds = over_time["at"]
     if not seconds or seconds[0] == seconds[-1]:
-        return [stretch.requests for stretch in stretches], "requests"
+        return over_time["finished"], "requests"
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds[-1] > 3 * size:
             return [each / size for each in seconds], f"{unit} since the start"

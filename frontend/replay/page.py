@@ -12,66 +12,60 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from coppice import __version__
 from coppice.frontend.replay.charts import (
     cause_chart,
     cause_colour,
     curve_chart,
     prefix_chart,
     rate_chart,
+    saved_by_tree,
 )
-from coppice.frontend.replay.run import Replayed, describe
-from coppice.frontend.report.tables import excerpt, worth_showing
+from coppice.frontend.replay.encode import describe
 from coppice.frontend.report.words import (
-    CAUSE_NAMES,
-    Decode,
-    cause_meaning,
-    causes,
+    Report,
     duration,
-    memory_sentence,
+    excerpt,
+    ordered_causes,
     short_count,
+    worth_showing,
 )
-from coppice.runtime.report.cache import Counts, NearMiss, SharedPrefix
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
-def render_page(replayed: Replayed) -> str:
-    """The whole page. All text of the trace is escaped."""
-    report = replayed.report
-    accounts, options = report.accounts, report.options
-    counts = accounts.overall.since_start
-    pool = options.pages * options.page_size
-    charts = {
-        "rate": rate_chart(report.stretches),
-        "cause": cause_chart(report),
-    }
-    if accounts.curve:
-        charts["curve"] = curve_chart(accounts, pool, options.policy)
-    if report.nodes:
-        charts["prefix"] = prefix_chart(report.nodes, replayed.decode)
-    still_there = sum(node.subtree_saved for node in report.nodes if node.parent < 0)
+def render_page(report: Report) -> str:
+    """The whole page of a replay, from its JSON. All text of the trace is escaped."""
+    counts, nodes, points = (
+        report["counts"]["since_start"],
+        report["tree"],
+        report["curve"]["points"],
+    )
+    charts = {"rate": rate_chart(report["over_time"]), "cause": cause_chart(report)}
+    if points:
+        charts["curve"] = curve_chart(report)
+    if nodes:
+        charts["prefix"] = prefix_chart(nodes)
     parts = {
-        "title": escape(f"Replay of {replayed.trace.path.name}"),
-        "subtitle": escape(" · ".join(describe(replayed.trace, options, replayed.unlimited))),
-        "tiles": _tiles(replayed),
+        "title": escape(f"Replay of {report['trace']['file']}"),
+        "subtitle": escape(describe(report["trace"], report["options"])),
+        "tiles": _tiles(report),
         "memory": escape(
             "The pool held everything: no other size would hit more."
-            if replayed.unlimited
-            else memory_sentence(accounts, options.policy) or "There is no curve yet."
+            if report["options"]["unlimited"]
+            else report["curve"]["sentence"] or "There is no curve yet."
         ),
         "curve_table": _table(
             ("tokens in the cache", "hit rate"),
-            ((f"{point.pool_tokens:,}", f"{point.hit_rate:.1%}") for point in accounts.curve),
+            ((f"{point['pool_tokens']:,}", f"{point['hit_rate']:.1%}") for point in points),
         ),
-        "rate_table": _rate_table(replayed),
-        "cause_list": _cause_list(counts),
-        "still_there": f"{min(still_there, counts.hit_tokens):,}",
-        "hit_tokens": f"{counts.hit_tokens:,}",
-        "prefix_table": _prefix_table(report.top_prefixes, replayed.decode),
-        "near_misses": _near_misses(accounts.near_misses, replayed.decode),
-        "version": escape(__version__),
+        "rate_table": _rate_table(report["over_time"]),
+        "cause_list": _cause_list(report),
+        "still_there": f"{min(saved_by_tree(nodes), counts['hit_tokens']):,}",
+        "hit_tokens": f"{counts['hit_tokens']:,}",
+        "prefix_table": _prefix_table(report["prefixes"]),
+        "near_misses": _near_misses(report["near_misses"]),
+        "version": escape(report["coppice"]),
         "charts": _embedded({name: _plain(figure) for name, figure in charts.items()}),
         "plotly": get_plotlyjs(),
     }
@@ -94,33 +88,28 @@ def _embedded(value: Any) -> str:
 # -- parts -------------------------------------------------------------------------------------
 
 
-def _tiles(replayed: Replayed) -> str:
-    report = replayed.report
-    counts = report.accounts.overall.since_start
-    used = 1 - report.pages_free / report.pages_total
-    evicted = f"wanted again after {duration(counts.evicted_idle_seconds)}"
+def _tiles(report: Report) -> str:
+    counts, pool = report["counts"]["since_start"], report["pool"]
+    used = 1 - pool["pages"]["free"] / pool["pages"]["total"]
+    note = "none was wanted again" if pool["evicted_tokens"] else ""
+    if counts["causes"]["evicted"]:
+        note = f"wanted again after {duration(counts['evicted_idle_seconds'])}"
+    size = _short(report["options"]["pool_tokens"])
     tiles = [
-        ("hit_rate", "hit rate", f"{counts.hit_rate:.1%}", "of prompt tokens were in the cache"),
-        ("ideal", "ideal hit rate", f"{counts.ideal_hit_rate:.1%}", "of an unlimited cache"),
-        ("saved", "tokens saved", _short(counts.hit_tokens), f"of {counts.prompt_tokens:,}"),
-        ("requests", "requests", f"{counts.requests:,}", _over(report.accounts.seconds)),
-        (
-            "evicted",
-            "tokens evicted",
-            _short(report.evicted_tokens),
-            evicted if counts.evicted else "none was wanted again" if report.evicted_tokens else "",
-        ),
+        ("hit_rate", "hit rate", f"{counts['hit_rate']:.1%}", "of prompt tokens were in the cache"),
+        ("ideal", "ideal hit rate", f"{counts['ideal_hit_rate']:.1%}", "of an unlimited cache"),
+        ("saved", "tokens saved", _short(counts["hit_tokens"]), f"of {counts['prompt_tokens']:,}"),
+        ("requests", "requests", f"{counts['requests']:,}", _over(report["seconds"])),
+        ("evicted", "tokens evicted", _short(pool["evicted_tokens"]), note),
         (
             "pool",
             "pool",
-            "unlimited" if replayed.unlimited else _short(report.options.pool_tokens),
+            "unlimited" if report["options"]["unlimited"] else size,
             f"tokens, {used:.0%} in use at the end",
         ),
     ]
-    if report.preemptions:
-        tiles.append(
-            ("preemptions", "preemptions", f"{report.preemptions:,}", "sequences had to resume")
-        )
+    if preemptions := report["requests"]["preemptions"]:
+        tiles.append(("preemptions", "preemptions", f"{preemptions:,}", "sequences had to resume"))
     return "\n".join(
         f'<div class="tile"><dt>{name}</dt><dd><b id="tile-{key}">{value}</b>'
         f"<small>{escape(note)}</small></dd></div>"
@@ -141,45 +130,48 @@ def _tokens(count: int) -> str:
     return f"{count:,} token{'s' * (count != 1)}"
 
 
-def _cause_list(counts: Counts) -> str:
-    rows = []
-    for cause, tokens in causes(counts):
-        share = tokens / counts.computed_tokens
+def _cause_list(report: Report) -> str:
+    rows, counts = [], report["counts"]["since_start"]
+    for cause, tokens in ordered_causes(counts):
+        share, words = tokens / counts["computed_tokens"], report["causes"][cause]
         rows.append(
-            f'<li style="--colour:{cause_colour(cause)}"><span class="name">{CAUSE_NAMES[cause]}'
+            f'<li style="--colour:{cause_colour(cause)}"><span class="name">{words["name"]}'
             f'</span><span class="share">{share:.1%}</span>'
             f'<span class="bar" aria-hidden="true"><i style="width:{share:.2%}"></i></span>'
-            f'<span class="note">{_tokens(tokens)}: {escape(cause_meaning(cause, counts))}</span>'
+            f'<span class="note">{_tokens(tokens)}: {escape(words["meaning"])}</span>'
             "</li>"
         )
     return f'<ul class="causes">{"".join(rows)}</ul>' if rows else "<p>No token was computed.</p>"
 
 
-def _rate_table(replayed: Replayed) -> str:
+def _rate_table(over_time: Report) -> str:
+    names = ("at", "requests", "prompt_tokens", "hit_tokens", "ideal_tokens", "evicted_tokens")
     rows = (
         (
-            duration(stretch.seconds),
-            f"{stretch.counts.requests:,}",
-            f"{stretch.counts.hit_rate:.1%}",
-            f"{stretch.counts.ideal_hit_rate:.1%}",
-            f"{stretch.evicted_tokens:,}",
+            duration(at),
+            f"{requests:,}",
+            f"{hit / prompt:.1%}",
+            f"{ideal / prompt:.1%}",
+            f"{evicted:,}",
         )
-        for stretch in replayed.report.stretches
+        for at, requests, prompt, hit, ideal, evicted in zip(
+            *(over_time[name] for name in names), strict=True
+        )
     )
     return _table(("until", "requests", "hit rate", "ideal", "tokens evicted"), rows)
 
 
-def _prefix_table(prefixes: Sequence[SharedPrefix], decode: Decode) -> str:
+def _prefix_table(prefixes: Sequence[Report]) -> str:
     if not prefixes:
         return '<p class="empty">No prefix that is still cached was hit.</p>'
     rows = (
         (
-            f"{prefix.num_tokens:,}",
-            f"{prefix.hits:,}",
-            f"{prefix.tokens_saved:,}",
-            f"{prefix.resident_pages:,}",
-            "–" if prefix.idle_seconds is None else duration(prefix.idle_seconds),
-            escape(excerpt(prefix.token_ids, decode)),
+            f"{prefix['tokens']:,}",
+            f"{prefix['hits']:,}",
+            f"{prefix['tokens_saved']:,}",
+            f"{prefix['pages']:,}",
+            "–" if prefix["idle_seconds"] is None else duration(prefix["idle_seconds"]),
+            escape(excerpt(prefix)),
         )
         for prefix in worth_showing(prefixes)
     )
@@ -200,29 +192,32 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, escaped: bool
     )
 
 
-def _near_misses(groups: Sequence[NearMiss], decode: Decode) -> str:
+def _near_misses(groups: Sequence[Report]) -> str:
     if not groups:
-        return '<p class="empty">None: no known text came behind another beginning.</p>'
-    return "\n".join(_near_miss(group, decode) for group in groups)
+        return '<p class="empty">None: no known text came after another beginning.</p>'
+    return "\n".join(map(_near_miss, groups))
 
 
-def _near_miss(group: NearMiss, decode: Decode) -> str:
+def _near_miss(group: Report) -> str:
     sides = []
-    for example in group.differences:
-        ours, theirs = escape(decode(example.ours)), escape(decode(example.theirs))
+    for example in group["differences"]:
+        ours, theirs = escape(example["ours"]["text"]), escape(example["theirs"]["text"])
         sides.append(
             f'<div class="side ours"><span>this prompt</span><del>{ours or "(nothing)"}</del></div>'
             '<div class="side theirs"><span>in the cache</span>'
             f"<ins>{theirs or '(nothing, or no longer cached)'}</ins></div>"
         )
-    requests = f"{group.requests:,} request{'s' * (group.requests != 1)}"
-    before = f'<p class="shared">… {escape(decode(group.before))}</p>' if group.before else ""
-    namespace = f" in namespace {escape(str(group.namespace))}" if group.namespace else ""
+    requests = f"{group['requests']:,} request{'s' * (group['requests'] != 1)}"
+    before = ""
+    if group["before"]["tokens"]:
+        before = f'<p class="shared">… {escape(group["before"]["text"])}</p>'
+    named = group["namespace"] != "default"
+    namespace = f" in namespace {escape(group['namespace'])}" if named else ""
     return (
         f'<article class="near"><h3>{requests} computed '
-        f"{group.tokens_cost:,} known tokens again{namespace}</h3>"
-        f'<p class="note">The prompts differ after {_tokens(group.position)}; about '
-        f"{_tokens(group.tokens_after)} of each come again behind that.</p>"
+        f"{group['tokens_cost']:,} known tokens again{namespace}</h3>"
+        f'<p class="note">The prompts differ after {_tokens(group["position"])}; about '
+        f"{_tokens(group['tokens_after'])} of each follow that are known.</p>"
         f'{before}<div class="sides">{"".join(sides)}</div>'
-        f'<p class="shared">{escape(decode(group.after))} …</p></article>'
+        f'<p class="shared">{escape(group["after"]["text"])} …</p></article>'
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coppice.frontend.report.words import duration, memory_sentence
-from coppice.runtime.report.cache import CacheAccounts, Counts, NearMiss
+from coppice.runtime.report.snapshot import CacheAccounts, Counts, NearMiss
 
 _WORTH = 0.03  # of the prompt tokens: what costs less is not worth a sentence
 _ENOUGH = 1000  # prompt tokens of the last ten minutes that stand for the present
@@ -23,17 +23,14 @@ class Advice:
     tokens: int
 
 
-def present(accounts: CacheAccounts) -> tuple[str, Counts]:
-    """The counts that stand for now: of the last ten minutes if much happened, else of all time."""
+def present(accounts: CacheAccounts) -> str:
+    """The window that stands for now: the last ten minutes if much happened, else all time."""
     recent = accounts.overall.last_ten_minutes
-    if recent.prompt_tokens >= _ENOUGH:
-        return "last_ten_minutes", recent
-    return "since_start", accounts.overall.since_start
+    return "last_ten_minutes" if recent.prompt_tokens >= _ENOUGH else "since_start"
 
 
-def advice(accounts: CacheAccounts, policy: str) -> list[Advice]:
-    """For each cause that cost much, the costliest first, what can be done about it."""
-    _, counts = present(accounts)
+def advice(accounts: CacheAccounts, counts: Counts, policy: str) -> list[Advice]:
+    """For each cause that cost much of `counts`, the costliest first, what can be done about it."""
     found = []
     for cause, tokens in sorted(counts.causes.items(), key=lambda each: -each[1]):
         if tokens and tokens >= _WORTH * counts.prompt_tokens:

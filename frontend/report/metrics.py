@@ -26,8 +26,7 @@ from prometheus_client.registry import Collector
 from coppice.frontend.errors import RequestFailed
 from coppice.frontend.http.routes import Handler, Route, Schema
 from coppice.frontend.report.reporter import Asks
-from coppice.runtime.metrics.histogram import Histogram
-from coppice.runtime.report.engine_stats import EngineStats
+from coppice.runtime.report.snapshot import EngineStats, Histogram
 
 ANSWER_SECONDS = 5.0
 """An engine that does not tell its counters within this time counts as down for this look."""
@@ -271,7 +270,7 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
         pages.add_metric([state], getattr(stats, f"pages_{state}"))
     yield pages
     yield GaugeMetricFamily("coppice_page_size_tokens", "Tokens that a page holds", stats.page_size)
-    yield GaugeMetricFamily("coppice_pins", "Prefixes that are pinned", stats.pins)
+    yield GaugeMetricFamily("coppice_pins", "Prefixes that are pinned", stats.num_pins)
     yield CounterMetricFamily(
         "coppice_evicted_tokens", "Tokens that had to make room", stats.evicted_tokens
     )

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import json
 import logging
-import secrets
 import time
+from dataclasses import replace
 from typing import Any, Protocol
 
 from coppice.frontend.errors import RequestFailed
-from coppice.frontend.report.json import Names, report_json
+from coppice.frontend.report.encode import Names, server_report
 from coppice.frontend.report.samples import SAMPLE_SECONDS, History, Sample
 from coppice.frontend.report.words import token_text
 from coppice.frontend.text.tokenizer import Tokenizer
-from coppice.runtime.report.live import LiveReport, TreePicture
+from coppice.runtime.report.snapshot import CacheReport, TreeReport
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +52,12 @@ class Reporter:
         self._engine = engine
         self._model = model
         decode = token_text(tokenizer) if show_text else None
-        self.names = Names(decode, secrets.token_bytes(16))
+        self.names = Names(decode)
         self._started = time.time()
         self._history = History()
         self._sampling: asyncio.Task[None] | None = None
         self._making = asyncio.Lock()
-        self._tree: TreePicture | None = None
+        self._tree: TreeReport | None = None
         self._tree_made = -float("inf")  # by the clock of the loop
         self._report = b""
         self._report_made = -float("inf")
@@ -83,26 +83,21 @@ class Reporter:
             asked = clock()
             if asked - self._report_made < FRESH_SECONDS:
                 return self._report
-            tree = self._tree
-            if tree is None or asked - self._tree_made >= tree.seconds / SHARE:
-                tree = self._tree = await self._engine.ask("tree_picture")
-                self._tree_made = asked
-            live = await self._engine.ask("live_report")
-            self._report = await asyncio.to_thread(self._encoded, live, tree, time.time())
+            due = self._tree is None or asked - self._tree_made >= self._tree.seconds / SHARE
+            report: CacheReport = await self._engine.ask("cache_report", tree=due)
+            if due:
+                self._tree, self._tree_made = report.tree, asked
+            else:
+                report = replace(report, tree=self._tree)
+            self._report = await asyncio.to_thread(self._encoded, report, time.time())
             self._report_made = asked
             return self._report
 
-    def _encoded(self, live: LiveReport, tree: TreePicture, at: float) -> bytes:
-        report = report_json(
-            live,
-            tree,
-            self._history,
-            model=self._model,
-            at=at,
-            started=self._started,
-            names=self.names,
+    def _encoded(self, report: CacheReport, at: float) -> bytes:
+        encoded = server_report(
+            report, self._history, self.names, model=self._model, at=at, started=self._started
         )
-        return json.dumps(report, separators=(",", ":"), allow_nan=False).encode()
+        return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
 
     async def _sample(self) -> None:
         while True:

@@ -15,11 +15,11 @@ from aiohttp import web
 from coppice.frontend.errors import BadRequest, bad_value
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.routes import Route, json_answer
-from coppice.frontend.report.json import pin_json
+from coppice.frontend.report.encode import encode_pin
 from coppice.frontend.report.pins import DeletedPin, NewPin, Pin, PinList, parse_pin
 from coppice.frontend.report.reporter import Asks, Reporter
 from coppice.frontend.text.tokenizer import Tokenizer
-from coppice.runtime.report.cache import PinRefused
+from coppice.runtime.report.snapshot import PinRefused
 from coppice.runtime.requests.request import Unfinished
 
 _COMPRESSED = 1 << 12  # bytes from which a report is worth compressing
@@ -127,7 +127,7 @@ class CacheRoutes:
 
     async def _pins(self, request: web.Request) -> web.Response:
         pins = await self._engine.ask("list_pins")
-        data = [pin_json(pin, self._reporter.names) for pin in pins]
+        data = [encode_pin(pin, self._reporter.names) for pin in pins]
         return web.json_response({"object": "list", "data": data})
 
     async def _put_pin(self, request: web.Request) -> web.Response:
@@ -155,7 +155,7 @@ class CacheRoutes:
         except ValueError as error:
             raise bad_value(error, body) from error
         self._reporter.forget()
-        return web.json_response(pin_json(pin, self._reporter.names))
+        return web.json_response(encode_pin(pin, self._reporter.names))
 
     async def _delete_pin(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from coppice.runtime.metrics.histogram import Histogram
-from coppice.runtime.report.cache import CAUSES
-from coppice.runtime.report.engine_stats import EngineStats
+from coppice.runtime.report.snapshot import CAUSES, EngineStats, Histogram
 
 SAMPLE_SECONDS = 5.0
 

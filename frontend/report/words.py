@@ -1,17 +1,19 @@
-"""What the cache's accounts say in words: for the report in the terminal and for the page."""
+"""The words of a report: names of causes, sentences, times, counts and excerpts of text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from coppice.runtime.report.cache import CAUSES, CacheAccounts, Counts
+from coppice.runtime.report.snapshot import CAUSES, CacheAccounts, Counts
 
 if TYPE_CHECKING:
     from coppice.frontend.text.tokenizer import Tokenizer
 
-Decode = Callable[[Sequence[int]], str]
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+Report: TypeAlias = Mapping[str, Any]
+"""A report as JSON, or a part of one (see `coppice.frontend.report.encode`)."""
 
 CAUSE_NAMES = {
     "cold": "cold",
@@ -33,14 +35,10 @@ CAUSE_MEANINGS = {
 }
 assert set(CAUSE_NAMES) == set(CAUSE_MEANINGS) == set(CAUSES)
 
+_LEAST_SHARE = 0.01  # of what all prefixes saved: those that saved less are not worth a row
+_END_CHARACTERS = 20  # of a prefix's text at either end: what is left of 80 columns
 _SHOWN_IDS = 6  # of either end, where there is no text
 _WORTH_SAYING = 0.005  # of the hit rate: less is within the curve's error
-
-
-def causes(counts: Counts) -> list[tuple[str, int]]:
-    """The causes that there were with their computed tokens, the largest first."""
-    found = [(cause, tokens) for cause, tokens in counts.causes.items() if tokens]
-    return sorted(found, key=lambda each: -each[1])
 
 
 def cause_meaning(cause: str, counts: Counts) -> str:
@@ -74,6 +72,45 @@ def memory_sentence(accounts: CacheAccounts, policy: str) -> str:
     return (
         f"With twice the memory the hit rate of lru would be {shown}: "
         f"the curve is that of lru, not of {policy}."
+    )
+
+
+def ordered_causes(counts: Report) -> list[tuple[str, int]]:
+    """The causes of a report's counts that cost tokens, the costliest first."""
+    found = [(cause, tokens) for cause, tokens in counts["causes"].items() if tokens]
+    return sorted(found, key=lambda each: -each[1])
+
+
+def worth_showing(prefixes: Sequence[Report]) -> list[Report]:
+    """Those of a report's prefixes that saved at least 1 % of what all of them did."""
+    least = _LEAST_SHARE * sum(prefix["tokens_saved"] for prefix in prefixes)
+    return [prefix for prefix in prefixes if prefix["tokens_saved"] >= least]
+
+
+def excerpt(prefix: Report) -> str:
+    """The text of a report's prefix on one line, its middle left out if it is long.
+
+    Both ends stay, since prefixes of one conversation begin alike and differ in how they end.
+    """
+    first, last = prefix["first"], prefix["last"]
+    start, end = shown_text(first), shown_text(last or first)
+    if last is None or first["tokens"] + last["tokens"] == prefix["tokens"]:
+        whole = start + end if last else start
+        if len(whole) <= 2 * _END_CHARACTERS + 3:
+            return whole
+    return f"{start[:_END_CHARACTERS].rstrip()} … {end[-_END_CHARACTERS:].lstrip()}"
+
+
+def shown_text(piece: Report) -> str:
+    """The text of a report's piece on one line, or its hash if texts are hidden."""
+    return f"#{piece['hash']}" if piece["text"] is None else one_line(piece["text"])
+
+
+def one_line(text: str) -> str:
+    """Text with line breaks and other unprintable characters made visible."""
+    return "".join(
+        "↵" if character == "\n" else character if character.isprintable() else "·"
+        for character in text.replace("\r\n", "\n").replace("\n\n", "\n")
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from coppice.radix.accounting.counts import CAUSES, FIELDS, Counts, Windows
+from coppice.radix.accounting.counts import CAUSES, FIELDS, Windows
 from coppice.radix.accounting.miss_ratio import CurvePoint
 from coppice.radix.accounting.near_misses import SHOWN_TOKENS, NearMiss
 from coppice.radix.node import Node
@@ -168,45 +168,3 @@ class CacheAccounts:
     other_namespaces: Windows  # those beyond the number that is counted one by one, together
     curve: tuple[CurvePoint, ...]  # LRU's, since the start; what was achieved is in `overall`
     near_misses: tuple[NearMiss, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it; a namespace is named by its `str`, or null for None."""
-        return {
-            "seconds": self.seconds,
-            "pool_tokens": self.pool_tokens,
-            "overall": _windows(self.overall),
-            "namespaces": [
-                {"namespace": _name(namespace), **_windows(windows)}
-                for namespace, windows in self.namespaces.items()
-            ],
-            "other_namespaces": _windows(self.other_namespaces),
-            "curve": [asdict(point) for point in self.curve],
-            "near_misses": [
-                asdict(near_miss) | {"namespace": _name(near_miss.namespace)}
-                for near_miss in self.near_misses
-            ],
-        }
-
-
-def _name(namespace: Hashable) -> str | None:
-    return None if namespace is None else str(namespace)
-
-
-def _windows(windows: Windows) -> dict[str, Any]:
-    return {
-        "last_minute": _counts(windows.last_minute),
-        "last_ten_minutes": _counts(windows.last_ten_minutes),
-        "since_start": _counts(windows.since_start),
-    }
-
-
-def _counts(counts: Counts) -> dict[str, Any]:
-    rest = {name: value for name, value in asdict(counts).items() if name not in CAUSES}
-    del rest["evicted_idle"]
-    return rest | {
-        "computed_tokens": counts.computed_tokens,
-        "causes": counts.causes,
-        "hit_rate": counts.hit_rate,
-        "ideal_hit_rate": counts.ideal_hit_rate,
-        "evicted_idle_seconds": counts.evicted_idle_seconds,
-    }

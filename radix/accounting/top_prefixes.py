@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from coppice.radix.tree import RadixTree
 class SharedPrefix:
     """A cached prefix that later requests hit."""
 
-    token_ids: tuple[int, ...]  # from the root
+    tokens: bytes = field(repr=False)  # int32, from the root
     hits: int  # requests that reused it to its end
     # Tokens not computed again thanks to it: hits x those of its tokens that lie beyond the next
     # shorter prefix with more hits. So nothing is counted twice, and all prefixes together add up.
@@ -28,7 +28,12 @@ class SharedPrefix:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens from the root. O(tokens) each time."""
+        return _token_ids(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ class PrefixSavings:
     def _prefix(self, node: Node, saved: int) -> SharedPrefix:
         used = self._uses.time_of(node.stamp) if self._uses is not None else None
         return SharedPrefix(
-            _token_ids(node.prefix()),
+            node.prefix(),
             node.hits,
             saved,
             resident_pages=-(-node.end // self._page_size),

@@ -11,7 +11,8 @@ from coppice.radix.pages.pool import MAX_PAGES
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
-from coppice.runtime.report.cache import CacheAccounts, Counts, PrefixNode, SharedPrefix
+from coppice.runtime.report.gather import counted, tree_report
+from coppice.runtime.report.snapshot import CacheReport, Counts
 from coppice.runtime.requests.request import Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.schedule.paging import Paging
@@ -23,8 +24,8 @@ STRETCHES = 60
 STRETCH_REQUESTS = 10
 """Fewest requests of such a part, but for the last."""
 
-TOP_PREFIXES = 10
 SHOWN_NODES = 200
+"""Most nodes of the tree that a report has."""
 
 MAX_POOL_TOKENS = 1 << 36
 """The largest pool that can be replayed, if there is the memory for its books."""
@@ -39,7 +40,7 @@ class ReplayOptions:
 
     pool_tokens: int = 1_000_000
     page_size: int = _ENGINE.page_size
-    policy: str = _ENGINE.eviction_policy
+    eviction_policy: str = _ENGINE.eviction_policy
     concurrency: int = 1  # most requests that run at once
     accounted_tokens: int | None = None
     """The pool that the accounts are kept for: their curve reaches from a quarter to 16 times it.
@@ -55,8 +56,11 @@ class ReplayOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        if self.eviction_policy not in POLICIES:
+            raise ValueError(
+                f"eviction_policy must be one of {', '.join(POLICIES)}, "
+                f"got {self.eviction_policy!r}"
+            )
         for name, tokens in (("page_size", self.page_size), ("pool_tokens", self.pool_tokens)):
             if tokens > MAX_POOL_TOKENS:
                 raise ValueError(f"{name} must be at most {MAX_POOL_TOKENS}, got {tokens}")
@@ -92,21 +96,12 @@ class Stretch:
     evicted_tokens: int  # in this stretch
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayReport:
-    """What a replay has shown."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ReplayReport(CacheReport):
+    """What a replay has shown: the report of its cache at its end, and how it came to that."""
 
     options: ReplayOptions
-    accounts: CacheAccounts
     stretches: tuple[Stretch, ...]
-    top_prefixes: tuple[SharedPrefix, ...]
-    nodes: tuple[PrefixNode, ...]  # of the tree at the end: those that saved the most
-    output_tokens: int
-    evicted_tokens: int
-    preemptions: int
-    cached_tokens: int  # at the end
-    pages_total: int
-    pages_free: int  # at the end
 
 
 class Replay:
@@ -124,7 +119,7 @@ class Replay:
     def __init__(self, options: ReplayOptions) -> None:
         self.options = options
         self._time = 0.0
-        self.tree = RadixTree(PagePool(options.pages, options.page_size), options.policy)
+        self.tree = RadixTree(PagePool(options.pages, options.page_size), options.eviction_policy)
         accounted = options.accounted_tokens or options.pages * options.page_size
         self._counters = EngineCounters(lambda: self._time)
         self._accounts = PromptAccounts(accounted, self._counters, lambda: self._time)
@@ -138,7 +133,6 @@ class Replay:
         self._outputs: dict[str, array[int]] = {}  # of unfinished requests, by request id
         self._arrivals = 0
         self._finished = 0
-        self._output_tokens = 0
         self._decoding_only = False  # whether the last step admitted, prefilled and ended nothing
         self._stretches: list[Stretch] = []
         self._counted = Counts()  # what the stretches so far add up to
@@ -224,7 +218,8 @@ class Replay:
         if sampled == len(output):
             self._scheduler.finish(sequence)
             del self._outputs[sequence.request.request_id]
-            self._output_tokens += len(output)
+            self._counters.generated_tokens += len(output)
+            self._counters.finished["length"] += 1
             self._finished += 1
             self._decoding_only = False
 
@@ -265,7 +260,7 @@ class Replay:
             for sequence in self._scheduler.running
         )
 
-    # -- telling -----------------------------------------------------------------------------
+    # -- reporting ---------------------------------------------------------------------------
 
     def _end_stretch(self) -> None:
         """Counts what was admitted since the last stretch ended, if anything."""
@@ -283,18 +278,22 @@ class Replay:
         self._counted, self._evicted = counts, evicted
 
     def report(self) -> ReplayReport:
-        """What was seen so far. O(nodes of the tree, times their logarithm)."""
-        tree, savings = self.tree, self._accounts.savings(self.tree)
+        """The report so far. O(n log n) for n nodes of the tree that were hit."""
+        self._accounts.evictions(self.tree)
+        accounts = self._accounts.snapshot()
+        counts = accounts.overall.since_start
         return ReplayReport(
+            **counted(self._counters, self._accounts, self.tree)
+            | {
+                "requests": counts.requests,
+                "prompt_tokens": counts.prompt_tokens,
+                "hit_tokens": counts.hit_tokens,
+                "computed_tokens": counts.computed_tokens,
+            },
+            eviction_policy=self.options.eviction_policy,
+            accounts=accounts,
+            recent=self._accounts.recent(),
+            tree=tree_report(self._accounts, self.tree, SHOWN_NODES),
             options=self.options,
-            accounts=self._accounts.snapshot(),
             stretches=tuple(self._stretches),
-            top_prefixes=savings.prefixes(TOP_PREFIXES),
-            nodes=savings.nodes(SHOWN_NODES),
-            output_tokens=self._output_tokens,
-            evicted_tokens=tree.evicted_tokens,
-            preemptions=self._counters.preemptions,
-            cached_tokens=tree.cached_tokens,
-            pages_total=tree.pool.num_pages,
-            pages_free=tree.pool.free_pages,
         )

@@ -9,13 +9,11 @@ from typing import Any
 
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import (
-    PinState,
-    live_report,
     make_report,
     make_stats,
     pin_state,
-    tree_picture,
 )
+from coppice.runtime.report.snapshot import PinState
 
 
 class EngineService:
@@ -41,8 +39,6 @@ class EngineService:
             "reset_cache": engine.reset_cache,
             "stats": partial(make_stats, engine),
             "cache_report": partial(make_report, engine),
-            "live_report": partial(live_report, engine),
-            "tree_picture": partial(tree_picture, engine),
             "check": engine.check,
         }
 

@@ -1078,7 +1078,9 @@ def test_top_prefixes_are_those_that_saved_most() -> None:
     assert _tops(tree) == [(10, 10, 100), (30, 3, 90)]
     assert _tops(tree, 1) == [(10, 10, 100)]
     assert top_prefixes(tree, 0) == ()
-    assert top_prefixes(tree, 2)[0] == SharedPrefix(tuple(range(500, 510)), 10, 100, 3)
+    assert top_prefixes(tree, 2)[0] == SharedPrefix(
+        np.arange(500, 510, dtype=np.int32).tobytes(), 10, 100, 3
+    )
     with pytest.raises(ValueError, match="count must be at least 0, got -1"):
         top_prefixes(tree, -1)
 

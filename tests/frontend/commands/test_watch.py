@@ -19,8 +19,8 @@ from rich.console import Console
 from coppice.frontend.commands import watch
 from coppice.frontend.commands.keys import pressed
 from coppice.frontend.commands.main import main
-from coppice.frontend.commands.watch import ReportUnavailable, fetch, report_url, run
-from coppice.frontend.report.screen import Window, render_screen
+from coppice.frontend.commands.watch import ReportUnavailable, Window, fetch, report_url, run
+from coppice.frontend.report.terminal import render_live
 
 TEXT = " ".join(f"The key is under the mat of house {7 * number}." for number in range(14))
 
@@ -37,7 +37,7 @@ def url(served: Callable[..., str], checkpoint: Path) -> str:
 
 def printed(report: Any, **options: Any) -> str:
     out = io.StringIO()
-    Console(file=out, width=80, **options).print(render_screen(report))
+    Console(file=out, width=80, **options).print(render_live(report))
     return out.getvalue()
 
 
@@ -114,7 +114,7 @@ def test_live_it_looks_again_and_says_when_there_is_no_answer(
 def test_numbers_are_whole_in_narrow_windows(url: str, width: int) -> None:
     report = fetch(url + "/cache/report", None)
     out = io.StringIO()
-    Console(file=out, width=width).print(render_screen(report, width=width))
+    Console(file=out, width=width).print(render_live(report, width=width))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     counts = report["counts"][report["present"]["window"]]

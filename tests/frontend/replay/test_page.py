@@ -167,7 +167,7 @@ def test_every_chart_is_drawn_and_fits(opened: Any, width: int, scheme: str) -> 
 
 def test_the_tiles_say_what_the_json_says(opened: Any, made: tuple[Path, dict[str, Any]]) -> None:
     window, said = opened(), made[1]
-    counts = said["accounts"]["overall"]["since_start"]
+    counts = said["counts"]["since_start"]
     assert window.text("#tile-hit_rate") == f"{counts['hit_rate']:.1%}"
     assert window.text("#tile-ideal") == f"{counts['ideal_hit_rate']:.1%}"
     assert window.text("#tile-requests") == f"{counts['requests']:,}"
@@ -177,7 +177,7 @@ def test_the_tiles_say_what_the_json_says(opened: Any, made: tuple[Path, dict[st
     }
     assert exact == {
         "saved": counts["hit_tokens"],
-        "evicted": said["evicted_tokens"],
+        "evicted": said["pool"]["evicted_tokens"],
         "pool": said["options"]["pool_tokens"],
     }
     for cause, tokens in counts["causes"].items():
@@ -192,17 +192,22 @@ def test_the_charts_show_the_jsons_figures(opened: Any, made: tuple[Path, dict[s
             f"Array.from(document.getElementById('chart-{chart}').data[{trace}].{key})"
         )
 
-    curve = said["accounts"]["curve"]
+    curve, over_time = said["curve"]["points"], said["over_time"]
+
+    def rates(column: str) -> list[float]:
+        pairs = zip(over_time[column], over_time["prompt_tokens"], strict=True)
+        return [tokens / prompt for tokens, prompt in pairs]
+
     assert data("curve", 0, "x") == [point["pool_tokens"] for point in curve]
     assert data("curve", 0, "y") == [point["hit_rate"] for point in curve]
-    achieved = said["accounts"]["overall"]["since_start"]["hit_rate"]
+    achieved = said["counts"]["since_start"]["hit_rate"]
     assert data("curve", 1, "y") == [achieved]
-    assert data("rate", 0, "y") == [each["ideal_hit_rate"] for each in said["over_time"]]
-    assert data("rate", 1, "y") == [each["hit_rate"] for each in said["over_time"]]
+    assert data("rate", 0, "y") == rates("ideal_tokens")
+    assert data("rate", 1, "y") == rates("hit_tokens")
     layers = window.page.evaluate("document.getElementById('chart-cause').data.length")
     shares = [data("cause", layer, "y") for layer in range(layers)]
     assert [sum(parts) for parts in zip(*shares, strict=True)] == pytest.approx(
-        [1.0] * len(said["over_time"])
+        [1.0] * len(over_time["at"])
     )
 
 
@@ -211,7 +216,7 @@ def test_text_of_the_trace_is_shown_and_does_nothing(
 ) -> None:
     window = opened()
     near = window.text("article.near >> nth=0")
-    largest = made[1]["accounts"]["near_misses"][0]
+    largest = made[1]["near_misses"][0]
     assert f"{largest['tokens_cost']:,} known tokens again" in near
     assert "<b>bold</b> &amp; {{title}}" in near
     assert re.search(r"Day \d", near)

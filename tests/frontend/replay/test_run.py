@@ -9,15 +9,19 @@ import random
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from rich.console import Console
 
 from coppice.frontend.commands.main import main
 from coppice.frontend.replay.run import replay
 from coppice.frontend.replay.trace import read_trace
+from coppice.frontend.report.routes import report_schema
 from coppice.frontend.report.words import duration, memory_sentence, short_count, token_text
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.offline.replay import ReplayOptions
+
+REPLAYS_OWN = {"schema", "version", "coppice", "trace", "options", "seconds", "over_time"}
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def test_the_report_says_what_the_json_says(
     file = tmp_path / "report.json"
     out = run(capsys, token_trace, "--pool", 1600, "--page-size", 8, "--json", file)
     said = json.loads(file.read_text())
-    counts = said["accounts"]["overall"]["since_start"]
+    counts = said["counts"]["since_start"]
     assert counts["requests"] == said["trace"]["requests"] == 120
     assert 0 < counts["hit_rate"] < counts["ideal_hit_rate"] < 1
     for number in (
@@ -70,7 +74,7 @@ def test_the_report_says_what_the_json_says(
         f"{counts['hit_tokens']:,}",
         f"{counts['hit_rate']:.1%}",
         f"{counts['ideal_hit_rate']:.1%}",
-        f"{said['evicted_tokens']:,}",
+        f"{said['pool']['evicted_tokens']:,}",
         "With twice the memory your hit rate would be",
         "Near misses",
         "Top shared prefixes",
@@ -85,18 +89,21 @@ def test_the_report_says_what_the_json_says(
     assert "\x1b" not in out, "no colours and no progress bar in a file"
 
     assert said["options"] == {
-        "pool_tokens": 1600, "page_size": 8, "policy": "lru", "concurrency": 1,
+        "pool_tokens": 1600, "page_size": 8, "eviction_policy": "lru", "concurrency": 1,
         "accounted_tokens": None, "unlimited": False,
     }  # fmt: skip
     over_time = said["over_time"]
-    assert sum(each["requests"] for each in over_time) == 120
-    assert sum(each["hit_tokens"] for each in over_time) == counts["hit_tokens"]
-    assert over_time[-1]["seconds"] == said["accounts"]["seconds"] == 238
-    assert {each["namespace"] for each in said["accounts"]["namespaces"]} == {None, "second"}
-    assert said["accounts"]["near_misses"]
-    top = said["top_prefixes"][0]
+    assert len({len(column) for column in over_time.values()}) == 1
+    assert sum(over_time["requests"]) == over_time["finished"][-1] == 120
+    assert sum(over_time["hit_tokens"]) == counts["hit_tokens"]
+    assert sum(over_time["evicted_tokens"]) == said["pool"]["evicted_tokens"]
+    assert over_time["at"][-1] == said["seconds"] == 238
+    assert {each["name"] for each in said["namespaces"]} == {"default", "second"}
+    assert said["near_misses"]
+    assert said["requests"]["finished"]["length"] == 120
+    top = said["prefixes"][0]
     assert top["tokens_saved"] > 0
-    assert top["resident_pages"] == -(-top["num_tokens"] // 8)
+    assert top["pages"] == -(-top["tokens"] // 8)
     assert 0 <= top["idle_seconds"] <= 238
 
 
@@ -110,8 +117,8 @@ def test_an_unlimited_pool_reaches_the_ideal(
     assert "× 1 " in out
     assert "twice the memory" not in out
     said = json.loads(file.read_text())
-    counts = said["accounts"]["overall"]["since_start"]
-    assert said["evicted_tokens"] == 0
+    counts = said["counts"]["since_start"]
+    assert said["pool"]["evicted_tokens"] == 0
     # The ideal is known at borders of blocks, of 16 tokens in a pool of this size.
     assert counts["hit_rate"] == pytest.approx(counts["ideal_hit_rate"], abs=0.05)
     assert said["options"]["accounted_tokens"] == said["options"]["pool_tokens"] // 16
@@ -124,10 +131,10 @@ def test_options_reach_the_replay(
         file = tmp_path / "report.json"
         run(capsys, token_trace, "--json", file, *options)
         said = json.loads(file.read_text())
-        return said["accounts"]["overall"]["since_start"]["hit_rate"]
+        return said["counts"]["since_start"]["hit_rate"]
 
     assert rate("--pool", 800) < rate("--pool", 1600) < rate()
-    assert rate("--pool", 1600, "--policy", "lfu") != rate("--pool", 1600)
+    assert rate("--pool", 1600, "--eviction-policy", "lfu") != rate("--pool", 1600)
     assert rate("--pool", 1600, "--concurrency", 8) > rate("--pool", 1600)
     assert rate("--limit", 1) == 0
     out = run(capsys, token_trace, "--limit", 1, "--policy", "slru", "--concurrency", 3)
@@ -138,7 +145,7 @@ def test_options_reach_the_replay(
 def test_another_policy_is_not_measured_by_lrus_curve(
     token_trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = run(capsys, token_trace, "--pool", 1600, "--policy", "slru")
+    out = run(capsys, token_trace, "--pool", 1600, "--eviction-policy", "slru")
     out = " ".join(out.split())
     assert "With twice the memory the hit rate of lru would be" in out
     assert "the curve is that of lru, not of slru" in out
@@ -165,8 +172,8 @@ def test_mooncakes_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     said = json.loads(file.read_text())
     assert said["trace"]["format"] == "mooncake"
     # The second shares two blocks, the third two and what the first had of the third block.
-    assert said["accounts"]["overall"]["since_start"]["hit_tokens"] == 1024 + (3 * 512 - 100)
-    assert said["accounts"]["seconds"] == 2
+    assert said["counts"]["since_start"]["hit_tokens"] == 1024 + (3 * 512 - 100)
+    assert said["seconds"] == 2
 
 
 def test_texts_are_read_and_shown_by_the_tokenizer(
@@ -212,7 +219,8 @@ def test_malformed_lines_are_refused_with_their_numbers(
         (("--pool", "200"), "pool must have at least 343 tokens, for the request of "),
         (("--page-size", "0"), "page_size must be an integer of at least 1, got 0"),
         (("--concurrency", "0"), "concurrency must be an integer of at least 1, got 0"),
-        (("--policy", "mru"), "policy must be one of lru, "),
+        (("--eviction-policy", "mru"), "eviction_policy must be one of lru, "),
+        (("--policy", "mru"), "eviction_policy must be one of lru, "),
         (("--format", "csv"), "format must be one of auto, mooncake, jsonl, got 'csv'"),
         (("--limit", "0"), "limit must be at least 1, got 0"),
         (("--tokenizer", "/no/such/model"), "tokenizer cannot be loaded from '/no/such/model'"),
@@ -302,3 +310,16 @@ def test_what_twice_the_memory_would_bring(token_trace: Path) -> None:
     assert ", not " in sentence(1600)
     assert "would still be" in sentence(16_000)
     assert "would still be" in sentence(1_000_000), "every use counts, however large the pool"
+
+
+def test_the_json_has_the_parts_of_a_servers_report(
+    token_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.json"
+    run(capsys, token_trace, "--pool", 1600, "--json", file)
+    said, schema = json.loads(file.read_text()), report_schema()
+    assert (said["schema"], said["version"]) == ("coppice.replay", 1)
+    shared = {name: part for name, part in said.items() if name not in REPLAYS_OWN}
+    servers = {"model", "at", "uptime_seconds", "latency_seconds"}
+    assert set(schema["properties"]) - servers - REPLAYS_OWN == set(shared)
+    jsonschema.validate(shared, schema | {"required": sorted(shared)})

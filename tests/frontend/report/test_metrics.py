@@ -16,7 +16,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.samples import Sample
 
 from coppice.frontend.report.metrics import Metrics
-from coppice.runtime.report.cache import CAUSES
+from coppice.runtime.report.snapshot import CAUSES
 from coppice.runtime.runner.graphs import DECODE_STEPS
 
 ROOT = Path(__file__).resolve().parents[3]

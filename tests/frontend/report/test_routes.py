@@ -15,7 +15,7 @@ import httpx
 import jsonschema
 import pytest
 
-from coppice.frontend.report.json import Names, report_json
+from coppice.frontend.report.encode import Names, server_report
 from coppice.frontend.report.reporter import Reporter
 from coppice.frontend.report.routes import report_schema
 from coppice.frontend.report.samples import History, Sample
@@ -23,7 +23,7 @@ from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.process.service import EngineService
-from coppice.runtime.report.gather import live_report, make_stats, tree_picture
+from coppice.runtime.report.gather import make_report, make_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 SHARED = " ".join(f"The key is under the mat of house {7 * number}." for number in range(14)) + " "
@@ -207,12 +207,12 @@ class Counted:
         engine = Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512))
         self.service = EngineService(engine)
         self.seconds = seconds  # that a look at the tree is said to take
-        self.asked: list[str] = []
+        self.asked: list[bool] = []  # for the report, with its tree or without
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self.asked.append(method)
+        self.asked.append(kwargs["tree"])
         found = self.service.call(method, args, kwargs)
-        return replace(found, seconds=self.seconds) if method == "tree_picture" else found
+        return replace(found, tree=found.tree and replace(found.tree, seconds=self.seconds))
 
 
 async def test_many_readers_cost_the_engine_no_more_than_one(
@@ -225,16 +225,16 @@ async def test_many_readers_cost_the_engine_no_more_than_one(
     monkeypatch.setattr(loop, "time", lambda: now)
     reports = await asyncio.gather(*(reporter.report() for _ in range(20)))
     assert len(set(reports)) == 1
-    assert engine.asked == ["tree_picture", "live_report"]
+    assert engine.asked == [True]
     now += 1.5
     await reporter.report()
-    assert engine.asked[2:] == ["live_report"], "a walk of 0.1 s is due every 5 s"
+    assert engine.asked[1:] == [False], "a walk of 0.1 s is due every 5 s"
     now += 4
     await reporter.report()
-    assert engine.asked[3:] == ["tree_picture", "live_report"]
+    assert engine.asked[2:] == [True]
     reporter.forget()
     await reporter.report()
-    assert engine.asked[5:] == ["tree_picture", "live_report"]
+    assert engine.asked[3:] == [True]
 
 
 def test_history_keeps_three_spans_in_fixed_memory(checkpoint: Path) -> None:
@@ -260,14 +260,8 @@ def test_history_keeps_three_spans_in_fixed_memory(checkpoint: Path) -> None:
     fresh = make_stats(Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512)))
     again = history.over_time("hour", Sample(10_005.0, fresh))
     assert min(again["prompt_tokens"]) >= 0, "an engine that began again counts from zero"
-    report = report_json(
-        live_report(engine),
-        tree_picture(engine),
-        history,
-        model="m",
-        at=now.at,
-        started=0.0,
-        names=Names(None, b"1" * 16),
+    report = server_report(
+        make_report(engine), history, Names(None), model="m", at=now.at, started=0.0
     )
     jsonschema.validate(json.loads(json.dumps(report)), report_schema())
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coppice.radix import PrefixSavings, check
 from coppice.runtime.offline.replay import Replay, ReplayOptions, ReplayReport, ReplayRequest
-from coppice.runtime.report.cache import Counts
+from coppice.runtime.report.snapshot import Counts
 
 
 def request(prompt, output=(), namespace=None, time=0.0) -> ReplayRequest:
@@ -28,7 +28,7 @@ def replayed(requests, kind=Replay, **options) -> tuple[Replay, ReplayReport]:
     check(replay.tree)
     report = replay.report()
     assert report.pages_free + replay.tree.cached_pages == report.pages_total
-    assert report.output_tokens == sum(len(each.output) for each in requests)
+    assert report.generated_tokens == sum(len(each.output) for each in requests)
     return replay, report
 
 
@@ -120,8 +120,8 @@ def test_steps_taken_as_one_change_nothing(concurrency: int, pool_tokens: int) -
         options = {"pool_tokens": pool_tokens, "page_size": 4, "concurrency": concurrency}
         _, fast = replayed(trace, **options)
         _, slow = replayed(trace, StepByStep, **options)
-        assert fast.accounts.to_dict() == slow.accounts.to_dict()
-        for name in ("stretches", "top_prefixes", "nodes", "evicted_tokens", "preemptions"):
+        assert (fast.accounts, fast.tree.nodes) == (slow.accounts, slow.tree.nodes)
+        for name in ("stretches", "top_prefixes", "evicted_tokens", "preemptions"):
             assert getattr(fast, name) == getattr(slow, name), name
 
 
@@ -202,7 +202,7 @@ def test_requests_that_cannot_be_replayed(trace: list[ReplayRequest], message: s
         ({"pool_tokens": 2**36 + 1}, "pool_tokens must be at most 68719476736, got 68719476737"),
         ({"page_size": 2**37}, "page_size must be at most 68719476736"),
         ({"pool_tokens": 2**36}, "pool_tokens must be at most 1073741823 pages of 16"),
-        ({"policy": "fifo"}, "policy must be one of lru, .*got 'fifo'"),
+        ({"eviction_policy": "fifo"}, "eviction_policy must be one of lru, .*got 'fifo'"),
     ],
 )
 def test_options_out_of_range(options: dict, message: str) -> None:
@@ -215,11 +215,11 @@ def test_options_out_of_range(options: dict, message: str) -> None:
 
 def test_every_node_shown_has_its_parent_before_it() -> None:
     replay, report = replayed(random_trace(5, 200, 60), pool_tokens=4000, page_size=4)
-    assert len(report.nodes) > 20
-    for place, node in enumerate(report.nodes):
+    assert len(report.tree.nodes) > 20
+    for place, node in enumerate(report.tree.nodes):
         assert node.parent < place
         if node.parent >= 0:
-            parent = report.nodes[node.parent]
+            parent = report.tree.nodes[node.parent]
             assert parent.end == node.start
             assert parent.hits >= node.hits
             assert parent.namespace == node.namespace

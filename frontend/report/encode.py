@@ -1,16 +1,17 @@
-"""The cache's report as JSON: what /cache/report answers, the page shows and the terminal reads.
+"""The one encoder of a `CacheReport` to JSON, which every reader of a report is given.
 
-Text of prompts is in it only if the server was told to show it; otherwise each piece of text is its
-length and a hash. Hashes and the names of namespaces are keyed with a number that the server draws
-when it starts: the same within one run, and of no use for guessing what they stand for.
+The server adds what it knows beside it (latencies, history), a replay its trace. Text of prompts is
+shown only if `Names` has a decoder; otherwise each piece of text is its length and a hash. Hashes
+and names of namespaces are keyed with random bytes, so nobody can guess what they stand for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import struct
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from coppice import __version__
@@ -22,22 +23,26 @@ from coppice.frontend.report.words import (
     cause_meaning,
     memory_sentence,
 )
-from coppice.runtime.report.cache import (
+from coppice.runtime.report.snapshot import (
     CAUSES,
-    CacheAccounts,
+    CacheReport,
     Counts,
     NearMiss,
+    PinState,
     PrefixNode,
     PromptCauses,
+    SharedPrefix,
     Windows,
 )
-from coppice.runtime.report.live import LiveReport, PinState, PrefixEnds, TreePicture
 
 SCHEMA = "coppice.cache-report"
 VERSION = 1
-"""Counts up when a reader of the old version would misunderstand the new one."""
+"""Increases when a reader of the old version would misunderstand the new one."""
 
-_NAMED = tuple(Windows.__dataclass_fields__)
+SHOWN_TOKENS = 48
+"""Tokens of a prefix that are shown from either end."""
+
+_WINDOWS = tuple(Windows.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +51,14 @@ class Names:
 
     Attributes:
         decode: token ids to text; None if text must not be shown.
-        key: of the hashes, 16 random bytes of this run.
+        key: of the hashes, 16 random bytes.
     """
 
     decode: Decode | None
-    key: bytes
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)
 
     def piece(self, token_ids: Sequence[int], tokens: int | None = None) -> dict[str, Any]:
-        """A piece of `tokens` tokens (default: all), of which these are shown."""
+        """A piece of `tokens` tokens (default: all), of which `token_ids` are shown."""
         return {
             "tokens": len(token_ids) if tokens is None else tokens,
             "hash": self._hash(struct.pack(f"<{len(token_ids)}q", *token_ids)),
@@ -61,7 +66,9 @@ class Names:
         }
 
     def namespace(self, namespace: Hashable) -> str:
-        """A name that tells nothing of the `cache_salt` in it: its hash; a tenant's is shown."""
+        """A name that hides the `cache_salt`, by a hash of it, and shows a trace's or tenant's."""
+        if isinstance(namespace, str):
+            return namespace
         salt = getattr(namespace, "cache_salt", None)
         parts = [getattr(namespace, "adapter", None), getattr(namespace, "tenant", None)]
         parts.append(
@@ -74,33 +81,29 @@ class Names:
 
 
 def _whole(text: str) -> str:
-    """Text without the pieces of characters that a cut between tokens left at its ends."""
+    """Text without the parts of characters that a cut between tokens left at its ends."""
     return text.strip("\ufffd")
 
 
-def report_json(
-    live: LiveReport,
-    tree: TreePicture,
+def server_report(
+    report: CacheReport,
     history: History,
+    names: Names,
     *,
     model: str,
     at: float,
     started: float,
-    names: Names,
 ) -> dict[str, Any]:
-    """The report (see docs/cache-report.md for what its parts mean).
+    """What `/cache/report` answers (see docs/cache-report.md for what its parts mean).
 
     Args:
-        live: the engine's counters, accounts and pins as of now.
-        tree: its prefixes, which may be some seconds old.
-        history: the samples before.
-        model: its name.
-        at, started: now, and when the server started, in seconds since the epoch.
+        report: the snapshot as of now; its tree may be some seconds older.
+        history: the samples before it.
         names: how texts and namespaces are named.
+        model: the model's name.
+        at, started: now, and when the server started, in seconds since the epoch.
     """
-    stats, accounts, now = live.stats, live.accounts, Sample(at, live.stats)
-    window, counts = present(accounts)
-    per_token = stats.prefill_seconds / stats.prefill_tokens if stats.prefill_tokens else 0.0
+    now = Sample(at, report)
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -108,6 +111,24 @@ def report_json(
         "model": model,
         "at": at,
         "uptime_seconds": at - started,
+        **encode(report, names, window=present(report.accounts)),
+        "latency_seconds": history.latencies(now),
+        "over_time": {span: history.over_time(span, now) for span in SPANS},
+    }
+
+
+def encode(report: CacheReport, names: Names, *, window: str = "since_start") -> dict[str, Any]:
+    """The snapshot, all of it, as JSON takes it.
+
+    Args:
+        report: the snapshot. Without its tree there are no prefixes and no nodes.
+        names: how texts and namespaces are named.
+        window: the one of `Windows` whose counts stand for the present.
+    """
+    accounts, policy = report.accounts, report.eviction_policy
+    counts: Counts = getattr(accounts.overall, window)
+    per_token = report.prefill_seconds_a_token
+    return {
         "has_text": names.decode is not None,
         "present": {
             "window": window,
@@ -116,56 +137,58 @@ def report_json(
             "prompt_tokens": counts.prompt_tokens,
             "hit_tokens": counts.hit_tokens,
             "saved_seconds": counts.hit_tokens * per_token,
-            "advice": [asdict(each) for each in advice(accounts, live.eviction_policy)],
+            "advice": [asdict(each) for each in advice(accounts, counts, policy)],
         },
         "counts": _windows(accounts.overall),
         "causes": {
             cause: {"name": CAUSE_NAMES[cause], "meaning": cause_meaning(cause, counts)}
             for cause in CAUSES
         },
-        "saved_seconds": stats.counts.hit_tokens * per_token,
+        "saved_seconds": report.counts.hit_tokens * per_token,
         "requests": {
-            "running": stats.requests_running,
-            "waiting": stats.requests_waiting,
-            "finished": stats.finished,
-            "refused": stats.refused,
-            "preemptions": stats.preemptions,
-            "failed_steps": stats.failed_steps,
+            "running": report.requests_running,
+            "waiting": report.requests_waiting,
+            "finished": report.finished,
+            "refused": report.refused,
+            "preemptions": report.preemptions,
+            "failed_steps": report.failed_steps,
         },
-        "generated_tokens": stats.generated_tokens,
-        "rounded_off_tokens": stats.rounded_off_tokens,
+        "generated_tokens": report.generated_tokens,
+        "rounded_off_tokens": report.rounded_off_tokens,
         "pool": {
-            "page_size": stats.page_size,
-            "tokens": stats.pages_total * stats.page_size,
+            "page_size": report.page_size,
+            "tokens": report.pages_total * report.page_size,
             "pages": {
-                "total": stats.pages_total,
-                "free": stats.pages_free,
-                "cached": stats.pages_cached,
-                "pinned": stats.pages_pinned,
-                "held": stats.pages_held,
+                "total": report.pages_total,
+                "free": report.pages_free,
+                "cached": report.pages_cached,
+                "pinned": report.pages_pinned,
+                "held": report.pages_held,
             },
-            "evicted_tokens": stats.evicted_tokens,
-            "eviction_age_seconds": stats.eviction_age.quantile(0.5),
-            "eviction_policy": live.eviction_policy,
+            "evicted_tokens": report.evicted_tokens,
+            "eviction_age_seconds": report.eviction_age.quantile(0.5),
+            "eviction_policy": policy,
         },
-        "curve": _curve(accounts, live.eviction_policy),
-        "latency_seconds": history.latencies(now),
-        "over_time": {span: history.over_time(span, now) for span in SPANS},
+        "curve": {
+            "pool_tokens": accounts.pool_tokens,
+            "sentence": memory_sentence(accounts, policy),
+            "points": [asdict(point) for point in accounts.curve],
+        },
         "namespaces": [
             {"name": names.namespace(namespace), **_windows(windows)}
             for namespace, windows in accounts.namespaces.items()
         ],
         "other_namespaces": _windows(accounts.other_namespaces),
-        "prefixes": [_prefix(prefix, names) for prefix in tree.prefixes],
-        "tree": [_node(node, names) for node in tree.nodes],
+        "prefixes": [_prefix(prefix, names) for prefix in report.top_prefixes],
+        "tree": [_node(node, names) for node in report.tree.nodes] if report.tree else [],
         "near_misses": [_near_miss(each, names) for each in accounts.near_misses],
-        "recent": [_recent(each, names) for each in live.recent],
-        "pins": [pin_json(pin, names) for pin in live.pins],
+        "recent": [_recent(each, names) for each in report.recent],
+        "pins": [encode_pin(pin, names) for pin in report.pins],
     }
 
 
-def pin_json(pin: PinState, names: Names) -> dict[str, Any]:
-    """A pin, as /cache/pins and the report tell it."""
+def encode_pin(pin: PinState, names: Names) -> dict[str, Any]:
+    """A pin, as /cache/pins and the report show it."""
     return {
         "name": pin.name,
         "namespace": names.namespace(pin.namespace),
@@ -177,7 +200,7 @@ def pin_json(pin: PinState, names: Names) -> dict[str, Any]:
 
 
 def _windows(windows: Windows) -> dict[str, Any]:
-    return {name: _counts(getattr(windows, name)) for name in _NAMED}
+    return {name: _counts(getattr(windows, name)) for name in _WINDOWS}
 
 
 def _counts(counts: Counts) -> dict[str, Any]:
@@ -199,23 +222,17 @@ def _counts(counts: Counts) -> dict[str, Any]:
     }
 
 
-def _curve(accounts: CacheAccounts, policy: str) -> dict[str, Any]:
+def _prefix(prefix: SharedPrefix, names: Names) -> dict[str, Any]:
+    ids = prefix.token_ids
+    last = ids[max(SHOWN_TOKENS, len(ids) - SHOWN_TOKENS) :]
     return {
-        "pool_tokens": accounts.pool_tokens,
-        "sentence": memory_sentence(accounts, policy),
-        "points": [asdict(point) for point in accounts.curve],
-    }
-
-
-def _prefix(prefix: PrefixEnds, names: Names) -> dict[str, Any]:
-    return {
-        "tokens": prefix.num_tokens,
+        "tokens": len(ids),
         "hits": prefix.hits,
         "tokens_saved": prefix.tokens_saved,
         "pages": prefix.resident_pages,
         "idle_seconds": prefix.idle_seconds,
-        "first": names.piece(prefix.first),
-        "last": names.piece(prefix.last) if prefix.last else None,
+        "first": names.piece(ids[:SHOWN_TOKENS]),
+        "last": names.piece(last) if last else None,
     }
 
 

@@ -6,26 +6,51 @@ import io
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from rich.console import Console
 
-from coppice.frontend.report.tables import excerpt, one_line, render_accounts, render_report
+from coppice.frontend.report.encode import Names, encode
+from coppice.frontend.report.terminal import render_totals
+from coppice.frontend.report.words import excerpt, one_line
 from coppice.radix import Accounting, CacheAccounts
 from coppice.radix.accounting.counts import Windows
 from coppice.radix.accounting.miss_ratio import FACTORS, CurvePoint
 from coppice.radix.accounting.near_misses import Difference
-from coppice.runtime.report.cache import CacheReport, Counts, NearMiss, SharedPrefix
+from coppice.runtime.report.snapshot import (
+    CacheReport,
+    Counts,
+    Histogram,
+    NearMiss,
+    SharedPrefix,
+    TreeReport,
+)
 
 LETTERS = tuple(range(1000))
 
+
+def shared(tokens: int, hits: int, saved: int) -> SharedPrefix:
+    return SharedPrefix(np.arange(tokens, dtype=np.int32).tobytes(), hits, saved)
+
+
+def counted(counts: Counts) -> CacheAccounts:
+    """Accounts of these counts, with no curve and no near misses."""
+    empty = Accounting(32_000, now=0.0).snapshot(now=1.0)
+    return replace(empty, overall=replace(empty.overall, since_start=counts))
+
+
+HITS = Counts(requests=64, prompt_tokens=61_234, hit_tokens=52_345, cold=8_889, ideal_tokens=55_000)
+LARGE, SMALL = shared(900, 63, 56_700), shared(3, 2, 600)
 REPORT = CacheReport(
     requests=64,
     prompt_tokens=61_234,
     hit_tokens=52_345,
     computed_tokens=8_889,
     generated_tokens=777,
+    counts=HITS,
     preemptions=0,
+    rounded_off_tokens=0,
     evicted_tokens=0,
-    eviction_policy="lru",
+    eviction_age=Histogram((), (), 0.0),
     prefill_seconds=2.0,
     decode_seconds=1.0,
     page_size=16,
@@ -34,11 +59,9 @@ REPORT = CacheReport(
     pages_cached=390,
     pages_pinned=7,
     pages_held=103,
-    top_prefixes=(
-        SharedPrefix(LETTERS[:900], hits=63, tokens_saved=56_700),
-        SharedPrefix((1, 2, 3), hits=2, tokens_saved=6),
-    ),
-    accounts=Accounting(32_000, now=0.0).snapshot(now=1.0),
+    eviction_policy="lru",
+    accounts=counted(HITS),
+    tree=TreeReport((LARGE, SMALL), ()),
 )
 
 
@@ -47,10 +70,10 @@ def decode(token_ids: Sequence[int]) -> str:
     return "".join("<|system|>\n\n" if token == 0 else f"[{token}]" for token in token_ids)
 
 
-def printed(report: CacheReport, **options: object) -> str:
+def printed(report: CacheReport, *, full: bool = False, **options: object) -> str:
     out = io.StringIO()
     console = Console(file=out, width=80, **options)  # type: ignore[arg-type]
-    console.print(render_report(report, decode))
+    console.print(render_totals(encode(report, Names(decode)), full=full))
     return out.getvalue()
 
 
@@ -58,7 +81,7 @@ def test_every_number_is_there() -> None:
     text = printed(REPORT)
     for number in ("64", "61,234", "52,345", "8,889", "777", "85.5%", "25.0%", "2,000", "1,500"):
         assert number in text, number
-    for number in ("390", "7 pinned", "103", "900", "63", "56,700"):
+    for number in ("390", "7 pinned", "103", "900", "63", "56,700", "89.8%"):
         assert number in text, number
     assert f"~{52_345 * 2.0 / 8_889:.2f} s" in text
     assert "evicted" not in text
@@ -77,27 +100,35 @@ def test_prefixes_are_readable_at_both_ends() -> None:
     assert "<|system|>↵[1][2]" in text
     assert "[899]" in text
     assert "[450]" not in text
-    assert "[1][2][3]" in text
 
 
 def test_before_the_first_hit() -> None:
-    text = printed(
-        replace(
-            REPORT, requests=0, prompt_tokens=0, hit_tokens=0, computed_tokens=0, top_prefixes=()
-        )
-    )
+    text = printed(replace(REPORT, accounts=counted(Counts()), tree=None))
     assert "No prefix was hit yet." in text
     assert "0.0%" in text
 
 
+def piece(tokens: int) -> str:
+    """What is shown of a prefix of so many tokens."""
+    report = replace(REPORT, tree=TreeReport((shared(tokens, 2, 9),), ()))
+    return excerpt(encode(report, Names(decode))["prefixes"][0])
+
+
 def test_a_short_prefix_is_shown_whole() -> None:
-    assert excerpt((0, 1, 2), decode) == "<|system|>↵[1][2]"
+    assert piece(3) == "<|system|>↵[1][2]"
 
 
-def test_a_long_text_of_few_tokens_is_cut_in_the_middle() -> None:
-    shown = excerpt((5,) * 100, decode)
-    assert " … " in shown
-    assert len(shown) < 90
+def test_a_long_text_is_cut_in_the_middle() -> None:
+    for tokens in (40, 60, 100, 1000):  # with one end, two that touch, two with a gap
+        assert piece(tokens).startswith("<|system|>↵[1]")
+        assert piece(tokens).endswith(f"[{tokens - 1}]")
+        assert " … " in piece(tokens)
+        assert len(piece(tokens)) <= 43
+
+
+def test_texts_that_are_hidden_are_named_by_their_hashes() -> None:
+    (prefix, _) = encode(REPORT, Names(None))["prefixes"]
+    assert excerpt(prefix) == f"#{prefix['first']['hash']} … #{prefix['last']['hash']}"
 
 
 def test_unprintable_characters_are_made_visible() -> None:
@@ -105,11 +136,12 @@ def test_unprintable_characters_are_made_visible() -> None:
 
 
 def test_a_prefix_that_saved_next_to_nothing_gets_no_row() -> None:
-    small = SharedPrefix(LETTERS[:5], hits=2, tokens_saved=10)
-    large = SharedPrefix(LETTERS[:900], hits=63, tokens_saved=56_700)
-    both = printed(replace(REPORT, top_prefixes=(large, small)))
-    assert both == printed(replace(REPORT, top_prefixes=(large,)))
-    assert both != printed(replace(REPORT, top_prefixes=(small,)))
+    tiny = shared(5, 2, 10)
+
+    def rows(*prefixes: SharedPrefix) -> str:
+        return printed(replace(REPORT, tree=TreeReport(prefixes, ())))
+
+    assert rows(LARGE, tiny) == rows(LARGE) != rows(tiny)
 
 
 # -- why tokens missed -------------------------------------------------------------------------
@@ -143,9 +175,8 @@ ACCOUNTS = CacheAccounts(
 
 
 def told(accounts: CacheAccounts, policy: str = "lru") -> str:
-    out = io.StringIO()
-    Console(file=out, width=80).print(render_accounts(accounts, policy, decode))
-    text = out.getvalue()
+    report = replace(REPORT, accounts=accounts, eviction_policy=policy, evicted_tokens=1)
+    text = printed(replace(report, page_size=2000), full=True)
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
     return text
@@ -160,7 +191,7 @@ def test_rates_and_causes() -> None:
     places = [text.index(f"\n{name} ") for name in order]
     assert places == sorted(places), "the largest first"
     lines = text.splitlines()
-    assert len([line for line in lines if "█" in line or "░" in line]) == 2 + 7 + 7
+    assert len([line for line in lines if "█" in line or "░" in line]) == 3 + 7 + 7
 
 
 def test_the_curve_in_a_sentence() -> None:

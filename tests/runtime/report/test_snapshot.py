@@ -14,8 +14,8 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.engine.sequences import Sequence
 from coppice.runtime.process.service import EngineService
-from coppice.runtime.report.engine_stats import EngineStats
-from coppice.runtime.report.gather import live_report, make_stats, tree_picture
+from coppice.runtime.report.gather import make_report, make_stats
+from coppice.runtime.report.snapshot import EngineStats
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.request import QueueFull, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
@@ -65,7 +65,7 @@ def test_every_request_and_token_is_counted_once(make: Callable[..., Engine]) ->
     assert stats.prompt_tokens == 2 * len(PROMPT) + 9 == stats.counts.prompt_tokens
     assert stats.counts.hit_tokens == len(PROMPT) - 1 + 8
     assert stats.step.count == stats.step_tokens.count == stats.step_sequences.count == 8
-    assert stats.step_tokens.total == stats.prefill_tokens + 4 + 2 * 2
+    assert stats.step_tokens.total == stats.computed_tokens + 4 + 2 * 2
     assert (stats.pages_free + stats.pages_cached, stats.pages_held) == (stats.pages_total, 0)
     assert stats.request.total >= stats.ttft.total >= stats.queue.total >= 0
     assert pickle.loads(pickle.dumps(stats)) == stats
@@ -178,21 +178,23 @@ def test_pins_are_told_as_plain_data(make: Callable[..., Engine]) -> None:
     assert (listed.name, listed.cached_tokens) == ("handbook", 20)
 
 
-def test_the_live_report_is_plain_data(make: Callable[..., Engine]) -> None:
+def test_the_report_is_plain_data(make: Callable[..., Engine]) -> None:
     engine = make()
     service = EngineService(engine)
     for request in "ab":
         engine.add_request(request, PROMPT, params(2), cache_salt="secret")
         run(engine)
     service.put_pin("p", PROMPT[:9])
-    report = pickle.loads(pickle.dumps(live_report(engine)))
-    assert report.stats.counts.hit_tokens == len(PROMPT) - 1
+    report = pickle.loads(pickle.dumps(make_report(engine)))
+    assert report.hit_tokens == report.counts.hit_tokens == len(PROMPT) - 1
     assert [pin.name for pin in report.pins] == ["p"]
-    tree = pickle.loads(pickle.dumps(tree_picture(engine)))
-    (prefix, *_) = tree.prefixes
-    assert (prefix.num_tokens, prefix.first, prefix.last) == (36, tuple(PROMPT[:36]), ())
-    assert tree.nodes[0].token_ids[:5] == tuple(PROMPT[:5])
-    assert tree.seconds > 0
+    (prefix, *_) = report.top_prefixes
+    assert (prefix.num_tokens, prefix.token_ids) == (36, tuple(PROMPT[:36]))
+    assert report.tree.nodes[0].token_ids[:5] == tuple(PROMPT[:5])
+    assert report.tree.seconds > 0
+    cheap = make_report(engine, tree=False)
+    assert (cheap.tree, cheap.top_prefixes) == (None, ())
+    assert repr(cheap) == "<CacheReport: 2 requests, 36 of 74 prompt tokens hit (48.6%)>"
 
 
 def test_the_cache_is_not_emptied_while_requests_run(make: Callable[..., Engine]) -> None:

@@ -1,0 +1,70 @@
+"""A replay as JSON: its trace and options, the report of its cache, and counts over time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from coppice import __version__
+from coppice.frontend.replay.trace import Trace
+from coppice.frontend.report.encode import Names, encode
+from coppice.frontend.report.words import Decode, Report
+from coppice.runtime.offline.replay import ReplayReport
+from coppice.runtime.report.snapshot import CAUSES
+
+SCHEMA = "coppice.replay"
+VERSION = 1
+"""Increases when a reader of the old version would misunderstand the new one."""
+
+_COUNTED = ("requests", "prompt_tokens", "hit_tokens", "ideal_tokens", *CAUSES)
+
+
+def replay_report(
+    trace: Trace, report: ReplayReport, decode: Decode, *, unlimited: bool
+) -> dict[str, Any]:
+    """All that a replay has shown, as JSON takes it (see docs/cache-report.md).
+
+    Args:
+        trace: what was replayed.
+        report: the snapshot at its end.
+        decode: token ids to text that people read.
+        unlimited: whether the pool was chosen to hold everything.
+    """
+    stretches = report.stretches
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "coppice": __version__,
+        "trace": {
+            "file": trace.path.name,
+            "format": trace.format,
+            "requests": trace.count,
+            "prompt_tokens": trace.prompt_tokens,
+            "output_tokens": trace.output_tokens,
+        },
+        "options": asdict(report.options) | {"unlimited": unlimited},
+        "seconds": report.accounts.seconds,
+        **encode(report, Names(decode)),
+        "over_time": {
+            "at": [stretch.seconds for stretch in stretches],
+            "finished": [stretch.requests for stretch in stretches],
+            **{name: [getattr(each.counts, name) for each in stretches] for name in _COUNTED},
+            "evicted_tokens": [stretch.evicted_tokens for stretch in stretches],
+        },
+    }
+
+
+def describe(trace: Report, options: Report) -> str:
+    """What is replayed and how, in a few short phrases."""
+    requests, concurrency = trace["requests"], options["concurrency"]
+    size = options["page_size"]
+    tokens = -(-options["pool_tokens"] // size) * size  # whole pages
+    return " · ".join(
+        (
+            f"{requests:,} request{'s' if requests > 1 else ''}",
+            "unlimited pool" if options["unlimited"] else f"pool of {tokens:,} tokens",
+            f"pages of {size}",
+            options["eviction_policy"],
+            "one after another" if concurrency == 1 else f"up to {concurrency:,} at once",
+        )
+    )

@@ -1,0 +1,177 @@
+"""The snapshot of an engine's cache and steps: plain data, which can be pickled.
+
+`EngineStats` is the part that costs next to nothing, for metrics and samples over time.
+`CacheReport` is all of it. Times are in seconds. Every count begins at the engine's start and never
+decreases, so that the difference of two snapshots tells what happened between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from coppice.radix import CacheAccounts, PinRefused, PrefixNode, SharedPrefix
+from coppice.radix.accounting.counts import CAUSES, Counts, Windows
+from coppice.radix.accounting.near_misses import NearMiss
+from coppice.runtime.metrics.histogram import Histogram
+from coppice.runtime.metrics.prompt_accounts import PromptCauses
+
+# What the front needs to show a report comes from here: it may not reach into the tree's room.
+__all__ = [
+    "CAUSES",
+    "CacheAccounts",
+    "CacheReport",
+    "Counts",
+    "EngineStats",
+    "Histogram",
+    "NearMiss",
+    "PinRefused",
+    "PinState",
+    "PrefixNode",
+    "PromptCauses",
+    "SharedPrefix",
+    "TreeReport",
+    "Windows",
+]
+
+NOTHING = Histogram((), (), 0.0)
+"""A histogram without values, of what was not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counts, histograms and states of one engine. What has a default, a replay does not measure.
+
+    Attributes:
+        requests: those of which the first chunk was computed.
+        prompt_tokens: of these requests.
+        hit_tokens: prompt tokens whose KV was reused, at a request's first admission.
+        computed_tokens: of prefill chunks, those of resumed sequences included.
+        counts: prompt tokens by hit and cause, from the cache's accounts.
+        rounded_off_tokens: cached after a hit, equal to the prompt's next tokens, and computed
+            all the same. The tree matches token by token, so this stays 0.
+        eviction_age: how long evicted tokens had been unused; those of a step count as its last.
+        pages_cached: held by the cache alone; they are evicted when pages are needed.
+        pages_pinned: held by pins alone.
+        pages_held: held by running sequences.
+        num_pins: prefixes that are pinned now.
+        requests_running, requests_waiting: now; a request runs if one of its sequences does.
+        finished: requests by the reason for which their last sequence ended.
+        refused: requests by the limit of the queue that was full.
+        queue: from arrival to the step with a request's first chunk.
+        ttft: from arrival to the first token; beam searches, which have none early, are left out.
+        itl: between tokens of a sequence, preemptions included.
+        request: from arrival to the end, aborted requests included.
+        step, step_tokens, step_sequences: of each step that ran.
+        prefill_seconds, decode_seconds: time of steps, divided by each step's share of rows.
+        late_rows: decoded for sequences that had ended, which was known only afterwards
+            (async_scheduling).
+        cuda_graphs: how many were captured at start, which took cuda_graph_seconds and
+            cuda_graph_bytes of the GPU's memory.
+        decode_steps: steps of an engine with graphs by how they ran, one of `DECODE_STEPS`.
+        resident_bytes: memory of the engine's process; None where the system does not report it.
+    """
+
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    counts: Counts
+    preemptions: int
+    rounded_off_tokens: int
+    evicted_tokens: int
+    eviction_age: Histogram
+    page_size: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_pinned: int
+    pages_held: int
+    num_pins: int = 0
+    requests_running: int = 0
+    requests_waiting: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    queue: Histogram = NOTHING
+    ttft: Histogram = NOTHING
+    itl: Histogram = NOTHING
+    request: Histogram = NOTHING
+    step: Histogram = NOTHING
+    step_tokens: Histogram = NOTHING
+    step_sequences: Histogram = NOTHING
+    failed_steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    late_rows: int = 0
+    cuda_graphs: int = 0
+    cuda_graph_seconds: float = 0.0
+    cuda_graph_bytes: int = 0
+    decode_steps: dict[str, int] = field(default_factory=dict)
+    resident_bytes: int | None = None
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens over prompt tokens; 0 before the first request."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def prefill_seconds_a_token(self) -> float:
+        """Measured step time of a computed prefill token; 0 before the first."""
+        return self.prefill_seconds / self.computed_tokens if self.computed_tokens else 0.0
+
+    @property
+    def time_saved_seconds(self) -> float:
+        """An estimate: hit tokens times the measured seconds that a computed prefill token took."""
+        return self.hit_tokens * self.prefill_seconds_a_token
+
+
+@dataclass(frozen=True, slots=True)
+class PinState:
+    """A pin as it is now."""
+
+    name: str
+    namespace: Hashable
+    num_tokens: int
+    cached_tokens: int  # of them, kept now; the rest is kept once a request has computed it
+    ttl: float | None  # seconds without use after which it ends
+    seconds_left: float | None  # of them; None without a TTL
+
+
+@dataclass(frozen=True, slots=True)
+class TreeReport:
+    """The parts of the tree that saved the most tokens."""
+
+    prefixes: tuple[SharedPrefix, ...]  # most saved tokens first
+    nodes: tuple[PrefixNode, ...]  # those whose subtrees saved the most, parents first
+    seconds: float = 0.0  # that the engine took to find them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CacheReport(EngineStats):
+    """What the cache saved, why tokens missed, and what another size of cache would do.
+
+    Attributes:
+        eviction_policy: that of the pool.
+        accounts: tokens by cause over three windows, near misses, hit rate by size of the cache.
+        recent: the causes of the last requests one by one, oldest first.
+        pins: the prefixes that are kept on purpose.
+        tree: None if it was left out, since finding it takes O(n log n) for n nodes that were hit.
+    """
+
+    eviction_policy: str
+    accounts: CacheAccounts
+    recent: tuple[PromptCauses, ...] = ()
+    pins: tuple[PinState, ...] = ()
+    tree: TreeReport | None = None
+
+    @property
+    def top_prefixes(self) -> tuple[SharedPrefix, ...]:
+        """The prefixes that saved the most tokens, most first; none if the tree was left out."""
+        return self.tree.prefixes if self.tree is not None else ()
+
+    def __repr__(self) -> str:
+        return (
+            f"<CacheReport: {self.requests} requests, {self.hit_tokens} of {self.prompt_tokens} "
+            f"prompt tokens hit ({self.hit_rate:.1%})>"
+        )
