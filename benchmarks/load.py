@@ -16,18 +16,14 @@ ratio to both kinds, and the processor time of each process.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
-import mmap
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator
@@ -36,222 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from common.harness import Rows, machine, parser, spread
+from server.bare import Bare
+from server.clients import Mix, Tally, client
+from server.watched import Watched
 
-DOCUMENTS = 4
-LEFT_EARLY = 0.01
 TURNS = ("bare", "served", "bare beside clients")
 TURN_SECONDS = 1.0
-TICK = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass
-class Tally:
-    """What the clients observed: counts, errors, seconds to the first token and between pieces."""
-
-    answers: int = 0
-    left: int = 0
-    tokens: int = 0
-    errors: list[str] = field(default_factory=list)
-    ttft: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)  # between two pieces of one stream
-
-
-class Mix:
-    """Prompts: a shared document and tokens of the request's own."""
-
-    def __init__(self, vocabulary: int, shared: int, own: int, out: int) -> None:
-        rng = random.Random(0)
-        self._tokens = range(vocabulary // 8, vocabulary)  # no special tokens
-        self._documents = [rng.choices(self._tokens, k=shared) for _ in range(DOCUMENTS)]
-        self._written = [", ".join(map(str, document)) for document in self._documents]
-        self._own = own
-        self._out = out
-
-    def length(self, rng: random.Random) -> int:
-        """Tokens to generate. With a fixed number, requests that began together would end together
-        and be prefilled in one step, over and over, which no server sees."""
-        return rng.randint(max(1, self._out // 2), self._out + self._out // 2)
-
-    def prompt(self, rng: random.Random) -> list[int]:
-        return rng.choice(self._documents) + rng.choices(self._tokens, k=self._own)
-
-    def prompt_json(self, rng: random.Random) -> str:
-        """A prompt as JSON; the documents are encoded only once."""
-        own = rng.choices(self._tokens, k=self._own)
-        return f"[{rng.choice(self._written)}, {', '.join(map(str, own))}]"
-
-
-class Connection(asyncio.Protocol):
-    """Sends one request after another. A bare protocol, to leave the cores to the server."""
-
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
-        self._over: asyncio.Future[None] | None = None
-        self.open = False
-
-    def ask(self, raw: bytes, leaves: bool) -> asyncio.Future[None]:
-        """Sends a request; the future is done at the end of the answer, an abort or an error."""
-        self._begun, self._last, self._leaves = time.monotonic(), 0.0, leaves
-        self._head, self._tail = b"", b""
-        self._over = asyncio.get_running_loop().create_future()
-        self._transport.write(raw)
-        return self._over
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self.open = transport, True
-
-    def data_received(self, piece: bytes) -> None:
-        now = time.monotonic()
-        self._head = self._head or piece
-        self._tail = (self._tail + piece)[-2000:]
-        if b'"text"' in piece:
-            (self._tally.gaps if self._last else self._tally.ttft).append(
-                now - (self._last or self._begun)
-            )
-            self._last = now
-            if self._leaves:
-                self._tally.left += 1
-                self._end()
-                return
-        if self._tail.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
-            used = re.search(rb'"completion_tokens":\s*(\d+)', self._tail)
-            if b" 200 " in self._head[:20] and used is not None:
-                self._tally.answers += 1
-                self._tally.tokens += int(used.group(1))
-                self._done()
-            else:
-                self._end(self._head + self._tail)
-        elif b" 200 " not in self._head[:20]:
-            self._end(self._head)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._end(repr(error).encode() + self._tail)
-
-    def _end(self, error: bytes | None = None) -> None:
-        self.open = False
-        if error is not None and self._over is not None and not self._over.done():
-            self._tally.errors.append(error.decode(errors="replace")[-300:])
-        self._done()
-        self._transport.close()
-
-    def _done(self) -> None:
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
-        self._over = None
-
-
-async def client(
-    address: tuple[str, int], model: str, mix: Mix, end: float, rng: random.Random, tally: Tally
-) -> None:
-    """Sends requests until `end` (`time.monotonic`)."""
-    loop = asyncio.get_running_loop()
-    connection = Connection(tally)
-    while time.monotonic() < end:
-        body = {
-            "model": model,
-            "max_tokens": mix.length(rng),
-            "stream": True,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True},
-        }
-        raw = f'{json.dumps(body)[:-1]}, "prompt": {mix.prompt_json(rng)}}}'.encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
-        try:
-            if not connection.open:
-                connection = Connection(tally)
-                await loop.create_connection(lambda: connection, *address)  # noqa: B023
-        except OSError as error:
-            tally.errors.append(repr(error))
-        else:
-            await connection.ask(head.encode() + raw, rng.random() < LEFT_EARLY)
-    if connection.open:
-        connection.close()
-
-
-class Watched:
-    """Memory and processor time of a process, from /proc."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def resident(self) -> int:
-        """Bytes."""
-        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * 4096
-
-    def seconds(self) -> float:
-        parts = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(parts[11]) + int(parts[12])) / TICK
-
-    def children(self) -> list[int]:
-        lists = Path(f"/proc/{self.pid}/task").glob("*/children")  # of each thread
-        return [int(pid) for path in lists for pid in path.read_text().split()]
-
-
-class Bare:
-    """The engine alone, in a separate process that is stopped except during its turns."""
-
-    def __init__(self, args: Any) -> None:
-        """Starts the process and waits until its engine is ready."""
-        self._shared = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed in `close`)
-        self._shared.write(bytes(8))
-        self._shared.flush()
-        command = [sys.executable, __file__, "--bare", self._shared.name]
-        for name in ("model", "clients", "shared", "own", "out", "pool"):
-            command += [f"--{name}", str(getattr(args, name))]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self._counter = mmap.mmap(self._shared.fileno(), 8)
-        assert self._process.stdout is not None
-        self._process.stdout.readline()
-        self.pids = [self._process.pid]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that it has generated since its start."""
-        return int.from_bytes(self._counter[:], "little")
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._counter.close()
-        self._shared.close()
-
-
-def run_bare(args: Any) -> None:
-    """Generates until it is killed; writes the number of tokens to the file `args.bare`."""
-    from coppice import EngineConfig, SamplingParams
-    from coppice.frontend.commands.options import SERVER_DEFAULTS
-    from coppice.frontend.text.engine import TextEngine
-
-    config = EngineConfig(
-        model=args.model,
-        kv_cache_tokens=args.pool,
-        max_num_seqs=args.clients,
-        **SERVER_DEFAULTS,
-    )
-    engine = TextEngine.load(config).engine
-    mix = Mix(engine.model_config.vocab_size, args.shared, args.own, args.out)
-    rng = random.Random(-1)
-    with Path(args.bare).open("r+b") as file:
-        counter = mmap.mmap(file.fileno(), 8)
-    print("ready", flush=True)
-    added = generated = 0
-    running: set[str] = set()
-    while True:
-        while len(running) < args.clients:
-            running.add(str(added))
-            params = SamplingParams(temperature=0, max_tokens=mix.length(rng), ignore_eos=True)
-            engine.add_request(str(added), mix.prompt(rng), params)
-            added += 1
-        for output in engine.step():
-            generated += len(output.new_token_ids)
-            if output.finish_reason is not None:
-                running.discard(output.request_id)
-        counter[:] = generated.to_bytes(8, "little")
 
 
 def start_server(args: Any) -> tuple[subprocess.Popen[str], tuple[str, int]]:
@@ -446,14 +232,10 @@ def main() -> None:
         "--rounds", type=int, default=6, help="rounds of server and bare engine in turn"
     )
     options.add_argument("--window", type=float, help="seconds of each kind of turn in a round")
-    options.add_argument("--bare", metavar="FILE", help=argparse.SUPPRESS)
     args = options.parse_args()
     args.clients = args.clients or (16 if args.quick else 256)
     args.seconds = args.seconds or (20 if args.quick else 300)
     args.window = args.window or (5 if args.quick else 15)
-    if args.bare:
-        run_bare(args)
-        return
     from transformers import AutoConfig
 
     from coppice.frontend.text.tokenizer import model_source

@@ -86,7 +86,7 @@ class Side:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Lets it end by itself for some seconds, then ends its whole group."""
+        """Gives the process some seconds to end, then kills its group of processes."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

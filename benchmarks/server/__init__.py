@@ -1,0 +1,1 @@
+"""The parts of `load.py`: its clients, the bare engine, and what is read from /proc."""
