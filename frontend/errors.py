@@ -7,7 +7,7 @@ from typing import Any
 
 
 class BadRequest(ValueError):
-    """What is wrong with a request, in the terms of the API's error object."""
+    """A request that is refused; `body` is the API's error object."""
 
     def __init__(
         self,
@@ -19,7 +19,8 @@ class BadRequest(ValueError):
         kind: str = "invalid_request_error",
         retry_after: int | None = None,
     ) -> None:
-        """`retry_after`: seconds after which the same request may be accepted."""
+        """`param`: name of the parameter at fault; `code`, `kind`: as the API names the error;
+        `retry_after`: seconds after which the same request may be accepted."""
         super().__init__(message)
         self.status = status
         self.retry_after = retry_after
@@ -42,7 +43,7 @@ def error_body(
 
 
 def bad_value(error: ValueError, body: Mapping[str, Any]) -> BadRequest:
-    """The refusal for a deeper layer's error, whose message begins with the parameter's name."""
+    """The BadRequest for an error of the engine, whose message begins with the parameter's name."""
     if isinstance(error, BadRequest):
         return error
     name = str(error).split(" ", 1)[0].rstrip(":")

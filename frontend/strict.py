@@ -1,4 +1,4 @@
-"""Strict pydantic models for what clients send, and their errors in the words of the API.
+"""Strict pydantic models for what clients send, with errors as the OpenAI API reports them.
 
 One model checks a body and describes it in /openapi.json, so the two cannot differ.
 """
@@ -28,25 +28,25 @@ Model = TypeVar("Model", bound="Body")
 
 
 class Body(BaseModel):
-    """A JSON object of which every field is named here; the types are taken strictly."""
+    """A JSON object without unknown fields, whose values are not converted to other types."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
     )
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of the named fields that are not null."""
+        """The named fields that are not null."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-def says(what: str) -> WrapValidator:
-    """Where no alternative of a type fits: what the value must be, in words."""
+def must_be(what: str) -> WrapValidator:
+    """One error for all that can be wrong with a value: that it must be `what`."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(value)
         except ValidationError:
-            raise PydanticCustomError("says", "must be {what}", {"what": what}) from None
+            raise PydanticCustomError("must_be", "must be {what}", {"what": what}) from None
 
     return WrapValidator(check)
 
@@ -62,7 +62,7 @@ Unicode = BeforeValidator(_check_unicode)
 
 
 class Only:
-    """A parameter that is not supported, but for values that ask for nothing."""
+    """A parameter that is not supported; only values that ask for nothing are accepted."""
 
     def __init__(self, *accepted: Any) -> None:
         self._accepted = accepted
@@ -93,7 +93,7 @@ Name: TypeAlias = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def between(low: float, high: float) -> Any:
-    """The metadata of a number between two bounds, which are allowed."""
+    """The metadata of a number from `low` to `high`, both included."""
     return Field(ge=low, le=high)
 
 
@@ -105,7 +105,7 @@ def read(model: type[Model], body: Any) -> Model:
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
-    if len(given) > len(model.model_fields):  # one is enough, where there may be 100,000
+    if len(given) > len(model.model_fields):  # one is enough: there may be 100,000
         known = {field.alias or name for name, field in model.model_fields.items()}
         unknown = next(name for name in given if name not in known)
         given = {unknown: given[unknown]}
@@ -116,7 +116,7 @@ def read(model: type[Model], body: Any) -> Model:
 
 
 def refusal(error: ErrorDetails, given: Any, where: str = "") -> BadRequest:
-    """What pydantic found wrong, in the API's terms. `where` is the place of `given`."""
+    """Pydantic's error in the API's terms. `where` names what was `given`; "": the body."""
     path, value = _place(error, given, where)
     kind, text = error["type"], error["msg"]
     if kind == "missing":
@@ -144,14 +144,14 @@ def refusal(error: ErrorDetails, given: Any, where: str = "") -> BadRequest:
 
 
 def _place(error: ErrorDetails, given: Any, path: str) -> tuple[str, Any]:
-    """Name of the field that is at fault, and its value.
+    """The name of the field that is at fault, and its value.
 
-    Of pydantic's path only those steps count that lead through the data; it has others for the
-    alternatives of a type.
+    Pydantic's path has steps for the alternatives of a type, too: only those that lead through the
+    data count.
     """
     value, steps = given, error["loc"]
-    for number_, step in enumerate(steps):
-        last = number_ == len(steps) - 1 and error["type"] == "missing"
+    for number, step in enumerate(steps):
+        last = number == len(steps) - 1 and error["type"] == "missing"
         if isinstance(step, int) and isinstance(value, (list, tuple)) and step < len(value):
             path, value = f"{path}[{step}]", value[step]
         elif isinstance(step, str) and isinstance(value, Mapping) and (step in value or last):

@@ -1,4 +1,4 @@
-"""What the engine makes of the prompts of one HTTP request, as it comes."""
+"""The results of one client's request, piece by piece as they come from the engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from coppice.frontend.text.outputs import RequestOutput, TextDelta
 
 
 class Deltas(AsyncIterator[tuple[int, TextDelta]]):
-    """Deltas of several requests, each with the place of its prompt, for `async with`.
+    """The deltas of several prompts, each with its prompt's place, for `async with`.
 
-    Leaving the `async with` before the end, cancellation included, aborts what still runs and gives
-    its pages back. What comes faster than it is taken is joined, so that a slow reader gets larger
-    pieces and not a growing backlog of small ones.
+    Leaving the `async with` before the end, by cancellation too, aborts what still runs and frees
+    its pages. Deltas that arrive faster than they are read are joined, so that a slow reader gets
+    larger pieces and not a growing backlog of small ones.
     """
 
     def __init__(self, names: Sequence[str], abandon: Callable[[str], None]) -> None:
-        """`names` are the engine's, in the order of the prompts; `abandon` ends one of them."""
+        """`names`: of the engine's requests, in the order of the prompts; `abandon` aborts one."""
         self._places = {name: place for place, name in enumerate(names)}
         self._running = set(names)
         self._abandon = abandon
@@ -27,7 +27,7 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
         self._failure: Exception | None = None
         self._news = asyncio.Event()
         self._taken: deque[TextDelta] = deque()
-        self._idle = False  # whether somebody waits for the next one, and nothing is there
+        self._idle = False  # whether a reader waits for the next one
         self._take: Callable[[int, TextDelta], bool] | None = None
 
     async def __aenter__(self) -> Deltas:
@@ -41,23 +41,25 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
         for name in self._running:
             self._abandon(name)
         self._running.clear()
-        self._take = None  # its owner holds this object: a circle would wait for the collector
+        self._take = (
+            None  # its owner holds this object: that circle would wait for the garbage collector
+        )
 
     @property
-    def hurried(self) -> bool:
-        """Whether the next one, or the end, can be had without waiting."""
+    def ready(self) -> bool:
+        """Whether the next delta, or the end, is there without waiting."""
         return bool(self._taken or self._arrived or self._failure or not self._running)
 
     def take_by(self, take: Callable[[int, TextDelta], bool]) -> None:
-        """From now on `take` is offered, with its place, what comes while the next is waited for.
+        """From now on, calls `take` with each delta that arrives while the reader waits.
 
-        It saves waking whoever waits. What it declines by False, and every delta with an `output`,
-        goes the usual way, and so does what it raises.
+        That saves waking the reader. A delta for which `take` returns False, every delta with an
+        `output`, and an error that `take` raises reach the reader all the same.
         """
         self._take = take
 
     def put(self, item: TextDelta | RequestFailed) -> None:
-        """Takes what the engine made; in the event loop's thread."""
+        """Adds a delta, or the failure of a request; in the event loop's thread."""
         if isinstance(item, RequestFailed):
             self._failure = item
         else:
@@ -98,9 +100,9 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
         delta = self._taken.popleft()
         if delta.output is not None:
             self._running.discard(delta.request_id)
-            self._abandon(delta.request_id)  # it has ended: this only forgets it
+            self._abandon(delta.request_id)  # it has ended, and is only forgotten
             for completion in delta.output.outputs:
-                if completion.finish_reason == "error":  # only the text before it is left to tell
+                if completion.finish_reason == "error":  # only the text before it remains
                     self._failure = RequestFailed(str(completion.stop_reason))
                     delta.completion = delta.output = None
         return self._places[delta.request_id], delta

@@ -1,8 +1,8 @@
-"""The engine in its own process, with a face for asyncio: submit, read, ask; restarts included.
+"""The engine in its own process, for coroutines: submit requests, read their text, ask questions.
 
 event loop   submit -> channel -> | engine's process: calls, step, step, ...
 Deltas <- event loop <- reader <- | outputs of each step
-           (thread: tokens to text, stop strings; most wait there for a round, see rounds.py)
+           (a thread: tokens to text, stop strings; most text waits for a round, see pacing.py)
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; each doubles the last
-STEADY_SECONDS = 60.0  # an engine that ran so long begins with the first pause again
-NICE = 10  # how much lower the priority of the threads is that give way: a tenth of the weight
-STOP_SECONDS = 10.0  # for the step that runs when the engine is to stop
+STEADY_SECONDS = 60.0  # after an engine that ran this long, the next pause is the first again
+NICE = 10  # niceness of the threads that give way: a tenth of the scheduler's weight
+STOP_SECONDS = 10.0  # for the step that is running when the engine is to stop
 
 Item: TypeAlias = tuple[str, TextDelta | RequestFailed]
-"""What became of a request, by its name."""
+"""A request's name, and its next piece of text or its failure."""
 
 
 class Launched(Protocol):
-    """An engine that runs behind a channel, such as an `EngineProcess`."""
+    """An engine at the other end of a channel, such as an `EngineProcess`."""
 
     @property
     def connection(self) -> Connection: ...
@@ -58,16 +58,16 @@ class EngineClient:
     Args:
         launch: starts an engine; called again after each death.
         tokenizer: of the model.
-        longest_delay: seconds that tokens wait at most so that several leave together; 0: none.
-        gives_way: whether the threads of this side leave the processor to the engine's where both
-            want it (Linux). A step waits for the last of its threads, so one that was displaced
-            for a millisecond costs all of them that.
+        longest_delay: most seconds that a token waits, so that several leave together; 0: none.
+        gives_way: whether this process leaves the processor to the engine's threads where both want
+            it (Linux). A step waits for the last of its threads, so if one is displaced for a
+            millisecond, all of them lose that.
 
     Attributes:
-        tokenizer: the same.
-        texts: what the running requests have said so far.
-        ready: what the engine said when it had been loaded; None before the first time.
-        trouble: why there is no engine at present; None if there is.
+        tokenizer: of the model.
+        texts: what the running requests have generated so far.
+        ready: what the engine reported when its model was loaded; None before the first time.
+        trouble: why no engine takes requests at present; None if one does.
         restarts: engines that were started after the first one.
     """
 
@@ -87,12 +87,12 @@ class EngineClient:
         self._launch = launch
         self._longest_delay = longest_delay
         self._gives_way = gives_way and sys.platform == "linux"
-        # An engine gets the priority of the thread that launches it, and a thread that of the one
-        # that starts it: this one is started before the others give way.
+        # A process gets the priority of the thread that starts it, and a thread that of its parent.
+        # So this thread is started before the others give way.
         self._launcher = ThreadPoolExecutor(1, "coppice-launcher")
         self._names = count()
         self._numbers = count()
-        self._last_word: str | None = None  # of an engine that is about to end
+        self._last_word: str | None = None  # why an engine is about to end
         self._running: dict[str, Deltas] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._stopping = False
@@ -123,7 +123,7 @@ class EngineClient:
     async def start(self) -> Ready:
         """Starts the engine and waits until its model is loaded; in the event loop of all calls.
 
-        Raises what the engine raises while loading; RuntimeError if its process dies over it.
+        Raises what the engine raises while loading; RuntimeError if its process dies meanwhile.
         """
         self._loop = asyncio.get_running_loop()
         self.trouble = "the engine is loading its model"
@@ -157,10 +157,10 @@ class EngineClient:
         priority: int = 0,
         in_pieces: bool = True,
     ) -> Deltas:
-        """Queues a request for each prompt (its text if there is one, its token ids), all at once.
+        """Queues a request for each prompt (its text, if there is one, and token ids).
 
-        Arguments are those of `Engine.add_request`, and of `Engine.add_beam_search` for `beam`. If
-        nobody wants it `in_pieces`, there is one delta for each prompt, with the whole.
+        Arguments are those of `Engine.add_request`, or of `Engine.add_beam_search` with `beam`.
+        Unless the text is wanted `in_pieces`, there is one delta for each prompt, with the whole.
 
         Raises:
             ValueError, QueueFull: the engine refuses one of them; then none runs.
@@ -189,7 +189,7 @@ class EngineClient:
                 for refusal in await asyncio.gather(*answers, return_exceptions=True):
                     if refusal is not None:
                         raise refusal
-        except BaseException:  # refused, or cancelled while the engine was busy with a step
+        except BaseException:  # refused, or cancelled during a step
             deltas.close()
             raise
         return deltas
@@ -201,7 +201,7 @@ class EngineClient:
 
         Raises:
             ValueError: there is no such call.
-            EngineStopped: there is no engine at present; besides, whatever the method raises.
+            EngineStopped: there is no engine at present; and what the method raises.
         """
         return await self._call(method, *args, **kwargs)
 
@@ -215,7 +215,7 @@ class EngineClient:
         return answer
 
     def _abandon(self, name: str) -> None:
-        """Forgets a request that nobody waits for any more; if it still runs, it is aborted."""
+        """Forgets a request, and aborts it if it still runs."""
         self._running.pop(name, None)
         if self.texts.drop(name) and self._channel is not None:
             self._channel.send((None, "abort", (name,), {}))
@@ -243,7 +243,7 @@ class EngineClient:
         return self.ready
 
     def _handle(self, item: Any) -> None:
-        """An answer, the word that the model is or can't be loaded, or why the engine ends."""
+        """Takes an answer, that the model is or can't be loaded, or why the engine ends."""
         if isinstance(item, tuple):
             number, failed, result = item
             answer = self._answers.get(number)
@@ -262,7 +262,7 @@ class EngineClient:
                 self._loaded.set_exception(item)
 
     def _ended(self, reason: str, seconds: float) -> None:
-        """The engine is gone: who waits for it learns why, and another one is started."""
+        """Fails what waits for an engine that has ended, and starts another one."""
         self._channel = None
         if self._stopping:
             return
@@ -307,11 +307,11 @@ class EngineClient:
     def _deliver(self, items: Sequence[Item]) -> None:
         for name, item in items:
             deltas = self._running.get(name)
-            if deltas is not None:  # somebody still waits for it
+            if deltas is not None:  # it was not abandoned
                 deltas.put(item)
 
     def _deliver_round(self, items: Sequence[Item], rounds: Rounds, cost: float) -> None:
-        """`cost` is what the round took before."""
+        """Delivers a round that has cost `cost` seconds of processor time so far."""
         begun = time.thread_time()
         try:
             self._deliver(items)
@@ -336,12 +336,12 @@ class EngineClient:
                     self._send_round(rounds, channel)
         except EOFError:
             reason = engine.wait()
-            self._send_round(rounds, channel)  # what it made before it died
+            self._send_round(rounds, channel)  # what it generated before it died
             channel.close()
             self._tell(self._ended, reason, time.monotonic() - begun)
 
     def _advance(self, rows: Sequence[tuple[Any, ...]], rounds: Rounds, channel: Channel) -> None:
-        """Makes text of what does not wait for a round."""
+        """Makes text of what cannot wait for a round."""
         items: list[Item] = []
         patient = self._longest_delay > 0
         for row in rows:
@@ -351,7 +351,7 @@ class EngineClient:
             name = output.request_id
             try:
                 delta, stopped = self.texts.advance(output, patient=patient)
-            except Exception as error:  # whoever else waits must not suffer from it
+            except Exception as error:  # the others must not fail with it
                 items.append((name, self._no_text(name, error, channel)))
                 continue
             if stopped:

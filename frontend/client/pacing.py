@@ -1,9 +1,9 @@
-"""When the streams of a server are sent what waits for them: in rounds, so that it costs little.
+"""When the streams of a server are sent what waits for them: in rounds, to keep the cost low.
 
-To send a piece of a stream takes the server about the same time whether it is one token or ten, and
-that time is the engine's too where both share the cores. So what a step made waits until a round is
-due, and a round sends every stream all that it has. The last round's cost says how long the next
-one is put off:
+Sending a piece of a stream takes the server about the same time whether it holds one token or ten,
+and where both share the cores, the engine loses that time. So the tokens of a step wait until a
+round is due, and a round sends to every stream all that it has. The last round's cost determines
+the delay before the next one:
 
     round .......... round .......... round       cost / (cost + delay) is SHARE of a core at most,
     cost   delay     cost   delay     cost        as long as the delay stays below the longest
@@ -21,11 +21,11 @@ SHARE = 0.1  # of a core that sending may take
 
 
 class Rounds:
-    """Says when a round is due. One thread asks and begins rounds; another may say how they ended.
+    """Determines when a round is due. One thread begins rounds; another one may report their ends.
 
     Args:
         longest: seconds that a token waits at most.
-        clock: seconds from any point on.
+        clock: returns seconds, from any point on.
     """
 
     def __init__(self, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,7 +33,7 @@ class Rounds:
         self._clock = clock
         self._delay = 0.0
         self._ended = -math.inf
-        self._since: float | None = None  # when the first of what waits came
+        self._since: float | None = None  # when the first of what waits arrived
         self._sending = False
 
     @property
@@ -42,35 +42,35 @@ class Rounds:
         return self._delay
 
     def came(self) -> None:
-        """Something came that waits."""
+        """Records that something waits."""
         if self._since is None:
             self._since = self._clock()
 
     @property
     def due(self) -> bool:
-        """Whether a round may begin; for when something came or the time `left` is over."""
+        """Whether a round may begin. Ask when something arrived, or the time `left` is over."""
         if self._since is None or self._sending:
             return False
         return self._clock() >= self._ended + self._delay
 
     def left(self) -> float | None:
-        """Seconds until a round is due though nothing more comes; None: nothing waits.
+        """Seconds until a round is due even if nothing more arrives; None: nothing waits.
 
         A round that begins with a step's outputs carries more than one that begins just before
         them. So the clock alone begins one only when something has waited for the whole delay.
         """
         if self._since is None:
             return None
-        if self._sending:  # nobody tells when that ends: look again
+        if self._sending:  # its end wakes nobody: look again
             return max(self._delay, 0.001)
         return max(0.0, max(self._since, self._ended) + self._delay - self._clock())
 
     def begin(self) -> None:
-        """All that waits is going to be sent."""
+        """Begins a round, which sends all that waits."""
         self._since, self._sending = None, True
 
     def end(self, cost: float) -> None:
-        """It was sent, which took `cost` seconds of processor time."""
+        """Ends the round, which took `cost` seconds of processor time."""
         self._delay = min(self._longest, cost / SHARE)
         self._ended = self._clock()
         self._sending = False

@@ -1,4 +1,4 @@
-"""The engine's own process: started, watched, ended."""
+"""The engine's process: starts it, waits for its end, kills it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from coppice.runtime.config import EngineConfig
 
-# A fork would take the locks of whatever threads run here along in an unknown state.
+# A fork would copy the locks of the threads that run here, in an unknown state.
 _context = multiprocessing.get_context("spawn")
 
 
@@ -36,17 +36,17 @@ class EngineProcess:
         )
         self._reaping = threading.Lock()
         self._process.start()
-        theirs.close()  # so that this side sees the end of the channel when the process ends
+        theirs.close()  # so that the channel ends on this side when the process ends
 
     @property
     def pid(self) -> int | None:
         return self._process.pid
 
     def wait(self, timeout: float | None = None) -> str | None:
-        """Waits for its end; why it ended, in words, or None if it goes on."""
+        """Waits for its end; returns why it ended, or None after `timeout` seconds."""
         if not wait_for([self._process.sentinel], timeout):
             return None
-        with self._reaping:  # of two threads that do so at once, one would learn nothing
+        with self._reaping:  # of two threads that join at once, one would get no exit code
             self._process.join()
         code = self._process.exitcode
         assert code is not None

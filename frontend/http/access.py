@@ -1,4 +1,4 @@
-"""Who may use the server, and how much: keys, requests at once, requests a minute."""
+"""Who may use the server, and how much: keys, concurrent requests, requests a minute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from coppice.frontend.errors import BadRequest
 from coppice.frontend.http.options import ApiKey
 
-# What may be seen without a key: whether the server lives, and a page that asks for a key itself.
+# Open without a key: whether the server is alive, and a page that asks for the key itself.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/cache"})
 OPEN_PREFIX = "/cache/page/"  # the files of that page
 ADMIN_PREFIXES = ("/cache/", "/metrics")
@@ -22,25 +22,25 @@ COUNTED_PREFIX = "/v1/"
 
 @dataclass(slots=True)
 class Guest:
-    """Somebody who uses the server: the holder of a key, or all those without one together."""
+    """A user of the server: the holder of a key, or everybody without one together."""
 
     name: str
     admin: bool
     tenant: str | None = None  # whose cache its requests share; None: everybody's
     running: int = 0
-    allowance: float = 0.0  # requests that may begin at once, as of `updated`
+    allowance: float = 0.0  # requests that may begin now, as of `updated`
     updated: float = 0.0
 
 
 class Access:
-    """Lets requests in, or refuses them with the status and the words that clients know.
+    """Admits requests, or refuses them with the status and the code that clients know.
 
     Args:
-        keys: those that are known; without any, everybody is let in as one guest.
+        keys: the known keys; without any, everybody is admitted as one guest.
         isolated: whether the requests of each key share a cache among themselves alone; reports,
             controls and metrics are then closed to keys that are not admins'.
-        max_concurrent: requests of one guest at once; None: any number.
-        per_minute: requests of one guest a minute, in a bucket that holds a minute's.
+        max_concurrent: most requests of one guest at a time; None: any number.
+        per_minute: most requests of one guest a minute (a token bucket that holds one minute's).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Access:
         kind, _, secret = (authorization or "").partition(" ")
         digest = hashlib.sha256(secret.strip().encode()).digest()
         found = None
-        for known, guest in self._keys:  # all of them, so that the time tells nothing
+        for known, guest in self._keys:  # all of them: the time must not depend on the key
             if hmac.compare_digest(known, digest):
                 found = guest
         if kind.lower() != "bearer" or found is None:
@@ -90,7 +90,7 @@ class Access:
 
     @contextmanager
     def using(self, guest: Guest, path: str) -> Iterator[None]:
-        """Counts a request while it runs. Raises BadRequest (429) if it is one too many."""
+        """Counts a request while it runs. Raises BadRequest (429) if there are too many."""
         if not path.startswith(COUNTED_PREFIX):
             yield
             return

@@ -15,7 +15,7 @@ STOPPING = "the server is stopping"
 
 
 class Status(Body):
-    """How the server is, in words; "ok" if all is well."""
+    """The state of the server: "ok", or what is wrong."""
 
     status: str
 
@@ -27,7 +27,7 @@ class Version(Body):
 
 
 class Watched(Protocol):
-    """An engine that knows how it is."""
+    """An engine that knows whether it takes requests, and why not."""
 
     @property
     def alive(self) -> bool: ...
@@ -36,7 +36,7 @@ class Watched(Protocol):
 
 
 class Health:
-    """The routes that say how the server is, and the switch that ends its service."""
+    """The routes that report the state of the server, and the switch that ends its service."""
 
     def __init__(self, engine: Watched) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Ids of requests and answers: unique, and no secret."""
+"""Ids of requests and answers: unique, not secret."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 def fresh_id() -> str:
     """32 hexadecimal digits.
 
-    Not from the system's randomness, as those of `uuid` are: that hands the interpreter to another
-    thread meanwhile, and a busy one returns it milliseconds later.
+    Not from the operating system, as `uuid` takes them: that call releases the interpreter, and a
+    busy thread returns it milliseconds later.
     """
     return f"{random.getrandbits(128):032x}"

@@ -1,8 +1,8 @@
-"""Reading the JSON bodies of requests, so that large ones hold up nobody else.
+"""Reading the JSON bodies of requests, so that a large one does not delay other requests.
 
-A parser works with the interpreter's lock held from beginning to end, in whatever thread it runs.
-So a large body is read in another thread, by the faster parser, and only if it has no more values
-than that parser reads in a moment: who streams meanwhile must not notice.
+A parser holds the interpreter's lock from beginning to end, in any thread. So a large body is read
+in another thread, by the faster parser, and only if it has no more values than that parser reads in
+0.1 s: streams must not stop meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Checked = TypeVar("Checked")
 
 LARGE_BYTES = 64 * 2**10  # from here on a body is read in another thread
 MOST_VALUES = 2**19  # in a body: 256 prompts of 2,048 token ids, say; read in less than 0.1 s
-_SLICE = 2**20  # bytes between two occasions for other threads
+_SLICE = 2**20  # bytes between two chances for other threads to run
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
@@ -31,7 +31,7 @@ class JsonBodies:
     """Reads bodies for one server.
 
     Args:
-        longest: tells the most tokens that a prompt may have, all of which may be values.
+        longest: returns the most tokens that a prompt may have; each may be a value.
     """
 
     def __init__(self, longest: Callable[[], int]) -> None:
@@ -41,9 +41,9 @@ class JsonBodies:
     async def read(
         self, request: web.Request, check: Callable[[Any], Checked]
     ) -> tuple[Any, Checked]:
-        """The body, and what `check` makes of it; both in another thread if the body is large.
+        """The body, and what `check` returns for it; in another thread if the body is large.
 
-        Raises BadRequest if it is not JSON or has far too many values, and what `check` raises.
+        Raises BadRequest if it is not JSON or has too many values, and what `check` raises.
         """
         raw = await request.read()
         if len(raw) < LARGE_BYTES:
@@ -54,7 +54,7 @@ class JsonBodies:
         return await loop.run_in_executor(self._thread, _large, raw, check, most)
 
     def close(self) -> None:
-        """Reads no more large bodies."""
+        """Drops the large bodies that still wait to be read."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -71,7 +71,7 @@ def _large(raw: bytes, check: Callable[[Any], Checked], most: int) -> tuple[Any,
 def _small(raw: bytes) -> Any:
     try:
         return from_json(raw)
-    except ValueError:  # the other parser takes more, and says better what is wrong
+    except ValueError:  # the other parser accepts more, and has better error messages
         return json.loads(raw)
 
 
@@ -81,7 +81,7 @@ def _fast(raw: bytes) -> Any:
     except ValueError as error:
         if "hex escape" not in str(error):
             raise
-        # Half of a surrogate pair: the other parser takes it, and the check names the parameter.
+        # Half of a surrogate pair: the other parser accepts it, and the check names the parameter.
         return json.loads(raw)
 
 

@@ -1,4 +1,4 @@
-"""What surrounds every route: ids and log lines, errors in the API's shape, CORS, keys."""
+"""What surrounds every route: request ids, log lines, errors as JSON, CORS, keys."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 5
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-CLIENT_IS_GONE = 499  # nginx's number for it; only the log sees it
-PREFLIGHT_SECONDS = 600  # that a browser need not ask again
-LONGEST_ID = 128  # characters of an id that a client brings
+CLIENT_IS_GONE = 499  # nginx's number for it; only the log shows it
+PREFLIGHT_SECONDS = 600  # for which a browser need not ask again
+LONGEST_ID = 128  # characters of a request id that a client chooses
 
 
 @dataclass(slots=True)
 class Note:
-    """What is known of a request while it is handled."""
+    """What is known about a request while it is handled."""
 
     request_id: str
     guest: Guest | None = None
@@ -44,11 +44,11 @@ NOTE = web.RequestKey("note", Note)
 
 def middlewares(access: Access, cors_origins: tuple[str, ...]) -> list[Middleware]:
     """All of them, the outermost first."""
-    return [written_down, cross_origin(cors_origins), errors_as_json, admitted(access)]
+    return [logged, cross_origin(cors_origins), errors_as_json, admitted(access)]
 
 
 @web.middleware
-async def written_down(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def logged(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Gives each request an id and, when it ends, a line in the log."""
     given = request.headers.get("X-Request-Id", "")
     usable = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
@@ -75,10 +75,10 @@ async def written_down(request: web.Request, handler: Handler) -> web.StreamResp
 
 
 def cross_origin(origins: tuple[str, ...]) -> Middleware:
-    """Lets the scripts of web pages from these origins use the server; without any, none.
+    """Lets the scripts of web pages from these origins use the server; without origins, no script.
 
-    A browser sends some requests of a foreign page without asking first, and only keeps the answer
-    from it: on a server without keys that would do for emptying the cache. So these are refused.
+    A browser sends some requests of a foreign page without asking first, and only hides the answer
+    from the page. On a server without keys such a request could empty the cache, so it is refused.
     """
 
     @web.middleware
@@ -93,7 +93,7 @@ def cross_origin(origins: tuple[str, ...]) -> Middleware:
             return web.json_response(body, status=403)
         asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
         response = web.Response(status=204) if asks and headers else await handler(request)
-        if not response.prepared:  # a stream has sent them already, see `stream_headers`
+        if not response.prepared:  # a stream has sent its headers already
             response.headers.update(headers)
         return response
 
@@ -101,20 +101,20 @@ def cross_origin(origins: tuple[str, ...]) -> Middleware:
 
 
 def _is_foreign(request: web.Request) -> bool:
-    """Whether it comes from a web page that is not this server's own."""
+    """Whether it comes from a web page of another server."""
     origin = request.headers.get("Origin")
     return origin is not None and origin.partition("://")[2] != request.host
 
 
 def cors_headers(request: web.Request, origins: tuple[str, ...]) -> dict[str, str]:
-    """What an answer must carry so that a browser hands it to the page; none for other pages."""
+    """The headers with which a browser hands the answer to the page; {} for other pages."""
     origin = request.headers.get("Origin")
     if origin is None or not ("*" in origins or origin in origins):
         return {}
     return {
         "Access-Control-Allow-Origin": origin,
         "Access-Control-Allow-Methods": "GET, POST, PUT, DELETE",
-        # Clients bring headers of their own, as OpenAI's for browsers does: none does any harm.
+        # Clients such as OpenAI's for browsers send headers of their own, which do no harm.
         "Access-Control-Allow-Headers": request.headers.get(
             "Access-Control-Request-Headers", "Authorization, Content-Type, X-Request-Id"
         ),
@@ -126,7 +126,7 @@ def cors_headers(request: web.Request, origins: tuple[str, ...]) -> dict[str, st
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every failure in the API's error shape."""
+    """Answers every failure with the API's error object."""
     try:
         return await handler(request)
     except BadRequest as error:
@@ -153,7 +153,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return web.json_response(error_body(str(error), kind="server_error"), status=500)
     except TimeoutError as error:
         return web.json_response(error_body(str(error), kind="timeout_error"), status=504)
-    except (ConnectionError, asyncio.CancelledError):  # the client is gone: there is nobody to tell
+    except (ConnectionError, asyncio.CancelledError):  # the client is gone: no answer
         raise
     except Exception as error:
         log.exception("%s %s failed", request.method, request.path)
@@ -162,7 +162,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def admitted(access: Access) -> Middleware:
-    """Refuses whoever may not use the server, or not so much of it."""
+    """Refuses users who may not use the server, or have too many requests."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The server's description of itself, an OpenAPI 3.1 document made from its routes."""
+"""The description of the server: an OpenAPI 3.1 document made from its routes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ERROR: Schema = {
 
 
 def with_description(routes: Sequence[Route]) -> list[Route]:
-    """The routes, and behind them GET /openapi.json, which describes them and itself."""
+    """The routes, followed by GET /openapi.json, which describes them and itself."""
     described: dict[str, Any] = {}
 
     async def serve(request: web.Request) -> web.Response:
@@ -53,12 +53,12 @@ def with_description(routes: Sequence[Route]) -> list[Route]:
 def describe(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of these routes.
 
-    Definitions that a schema brings in its `$defs` become components, which all schemas share.
-    Raises ValueError if two of them have one name and differ, or two routes method and path.
+    The `$defs` of schemas become components, which all schemas share. Raises ValueError if two of
+    them differ and have the same name, or if two routes have the same method and path.
     """
     components: dict[str, Any] = {"Error": ERROR}
     error = {
-        "description": "What was wrong, in the shape that the OpenAI API gives to all errors.",
+        "description": "What was wrong, as the OpenAI API reports all errors.",
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
     }
     paths: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The server's options beside the engine's: who may use it, how much, and what it writes down."""
+"""The options of the server, beside those of the engine: access, limits, what is logged."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _option(default: Any, help: str, **more: Any) -> Any:
 class ServerOptions:
     """Everything that can be chosen about a server.
 
-    Each field's `metadata["help"]` says what it does, for the command line. Raises ValueError with
-    the name, the value and what is allowed.
+    Each field's `metadata["help"]` is its help text on the command line. Raises ValueError with the
+    name, the value and what is allowed.
     """
 
     served_model_name: str | None = _option(
@@ -39,33 +39,33 @@ class ServerOptions:
     )
     api_key: tuple[str, ...] = _option(
         (),
-        "a key that clients must present, as KEY or NAME=KEY (may be repeated); the name stands "
-        "in logs and reports; without keys anybody is served",
+        "a key that clients must present, as KEY or NAME=KEY (may be repeated); logs and reports "
+        "show the name; without keys, everybody is served",
     )
-    api_key_file: str | None = _option(None, "file with such a key a line")
+    api_key_file: str | None = _option(None, "file with one such key per line")
     admin_api_key: tuple[str, ...] = _option(
         (),
-        "a key, given likewise, that also opens the cache's reports and controls and the metrics, "
-        "which then are closed to the others",
+        "a key, in the same form, that also opens the cache's reports and controls and the "
+        "metrics, which are then closed to other keys",
     )
     isolate_keys: bool = _option(
         False,
-        "let no key reuse what another's prompts left in the cache, so that nobody can learn of "
-        "them from timing; the cache's reports and the metrics then need an admin key",
+        "let no key reuse what the prompts of another key left in the cache, so that nobody can "
+        "learn about them from timing; the cache's reports and the metrics then need an admin key",
     )
     max_concurrent_requests: int | None = _option(
-        None, "requests that run at once for one key; more are refused"
+        None, "most requests of one key that run at once; more are refused"
     )
     requests_per_minute: int | None = _option(
-        None, "requests that one key may begin in a minute; more are refused"
+        None, "most requests that one key may begin in a minute; more are refused"
     )
     max_stream_delay: float = _option(
         0.1,
-        "seconds that a token of a stream may wait so that several leave together, once sending "
-        "each by itself would take more than a tenth of a core; 0: none waits",
+        "most seconds that a token of a stream waits, so that several are sent together; tokens "
+        "wait only if sending each alone would take more than a tenth of a core; 0: none waits",
     )
     request_timeout: float | None = _option(
-        None, "seconds after which a request is given up and its client told so"
+        None, "seconds after which a request is aborted and answered with an error"
     )
     drain_timeout: float = _option(
         30.0, "seconds that running requests have to end after SIGTERM or SIGINT"
@@ -76,16 +76,16 @@ class ServerOptions:
     )
     tool_call_parser: str = _option(
         "auto",
-        f"how the model writes calls of tools: {', '.join(TOOL_CALL_PARSERS)}; auto: as its chat "
-        f"template says",
+        f"how the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}; auto: as its chat "
+        f"template does",
     )
-    log_format: str = _option("text", f"how log lines are written: {', '.join(LOG_FORMATS)}")
+    log_format: str = _option("text", f"format of log lines: {', '.join(LOG_FORMATS)}")
     report_text: bool = _option(
         False,
-        "show text of prompts in the cache's report and dashboard, to whoever may read them, not "
-        "only lengths and hashes",
+        "show text of prompts, not only lengths and hashes, in the cache's report and dashboard, "
+        "to everybody who may read them",
     )
-    log_prompts: bool = _option(False, "write prompts into the log")
+    log_prompts: bool = _option(False, "write prompts to the log")
 
     def __post_init__(self) -> None:
         for name in ("max_concurrent_requests", "requests_per_minute", "max_body_bytes"):
@@ -118,9 +118,9 @@ class ServerOptions:
                 raise ValueError(f"cors_origin must be * or begin with http, got {origin!r}")
 
     def keys(self) -> list[ApiKey]:
-        """All keys, each with its name: the one given, or "key-1", "admin-1" by its place.
+        """All keys, with the names given or, by their places, "key-1", "admin-1".
 
-        Raises ValueError if the file can't be read, a key is empty, or a name is there twice.
+        Raises ValueError if the file can't be read, a key is empty, or two keys have one name.
         """
         given: list[str] = list(self.api_key)
         if self.api_key_file is not None:

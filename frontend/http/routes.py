@@ -1,7 +1,7 @@
-"""One way to give the server a route: with its handler, what it takes and what it answers.
+"""How a part of the server declares a route: its handler, and schemas of what it takes and returns.
 
-The server's parts each make a list of `Route`s; `add_routes` puts them into an application. What
-they say about themselves becomes /openapi.json (see openapi.py).
+Each part returns a list of `Route`s, and `add_routes` puts them into an application. Their schemas
+make /openapi.json (see openapi.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Route:
     Attributes:
         method: the HTTP method, in capitals.
         path: as aiohttp spells it, `/v1/models/{model:.+}` for example; variables are strings.
-        handler: makes the answer; it raises BadRequest for what it refuses.
-        summary: what it is for, in a few words.
+        handler: returns the answer; it raises BadRequest for what it refuses.
+        summary: its purpose, in a few words.
         answers: for each status that is not an error, schemas by content type; text has the schema
-            `{"type": "string"}`. Errors need not be told: they all have the same shape. A status
-            of 400 and above stands here only where the answer has another shape than that.
+            `{"type": "string"}`. All errors have the same shape: a status of 400 and above stands
+            here only where the answer has another one.
         body: schema of the JSON body; None: it takes none.
         query: schema of each parameter in the query, none of which is required.
     """

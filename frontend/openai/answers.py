@@ -1,4 +1,4 @@
-"""What the OpenAI API answers with: whole objects, and the chunks of a stream."""
+"""The answers of the OpenAI API: whole objects, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Places = Sequence[Place] | None
 
 
 def without_text(output: RequestOutput) -> RequestOutput:
-    """The result of a request that wanted nothing but its prompt: no token was generated."""
+    """The result without the one token of a request for only its prompt (`max_tokens` 0)."""
     made = [
         CompletionOutput(each.index, "", (), "length", None, text_offsets=(), logprobs=[])
         for each in output.outputs
@@ -49,7 +49,7 @@ class Completion:
         texts: TokenTexts,
         format: ToolFormat | None = None,
     ) -> None:
-        """`format` is that of the model's calls of tools; needed if tools are asked for."""
+        """`format`: how the model writes tool calls; needed if the request has tools."""
         self._asked = asked
         self._params = prepared.params
         self._echoes = prepared.echoes
@@ -60,13 +60,13 @@ class Completion:
         self._created = int(time.time())
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The whole answer."""
         made = [(output, each) for output in outputs for each in output.outputs]
         choices = [self._choice(index, *pair) for index, pair in enumerate(made)]
         return self._object(self.object_whole, choices) | {"usage": usage(outputs)}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """What is sent before there is any text."""
+        """The chunks that are sent before there is any text."""
         if not self._echoes:
             return []
         text = self._echoes[index // self._params.n].text
@@ -74,7 +74,7 @@ class Completion:
         return [self._object(self.object_chunk, [choice])]
 
     def chunks(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
-        """What is sent for one delta."""
+        """The chunks that are sent for one delta."""
         if delta.best_so_far is not None and delta.completion is None:
             choice = {"index": index, "text": "", "logprobs": None, **_ending(None)}
             return [self._object(self.object_chunk, [choice | _best_so_far(delta.best_so_far)])]
@@ -86,7 +86,7 @@ class Completion:
 
     @property
     def frames_text(self) -> bool:
-        """Whether the chunks of new text are alike but for the text, whatever it is."""
+        """Whether the chunks of new text differ in nothing but the text."""
         return True
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -149,10 +149,10 @@ class ChatCompletion(Completion):
             chunk = self._chunk(index, {}, None)
             chunk["choices"][0] |= _best_so_far(delta.best_so_far)
             return [chunk]
-        said = self._said(index, delta) if delta.text or delta.completion is not None else []
-        if delta.logprobs and not said:
-            said = [{"content": ""}]
-        made = [self._chunk(index, each, None) for each in said]
+        written = self._deltas(index, delta) if delta.text or delta.completion is not None else []
+        if delta.logprobs and not written:
+            written = [{"content": ""}]
+        made = [self._chunk(index, each, None) for each in written]
         if delta.logprobs:
             made[0]["choices"][0]["logprobs"] = self._logprobs(delta.logprobs, None)
         if delta.completion is not None:
@@ -161,8 +161,8 @@ class ChatCompletion(Completion):
                 _called(made[-1]["choices"][0], self._readers[index].calls)
         return made
 
-    def _said(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
-        """The deltas, in the API's sense, of one of the engine's."""
+    def _deltas(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
+        """The `delta` objects of the API for one delta of the engine."""
         tools = self._asked.tools
         if tools is None or self._format is None:
             return [{"content": delta.text}] if delta.text else []
@@ -206,7 +206,7 @@ class ChatCompletion(Completion):
 
 
 class UsageSoFar:
-    """Token counts of a stream while it runs, over all choices; in the end they are `usage`'s.
+    """Token counts of a stream so far, over all choices; at its end they equal `usage`.
 
     Args:
         prompts: token ids of each prompt.
@@ -214,11 +214,11 @@ class UsageSoFar:
 
     def __init__(self, prompts: Iterable[Sequence[int]]) -> None:
         self._prompt = sum(map(len, prompts))
-        self._completion: dict[int, int] = {}  # tokens behind each prompt
+        self._completion: dict[int, int] = {}  # tokens generated after each prompt
         self._cached: dict[int, int] = {}
 
     def add(self, place: int, delta: TextDelta) -> None:
-        """Counts what was made of the prompt at that place."""
+        """Adds a delta of the prompt at `place`."""
         self._cached[place] = delta.cached_tokens
         before = self._completion.get(place, 0)
         self._completion[place] = (
@@ -226,14 +226,14 @@ class UsageSoFar:
         )
 
     def now(self) -> dict[str, Any]:
-        """The counts; hits are known from the first piece of text on."""
+        """The counts; cached tokens are known from the first piece of text on."""
         return _usage(self._prompt, sum(self._completion.values()), sum(self._cached.values()))
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Token counts over all choices of a request; a prompt counts once, whatever its `n`.
 
-    What `best_of` left out was generated too, and counts.
+    The sequences that `best_of` left out were generated too, and count.
     """
     return _usage(
         sum(len(output.prompt_token_ids) for output in outputs),
@@ -262,10 +262,10 @@ def _ending(completion: CompletionOutput | None) -> dict[str, Any]:
 
 
 def _best_so_far(best: CompletionOutput) -> dict[str, Any]:
-    """A field of our own: the line that leads a beam search, as a whole; the next may differ.
+    """An extension: the whole sequence that leads a beam search now; the next one may be another.
 
-    Clients that do not know it see an empty piece of text. The results come at the end, each as a
-    whole in one piece.
+    Clients that do not know the field see an empty piece of text. The results come at the end, each
+    as a whole.
     """
     return {
         "best_so_far": {
@@ -279,7 +279,7 @@ def _best_so_far(best: CompletionOutput) -> dict[str, Any]:
 
 
 def _called(choice: dict[str, Any], calls: int) -> None:
-    """A text that ended by itself ended with its calls, if it has some."""
+    """Sets the finish reason "tool_calls" if the model ended a text that has calls."""
     if calls and choice["finish_reason"] == "stop":
         choice["finish_reason"] = "tool_calls"
 
@@ -300,7 +300,7 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
 
 
 def _read(pieces: Sequence[Piece]) -> tuple[str, list[dict[str, Any]]]:
-    """The text beside the calls, and the calls."""
+    """The text around the calls, and the calls."""
     text, calls = "", []
     for piece in pieces:
         if isinstance(piece, TextPiece):

@@ -77,7 +77,7 @@ class EventStream:
                 await self._send()
                 async for place, delta in self._deltas:
                     self._add_delta(place, delta)
-                    if not self._deltas.hurried:
+                    if not self._deltas.ready:
                         await self._send()
                         self._deltas.take_by(self._write)
             note.fields |= counts(usage(self._outputs))

@@ -8,20 +8,19 @@ from typing import Any
 from coppice.frontend.text.outputs import Logprob
 from coppice.frontend.text.tokens import TokenTexts
 
-# JSON has no infinity; the API writes this for tokens that are all but impossible.
+# JSON has no infinity; the API writes this for tokens that are nearly impossible.
 LEAST = -9999.0
 
 Place = dict[int, Logprob]
-"""Token ids at one place of a text, the chosen one first."""
+"""Logprobs of tokens at one place of a text, by token id, the chosen token first."""
 
 
 def completion_logprobs(places: Sequence[Place], offsets: Sequence[int]) -> dict[str, Any]:
     """The `logprobs` of a choice of /v1/completions.
 
-    `offsets` are characters of the choice's text before each token; tokens of a stop string, which
-    is cut off, have offsets at or behind its end. `top_logprobs` holds the chosen token too, so
-    that it may have one entry more than was asked for, and of tokens with the same text the most
-    probable.
+    `offsets` are characters of the choice's text before each token; tokens of a stop string that
+    was cut off have offsets at or after its end. `top_logprobs` has the chosen token too, so it may
+    have one entry more than was asked for; of tokens with the same text it has the most probable.
     """
     tops = []
     for place in places:
@@ -45,18 +44,18 @@ def echoed_logprobs(
     length: int,
     continuation: dict[str, Any],
 ) -> dict[str, Any]:
-    """`completion_logprobs` of a prompt of `length` characters and of what comes behind it.
+    """`completion_logprobs` of a prompt of `length` characters and its continuation.
 
-    The first token of all has no logprob.
+    The first token of the prompt has no logprob.
     """
     places = [place for place in prompt[1:] if place is not None]
     found = completion_logprobs(places, offsets[1:])
     first = {"token_logprobs": None, "tokens": tokens[0], "top_logprobs": None}
-    behind = continuation | {
+    after = continuation | {
         "text_offset": [length + offset for offset in continuation["text_offset"]]
     }
     first["text_offset"] = offsets[0]  # type: ignore[assignment]
-    return {name: [first[name], *found[name], *behind[name]] for name in found}
+    return {name: [first[name], *found[name], *after[name]] for name in found}
 
 
 def chat_logprobs(places: Sequence[Place], top: int, texts: TokenTexts) -> dict[str, Any]:

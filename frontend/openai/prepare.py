@@ -1,6 +1,6 @@
-"""From a checked request to what the engine is given; the slow part, which runs in a thread.
+"""From a checked request to what the engine takes; this is slow, and runs in a thread.
 
-Prompts become tokens, and what is asked of the form of the text becomes one form.
+Prompts become tokens; a response format and tools become one form that the text must have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as it stands before its continuations.
+    """A prompt as it is repeated before its continuations.
 
     Attributes:
         text: the prompt.
@@ -38,13 +38,13 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the engine is given.
+    """What the engine takes.
 
     Attributes:
-        prompts: text (if there was one) and token ids of each.
-        params: the request's, with the form that its tools ask for.
-        beam: its beam search, if it asks for one, with the same.
-        echoes: of each prompt, if they are wanted.
+        prompts: the text (None if it came as token ids) and the token ids of each.
+        params: of the request, with the form that its tools ask for.
+        beam: its beam search, if it asks for one, with the same form.
+        echoes: one for each prompt, if the answer repeats prompts.
     """
 
     prompts: Sequence[tuple[str | None, list[int]]]
@@ -60,13 +60,13 @@ def prepare(
     format: ToolFormat | None,
     longest: int,
 ) -> Prepared:
-    """Makes tokens of a request's prompts, and one form of what is asked of its text.
+    """Makes tokens of the prompts, and one form of what is asked of the text.
 
     Args:
         asked: the request.
         tokenizer: of the model.
         texts: of the tokenizer's tokens, for echoed prompts.
-        format: how the model writes calls of tools; None: nobody knows.
+        format: how the model writes tool calls; None: unknown.
         longest: the most tokens that the model takes. Only texts far above it are refused here,
             before encoding them takes long; the engine checks the exact lengths.
 
@@ -99,7 +99,7 @@ def prepare(
 def _with_tools(
     asked: CompletionRequest, tools: Tools, tokenizer: Tokenizer, format: ToolFormat | None
 ) -> dict[str, Any]:
-    """The parameters that the tools ask for, of sampling and beam search alike."""
+    """The changes of the parameters, of sampling or of a beam search, that the tools ask for."""
     if format is None:
         raise BadRequest(
             "tools: how this model writes calls is not known; choose a tool_call_parser",

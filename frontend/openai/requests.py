@@ -1,4 +1,4 @@
-"""The OpenAI API's requests, read strictly: every parameter is honoured or refused by name."""
+"""The requests of the OpenAI API: every parameter is followed, or refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field, StringConstraints
 from coppice.frontend.errors import BadRequest, bad_value
 from coppice.frontend.openai.response_formats import Form, Formed, form_of
 from coppice.frontend.openai.tools.choice import Tool, ToolChoice, Tools, tools_of
-from coppice.frontend.strict import Body, Only, between, read, says
+from coppice.frontend.strict import Body, Only, between, must_be, read
 from coppice.frontend.text.conversation import MessageBody
 from coppice.runtime.requests.beam_search_params import (
     MAX_PENALTY,
@@ -28,14 +28,14 @@ from coppice.runtime.requests.sampling_params import (
 
 PromptInput: TypeAlias = str | list[int]
 
-# Alternatives a token that a client may ask for; the API's own limit for chats.
+# Most alternatives per token that a client may ask for: the API's own limit for chats.
 MAX_LOGPROBS = 20
 _MOST = 2**31 - 1
 
 _TokenIds: TypeAlias = Annotated[
     list[Annotated[int, between(0, _MOST)]],
     Field(fail_fast=True),
-    says("a list of token ids (0 or above)"),
+    must_be("a list of token ids (0 or above)"),
 ]
 _TokenId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 _Prompt: TypeAlias = Annotated[
@@ -44,25 +44,26 @@ _Prompt: TypeAlias = Annotated[
     | Annotated[
         list[str | Annotated[list[int], Field(fail_fast=True)]], Field(min_length=1, fail_fast=True)
     ],
-    says("a string, a list of token ids, or a list of either, and not be empty"),
+    must_be("a string, a list of token ids, or a list of either, and not be empty"),
 ]
 _Bias: TypeAlias = Annotated[
     dict[_TokenId, Annotated[float, between(-MAX_BIAS, MAX_BIAS)]],
-    says(f"an object from token ids to numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}"),
+    must_be(f"an object from token ids to numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}"),
 ]
-# Clients say false for none. The integer comes first, since 0 equals False.
+# Clients send false for none. The integer comes first, since 0 equals False.
 _Logprobs: TypeAlias = Annotated[
     Annotated[
         Annotated[int, between(0, MAX_LOGPROBS)] | Literal[False],
         Field(union_mode="left_to_right"),
     ],
-    says(f"an integer from 0 to {MAX_LOGPROBS}"),
+    must_be(f"an integer from 0 to {MAX_LOGPROBS}"),
 ]
 _Stop: TypeAlias = Annotated[
     Annotated[str, Field(min_length=1)]
     | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)],
-    says(f"a string or a list of at most {MAX_STOP_STRINGS} strings that are not empty"),
+    must_be(f"a string or a list of at most {MAX_STOP_STRINGS} strings that are not empty"),
 ]
+_EarlyStopping: TypeAlias = Annotated[bool | Literal["never"], must_be('a boolean or "never"')]
 
 
 def _bounded(name: str) -> Any:
@@ -71,10 +72,10 @@ def _bounded(name: str) -> Any:
 
 
 class StreamOptions(Body):
-    """What a stream carries beside the text."""
+    """What a stream contains beside the text."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: the counts so far with every chunk
+    continuous_usage_stats: bool = False  # vLLM's: every chunk has the counts so far
     include_obfuscation: Annotated[Any, Only(False)] = None
 
 
@@ -93,7 +94,7 @@ class TextRequest(Formed):
     presence_penalty: Annotated[float, _bounded("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, _bounded("frequency_penalty")] | None = None
     logit_bias: _Bias | None = None
-    user: str | None = None  # who asks; it asks for nothing
+    user: str | None = None  # accepted without effect
 
     # Extensions, most of them under vLLM's names.
     top_k: Annotated[int, _bounded("top_k")] | None = None
@@ -113,7 +114,7 @@ class TextRequest(Formed):
     use_beam_search: bool = False
     beam_width: Annotated[int, between(1, MAX_N)] | None = None
     length_penalty: Annotated[float, between(-MAX_PENALTY, MAX_PENALTY)] | None = None
-    early_stopping: Annotated[bool | Literal["never"], says('a boolean or "never"')] | None = None
+    early_stopping: _EarlyStopping | None = None
 
 
 class CompletionBody(TextRequest):
@@ -128,7 +129,7 @@ class CompletionBody(TextRequest):
 
 
 class TemplateFields(Body):
-    """What a chat template is told beside the messages and tools."""
+    """What a chat template gets beside the messages and tools."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None  # true, unless the final message is continued
@@ -160,7 +161,7 @@ class ChatBody(TextRequest, TemplateFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    # They name, tag or group requests, which changes nothing about an answer.
+    # They name, tag or group requests; the answer does not depend on them.
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -171,7 +172,7 @@ class ChatBody(TextRequest, TemplateFields):
     modalities: Annotated[Any, Only(["text"])] = None
     moderation: Annotated[Any, Only()] = None
     prediction: Annotated[Any, Only()] = None
-    # Whatever begins alike is found, and nothing outlives the process.
+    # Every shared prefix is found, and nothing outlives the process.
     prompt_cache_options: Annotated[Any, Only({"mode": "implicit"})] = None
     prompt_cache_retention: Annotated[Any, Only("in_memory")] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
@@ -189,16 +190,16 @@ class CompletionRequest:
     prompts: tuple[PromptInput, ...]
     messages: tuple[MessageBody, ...]
     params: SamplingParams
-    beam: BeamSearchParams | None  # a beam search, of whose parameters `params` are the rest
+    beam: BeamSearchParams | None  # `params` has the rest of its parameters
     cache_salt: str | None
     priority: int
     stream: bool
     include_usage: bool
-    continuous_usage: bool = False  # the counts so far with every chunk of a stream
+    continuous_usage: bool = False  # whether every chunk of a stream has the counts so far
     form: Form | None = None
     echo: bool = False
-    nothing_new: bool = False  # the answer is the echo, of which a token behind it is no part
-    prompt_logprobs: bool = False  # whether the answer has them, beside what is echoed
+    nothing_new: bool = False  # the answer is only the echo; the one generated token is left out
+    prompt_logprobs: bool = False  # whether the answer has them, apart from the echo
     tools: Tools | None = None
     template: Mapping[str, Any] = field(default_factory=dict)  # arguments of `encode_chat`
 
@@ -234,7 +235,7 @@ def parse_completion(body: Any) -> CompletionRequest:
     values = _sampling(asked)
     if asked.logprobs is not None and asked.logprobs is not False:
         values["logprobs"] = asked.logprobs
-    if asked.best_of is not None and asked.best_of != asked.n:  # as many: there is no choice
+    if asked.best_of is not None and asked.best_of != asked.n:  # as many as n leave no choice
         if asked.stream:
             raise BadRequest(
                 f"best_of needs stream to be false, since the best are known at the end; "
@@ -258,7 +259,7 @@ def parse_completion(body: Any) -> CompletionRequest:
 
 
 def _echo(asked: CompletionBody, values: dict[str, Any]) -> None:
-    """An echoed prompt has logprobs as the text has."""
+    """Asks for logprobs of the echoed prompt, if the text has them."""
     if asked.use_beam_search:
         raise BadRequest("echo is not supported with use_beam_search", param="echo")
     if "logprobs" in values:
@@ -272,7 +273,7 @@ def _echo(asked: CompletionBody, values: dict[str, Any]) -> None:
 
 
 def parse_chat(body: Any) -> CompletionRequest:
-    """The body of /v1/chat/completions; without max_tokens an answer may fill the context.
+    """The body of /v1/chat/completions; without max_tokens, an answer may fill the context.
 
     Raises BadRequest.
     """

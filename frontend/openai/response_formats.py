@@ -1,4 +1,4 @@
-"""The ways in which a request may ask for structured output, and which one it took."""
+"""The parameters by which a request asks for structured output."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from coppice.frontend.errors import BadRequest
-from coppice.frontend.strict import Body, Name, says
+from coppice.frontend.strict import Body, Name, must_be
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 from coppice.runtime.sampling.grammar_source import check
 
 Schema: TypeAlias = Annotated[
-    str | dict[str, Any], says("a JSON Schema, as an object or as its text")
+    str | dict[str, Any], must_be("a JSON Schema, as an object or as its text")
 ]
 
 
@@ -32,7 +32,7 @@ class JsonObjectFormat(Body):
 
 
 class JsonSchema(Body):
-    """A named schema; it is followed whether `strict` says so or not."""
+    """A named schema; it is followed whether `strict` is set or not."""
 
     name: Name
     description: str | None = None
@@ -53,7 +53,7 @@ ResponseFormat: TypeAlias = Annotated[
 
 
 class StructuredOutputs(Body):
-    """The extension of vLLM's of that name: exactly one of the first five is to be set."""
+    """vLLM's extension of that name: exactly one of the first five must be set."""
 
     # `json` is a method of every pydantic model.
     json_: Schema | None = Field(default=None, alias="json")
@@ -66,7 +66,7 @@ class StructuredOutputs(Body):
 
 
 class Formed(Body):
-    """The fields of a request for text that speak of its form."""
+    """The fields of a request that define the form of its text."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -79,13 +79,13 @@ class Formed(Body):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form that a text is to have, and the field of the request that asks for it."""
+    """The form that a text must have, and the field of the request that asks for it."""
 
     params: StructuredOutputsParams
     field: str
 
     def check(self) -> None:
-        """Raises BadRequest, naming the field, if it can't be followed; may take a second."""
+        """Raises BadRequest, with the field, if the form can't be followed. May take a second."""
         try:
             check(self.params)
         except ValueError as error:
@@ -93,7 +93,7 @@ class Form:
 
 
 def form_of(body: Formed) -> Form | None:
-    """What the request asks for. Raises BadRequest if that is two things at once, or no good."""
+    """What the request asks for. Raises BadRequest for two forms, or one that is not valid."""
     found = [form for form in (_response_format(body), _structured(body), *_guided(body)) if form]
     if len(found) > 1:
         raise BadRequest(
@@ -149,7 +149,7 @@ def _form(field: str, **values: Any) -> Form:
 
 
 def _named(error: ValueError, field: str) -> BadRequest:
-    """The error about `json`, say, as one about the field of the request."""
+    """The error about `json`, for example, as one about the field of the request."""
     name, _, rest = str(error).partition(" ")
     if field == "structured_outputs" and name != field:
         field = f"{field}.{name}"

@@ -1,4 +1,4 @@
-"""What the answers of the OpenAI API's routes look like, for the description of the routes."""
+"""The schemas of the OpenAI API's answers, for the description of the routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coppice.frontend.strict import Body
 
 
 class PromptTokensDetails(Body):
-    """Of the prompt's tokens, those whose KV was reused instead of computed."""
+    """The prompt's tokens whose KV was reused instead of computed."""
 
     cached_tokens: int = Field(ge=0)
 
@@ -25,7 +25,7 @@ class Usage(Body):
 
 
 class CompletionLogprobs(Body):
-    """Columns with an entry a token; the first token of an echoed prompt has no logprob."""
+    """Lists with one entry per token; the first token of an echoed prompt has no logprob."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -76,13 +76,13 @@ class TokenLogprob(Body):
 
 
 class ChosenToken(TokenLogprob):
-    """The token that was chosen at a place, and the most probable ones there."""
+    """The token that was chosen at one place, and the most probable ones there."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(Body):
-    """Of each token of the answer."""
+    """The logprobs of the answer's tokens."""
 
     content: list[ChosenToken]
     refusal: None
@@ -96,7 +96,7 @@ class MadeFunction(Body):
 
 
 class MadeCall(Body):
-    """A call of the model's."""
+    """A call that the model makes."""
 
     id: str
     type: Literal["function"]
@@ -104,7 +104,7 @@ class MadeCall(Body):
 
 
 class AnswerMessage(Body):
-    """What the model says."""
+    """The model's answer."""
 
     role: Literal["assistant"]
     content: str | None
@@ -113,7 +113,7 @@ class AnswerMessage(Body):
 
 
 class ChatChoice(Body):
-    """One answer."""
+    """One of the `n` answers."""
 
     index: int
     message: AnswerMessage
@@ -144,7 +144,7 @@ class ModelCard(Body):
 
 
 class ModelList(Body):
-    """All models: one."""
+    """All models: there is one."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -166,6 +166,6 @@ class Text(Body):
 
 
 def either(answer: type[Body]) -> dict[int, dict[str, Any]]:
-    """`answers` of a route that gives its answer whole or, if asked for, as a stream."""
+    """`answers` of a route whose answer is one object or, if asked for, a stream."""
     events = {"type": "string", "description": "Events `data: {...}`; the last is `data: [DONE]`."}
     return {200: {"application/json": answer.model_json_schema(), "text/event-stream": events}}

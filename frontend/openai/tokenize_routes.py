@@ -1,4 +1,4 @@
-"""Texts and conversations as tokens, and tokens as text, under vLLM's names."""
+"""/tokenize and /detokenize, with vLLM's names: text to tokens and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from coppice.frontend.text.threads import TokenizerThreads
 
 
 class TokenizeBody(TemplateFields):
-    """The body of /tokenize: a prompt or messages."""
+    """The body of /tokenize: a prompt, or messages."""
 
     model: str | None = None
     prompt: str | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field
 
 from coppice.frontend.errors import BadRequest
-from coppice.frontend.strict import Body, Unicode, read, says
+from coppice.frontend.strict import Body, Unicode, must_be, read
 from coppice.frontend.text.conversation import MessageBody
 
 _LONGEST_NAME = 200
@@ -15,19 +15,19 @@ _LONGEST_NAME = 200
 _Name: TypeAlias = Annotated[
     str,
     Field(min_length=1, max_length=_LONGEST_NAME),
-    says(f"a string of 1 to {_LONGEST_NAME} characters"),
+    must_be(f"a string of 1 to {_LONGEST_NAME} characters"),
     Unicode,
 ]
-_Seconds: TypeAlias = Annotated[float, Field(gt=0), says("a number of seconds above 0")]
+_Seconds: TypeAlias = Annotated[float, Field(gt=0), must_be("a number of seconds above 0")]
 _Messages: TypeAlias = Annotated[list[MessageBody], Field(fail_fast=True)]
-_TokenIds: TypeAlias = Annotated[list[int], Field(fail_fast=True), says("a list of integers")]
+_TokenIds: TypeAlias = Annotated[list[int], Field(fail_fast=True), must_be("a list of integers")]
 
 
 class NewPin(Body):
     """A prefix that is to be kept, as exactly one of prompt, prompt_token_ids and messages."""
 
     name: _Name
-    prompt: Annotated[str, says("a string")] | None = Field(
+    prompt: Annotated[str, must_be("a string")] | None = Field(
         default=None, description="The prefix as text."
     )
     prompt_token_ids: _TokenIds | None = None
@@ -37,7 +37,7 @@ class NewPin(Body):
     ttl: _Seconds | None = Field(
         default=None, description="Seconds without use after which the pin ends; null: never."
     )
-    cache_salt: Annotated[str, says("a string"), Unicode] | None = None
+    cache_salt: Annotated[str, must_be("a string"), Unicode] | None = None
     tenant: str | None = Field(
         default=None,
         description="With --isolate-keys: the name of the key whose requests hit it; null: the one "

@@ -1,8 +1,9 @@
 """Stop strings for beam searches: the text of each beam as it is extended, forked and dropped.
 
-A request that is sampled ends at a stop string when its text gets there. Of a beam search that is
-too late: a beam that has ended must make room for another one in the same step. So the engine, who
-knows no text, is given this; in a process of its own it loads the tokenizer there.
+A sampled request is ended by the frontend when its text reaches a stop string. For a beam search
+that is too late: a beam that has ended must make room for another one in the same step. So the
+engine, which knows no text, calls the watches of this module, which load the tokenizer in its
+process.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from coppice.runtime.requests.beam_search_params import BeamSearchParams
 
 @dataclass(frozen=True, slots=True)
 class StopStringWatch:
-    """One beam's text so far; a `LineWatch` of the engine's. Extending it makes another one."""
+    """One beam's text so far, as the engine's `LineWatch`. Extending it makes a new watch."""
 
     decoder: IncrementalDecoder
     stops: StopStrings
-    unarmed: int  # so many tokens more are not looked at, because of min_tokens
+    unarmed: int  # tokens yet to come in which no stop string counts, because of min_tokens
 
     def follow(self, token: int) -> tuple[StopStringWatch, str | None]:
-        """The watch behind one more token, and the stop string that is complete there.
+        """The watch after one more token, and the stop string that is complete there.
 
         Costs the decoding of a few tokens and a copy of the text.
         """
@@ -37,7 +38,7 @@ class StopStringWatch:
 
 @dataclass(frozen=True, slots=True)
 class WatchStopStrings:
-    """Makes the watches of an engine; it can be pickled.
+    """Makes the watches of an engine; picklable.
 
     Args:
         tokenizer: the directory of the model's tokenizer, which is loaded on first use.
@@ -48,7 +49,7 @@ class WatchStopStrings:
     def __call__(
         self, params: BeamSearchParams, prompt_token_ids: Sequence[int]
     ) -> StopStringWatch:
-        """The watch of a search's beginning, behind that prompt."""
+        """The watch at the beginning of a search, after its prompt."""
         tokenizer = _load(self.tokenizer)
         decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         exact = params.structured_outputs is not None

@@ -1,4 +1,4 @@
-"""The messages of a conversation, checked and made ready for a chat template."""
+"""The messages of a conversation: checked, and in the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from coppice.frontend.strict import Body, Only, refusal, says
+from coppice.frontend.strict import Body, Only, must_be, refusal
 
 
 class TextPart(Body):
@@ -21,12 +21,12 @@ class TextPart(Body):
 
 Content: TypeAlias = Annotated[
     str | Annotated[list[TextPart], Field(fail_fast=True)],
-    says("a string or a list of parts of type 'text'"),
+    must_be("a string or a list of parts of type 'text'"),
 ]
 
 
 class SystemMessage(Body):
-    """Instructions; templates that know no developer get them as the system's."""
+    """Instructions; a developer's become the system's for a template without that role."""
 
     role: Literal["system", "developer"]
     content: Content
@@ -34,7 +34,7 @@ class SystemMessage(Body):
 
 
 class UserMessage(Body):
-    """What a user says."""
+    """What a user writes."""
 
     role: Literal["user"]
     content: Content
@@ -46,7 +46,7 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
-    parsed_arguments: Any = None  # what OpenAI's client read off the arguments
+    parsed_arguments: Any = None  # added by OpenAI's client
 
 
 class ToolCall(Body):
@@ -55,17 +55,17 @@ class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # as it stands in streams
+    index: int | None = None  # as streams number it
 
 
 class AssistantMessage(Body):
-    """What the model answered before."""
+    """An earlier answer of the model."""
 
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
-    parsed: Any = None  # what OpenAI's client read off the content
-    provider_specific_fields: Any = None  # what LiteLLM found in the answer besides
+    parsed: Any = None  # added by OpenAI's client
+    provider_specific_fields: Any = None  # added by LiteLLM
     name: Annotated[Any, Only()] = None
     refusal: Annotated[Any, Only()] = None
     audio: Annotated[Any, Only()] = None
@@ -74,7 +74,7 @@ class AssistantMessage(Body):
 
 
 class ToolMessage(Body):
-    """What a tool that was called gave back."""
+    """The result of a tool that was called."""
 
     role: Literal["tool"]
     content: Content
@@ -83,7 +83,7 @@ class ToolMessage(Body):
 
 
 def _without_nulls(message: Any) -> Any:
-    """Clients send answers back as they got them, with the fields that were not set as null."""
+    """Clients send answers back as they got them, with unset fields as null."""
     if not isinstance(message, Mapping):
         return message
     return {key: value for key, value in message.items() if value is not None}
@@ -101,8 +101,12 @@ _MESSAGES: TypeAdapter[list[MessageBody]] = TypeAdapter(list[MessageBody])
 def turns(messages: Any, *, developer: bool = False) -> list[dict[str, Any]]:
     """The messages as chat templates expect them: content as one text, arguments as objects.
 
-    `developer` tells whether the template knows that role. Raises ValueError, a BadRequest where a
-    single field is at fault.
+    Args:
+        messages: mappings, or messages that were checked before.
+        developer: whether the template knows that role.
+
+    Raises:
+        ValueError: for messages that are not acceptable; a BadRequest where one field is at fault.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"messages must be a list of messages, got {shown(messages)}")

@@ -1,8 +1,8 @@
-"""The engine with text on both sides: prompts in, pieces of text out, step by step.
+"""An engine in this process with text around it: pieces of text come out of each step.
 
-The engine knows token ids only. Here prompts become tokens, each step's tokens become text, and a
-stop string that appears ends its request before the next step is made. The Python API and the
-server both stand on this. Like the engine, one thread calls it.
+The engine knows token ids only. Here each step's tokens become text, and a stop string that appears
+ends its request before the next step. The Python API, `coppice chat` and the demo use it; like the
+engine, from one thread. The server has its engine in another process: see `frontend/client`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class TextEngine:
     """An engine and the tokenizer of its model.
 
     Attributes:
-        engine: the engine, for its memory arithmetic and cache report.
+        engine: the engine.
         tokenizer: the model's tokenizer.
-        texts: what its running requests have said so far.
+        texts: what its running requests have generated so far.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
@@ -38,7 +38,7 @@ class TextEngine:
 
     @classmethod
     def load(cls, config: EngineConfig, tokenizer: str | None = None) -> TextEngine:
-        """Loads a model and its tokenizer; `config.model` may be "demo".
+        """Loads a model and its tokenizer.
 
         Args:
             config: the engine's options; the model is a directory, a hub id or "demo".
@@ -49,7 +49,7 @@ class TextEngine:
         """
         path = resolve_model(model_source(config.model))
         source = path if tokenizer is None else resolve_model(model_source(tokenizer))
-        loaded = Tokenizer(source)  # first, since it takes less to find that one is missing
+        loaded = Tokenizer(source)  # first: a missing one is found sooner than a missing model
         own = replace(config, model=str(path))
         watch = WatchStopStrings(str(source))
         return cls(Engine(own, tokenizer=source, watch_lines=watch), loaded)
@@ -65,7 +65,7 @@ class TextEngine:
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> None:
-        """Queues a request: sampling by `params`, or a beam search for `params.n` results.
+        """Queues a request: sampling by `params`, or the beam search `beam` for `params.n` results.
 
         Raises:
             ValueError: the engine refuses it (see `Engine.add_request`); nothing was queued.
@@ -84,7 +84,7 @@ class TextEngine:
         self.texts.add(request_id, prompt, ids, params)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request and gives its pages back; False if it is unknown or has ended."""
+        """Ends a request and frees its pages; False if it is unknown or has ended."""
         self.texts.drop(request_id)
         return self.engine.abort(request_id)
 
@@ -93,7 +93,7 @@ class TextEngine:
         return self.engine.has_unfinished()
 
     def step(self) -> list[TextDelta]:
-        """Runs one step; what it did to each request that it touched."""
+        """Runs one step; returns what it did to each continuation in it."""
         deltas = []
         for output in self.engine.step():
             delta, stopped = self.texts.advance(output)

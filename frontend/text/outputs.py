@@ -25,21 +25,21 @@ class CompletionOutput:
     """One generated continuation.
 
     Attributes:
-        index: which continuation of the request this is, from 0.
+        index: number of the continuation within its request, from 0.
         text: the generated text, cut before a stop string unless its inclusion was asked for.
         token_ids: every generated token, the one that ended the text included.
         finish_reason: "stop" (end-of-text token, stop token or stop string), "length" (max_tokens
             or the model's length), "abort" (cancelled) or "error" (a step failed).
         stop_reason: the stop string, or the id of the stop token, that ended the text; None where
             the model's own end-of-text token or a length did. For "error", the error's message.
-        cumulative_logprob: the sum of the generated tokens' logprobs, if they were asked for; of a
-            beam search's result always, as the search counts them.
+        cumulative_logprob: sum of the generated tokens' logprobs, if they were asked for; of a beam
+            search always, as the search counts it.
         logprobs: for each generated token its own logprob, then those of the most probable tokens,
             by token id; None if they were not asked for.
-        text_offsets: characters of the text before each token, the same way; a stop string that was
-            cut off counts here.
-        score: of a beam search's result: its cumulative logprob over its number of tokens to the
-            power of the length penalty.
+        text_offsets: characters of the text before each token, a stop string that was cut off
+            included; None like `logprobs`.
+        score: for a beam search: the cumulative logprob over the number of tokens to the power of
+            the length penalty.
     """
 
     index: int
@@ -58,16 +58,16 @@ class RequestOutput:
     """A prompt with what was generated for it.
 
     Attributes:
-        request_id: the name under which the engine ran the request.
-        prompt: the prompt as text, None when it was given as token ids.
+        request_id: the engine's name of the request.
+        prompt: the prompt as text; None if it was given as token ids.
         prompt_token_ids: the prompt as the model saw it.
         outputs: the `n` continuations, in the order of their indices.
         finished: whether the request has ended.
         cached_tokens: prompt tokens whose KV was reused instead of computed.
-        left_out_tokens: generated tokens of the sequences that `best_of` left out.
         prompt_logprobs: for each prompt token its logprob given those before it, and those of the
-            most probable tokens, by token id; the first entry is None, and so are those before
-            `prompt_logprobs_start`. None: not asked for.
+            most probable tokens, by token id; None for the first token and for those before
+            `prompt_logprobs_start`; None altogether if they were not asked for.
+        left_out_tokens: generated tokens of the sequences that `best_of` left out.
     """
 
     request_id: str
@@ -86,9 +86,9 @@ class TextDelta:
 
     Attributes:
         text: new text that cannot become part of a stop string any more.
-        index: which continuation of the request it is.
+        index: number of the continuation within its request, from 0.
         completion: the continuation, once it has ended.
-        output: the whole result, once all continuations have ended.
+        output: the request's result, once all its continuations have ended.
         logprobs, text_offsets: of the new tokens, as in `CompletionOutput`; empty if they were not
             asked for.
         best_so_far: of a beam search: its best sequence after the step, as a whole; after the next
@@ -109,7 +109,7 @@ class TextDelta:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is nothing but text, and the continuation goes on."""
+        """Whether it is nothing but text of a continuation that has not ended."""
         return self.completion is None and self.best_so_far is None and not self.logprobs
 
     def follow(self, earlier: TextDelta) -> None:

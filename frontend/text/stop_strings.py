@@ -1,4 +1,4 @@
-"""Stop strings in text that arrives in pieces: found across borders, never shown by mistake."""
+"""Stop strings in text that arrives in pieces: found across pieces, and never shown in part."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 class StopStrings:
     """Watches one sequence's text for its stop strings.
 
-    The string that is complete first wins, and of those that are complete at the same character
-    the longest: what wins does not depend on how the text was cut into pieces. Text that could
-    be the beginning of a stop string is held back until it is clear that it is not.
+    The string that is complete first wins; of those that are complete at the same character, the
+    longest does. So the result does not depend on how the text was cut into pieces. Text that could
+    begin a stop string is held back until it is clear that it does not.
 
     Args:
         stop: the strings, none of them empty.
-        include: whether the text ends behind the stop string instead of before it.
+        include: whether the text ends after the stop string instead of before it.
 
     Attributes:
         text: all text so far; once a string was found, cut there.
@@ -25,15 +25,17 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
         self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop), default=1) - 1  # beginning of one of them
+        self._longest = (
+            max(map(len, self._stop), default=1) - 1
+        )  # the most characters that begin one of them and are held back
         self._include = include
-        self._searched = 0  # no match ends within so many characters
+        self._searched = 0  # no match ends before this place
         self._shown = 0
         self.text = ""
         self.matched: str | None = None
 
     def copy(self) -> StopStrings:
-        """One that goes on from here by itself."""
+        """An independent copy."""
         other = StopStrings(self._stop, include=self._include)
         other._searched, other._shown = self._searched, self._shown
         other.text, other.matched = self.text, self.matched
@@ -46,14 +48,14 @@ class StopStrings:
             RuntimeError: a stop string was found before; nothing can follow it.
         """
         if self.matched is not None:
-            raise RuntimeError(f"text goes on after the stop string {self.matched!r}")
+            raise RuntimeError(f"text continues after the stop string {self.matched!r}")
         self.text += piece
         if armed and self._stop:
             self._search()
         self._searched = len(self.text)
 
     def take(self, *, final: bool = False) -> str:
-        """The text that may be shown and was not taken before; all of it when `final`."""
+        """The text that may be shown and was not returned before; all of it when `final`."""
         end = len(self.text)
         if self._longest and not final and self.matched is None:
             end -= self._possible_beginning()

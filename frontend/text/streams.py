@@ -95,7 +95,7 @@ class Texts:
         return self._running.pop(request_id, None) is not None
 
     def keep(self, request_id: str, index: int, token_ids: Sequence[int], *, patient: bool) -> bool:
-        """Takes new tokens of a continuation that goes on, if they can wait; else returns False.
+        """Takes new tokens of a continuation that has not ended; False if they can't wait.
 
         They become part of its next delta, and cost next to nothing until then. They can't wait
         where each may end the text, or where the next delta is wanted at once: see `advance` for

@@ -1,4 +1,4 @@
-"""The text and the bytes of single tokens, for results that name tokens one by one."""
+"""The text and the bytes of single tokens, for results that list tokens one by one."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _BYTES = _byte_alphabet()
 
 
 class TokenTexts:
-    """What each token of a tokenizer spells; every token is decoded once.
+    """What each token of a tokenizer spells. Each token is decoded once.
 
-    A token is decoded behind another one, since some decoders drop the space at the beginning.
+    A token is decoded after another one, since some decoders drop the space at the beginning.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Text that belongs to no call."""
+    """Text outside calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """A call has begun; `index` counts the calls of the text from 0."""
+    """The beginning of a call; `index` counts the calls of the text from 0."""
 
     index: int
     name: str
@@ -25,7 +25,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsPiece:
-    """The next piece of a call's arguments, JSON text when all are put together."""
+    """A piece of a call's arguments; together the pieces are JSON text."""
 
     index: int
     text: str
@@ -41,7 +41,7 @@ _HEAD = re.compile(
 
 
 class CallObject:
-    """One JSON object that is a call, read piece by piece."""
+    """One JSON object that should be a call, read piece by piece."""
 
     def __init__(self, index: int) -> None:
         self.text = ""
@@ -55,7 +55,7 @@ class CallObject:
         self._sent = 0  # characters that were handed on
 
     def push(self, text: str) -> tuple[list[Piece], str]:
-        """What became known, and what of the text comes after the object."""
+        """The pieces that the text completes, and the text after the object's end."""
         for place, character in enumerate(text):
             self._scan(character, len(self.text) + place)
             if self.complete:
@@ -98,7 +98,7 @@ class CallObject:
         return pieces
 
     def _whole(self) -> list[Piece]:
-        """The call of an object whose keys stand in another order; [] if it is none."""
+        """The call in a complete object whose keys have another order; [] if it is no call."""
         found = _loaded(self.text)
         if not isinstance(found, dict) or not isinstance(found.get("name"), str):
             return []

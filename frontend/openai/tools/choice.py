@@ -1,4 +1,4 @@
-"""The tools that a chat may use, and which of them the model may or must call."""
+"""The tools of a chat, and which of them the model may or must call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from coppice.frontend.errors import BadRequest
-from coppice.frontend.strict import Body, Name, says
+from coppice.frontend.strict import Body, Name, must_be
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 from coppice.runtime.sampling.grammar_source import check
 
@@ -32,7 +32,7 @@ class Tool(Body):
 
     @property
     def schema_text(self) -> str:
-        """JSON Schema of its arguments, which are an object whatever it says."""
+        """JSON Schema of its arguments, which are always an object."""
         return json.dumps({"type": "object"} | (self.function.parameters or {}))
 
 
@@ -43,21 +43,21 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    """The tool that is to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedTools(Body):
-    """Some of the tools, and whether one of them has to be called."""
+    """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1)
 
 
 class AllowedToolsChoice(Body):
-    """The tools that may be called, of all that the model is told of."""
+    """Which of the tools that the model is shown it may call."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -65,7 +65,7 @@ class AllowedToolsChoice(Body):
 
 ToolChoice: TypeAlias = Annotated[
     Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice,
-    says(
+    must_be(
         '"none", "auto", "required", an object that names a function, or one of type '
         '"allowed_tools"'
     ),
@@ -77,11 +77,11 @@ class Tools:
     """The tools of one request.
 
     Attributes:
-        offered: what the model is told of.
-        allowed: those of them that it may call. It is told of the others all the same, so that
+        offered: the tools that the model is shown.
+        allowed: those of them that it may call. It is shown the others all the same, so that
             requests that differ in this alone share their prompt's prefix.
-        forced: those of which it must call one; none: it calls what it likes.
-        parallel: whether it may call several in one answer.
+        forced: those of which it must call one; none: it may call any, or none.
+        parallel: whether one answer may have several calls.
     """
 
     offered: Sequence[Tool]
@@ -96,16 +96,16 @@ class Tools:
 
     @property
     def strict(self) -> bool:
-        """Whether calls must fit the schemas even if none is forced."""
+        """Whether calls must fit the schemas even if no call is forced."""
         return any(tool.function.strict for tool in self.allowed)
 
     @property
     def held(self) -> bool:
-        """Whether the text is held to a grammar of calls."""
+        """Whether the text must follow a grammar of calls."""
         return bool(self.forced) or self.strict or len(self.allowed) < len(self.offered)
 
     def check(self) -> None:
-        """Raises BadRequest if a schema that is to be followed can't be; may take a second."""
+        """Raises BadRequest if a schema that must be followed can't be. May take a second."""
         for index, tool in enumerate(self.offered):
             if not (self.held and tool in (self.forced or self.allowed)):
                 continue
@@ -119,7 +119,7 @@ class Tools:
 def tools_of(
     tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> Tools | None:
-    """What a request asks for; None: the model is told of no tools. Raises BadRequest."""
+    """The tools of a request; None: the model is shown no tools. Raises BadRequest."""
     if not tools:
         if choice not in (None, "none"):
             raise BadRequest("tool_choice needs tools", param="tool_choice")
@@ -144,7 +144,7 @@ def tools_of(
 
 
 def _named(tools: Sequence[Tool], chosen: Sequence[NamedTool], field: str) -> list[Tool]:
-    """Those of the tools that are chosen, in their own order. Raises BadRequest."""
+    """The chosen tools, in the order of `tools`. Raises BadRequest."""
     names = [tool.function.name for tool in tools]
     wanted = [each.function.name for each in chosen]
     for name in wanted:

@@ -1,4 +1,4 @@
-"""What a way of writing tool calls consists of: a grammar for the model, a reader for its text.
+"""How a family of models writes tool calls: a grammar for its text, and a reader of it.
 
 A format for another family of models is a module beside `hermes.py`, and one line in `registry.py`.
 """
@@ -12,7 +12,7 @@ from coppice.frontend.openai.tools.call_object import CallObject, Piece
 from coppice.frontend.openai.tools.choice import Tool, Tools
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 
-# White space as models are trained on it: what json.dumps writes.
+# White space as models are trained on it: as json.dumps writes it.
 _AS_TRAINED = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -21,10 +21,10 @@ _AS_TRAINED = {
 
 
 class ToolFormat(ABC):
-    """One family's way of writing calls.
+    """How one family writes calls.
 
     Attributes:
-        marks: what must stay in the text for calls to be found, even where it is a special token.
+        marks: texts that mark calls; they stay in the text even if they are special tokens.
         arguments_key: name of the arguments in a call's object.
     """
 
@@ -37,14 +37,14 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def forced(self, calls: str, parallel: bool) -> str:
-        """Lark rules of a text that is a call, or several; `calls` is any one call's object."""
+        """Lark rules of a text that is one call, or several; `calls` matches one call's object."""
 
     @abstractmethod
     def optional(self, calls: str, parallel: bool) -> str:
-        """Lark rules of a text that may be, or have in it, calls."""
+        """Lark rules of a text that may be, or contain, calls."""
 
     def constraint(self, tools: Tools) -> StructuredOutputsParams | None:
-        """What holds the text to the tools' schemas; None: nothing needs to."""
+        """The grammar that makes calls fit the tools' schemas; None: none is needed."""
         if not tools.held:
             return None
         wanted = tools.forced or tools.allowed
@@ -62,10 +62,12 @@ class ToolFormat(ABC):
 
 
 class ToolReader(ABC):
-    """Reads one continuation.
+    """Finds the calls in one continuation.
+
+    Text that may yet begin a call is held back; all other text is returned at once.
 
     Attributes:
-        calls: calls that have begun.
+        calls: the number of calls that have begun.
     """
 
     def __init__(self, *, parallel: bool) -> None:
@@ -76,14 +78,14 @@ class ToolReader(ABC):
 
     @abstractmethod
     def push(self, text: str) -> list[Piece]:
-        """What the next piece of text makes known."""
+        """The pieces that the next piece of text completes."""
 
     @abstractmethod
     def end(self) -> list[Piece]:
-        """What was held back; for the end of the text."""
+        """The pieces that were held back; for the end of the text."""
 
     def _in_object(self, text: str) -> tuple[list[Piece], str]:
-        """Goes on with the object that is read; calls beyond the first may not be wanted."""
+        """Reads on in the current object; leaves out the pieces of calls that are not wanted."""
         assert self._object is not None
         before = self._object.begun
         pieces, rest = self._object.push(text)

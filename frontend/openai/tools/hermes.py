@@ -8,10 +8,7 @@ from coppice.frontend.openai.tools.format import ToolFormat, ToolReader
 
 
 class HermesFormat(ToolFormat):
-    """`<tool_call>` and an object between tags, as many as the model likes, text around them.
-
-    Hermes 2 Pro and its successors, Qwen 2.5 and 3.
-    """
+    """Objects between `<tool_call>` and `</tool_call>`, any number of them, with text around."""
 
     marks = ("<tool_call>", "</tool_call>")
 
@@ -37,10 +34,10 @@ class HermesFormat(ToolFormat):
 
 
 class HermesReader(ToolReader):
-    """Calls between `<tool_call>` and `</tool_call>`; white space around them is no text."""
+    """Finds calls between the tags; white space around them is not text."""
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-    _behind_call = False  # and behind nothing but white space since then
+    _after_call = False  # whether only white space came since the last call
 
     def push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
@@ -67,13 +64,13 @@ class HermesReader(ToolReader):
         return pieces
 
     def _outside(self, text: str, pieces: list[Piece]) -> str:
-        """Takes text up to where a call begins; what lies behind its tag."""
+        """Takes text up to where a call begins; returns the text after its tag."""
         text, self._pending = self._pending + text, ""
-        before, tag, behind = text.partition(self._OPEN)
+        before, tag, after = text.partition(self._OPEN)
         if tag:
             self._say(before.rstrip(), pieces)
             self._object = CallObject(self.calls)
-            return behind
+            return after
         kept = len(before.rstrip())
         for length in range(min(len(self._OPEN) - 1, len(before)), 0, -1):
             if before.endswith(self._OPEN[:length]):
@@ -84,19 +81,19 @@ class HermesReader(ToolReader):
         return ""
 
     def _say(self, text: str, pieces: list[Piece]) -> None:
-        if self._behind_call:
+        if self._after_call:
             text = text.lstrip()
         if text:
-            self._behind_call = False
+            self._after_call = False
             pieces.append(TextPiece(text))
 
     def _leave(self, pieces: list[Piece], *, closed: bool) -> None:
-        """The object has ended; if it was no call after all, it is text."""
+        """Ends the object; if it was no call after all, it is text."""
         assert self._object is not None
         if not self._object.begun:
             close = self._CLOSE if closed else ""
             pieces.append(TextPiece(self._OPEN + self._object.text + close))
-        self._behind_call = self._object.begun
+        self._after_call = self._object.begun
         self._object = None
 
     def end(self) -> list[Piece]:

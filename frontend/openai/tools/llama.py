@@ -8,10 +8,7 @@ from coppice.frontend.openai.tools.format import ToolFormat, ToolReader
 
 
 class LlamaFormat(ToolFormat):
-    """An object with `name` and `parameters`, and nothing else; several stand behind each other.
-
-    Llama 3.1 and later.
-    """
+    """Objects with `name` and `parameters`, one after the other, and no text around them."""
 
     arguments_key = "parameters"
 
@@ -27,13 +24,13 @@ class LlamaFormat(ToolFormat):
 
 
 class LlamaReader(ToolReader):
-    """A text that is calls from its beginning to its end, or has none in it."""
+    """Reads a text that is nothing but calls, or has no calls."""
 
     _TAG = "<|python_tag|>"
 
     def __init__(self, *, parallel: bool) -> None:
         super().__init__(parallel=parallel)
-        self._plain = False  # there are no calls, or no more
+        self._plain = False  # whether the rest is text
 
     def push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []

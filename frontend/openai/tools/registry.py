@@ -1,4 +1,4 @@
-"""The known ways of writing tool calls, and which of them a model uses."""
+"""The known formats of tool calls, and which of them a model uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMATS: dict[str, ToolFormat] = {"hermes": HermesFormat(), "llama": LlamaFormat
 
 
 def format_of(tokenizer: Tokenizer, chosen: str = "auto") -> ToolFormat | None:
-    """The format of that name; "auto" finds it in the chat template, None if there is none."""
+    """The format of that name. "auto" finds it in the chat template; None if it shows none."""
     if chosen != "auto":
         return FORMATS[chosen]
     template = str(tokenizer.chat_template or "")
