@@ -287,12 +287,13 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
     import torch
 
     from coppice.kernels.cpu.attention import full_lanes
-    from coppice.kernels.schedule import cpu as cpu_schedule
+    from coppice.kernels.schedule.cost import CostModel
+    from coppice.kernels.schedule.cpu import build_cpu_schedule, cpu_cost_model
 
     rows = []
-    reckoned = cpu_schedule.CostModel.row_bytes
+    reckoned = CostModel.row_bytes
     for heads, kv_heads, dim in ((16, 8, 128), (14, 2, 64), (9, 3, 64))[: 1 if quick else 3]:
-        model = cpu_schedule.cpu_cost_model(
+        model = cpu_cost_model(
             heads,
             kv_heads,
             dim,
@@ -304,11 +305,11 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
         for batch in (2, 8, 32):
             for shared in (16, 64, 256, 1024):
                 data = _Batch(batch, shared, 64, 1, heads, kv_heads, dim)
-                schedule = cpu_schedule.build_cpu_schedule(data.tree.plan, None, model)
+                schedule = build_cpu_schedule(data.tree.plan, None, model)
                 # With a negative cost of partial results, every stretch is shared.
-                cpu_schedule.CostModel.row_bytes = -(10**9)  # type: ignore[assignment, method-assign]
+                CostModel.row_bytes = -(10**9)  # type: ignore[assignment, method-assign]
                 data.attend(data.tree)  # makes its schedule, which the plan keeps
-                cpu_schedule.CostModel.row_bytes = reckoned  # type: ignore[method-assign]
+                CostModel.row_bytes = reckoned  # type: ignore[method-assign]
                 shape = {
                     "batch": batch,
                     "shared": shared,

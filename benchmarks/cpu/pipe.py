@@ -19,10 +19,10 @@ Keys of `options`:
     tokens_shared    tokens of KV, each shared prefix counted once
     tokens_separate  tokens of KV, each shared prefix counted for every sequence
 
-`fresh` is true if the cache holds only earlier rounds. `first` has the seconds to each job's first
-token, or is null if the peer does not report them. `tokens[i]` are the lines of job i without their
-prompt. If something fails, the answer has `error` instead, and `unsupported` if the peer lacks the
-feature.
+`fresh` is true if all that is cached comes from earlier workloads. `first` has the seconds to each
+job's first token, or is null if the peer does not report them. `tokens[i]` are the lines of job i
+without their prompt. If something fails, the answer has `error` instead, and `unsupported` if the
+peer lacks the feature.
 """
 
 from __future__ import annotations
