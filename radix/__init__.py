@@ -32,6 +32,7 @@ from coppice.radix.pages.errors import OutOfPages
 from coppice.radix.pages.pool import PagePool
 from coppice.radix.pins import Pin, PinRefused, Pins
 from coppice.radix.recount import check
+from coppice.radix.state import TreeListener
 from coppice.radix.tree import RadixTree
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "RadixTree",
     "RequestAccount",
     "SharedPrefix",
+    "TreeListener",
     "check",
     "page_hashes",
     "top_prefixes",

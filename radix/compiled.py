@@ -36,6 +36,7 @@ MODULES = (
     "leaves",
     "node",
     "pages.pool",
+    "state",
     "tokens",
     "tree",
 )

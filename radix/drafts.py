@@ -12,13 +12,9 @@ Once nobody but B goes on from there, the copy does for both:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from coppice.radix.leaves import cut, offer
-from coppice.radix.node import Match, Node
-
-if TYPE_CHECKING:
-    from coppice.radix.tree import RadixTree
+from coppice.radix.node import Node
+from coppice.radix.state import TreeState
 
 
 def keep(node: Node) -> None:
@@ -29,39 +25,23 @@ def keep(node: Node) -> None:
         walk = walk.parent
 
 
-def mark(tree: RadixTree, match: Match) -> None:
-    """What `RadixTree.mark` does."""
-    hold = tree.lock(match, use=False, draft=True)
-    assert hold.node is not None
-    hold.node.marks += 1
-    tree.unlock(hold, use=False)
-
-
-def unmark(match: Match) -> None:
-    """What `RadixTree.unmark` does."""
-    if (node := match.exact()) is not None and node.marks:
-        node.marks -= 1
-
-
-def drop(tree: RadixTree, node: Node) -> None:
+def drop(tree: TreeState, node: Node) -> None:
     """Takes `node` and those above it out of the tree, as far as they are drafts that nobody needs.
 
-    They have no locks, no marks and nothing below. O(their pages).
+    They have no locks, nobody wants them, and nothing is below. O(their pages).
     """
-    evicted, last = tree.evicted_tokens, tree.last_evicted
     walk = node
-    while walk.draft and not (walk.children or walk.locks or walk.marks):
+    while walk.draft and not (walk.children or walk.locks or walk.wanted):
         assert walk.parent is not None, "a root is no draft"
         parent = walk.parent
         tree.pool.release(cut(tree, walk, walk.own_pages))
         walk = parent
-    tree.evicted_tokens, tree.last_evicted = evicted, last  # nothing was short of pages
-    if walk.marks and not (walk.children or walk.locks):
+    if walk.wanted and not (walk.children or walk.locks):
         offer(tree, walk)
     share_copies(tree, walk if walk.children else walk.parent)
 
 
-def share_copies(tree: RadixTree, node: Node | None) -> None:
+def share_copies(tree: TreeState, node: Node | None) -> None:
     """Lets nodes that end inside a page use their only child's copy of it, from `node` upwards.
 
     Nodes in whose end a sequence goes on keep theirs. O(nodes in that page).

@@ -6,14 +6,11 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
 
 from coppice.radix import drafts, leaves
 from coppice.radix.node import Hold, Node
+from coppice.radix.state import TreeState
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
-
-if TYPE_CHECKING:
-    from coppice.radix.tree import RadixTree
 
 # Longer ones are entered as several nodes. Edges come and go for ever, and in the heap long ones of
 # all lengths would leave holes that no other fits: a third of all memory.
@@ -44,7 +41,7 @@ def refuse(begin: int, held: int, total: int, pages: int, size: int) -> None:
     raise ValueError(f"table: {pages} pages of {size} can't hold {total} tokens")
 
 
-def adopt(tree: RadixTree, hold: Hold, node: Node, table: array[int], matched: int) -> None:
+def adopt(tree: TreeState, hold: Hold, node: Node, table: array[int], matched: int) -> None:
     """Replaces the full pages of positions held .. matched by the tree's; frees the copies."""
     first, last = hold.length // tree.page_size, matched // tree.page_size
     if last <= first:
@@ -62,7 +59,7 @@ def adopt(tree: RadixTree, hold: Hold, node: Node, table: array[int], matched: i
 
 
 def extend(
-    tree: RadixTree,
+    tree: TreeState,
     node: Node,
     bottom: Node,
     query: bytes,
@@ -79,11 +76,11 @@ def extend(
     while True:
         inside, room = matched % tree.page_size, EDGE_TOKENS
         # A leaf that this sequence alone has used grows, so that chunks make no chain. One that
-        # was hit or marked keeps its end, since that is what was hit or is wanted.
+        # was hit or is wanted keeps its end, since that is what was hit or is wanted.
         grows = (
             node is bottom
             and node.locks == 1
-            and not (node.hits or node.marks or node.children)
+            and not (node.hits or node.wanted or node.children)
             and node.draft == draft
             and node.parent is not None
             and node.length < room
@@ -101,7 +98,7 @@ def extend(
 
 
 def _extend(
-    tree: RadixTree,
+    tree: TreeState,
     node: Node,
     edge: bytes,
     matched: int,
@@ -156,15 +153,13 @@ def _extend(
     if grown.locks:
         tree.locked_pages += own
     tree.order.inserted(grown, new_tokens)
-    if tree.events is not None:
-        tree.events.stored(grown)
-    if tree.watcher is not None:
-        tree.watcher.stored(grown)
+    for listener in tree.listeners:
+        listener.stored(grown)
     return grown
 
 
 def finish(
-    tree: RadixTree, bottom: Node, hold: Hold, query: bytes, table: array[int], begin: int
+    tree: TreeState, bottom: Node, hold: Hold, query: bytes, table: array[int], begin: int
 ) -> None:
     """What `RadixTree.finish` does, for a hold that ends in `bottom`."""
     size, held = tree.page_size, hold.length
@@ -188,7 +183,7 @@ def finish(
     if spare < len(table):
         tree.pool.release(table[spare:])
     hold.node = None
-    tree._clock = clock = tree._clock + 1
+    tree.clock = clock = tree.clock + 1
     walk: Node | None = node
     while walk is not bottom:
         assert walk is not None
@@ -204,7 +199,7 @@ def finish(
         leaves.offer(tree, node)
 
 
-def split(tree: RadixTree, node: Node, tokens: int) -> Node:
+def split(tree: TreeState, node: Node, tokens: int) -> Node:
     """Cuts the edge of `node` after `tokens` tokens; returns the new upper part.
 
     `node` stays the lower part, so that holds, matches (see `Node.ending`) and the order of
@@ -219,7 +214,7 @@ def split(tree: RadixTree, node: Node, tokens: int) -> Node:
     upper = Node(parent, node.edge[: tokens * TOKEN_BYTES], node.start,
                  node.pages[: -(-cut // size) - first])  # fmt: skip
     upper.locks, upper.stamp, upper.hits = node.locks, node.stamp, node.hits
-    upper.mark, upper.draft = node.mark, node.draft
+    upper.policy_data, upper.draft = node.policy_data, node.draft
     node.edge = node.edge[tokens * TOKEN_BYTES : node.length * TOKEN_BYTES]
     node.length -= tokens
     node.start = cut
@@ -235,6 +230,6 @@ def split(tree: RadixTree, node: Node, tokens: int) -> Node:
     node.own_pages = own
     tree.num_nodes += 1
     tree.order.split(upper, node)
-    if tree.events is not None:
-        tree.events.split(upper, node)
+    for listener in tree.listeners:
+        listener.split(upper, node)
     return upper

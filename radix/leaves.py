@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
 
 from coppice.radix.node import Match, Node, Root
+from coppice.radix.state import TreeState
 from coppice.radix.tokens import TOKEN_BYTES
 
-if TYPE_CHECKING:
-    from coppice.radix.tree import RadixTree
 
-
-def offer(tree: RadixTree, node: Node) -> None:
+def offer(tree: TreeState, node: Node) -> None:
     """Enters an unlocked leaf into the order of eviction (an empty root goes at once)."""
     if node.parent is None:
         assert isinstance(node, Root)
         del tree.roots[node.namespace]
-        if tree.events is not None:
-            tree.events.closed(node.namespace)
         tree.epoch += 1
         return
     tree.order.add(node)
 
 
-def available(tree: RadixTree, match: Match) -> int:
+def available(tree: TreeState, match: Match) -> int:
     """What `RadixTree.available_pages` tells."""
     if match.epoch != tree.epoch:
         raise ValueError("match: the tree has changed since this match was made; match again")
@@ -39,11 +34,11 @@ def available(tree: RadixTree, match: Match) -> int:
     return pages
 
 
-def reclaim(tree: RadixTree, count: int) -> array[int]:
+def reclaim(tree: TreeState, count: int) -> array[int]:
     """Evicts like `evict`, and returns the pages, with one reference each for the caller."""
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
-    order, pool = tree.order, tree.pool
+    order, pool, before = tree.order, tree.pool, tree.cached_tokens
     pages = array("i")
     while (missing := count - len(pages)) > 0:
         gone = array("i")
@@ -52,6 +47,7 @@ def reclaim(tree: RadixTree, count: int) -> array[int]:
                 # The page in which the tail begins goes as well, so that no crumb of it stays.
                 begin = (leaf.end - tail) // tree.page_size - leaf.start // tree.page_size
                 wanted = min(wanted, len(leaf.pages) - begin)
+            tree.last_evicted = leaf.stamp
             part = cut(tree, leaf, wanted)
             if gone:
                 gone += part
@@ -61,32 +57,30 @@ def reclaim(tree: RadixTree, count: int) -> array[int]:
             break
         # Those that running sequences write to as well are not to be had: then more leaves go.
         pages = pages + pool.take_over(gone) if pages else pool.take_over(gone)
+    tree.evicted_tokens += before - tree.cached_tokens
     return pages
 
 
-def empty(tree: RadixTree) -> None:
+def empty(tree: TreeState) -> None:
     """Takes everything out on purpose. Raises RuntimeError while any lock is held."""
     if any(root.locks for root in tree.roots.values()):
         raise RuntimeError("reset: refused, since running sequences hold locks in the tree")
-    evicted, events = tree.evicted_tokens, tree.events
-    tree.events = None
-    while tree.cached_tokens:
-        tree.evict(tree.pool.num_pages + 1)
-    tree.evicted_tokens = evicted  # nothing was short of pages
+    listeners, tree.listeners = tree.listeners, []
+    while (leaf := tree.order.pop()) is not None:
+        tree.pool.release(cut(tree, leaf, leaf.own_pages))
     tree.order.cleared()
-    tree.events = events
-    if events is not None:
-        events.cleared()
+    tree.listeners = listeners
+    for listener in listeners:
+        listener.cleared()
 
 
-def cut(tree: RadixTree, leaf: Node, count: int) -> array[int]:
+def cut(tree: TreeState, leaf: Node, count: int) -> array[int]:
     """Takes up to `count` pages of its own off a leaf's tail, and if it has no more, the leaf.
 
     Returns the pages that no node covers any more, which still have the leaf's reference.
     """
     size, own, pages = tree.page_size, leaf.own_pages, leaf.pages
     tree.epoch += 1
-    tree.last_evicted = leaf.stamp
     if count < own:
         keep = len(pages) - count
         length = (leaf.start // size + keep) * size - leaf.start
@@ -98,18 +92,15 @@ def cut(tree: RadixTree, leaf: Node, count: int) -> array[int]:
         tree.pool.refs[pages[0]] -= 1  # a node above covers it
     evicted = leaf.length - length
     tree.order.evicted(leaf, evicted)
-    if tree.events is not None:
-        tree.events.removed(leaf, length)
-    if tree.watcher is not None:
-        tree.watcher.evicted(leaf, length)
-    tree.evicted_tokens += evicted
+    for listener in tree.listeners:
+        listener.evicted(leaf, length)
     tree.cached_tokens -= evicted
     tree.cached_pages -= own
     if length:
         del pages[keep:]
         leaf.length = length
         leaf.own_pages -= own
-        leaf.marks = 0
+        leaf.wanted = 0
         if length * TOKEN_BYTES * 2 < len(leaf.edge):
             leaf.edge = leaf.edge[: length * TOKEN_BYTES]  # copied once each halving
         tree.order.add(leaf)

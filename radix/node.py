@@ -24,7 +24,8 @@ class Node:
     """
 
     __slots__ = ("parent", "children", "edge", "start", "length", "pages", "own_pages", "locks",
-                 "stamp", "hits", "mark", "hashes", "draft", "marks", "borders")  # fmt: skip
+                 "stamp", "hits", "draft", "wanted", "policy_data", "hashes",
+                 "borders")  # fmt: skip
 
     def __init__(self, parent: Node | None, edge: bytes, start: int, pages: array[int]) -> None:
         self.parent = parent
@@ -39,12 +40,13 @@ class Node:
         self.locks = 0  # sequences that hold this node or one below it
         self.stamp = 0  # the tree's clock when it was last used
         self.hits = 0  # locks that matched this node to its end
-        self.mark: Any = None  # what the eviction policy keeps about it
-        # Entered by sequences that may come to nothing, and used by no other so far: it goes with
-        # the last of them. Whatever is below a draft is one too.
+        # Entered by sequences that may come to nothing, and used by no other so far: it leaves the
+        # tree with the last of them. All that is below a draft is one, too.
         self.draft = False
-        self.marks = 0  # of its end, as one that may be wanted: it is not dropped, nor grows
-        # Of the full pages whose last token is on this edge; None while nobody listens to events.
+        self.wanted = 0  # calls of `want` that hold for it: not dropped, does not grow
+        self.policy_data: Any = None  # what the eviction policy knows about it
+        # Of the full pages whose last token is on this edge, and in a root, of its namespace; None
+        # without a stream of events.
         self.hashes: array[int] | None = None
         # Of the prefixes that end at the borders of the accounts' blocks, from the root on; None
         # until a hit that ended here was accounted. Only nodes that were hit have them, and these

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterator
-from typing import Protocol
 
 from coppice.radix import drafts, edges, leaves
 from coppice.radix.eviction.recency import make_order
-from coppice.radix.mirror.events import PageEvents
 from coppice.radix.node import Hold, Inserted, Match, Node, Root, new_tuple
 from coppice.radix.pages.errors import OutOfPages
 from coppice.radix.pages.pool import PagePool
+from coppice.radix.state import TreeListener, TreeState
 from coppice.radix.tokens import TOKEN_BYTES, Tokens, token_bytes
 
 
-class TreeWatcher(Protocol):
-    """Whoever wants to know at once what can be hit."""
-
-    def stored(self, node: Node) -> None:
-        """All tokens up to the end of `node` can be hit from now on."""
-
-    def evicted(self, node: Node, length: int) -> None:
-        """Only the first `length` tokens of the edge of `node` will be left, maybe none."""
-
-
-class RadixTree:
+class RadixTree(TreeState):
     """Longest-prefix matching, locking, inserting and evicting over the pages of one pool.
 
     Matching is token by token at any page size. A namespace is any hashable key; tokens of
@@ -50,7 +39,7 @@ class RadixTree:
 
     A sequence that may come to nothing, such as a beam, inserts *drafts*. When the last of those
     that share them gives its lock back with `drop`, they leave the tree, and their pages are free
-    at once, unless one that may be wanted was marked. What anybody else hits, pins or inserts is a
+    at once, unless `want` has named one. What anybody else hits, pins or inserts is a
     draft no more.
 
     Costs: match O(tokens / memcmp speed + nodes on the path), lock and unlock O(nodes on the
@@ -59,33 +48,18 @@ class RadixTree:
     """
 
     def __init__(self, pool: PagePool, policy: str = "lru") -> None:
-        self.pool = pool
-        self.page_size = pool.page_size
-        self.cached_pages = 0  # pages that nodes cover, each counted once
-        self.locked_pages = 0  # those of them that lie under a lock
-        self.cached_tokens = 0
-        self.num_nodes = 0  # below the roots
-        self.evicted_tokens = 0  # since the start
-        self.last_evicted = 0  # logical time of the last use of what was evicted last
-        # Changes whenever a match made before may be stale or no longer the longest.
-        self.epoch = 0
-        self.events: PageEvents | None = None  # attaches itself
-        self.watcher: TreeWatcher | None = None  # attaches itself
-        self.roots: dict[Hashable, Root] = {}
-        self._clock = 0
-        self.order = make_order(policy, pool.num_pages * pool.page_size)
+        """An empty tree. Raises ValueError if there is no such eviction policy (`POLICIES`)."""
+        super().__init__(pool, make_order(policy, pool.num_pages * pool.page_size))
+
+    def add_listener(self, listener: TreeListener) -> None:
+        """Reports to `listener` all changes from now on."""
+        self.listeners.append(listener)
+
+    def remove_listener(self, listener: TreeListener) -> None:
+        """Ends that. Raises ValueError if it does not listen."""
+        self.listeners.remove(listener)
 
     # -- matching ----------------------------------------------------------------------------
-
-    @property
-    def clock(self) -> int:
-        """The logical time: it advances with every use, and `Node.stamp` is that of the last."""
-        return self._clock
-
-    @property
-    def evictable_pages(self) -> int:
-        """Pages that only the cache holds: evicting everything would free so many."""
-        return self.cached_pages - self.locked_pages
 
     def match(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Match:
         """The longest cached prefix of `tokens`, or of the first `limit` of them.
@@ -116,7 +90,7 @@ class RadixTree:
         """
         node = self._end_of(match, draft)
         if use:
-            self._clock = clock = self._clock + 1
+            self.clock = clock = self.clock + 1
             self.order.used(node, clock)
         walk: Node | None = node
         while walk is not None:
@@ -132,7 +106,7 @@ class RadixTree:
     def start(self, match: Match, *, draft: bool = False) -> tuple[Hold, array[int]]:
         """`lock` and `page_table` in one walk, for a sequence that begins."""
         node = walk = self._end_of(match, draft)
-        self._clock = clock = self._clock + 1
+        self.clock = clock = self.clock + 1
         self.order.used(node, clock)
         path = []
         while True:
@@ -171,9 +145,10 @@ class RadixTree:
 
     def _open(self, namespace: Hashable) -> Root:
         """A root for a namespace that has none."""
-        if self.events is not None:
-            self.events.opened(namespace)  # may refuse it, while nothing has changed
-        root = self.roots[namespace] = Root(namespace)
+        root = Root(namespace)
+        for listener in self.listeners:
+            listener.opened(root)  # may refuse it, while nothing has changed
+        self.roots[namespace] = root
         return root
 
     def fork(self, hold: Hold) -> Hold:
@@ -201,8 +176,8 @@ class RadixTree:
         node = self._held(hold)
         hold.node = None
         if use:
-            self._clock += 1
-        clock = self._clock
+            self.clock += 1
+        clock = self.clock
         walk: Node | None = node
         while walk is not None:
             walk.locks = locks = walk.locks - 1
@@ -354,17 +329,21 @@ class RadixTree:
 
     # -- drafts ------------------------------------------------------------------------------
 
-    def mark(self, match: Match) -> None:
+    def want(self, match: Match) -> None:
         """A draft that ends with a match may be wanted when nobody holds it any more.
 
-        It is not dropped before `unmark`; like all that nobody holds it may be evicted, and loses
-        the mark with its last pages. Marks add up. O(nodes on the path).
+        It is not dropped before `unwant` was called as often; like all that nobody holds it may be
+        evicted, and after that nobody wants it. O(nodes on the path).
         """
-        drafts.mark(self, match)
+        hold = self.lock(match, use=False, draft=True)
+        assert hold.node is not None
+        hold.node.wanted += 1
+        self.unlock(hold, use=False)
 
-    def unmark(self, match: Match) -> None:
-        """Takes one mark back, if there is one; `drop` or `lock` the match then. O(1)."""
-        drafts.unmark(match)
+    def unwant(self, match: Match) -> None:
+        """Takes one `want` back, if it still counts; `drop` or `lock` the match then. O(1)."""
+        if (node := match.exact()) is not None and node.wanted:
+            node.wanted -= 1
 
     def drop(self, match: Match) -> None:
         """Lets drafts that end with a match go if nobody needs them. O(their pages).

@@ -185,7 +185,7 @@ class HitDensity(EvictionOrder):
 
         At least 1 and at most its length.
         """
-        return leaf.end - max(leaf.mark.start, leaf.start)
+        return leaf.end - max(leaf.policy_data.start, leaf.start)
 
     def used(self, node: Node, clock: int) -> None:
         history = self._history
@@ -210,7 +210,7 @@ class HitDensity(EvictionOrder):
     def _key(self, leaf: Node) -> tuple[int, int]:
         if self._by_recency:
             return 0, leaf.stamp
-        record: Record = leaf.mark
+        record: Record = leaf.policy_data
         uses = record.uses
         row = uses - 1 if uses < 5 else _class(uses)
         age = self._history.now - record.last

@@ -16,9 +16,9 @@ class EvictionOrder(ABC):
     """Keeps the unlocked leaves of a tree in the order in which they should go.
 
     The tree evicts leaves only, from their tails, and only as many pages as it needs; a policy
-    decides which leaf is next. It may keep what it knows about a node in `node.mark`. All hooks but
-    `add` and `pop` may be left as they are: they do nothing. Each must be O(log leaves) amortised,
-    plus the depth of the path for `used`.
+    decides which leaf is next. It may keep what it knows about a node in `node.policy_data`. All
+    hooks but `add` and `pop` may be left as they are: they do nothing. Each must be O(log leaves)
+    amortised, plus the depth of the path for `used`.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
@@ -61,7 +61,7 @@ class EvictionOrder(ABC):
         """The last `tokens` tokens of `node` are about to go; if they are all, the node does."""
 
     def split(self, upper: Node, lower: Node) -> None:  # noqa: B027
-        """`upper` has taken the first tokens of `lower`, and has the same `mark`."""
+        """`upper` has taken the first tokens of `lower`, and has the same `policy_data`."""
 
     def cleared(self) -> None:  # noqa: B027
         """The tree was emptied on purpose: its evictions tell nothing."""

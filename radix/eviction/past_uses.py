@@ -19,7 +19,8 @@ class Record:
     """A stretch of tokens with one history; those of a path follow each other like its nodes.
 
     The tokens of a live record are in the tree, a ghost's were evicted. A node's edge is covered by
-    one record or several (new tokens may follow some that came back); its `mark` is the last.
+    one record or several (new tokens may follow some that came back); the last of them is its
+    `policy_data`.
     """
 
     __slots__ = ("parent", "children", "start", "length", "last", "uses", "live", "in_lru",
@@ -81,7 +82,7 @@ class History:
     def use_path(self, node: Node) -> None:
         """A request has hit the tokens up to the end of `node`. O(records on the path)."""
         self.now += 1
-        record: Record | None = self._mark(node)
+        record: Record | None = self._record_of(node)
         while record is not None and record.parent is not None:
             self.hit_tokens += record.length
             self._use(record)
@@ -116,12 +117,12 @@ class History:
             record.in_lru = True
             self._lru_tokens += record.length
 
-    def _mark(self, node: Node) -> Record:
-        record: Record | None = node.mark
+    def _record_of(self, node: Node) -> Record:
+        record: Record | None = node.policy_data
         if record is None:
             assert isinstance(node, Root)
             record = self._roots.setdefault(node.namespace, Record(None, 0, 0, 0))
-            node.mark = record
+            node.policy_data = record
         return record
 
     # -- changes of the tree -----------------------------------------------------------------
@@ -131,9 +132,9 @@ class History:
         edge, base, end = node.edge, node.start, node.end
         at = end - tokens
         self.entered_tokens += tokens
-        grown = node.mark is not None
+        grown = node.policy_data is not None
         assert node.parent is not None
-        above = node.mark if grown else self._mark(node.parent)
+        above = node.policy_data if grown else self._record_of(node.parent)
         while at < end:
             ghost = above.children.get(_first(edge, at - base)) or above.children.get(b"")
             if ghost is None or ghost.live:
@@ -151,7 +152,7 @@ class History:
             self._num_ghosts -= 1
             above, at = ghost, at + same
         if at < end:
-            if grown and above is node.mark and above.uses == 1 and not above.children:
+            if grown and above is node.policy_data and above.uses == 1 and not above.children:
                 above.length += end - at  # a prompt in chunks, or its output: one stretch
                 if above.in_lru:
                     self._lru_tokens += end - at
@@ -163,19 +164,19 @@ class History:
                 self._lru_tokens += end - at
                 self._recency.append((self.now, above))
                 self._records.append(above)
-        node.mark = above
+        node.policy_data = above
 
     def split(self, upper: Node, lower: Node) -> None:
         """`upper` has taken the first tokens of `lower`. O(records on the edge)."""
         cut = lower.start
-        record: Record = lower.mark
+        record: Record = lower.policy_data
         while record.start >= cut:
             assert record.parent is not None
             record = record.parent
         if record.start + record.length > cut:
             key = _first(upper.edge, record.start - upper.start)
             record = self._cut(record, cut, key, _first(lower.edge, 0))
-        upper.mark = record
+        upper.policy_data = record
 
     def _cut(self, lower: Record, cut: int, key: bytes, lower_key: bytes) -> Record:
         """Cuts a live record in two; returns the new upper one."""
@@ -193,14 +194,14 @@ class History:
         """The last `tokens` tokens of `node` are about to go: their records become ghosts."""
         edge, base, end = node.edge, node.start, node.end
         at = end - tokens
-        record: Record = node.mark
+        record: Record = node.policy_data
         while record.parent is not None and record.start >= at:
             self._bury(record, edge, base)
             record = record.parent
         if record.start + record.length > at:
             record = self._evict_tail(record, at, edge, base)
         if at > base:
-            node.mark = record
+            node.policy_data = record
         while self._num_ghosts > self._max_ghosts:
             ghost = self._ghosts.popleft()
             if ghost.parent is not None and not ghost.live:

@@ -79,7 +79,7 @@ class SegmentedLeastRecentlyUsed(EvictionOrder):
         return iter(leaves.values())
 
     def add(self, leaf: Node) -> None:
-        heap = self._protected if self._is_protected(leaf.mark) else self._probation
+        heap = self._protected if self._is_protected(leaf.policy_data) else self._probation
         heap.add(leaf.stamp, leaf)
 
     def pop(self) -> Node | None:
@@ -90,7 +90,7 @@ class SegmentedLeastRecentlyUsed(EvictionOrder):
 
     def tail(self, leaf: Node) -> int:
         """How many tokens at the end of a leaf share a segment: at least 1, at most its length."""
-        return leaf.end - max(leaf.mark.start, leaf.start)
+        return leaf.end - max(leaf.policy_data.start, leaf.start)
 
     def used(self, node: Node, clock: int) -> None:
         self._clock = clock
@@ -103,7 +103,7 @@ class SegmentedLeastRecentlyUsed(EvictionOrder):
         self._history.split(upper, lower)
 
     def evicted(self, node: Node, tokens: int) -> None:
-        record: Record = node.mark
+        record: Record = node.policy_data
         end = node.end
         begin = end - tokens
         while end > begin:
@@ -145,7 +145,7 @@ class SegmentedLeastRecentlyUsed(EvictionOrder):
             self._returned += 1
             self._protected_tokens -= self._last_used.pop(self._returned, 0)
         while (leaf := self._protected.pop()) is not None:
-            if self._is_protected(leaf.mark):
+            if self._is_protected(leaf.policy_data):
                 self._protected.add(leaf.stamp, leaf)
                 break
             self._probation.add(self._clock, leaf)

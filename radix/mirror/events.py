@@ -6,14 +6,12 @@ from array import array
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from coppice.radix.mirror.page_hashes import extend_chain, root_hash
 from coppice.radix.node import Node, Root
+from coppice.radix.state import TreeListener
 from coppice.radix.tokens import TOKEN_BYTES
-
-if TYPE_CHECKING:
-    from coppice.radix.tree import RadixTree
+from coppice.radix.tree import RadixTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class PagesCleared:
 Event = PagesStored | PagesRemoved | PagesCleared
 
 
-class PageEvents:
+class PageEvents(TreeListener):
     """A bounded stream of a tree's events; hashes are computed only while one is attached.
 
     The stream begins with what the tree holds, so a consumer that applies all events mirrors it. A
@@ -68,19 +66,20 @@ class PageEvents:
     def __init__(self, tree: RadixTree, *, limit: int = 10_000, seed: int = 0) -> None:
         if limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}")
-        if tree.events is not None:
+        if any(isinstance(listener, PageEvents) for listener in tree.listeners):
             raise ValueError("tree: it has a stream of events already; close that one first")
+        hashes = [root_hash(namespace, seed) for namespace in tree.roots]
         self.limit = limit
         self.seed = seed
         self.restarts = 0  # times that the consumer was too slow
         self._tree = tree
         self._events: deque[Event] = deque()
-        # Hashes that chains begin with, of the namespaces in the tree.
-        self._roots = {namespace: root_hash(namespace, seed) for namespace in tree.roots}
+        for root, own in zip(tree.roots.values(), hashes, strict=True):
+            root.hashes = array("Q", [own])
         self._anew = tree.num_nodes > 0  # the next drain begins with all that the tree holds
         for node in tree.nodes():  # parents first, as the chain needs it
             node.hashes = self._continue(node, 0)
-        tree.events = self
+        tree.add_listener(self)
 
     def __len__(self) -> int:
         """Events that wait to be drained."""
@@ -98,20 +97,17 @@ class PageEvents:
 
     def close(self) -> None:
         """Ends the stream; the tree computes no hashes from now on."""
-        self._tree.events = None
+        self._tree.remove_listener(self)
         self._events.clear()
-        for node in self._tree.nodes():
-            node.hashes = None
+        for root in self._tree.roots.values():
+            for node in root.subtree():
+                node.hashes = None
 
     # -- the tree's side ---------------------------------------------------------------------
 
-    def opened(self, namespace: Hashable) -> None:
-        """The tree is about to have this namespace. Raises ValueError if it can't be hashed."""
-        self._roots[namespace] = root_hash(namespace, self.seed)
-
-    def closed(self, namespace: Hashable) -> None:
-        """Nothing of this namespace is left in the tree."""
-        del self._roots[namespace]
+    def opened(self, root: Root) -> None:
+        """Raises ValueError if the namespace can't be hashed."""
+        root.hashes = array("Q", [root_hash(root.namespace, self.seed)])
 
     def stored(self, node: Node) -> None:
         """Tokens were entered at the end of `node`. O(its new tokens)."""
@@ -128,7 +124,7 @@ class PageEvents:
         taken = upper.end // size - upper.start // size
         upper.hashes, lower.hashes = lower.hashes[:taken], lower.hashes[taken:]
 
-    def removed(self, node: Node, length: int) -> None:
+    def evicted(self, node: Node, length: int) -> None:
         """`node` is about to be cut to `length` tokens."""
         assert node.hashes is not None
         size = self._tree.page_size
@@ -141,7 +137,6 @@ class PageEvents:
     def cleared(self) -> None:
         """The tree was emptied on purpose."""
         self._events.clear()
-        self._roots.clear()
         self._anew = False
         self._append(PagesCleared())
 
@@ -161,13 +156,10 @@ class PageEvents:
         if known and node.hashes:
             return node.hashes[known - 1]
         above = node.parent
-        while above is not None:
-            if isinstance(above, Root):
-                return self._roots[above.namespace]
-            if above.hashes:
-                return above.hashes[-1]
+        while above is not None and not above.hashes:
             above = above.parent
-        raise AssertionError("a node without a root")
+        assert above is not None and above.hashes, "a root without its hash"
+        return above.hashes[-1]
 
     def _stored(self, node: Node, hashes: array[int]) -> PagesStored:
         """The event for `hashes`, the last ones of `node`."""

@@ -159,7 +159,7 @@ class Paging:
             self._insert(sequence)
 
     def enter(self, sequence: Sequence) -> None:
-        """Enters all that a beam has computed as a draft that is marked: a result ends there.
+        """Enters all that a beam has computed as a draft that is wanted: a result ends there.
 
         Others may beat it: `settle` it when that is known.
         """
@@ -167,13 +167,13 @@ class Paging:
             self._insert(sequence)
         match = self.tree.match(sequence.tokens, sequence.request.namespace)
         if match.length == len(sequence.tokens):
-            self.tree.mark(match)
+            self.tree.want(match)
 
     def settle(self, line: array[int], namespace: Hashable, *, keep: bool) -> None:
         """A result that was entered with these tokens stays for good, or is beaten and goes."""
         match = self.tree.match(line, namespace)
-        if match.length == len(line):  # else it was evicted, with its mark
-            self.tree.unmark(match)
+        if match.length == len(line):  # else it was evicted
+            self.tree.unwant(match)
         if keep:
             self.tree.unlock(self.tree.lock(match, use=False), use=False)
         else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedDict, SortedList
 
-from coppice.radix import Node, RadixTree
+from coppice.radix import Node, RadixTree, TreeListener
 from coppice.radix.node import Root
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.schedule.queue_tree import MIN_SHARED_TOKENS, Rank, WaitingTree
@@ -65,7 +65,7 @@ class _Class:
     left: int = 0  # work of all that left the queue
 
 
-class WaitingQueue:
+class WaitingQueue(TreeListener):
     """Sequences that wait for admission.
 
     First come those that were preempted, in order of arrival (of the best class that waits). Then
@@ -82,7 +82,7 @@ class WaitingQueue:
       a class the bound holds as in the other policies; work of other classes does not count.
 
     In every policy a sequence that shares tokens with one that is about to compute them waits to
-    hit them instead. The order is kept up to date by what the tree tells (`RadixTree.watcher`), one
+    hit them instead. The queue listens to the tree (`TreeListener`), keeps the order up to date one
     path at a time, and costs the same at any length of the queue: every operation is O(tokens of
     the sequence at memory speed + branches on its path x log).
     """
@@ -121,7 +121,7 @@ class WaitingQueue:
         self._classes: dict[int, _Class] = {}
         self._leading: dict[Sequence, tuple[Hashable, bytes]] = {}
         self._aside: list[_Place] = []
-        tree.watcher = self
+        tree.add_listener(self)
 
     def __len__(self) -> int:
         return len(self._places) + len(self._resuming) + len(self._parked)
@@ -277,6 +277,13 @@ class WaitingQueue:
         namespace, tree = self._of(node)
         if tree is not None and tree.evicted(node.prefix(), node.start + length):
             self._list(namespace)
+
+    def cleared(self) -> None:
+        for place in self._places.values():
+            namespace = place.sequence.request.namespace
+            tree = self._trees.get(namespace)  # None if all that wait in it are set aside
+            if tree is not None and tree.evicted(place.tokens, 0):
+                self._list(namespace)
 
     def _of(self, node: Node) -> tuple[Hashable, WaitingTree | None]:
         if not self._trees:

@@ -48,7 +48,7 @@ class Fuzz:
         self.stored: set[int] = set()
         # Lock, page table, tokens, whether it inserts drafts.
         self.lines: list[tuple[Hold, array[int], array[int], bool]] = []
-        self.marked: list[tuple[array[int], Hashable]] = []
+        self.wanted: list[tuple[array[int], Hashable]] = []
         # Prompts are made of few segments, so that they share, nest and diverge.
         self.segments = [
             [self.rng.randrange(50) for _ in range(self.rng.choice((1, 3, 16, 40)))]
@@ -113,18 +113,18 @@ class Fuzz:
             self.tree.insert(hold, tokens, table, draft=draft)
         self.tree.release(hold, table, drop=draft and self.rng.random() < 0.8)
 
-    def mark(self) -> None:
-        """Marks what a sequence has entered, or settles what was marked before."""
+    def want(self) -> None:
+        """Wants what a sequence has entered, or settles what was wanted before."""
         tree = self.tree
-        if len(self.marked) < 8 and self.rng.random() < 0.6:
+        if len(self.wanted) < 8 and self.rng.random() < 0.6:
             hold, _, tokens, _ = self.rng.choice(self.lines)
-            self.marked.append((tokens[: hold.length], hold.namespace))
-            tree.mark(tree.match(*self.marked[-1]))
-        elif self.marked:
-            tokens, namespace = self.marked.pop(self.rng.randrange(len(self.marked)))
+            self.wanted.append((tokens[: hold.length], hold.namespace))
+            tree.want(tree.match(*self.wanted[-1]))
+        elif self.wanted:
+            tokens, namespace = self.wanted.pop(self.rng.randrange(len(self.wanted)))
             match = tree.match(tokens, namespace)
             if match.length == len(tokens):
-                tree.unmark(match)
+                tree.unwant(match)
             if self.rng.random() < 0.3:
                 tree.unlock(tree.lock(match))
             else:
@@ -154,7 +154,7 @@ class Fuzz:
         elif chance < 0.9:
             self.finish()
         elif chance < 0.93:
-            self.mark()
+            self.want()
         elif chance < 0.96:
             self.tree.evict(self.rng.randint(0, 20))
         else:

@@ -708,7 +708,7 @@ def test_a_draft_may_wait_and_be_dropped_later() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_marked_draft_stays_until_the_mark_is_taken_back(page_size: int) -> None:
+def test_a_draft_stays_while_somebody_wants_it(page_size: int) -> None:
     """Though nobody holds it, and though the sequence that entered it has gone on and is gone."""
     tree = make_tree(64, page_size)
     run = Run(tree, range(10))
@@ -716,8 +716,8 @@ def test_a_marked_draft_stays_until_the_mark_is_taken_back(page_size: int) -> No
     run.grow(range(50, 57))
     tree.insert(run.hold, run.tokens, run.table, draft=True)
     wanted = list(run.tokens)
-    tree.mark(tree.match(wanted))
-    tree.mark(tree.match(wanted[:13]))  # inside the edge
+    tree.want(tree.match(wanted))
+    tree.want(tree.match(wanted[:13]))  # inside the edge
     run.grow(range(60, 75))
     tree.insert(run.hold, run.tokens, run.table, draft=True)
     tree.release(run.hold, run.table, drop=True)
@@ -725,8 +725,8 @@ def test_a_marked_draft_stays_until_the_mark_is_taken_back(page_size: int) -> No
     assert matched(tree, run.tokens) == tree.cached_tokens == 17
     assert tree.evictable_pages == tree.cached_pages == -(-17 // page_size)
     for length, left in ((17, 13), (13, 10)):
-        tree.unmark(tree.match(wanted[:length]))
-        tree.unmark(tree.match(wanted[: length - 1]))  # there is none
+        tree.unwant(tree.match(wanted[:length]))
+        tree.unwant(tree.match(wanted[: length - 1]))  # there is none
         tree.drop(tree.match(wanted[:length]))
         checked(tree)
         assert tree.cached_tokens == matched(tree, run.tokens) == left
@@ -734,15 +734,15 @@ def test_a_marked_draft_stays_until_the_mark_is_taken_back(page_size: int) -> No
     assert tree.evicted_tokens == 0
 
 
-def test_a_mark_goes_with_what_is_evicted() -> None:
+def test_nobody_wants_what_was_evicted() -> None:
     tree = make_tree()
     run = Run(tree, range(10))
     run.insert()
     run.grow(range(50, 60))
     tree.insert(run.hold, run.tokens, run.table, draft=True)
-    tree.mark(tree.match(run.tokens))
+    tree.want(tree.match(run.tokens))
     tree.release(run.hold, run.table, drop=True)
-    assert matched(tree, run.tokens) == 20, "marked"
+    assert matched(tree, run.tokens) == 20, "wanted"
     tree.evict(1)
     assert matched(tree, run.tokens) == 16
     tree.drop(tree.match(run.tokens))

@@ -56,7 +56,7 @@ def history_of(tree: RadixTree) -> History:
 def path(node: Node) -> list[Record]:
     """The records from the top to the end of `node`."""
     records = []
-    record: Record | None = node.mark
+    record: Record | None = node.policy_data
     while record is not None and record.parent is not None:
         records.append(record)
         record = record.parent
@@ -70,9 +70,9 @@ def check_history(tree: RadixTree) -> None:
     live = []
     for node in tree.nodes():
         assert node.parent is not None
-        above = node.parent.mark
+        above = node.parent.policy_data
         edge = []
-        record: Record | None = node.mark
+        record: Record | None = node.policy_data
         while record is not None and record is not above:
             edge.append(record)
             record = record.parent

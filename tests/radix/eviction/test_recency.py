@@ -132,7 +132,7 @@ def test_slru_counts_exactly_what_is_protected_and_keeps_its_bound(seed: int) ->
             tree.evict(rng.randint(1, 4))
             records: dict[int, Record] = {}
             for node in tree.nodes():
-                record = node.mark
+                record = node.policy_data
                 while record.parent is not None and record.start >= node.start:
                     records[id(record)] = record
                     record = record.parent

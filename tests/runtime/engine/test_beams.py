@@ -470,7 +470,7 @@ def test_results_that_are_beaten_give_their_pages_back_in_that_step(tiny_checkpo
     assert used <= union(page_size, standing) + n
     for line in standing:
         assert engine.tree.match(line, engine.intake.namespace(None)).length == len(line)
-    assert not any(node.draft or node.marks for node in engine.tree.nodes())
+    assert not any(node.draft or node.wanted for node in engine.tree.nodes())
 
 
 def test_a_search_drops_no_result_of_another_one_that_asks_for_more(tiny_checkpoint):
@@ -484,7 +484,7 @@ def test_a_search_drops_no_result_of_another_one_that_asks_for_more(tiny_checkpo
     for output in results["all"]:
         line = [*PROMPTS[0], *output.new_token_ids][:-1]
         assert engine.tree.match(line, engine.intake.namespace(None)).length == len(line)
-    assert not any(node.draft or node.marks for node in engine.tree.nodes())
+    assert not any(node.draft or node.wanted for node in engine.tree.nodes())
 
 
 def test_results_so_far_outlive_an_aborted_search_and_nothing_behind_them(tiny_checkpoint):
@@ -501,7 +501,7 @@ def test_results_so_far_outlive_an_aborted_search_and_nothing_behind_them(tiny_c
         tuple(line[:end]) for line in [*kept, PROMPTS[0]] for end in range(1, 1 + len(line))
     }
     assert engine.tree.cached_tokens == len(prefixes)
-    assert not any(node.draft or node.marks for node in engine.tree.nodes())
+    assert not any(node.draft or node.wanted for node in engine.tree.nodes())
 
 
 def test_what_preempted_and_aborted_beams_left_goes_too(tiny_checkpoint):

@@ -137,7 +137,7 @@ def searched(made: Engine) -> list[StepOutput]:
         results += [output for output in made.step() if output.request_id == "a"]
         made.check()
     assert make_report(made).pages_held == 0
-    assert not any(node.draft or node.marks for node in made.tree.nodes())
+    assert not any(node.draft or node.wanted for node in made.tree.nodes())
     return results
 
 
