@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 
-from coppice.radix import drafts, leaves
+from coppice.radix import drafts
 from coppice.radix.node import Hold, Node
 from coppice.radix.state import TreeState
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
@@ -41,6 +41,40 @@ def refuse(begin: int, held: int, total: int, pages: int, size: int) -> None:
     raise ValueError(f"table: {pages} pages of {size} can't hold {total} tokens")
 
 
+def enter(
+    tree: TreeState,
+    hold: Hold,
+    bottom: Node,
+    query: bytes,
+    table: array[int],
+    begin: int,
+    draft: bool,
+    ends: bool,
+) -> tuple[Node, int]:
+    """What `RadixTree.insert` does to the edges, for a hold that ends in `bottom`.
+
+    With `ends`, the sequence leaves and writes no more. Returns the node in which the tokens end,
+    and how many of them were in the tree before. The caller moves the locks.
+    """
+    held, total = hold.length, begin + len(query) // TOKEN_BYTES
+    if not 0 <= begin <= held <= total <= len(table) * tree.page_size:
+        refuse(begin, held, total, len(table), tree.page_size)
+    node, matched = bottom, held
+    if total > held:
+        node, at = descend(bottom, query, (held - begin) * TOKEN_BYTES)
+        matched = begin + at // TOKEN_BYTES
+        if matched < node.start + node.length:
+            node = split(tree, node, matched - node.start)
+        if matched > held:
+            adopt(tree, hold, node, table, matched)
+        if matched < total:
+            node = extend(tree, node, bottom, query, at, matched, table, draft, ends)
+            tree.epoch += 1
+    if node.draft and not draft:
+        drafts.keep(node)
+    return node, matched
+
+
 def adopt(tree: TreeState, hold: Hold, node: Node, table: array[int], matched: int) -> None:
     """Replaces the full pages of positions held .. matched by the tree's; frees the copies."""
     first, last = hold.length // tree.page_size, matched // tree.page_size
@@ -67,7 +101,7 @@ def extend(
     matched: int,
     table: array[int],
     draft: bool,
-    ends: bool = False,
+    ends: bool,
 ) -> Node:
     """Enters the tokens of `query` from byte `at` on below `node`, or at its end.
 
@@ -156,47 +190,6 @@ def _extend(
     for listener in tree.listeners:
         listener.stored(grown)
     return grown
-
-
-def finish(
-    tree: TreeState, bottom: Node, hold: Hold, query: bytes, table: array[int], begin: int
-) -> None:
-    """What `RadixTree.finish` does, for a hold that ends in `bottom`."""
-    size, held = tree.page_size, hold.length
-    total = begin + len(query) // TOKEN_BYTES
-    if not 0 <= begin <= held <= total <= len(table) * size:
-        refuse(begin, held, total, len(table), size)
-    node, spare = bottom, total // size
-    if total > held:
-        node, at = descend(bottom, query, (held - begin) * TOKEN_BYTES)
-        matched = begin + at // TOKEN_BYTES
-        if matched < node.start + node.length:
-            node = split(tree, node, matched - node.start)
-        if matched > held:
-            adopt(tree, hold, node, table, matched)
-        if matched < total:
-            node = extend(tree, node, bottom, query, at, matched, table, False, True)
-            tree.epoch += 1
-            spare = -(-total // size)
-    if node.draft:
-        drafts.keep(node)
-    if spare < len(table):
-        tree.pool.release(table[spare:])
-    hold.node = None
-    tree.clock = clock = tree.clock + 1
-    walk: Node | None = node
-    while walk is not bottom:
-        assert walk is not None
-        walk.stamp = clock
-        walk = walk.parent
-    while walk is not None:
-        walk.stamp = clock
-        walk.locks = locks = walk.locks - 1
-        if not locks:
-            tree.locked_pages -= walk.own_pages
-        walk = walk.parent
-    if not node.children and not node.locks:
-        leaves.offer(tree, node)
 
 
 def split(tree: TreeState, node: Node, tokens: int) -> Node:

@@ -104,29 +104,9 @@ class RadixTree(TreeState):
         return Hold(match.namespace, node, match.length)
 
     def start(self, match: Match, *, draft: bool = False) -> tuple[Hold, array[int]]:
-        """`lock` and `page_table` in one walk, for a sequence that begins."""
-        node = walk = self._end_of(match, draft)
-        self.clock = clock = self.clock + 1
-        self.order.used(node, clock)
-        path = []
-        while True:
-            if not walk.locks:
-                self.locked_pages += walk.own_pages
-            walk.locks += 1
-            walk.stamp = clock
-            walk.hits += 1
-            if (parent := walk.parent) is None:
-                break
-            path.append(walk)
-            walk = parent
-        table = path.pop().pages[:] if path else array("i")
-        size = self.page_size
-        while path:
-            walk = path.pop()
-            if walk.start % size:
-                table.pop()  # as in `page_table`
-            table += walk.pages
-        return Hold(match.namespace, node, match.length), table
+        """`lock`, and the `page_table` of what it holds, for a sequence that begins."""
+        hold = self.lock(match, draft=draft)
+        return hold, self.page_table(hold)
 
     def _end_of(self, match: Match, draft: bool) -> Node:
         """The node that ends with a match, which is about to be locked."""
@@ -199,8 +179,26 @@ class RadixTree(TreeState):
         self.unlock(hold, drop=drop)
 
     def finish(self, hold: Hold, tokens: Tokens, table: array[int], *, begin: int = 0) -> None:
-        """`insert` and `release` in one walk; the table means nothing afterwards."""
-        edges.finish(self, self._held(hold), hold, token_bytes(tokens), table, begin)
+        """`insert` and `release` in one, for a sequence that ends with these tokens.
+
+        The tail page passes to the tree, and nothing new is locked first. The table means nothing
+        afterwards.
+        """
+        query = token_bytes(tokens)
+        bottom = self._held(hold)
+        node, matched = edges.enter(self, hold, bottom, query, table, begin, draft=False, ends=True)
+        total = begin + len(query) // TOKEN_BYTES
+        kept = -(-total // self.page_size) if matched < total else total // self.page_size
+        if kept < len(table):
+            self.pool.release(table[kept:])
+        self.unlock(hold)
+        walk = node
+        while walk is not bottom:
+            walk.stamp = self.clock
+            assert walk.parent is not None
+            walk = walk.parent
+        if not (node is bottom or node.children or node.locks):
+            leaves.offer(self, node)
 
     @staticmethod
     def _held(hold: Hold) -> Node:
@@ -297,25 +295,9 @@ class RadixTree(TreeState):
         O(new tokens + new nodes). Raises ValueError if a size does not fit.
         """
         query = token_bytes(tokens)
-        total = begin + len(query) // TOKEN_BYTES
         bottom, held = self._held(hold), hold.length
-        if not 0 <= begin <= held <= total <= len(table) * self.page_size:
-            edges.refuse(begin, held, total, len(table), self.page_size)
-        if total == held:
-            if not draft:
-                drafts.keep(bottom)
-            return Inserted(0, 0)
-        node, at = edges.descend(bottom, query, (held - begin) * TOKEN_BYTES)
-        matched = begin + at // TOKEN_BYTES
-        if matched < node.start + node.length:
-            node = edges.split(self, node, matched - node.start)
-        if matched > held:
-            edges.adopt(self, hold, node, table, matched)
-        if matched < total:
-            node = edges.extend(self, node, bottom, query, at, matched, table, draft)
-            self.epoch += 1
-        if node.draft and not draft:
-            drafts.keep(node)
+        node, matched = edges.enter(self, hold, bottom, query, table, begin, draft, ends=False)
+        total = begin + len(query) // TOKEN_BYTES
         hold.node, hold.length = node, total
         while node is not bottom:
             if not node.locks:
@@ -323,7 +305,7 @@ class RadixTree(TreeState):
             node.locks += 1
             assert node.parent is not None
             node = node.parent
-        if draft:
+        if draft and total > held:
             drafts.share_copies(self, bottom)
         return new_tuple(Inserted, (total - matched, matched - held))
 
