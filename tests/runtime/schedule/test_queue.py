@@ -189,6 +189,21 @@ def test_dfs_descends_where_most_wait():
     assert order == [1, 2, 3, 4, 0, 5]
 
 
+def test_after_a_reset_nothing_is_cached_for_those_that_wait():
+    tree = RadixTree(PagePool(64, 4))
+    enter(tree, [1] * 8)
+    enter(tree, [1] * 8, "a")
+    queue = WaitingQueue(tree, "lpm", slack=10**9, overtaking=None)
+    cold, aside = sequence(0, [2] * 9), sequence(2, [1] * 9, "a")
+    queue.add(cold, 0)
+    for each in (sequence(1, [1] * 9), aside):
+        queue.add(each, 8)
+    assert queue.next()[0].request.arrival == 1
+    queue.set_aside(aside)
+    tree.reset()
+    assert queue.next() == (cold, False)
+
+
 def test_whoever_was_overtaken_by_much_goes_next_and_none_may_pass():
     tree = RadixTree(PagePool(64, 4))
     enter(tree, [1] * 8)
