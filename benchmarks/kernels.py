@@ -332,9 +332,10 @@ def _choice(batch: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
     import torch
 
     from coppice.kernels.sampling import choose as choice
+    from coppice.kernels.sampling.columns import COLUMNS
 
     logits = torch.randn(batch, vocabulary) * 4
-    columns = np.ones((batch, choice.COLUMNS))
+    columns = np.ones((batch, COLUMNS))
     columns[:, choice.TEMPERATURE] = 0.8
     columns[:, choice.TOP_K], columns[:, choice.MIN_P] = vocabulary, 0
     columns[:, choice.UNIFORM] = np.random.default_rng(0).random(batch)

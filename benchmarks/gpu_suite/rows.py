@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from coppice.kernels.attention.interface import LayerCache
-from coppice.kernels.sampling.choose import COLUMNS, choose
+from coppice.kernels.sampling.choose import choose
+from coppice.kernels.sampling.columns import COLUMNS
 from gpu_suite.bench import Bench
 from gpu_suite.worker import Row, reason
 

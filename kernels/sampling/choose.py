@@ -24,20 +24,14 @@ from __future__ import annotations
 import logging
 from functools import cache
 from types import ModuleType
-from typing import Final
 
 import numpy as np
 import torch
 
+from coppice.kernels.sampling.columns import MIN_P, TOP_K, TOP_P
 from coppice.kernels.transfer import send
 
 _log = logging.getLogger(__name__)
-
-#: Numbers of a row, float64: the temperature, above 0; most tokens (from the size of the vocabulary
-#: on: all; 1 is the most probable one, whatever the others say); top-p (from 1 on: all); min-p; and
-#: the number that chooses.
-COLUMNS: Final = 5
-TEMPERATURE, TOP_K, TOP_P, MIN_P, UNIFORM = range(COLUMNS)
 
 # The bits of 1.0, the greatest weight.
 _ONE = 0x3F800000

@@ -12,13 +12,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 
 from coppice.kernels.cpu.code.calls import pointer, run_shares
-from coppice.kernels.sampling.choose import COLUMNS, MIN_P, TEMPERATURE, TOP_K, TOP_P, UNIFORM
-
-#: A digest of ``calls.py``; see ``numba_items``.
-SOURCES = "fa0350afd652"
+from coppice.kernels.cpu.code.kept import cfunc, njit
+from coppice.kernels.sampling.columns import COLUMNS, MIN_P, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
@@ -42,7 +40,7 @@ _LEAST = np.float32(-126 * math.log(2.0))
 _E2, _E3, _E4, _E5, _E6, _E7 = (np.float32(1 / math.factorial(n)) for n in range(2, 8))
 
 
-@njit(fastmath=_FAST, cache=True)
+@njit(fastmath=_FAST)
 def _greatest(row: np.ndarray) -> np.float32:
     """Floats are in the order of these integers, whose maximum vectorises."""
     bits, most = row.view(np.int32), np.int32(-0x80000000)
@@ -55,7 +53,7 @@ def _greatest(row: np.ndarray) -> np.float32:
 
 
 # Nothing may be reordered here: the two parts of ln 2 are there for their rounding.
-@njit(fastmath={"contract", "nsz"}, error_model="numpy", cache=True)
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def _weigh(row: np.ndarray, top: np.float32, temperature: np.float32, weights: np.ndarray) -> None:
     """``exp((row - top) / temperature)``, to a unit or two in the last place; 0 of NaN and -inf."""
     x, bits = np.zeros(_TILE, np.float32), np.empty(_TILE, np.int32)
@@ -77,7 +75,7 @@ def _weigh(row: np.ndarray, top: np.float32, temperature: np.float32, weights: n
             mine[t] = x[t] * powers[t]
 
 
-@njit(fastmath=_FAST, cache=True)
+@njit(fastmath=_FAST)
 def _sum(weights: np.ndarray) -> float:
     total = 0.0
     for i in range(len(weights)):
@@ -85,7 +83,7 @@ def _sum(weights: np.ndarray) -> float:
     return total
 
 
-@njit(cache=True)
+@njit
 def _walk(
     counts: np.ndarray, sums: np.ndarray, target: float, counted: bool, above: int, mass: float
 ) -> tuple[int, int, float]:
@@ -101,7 +99,7 @@ def _walk(
     return -1, above, mass
 
 
-@njit(cache=True)
+@njit
 def _last_kept(
     weights: np.ndarray,
     target: float,
@@ -147,7 +145,7 @@ def _last_kept(
     return prefix, above, mass
 
 
-@njit(cache=True)
+@njit
 def _draw(
     weights: np.ndarray, last: int, equals: float, least: np.float32, uniform: float,
     sums: np.ndarray, ranks: np.ndarray,
@@ -191,7 +189,7 @@ def _draw(
     return _within(weights, latest, last, equals, least, np.inf, 0.0, ranks[latest])[0]
 
 
-@njit(cache=True)
+@njit
 def _within(
     weights: np.ndarray, piece: int, last: int, equals: float, least: np.float32,
     threshold: float, running: float, rank: int,
@@ -212,7 +210,7 @@ def _within(
     return token, False
 
 
-@cfunc(types.void(*[types.int64] * 3), error_model="numpy", cache=True)
+@cfunc(types.void(*[types.int64] * 3), error_model="numpy")
 def run_rows(frame: int, begin: int, end: int) -> None:
     """The tokens of the places ``begin .. end`` of what ``choose_rows`` has laid out in a frame."""
     f = carray(pointer(frame), (_FRAME,), np.int64)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coppice.kernels.sampling.choose import COLUMNS
+from coppice.kernels.sampling.columns import COLUMNS
 
 _BLOCK = 4096
 _WARPS = 8

@@ -10,15 +10,8 @@ import numpy as np
 import torch
 import xxhash
 
-from coppice.kernels.sampling.choose import (
-    COLUMNS,
-    MIN_P,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    UNIFORM,
-    choose,
-)
+from coppice.kernels.sampling.choose import choose
+from coppice.kernels.sampling.columns import COLUMNS, MIN_P, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 from coppice.kernels.transfer import Fetched, take
 from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.request import Sequence

@@ -17,7 +17,7 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 
 from coppice.kernels.cpu.attention.few_lanes import FEW, few_gather, few_scores, few_weigh
 from coppice.kernels.cpu.attention.full_lanes import (
@@ -30,6 +30,7 @@ from coppice.kernels.cpu.attention.full_lanes import (
     weigh,
 )
 from coppice.kernels.cpu.code.calls import pointer, run_share, run_shares
+from coppice.kernels.cpu.code.kept import cfunc, njit
 from coppice.kernels.cpu.code.simd import LANES, VECTORS
 
 __all__ = [
@@ -42,10 +43,6 @@ __all__ = [
     "merge_share",
     "run_tasks",
 ]
-
-#: A digest of the modules whose compiled functions are called here: numba keeps compiled code until
-#: this file changes, and does not look at the files of what is called. A test tells when to renew.
-SOURCES = "1c31eb140714"
 
 # No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
@@ -65,7 +62,7 @@ _LINE = 16
 _FRAME = 29
 
 
-@njit(cache=True)
+@njit
 def _locate(
     table: np.ndarray, begin: int, stop: int, end: int, page_size: int, width: int, at: np.ndarray
 ) -> None:
@@ -86,7 +83,7 @@ def _locate(
                 start = np.int64(table[page]) * page_size
 
 
-@njit(cache=True)
+@njit
 def _hide(
     s: np.ndarray, begin: int, count: int, seen_from: np.ndarray, seen_to: np.ndarray
 ) -> None:
@@ -99,7 +96,7 @@ def _hide(
                 mine[lane] = _NEG_INF
 
 
-@njit(cache=True)
+@njit
 def _hide_few(
     s: np.ndarray,
     begin: int,
@@ -300,7 +297,7 @@ def _work(
             lay_along(lanes, columns, whole, factors, lines.ctypes.data + 8 * lane)
 
 
-@njit(fastmath=_FAST, error_model="numpy", cache=True)
+@njit(fastmath=_FAST, error_model="numpy")
 def merge_share(
     begin: int,
     end: int,
@@ -333,7 +330,7 @@ def merge_share(
             lse[row, head] = high + np.float32(math.log(weight))
 
 
-@cfunc(types.void(*[types.int64] * 3), fastmath=_FAST, error_model="numpy", cache=True)
+@cfunc(types.void(*[types.int64] * 3), fastmath=_FAST, error_model="numpy")
 def run_tasks(frame: int, begin: int, end: int) -> None:
     """Tasks ``begin .. end`` of what ``attend_items`` has laid out in a frame."""
     f = carray(pointer(frame), (_FRAME,), np.int64)
@@ -363,7 +360,7 @@ def run_tasks(frame: int, begin: int, end: int) -> None:
         )  # fmt: skip
 
 
-@njit(cache=True)
+@njit
 def attention_frame(
     tasks: np.ndarray,
     items: np.ndarray,
@@ -402,7 +399,7 @@ def attention_frame(
     return frame
 
 
-@njit(cache=True)
+@njit
 def _attend(
     function: int,
     tasks: np.ndarray,

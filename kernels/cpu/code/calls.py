@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
+from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.threads import use_torch_threads
 
 # Code that calls parallel code may come out of numba's cache without its wish that the threads run,
@@ -43,7 +44,7 @@ def run_share(typing: Any, function: Any, frame: Any, begin: Any, end: Any) -> A
     return types.void(*[types.int64] * 4), generate
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True)
 def run_shares(function: int, frame: int, shares: np.ndarray) -> None:
     """Thread i does the tasks ``shares[i] .. shares[i + 1]``."""
     for share in prange(len(shares) - 1):

@@ -28,10 +28,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.threads import use_torch_threads
 
 use_torch_threads()  # before compiled code is loaded; see ``code.calls``
@@ -138,13 +139,13 @@ def _futex(typing: Any, address: Any, what: Any, number: Any) -> Any:
     return types.void(*[types.int64] * 3), generate
 
 
-@njit(cache=True)
+@njit
 def new_team() -> np.ndarray:
     """The state of a team that has not gathered yet; its address is what the others are given."""
     return np.zeros(_SIZE, np.int64)
 
 
-@njit(cache=True)
+@njit
 def gathered(team: int, threads: int) -> bool:
     """Whether all threads are here; False if one had waited too long. To be called first."""
     if threads <= 1:
@@ -167,13 +168,13 @@ def gathered(team: int, threads: int) -> bool:
             return False
 
 
-@njit(cache=True)
+@njit
 def came_together(team: np.ndarray) -> bool:
     """Whether the threads had gathered; to be asked when all have returned."""
     return bool(team[_PRESENT] >= 0)
 
 
-@njit(cache=True)
+@njit
 def meet(team: int, threads: int, met: int) -> int:
     """Waits until all have come here, and sees what they have written; the new ``met``.
 

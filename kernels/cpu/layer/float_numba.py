@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from coppice.kernels.cpu.code.calls import run_share
+from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import came_together, gathered, meet, new_team
 from coppice.kernels.cpu.layer.row_blocks import lay_share
-
-#: A digest of ``row_blocks.py``, ``simd.py``, ``calls.py`` and ``team.py``; see
-#: ``numba_items``.
-SOURCES = "996ecdc236e1"
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19
@@ -23,13 +20,13 @@ _SHARED_FROM = 1 << 19
 _TOGETHER = 600_000
 
 
-@njit(cache=True)
+@njit
 def _parts(rows: int, inner: int) -> int:
     """How many parts of the rows are worked one after the other."""
     return max(min(-(-4 * rows * inner // _TOGETHER), -(-rows // ROWS)), 1)
 
 
-@njit(cache=True)
+@njit
 def laid_numbers(rows: int, inner: int) -> int:
     """Float32 numbers in which ``multiply_share`` lays down up to ``rows`` rows of ``inner``."""
     # A part has that many blocks, what is left of a block, and one as blocks do not divide.
@@ -37,7 +34,7 @@ def laid_numbers(rows: int, inner: int) -> int:
     return min(most * ROWS, rows) * inner
 
 
-@njit(cache=True)
+@njit
 def multiply_share(
     me: int,
     threads: int,
@@ -83,7 +80,7 @@ def multiply_share(
     return met
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _multiply_shares(
     threads: int,
     team: int,
@@ -103,7 +100,7 @@ def _multiply_shares(
             )  # fmt: skip
 
 
-@njit(cache=True)
+@njit
 def multiply_rows(
     function: int,
     panel: int,

@@ -26,11 +26,12 @@ import llvmlite.binding as llvm
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from coppice.kernels.cpu.code.calls import pointer
+from coppice.kernels.cpu.code.kept import cfunc
 from coppice.kernels.cpu.code.simd import (
     INTS,
     LANES,
@@ -47,9 +48,6 @@ from coppice.kernels.cpu.code.simd import (
     zeros,
 )
 from coppice.kernels.cpu.layer.row_blocks import to_fetch
-
-#: A digest of ``row_blocks.py``, ``simd.py`` and ``calls.py``; see ``numba_items``.
-SOURCES = "1a6523b18556"
 
 for _name, _what in (("fma", "fused multiplication"), ("f16c", "conversion from float16")):
     if not llvm.get_host_cpu_features().get(_name):
@@ -212,7 +210,7 @@ def _multiply_panel(
     return signature, generate
 
 
-@cfunc(types.void(*[types.int64] * 3), error_model="numpy", cache=True)
+@cfunc(types.void(*[types.int64] * 3), error_model="numpy")
 def run_panels(frame: int, begin: int, end: int) -> None:
     """Panels ``begin .. end`` of what ``float_numba.multiply_rows`` has laid out in a frame."""
     f = carray(pointer(frame), (_FRAME,), np.int64)

@@ -6,23 +6,20 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from coppice.kernels.cpu.code.calls import run_share
+from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import came_together, gathered, meet, new_team
 from coppice.kernels.cpu.layer.row_blocks import lay_share
 from coppice.kernels.cpu.layer.rows_numba import quantize_share
 
-#: A digest of ``row_blocks.py``, ``simd.py``, ``rows_numba.py``, ``calls.py`` and
-#: ``team.py``; see ``numba_items``.
-SOURCES = "b75b9f10a071"
-
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19
 
 
-@njit(cache=True)
+@njit
 def multiply_share(
     me: int,
     threads: int,
@@ -68,7 +65,7 @@ def multiply_share(
     return met
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _multiply_shares(
     threads: int,
     team: int,
@@ -91,7 +88,7 @@ def _multiply_shares(
             )  # fmt: skip
 
 
-@njit(cache=True)
+@njit
 def multiply_rows(
     function: int,
     panel: int,

@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import (
     INTS,
     LANES,
@@ -28,9 +29,6 @@ from coppice.kernels.cpu.code.simd import (
 from coppice.kernels.cpu.code.threads import use_torch_threads
 
 use_torch_threads()  # before compiled code is loaded; see ``code.calls``
-
-#: A digest of ``simd.py``; see ``numba_items``.
-SOURCES = "fcc35ac8b2d4"
 
 
 def _interleaved(b: Any, rows: list[Any]) -> list[Any]:
@@ -74,7 +72,7 @@ def _lay_block(typing: Any, rows: Any, x: Any, width: Any, out: Any) -> Any:
     return signature, generate
 
 
-@njit(cache=True)
+@njit
 def lay_share(begin: int, end: int, x: int, width: int, out: int) -> None:
     """Lays down the rows ``begin .. end``, of which the first begins a block.
 
@@ -98,7 +96,7 @@ def lay_share(begin: int, end: int, x: int, width: int, out: int) -> None:
             row += 1
 
 
-@njit(cache=True)
+@njit
 def to_fetch(
     row: int, rows: int, panel: int, part: int, parts: int, here: int
 ) -> tuple[int, int, int]:

@@ -14,15 +14,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from coppice.kernels.cpu.code.calls import pointer
+from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.threads import use_torch_threads
 
 use_torch_threads()  # before compiled code is loaded; see ``code.calls``
-
-#: A digest of ``calls.py``; see ``numba_items``.
-SOURCES = "fa0350afd652"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
@@ -46,7 +44,7 @@ def _shares(rows: np.ndarray, num_threads: int) -> int:
 # -- norms and residuals -------------------------------------------------------------------------
 
 
-@njit(fastmath=_FAST, cache=True)
+@njit(fastmath=_FAST)
 def norm_share(
     begin: int,
     end: int,
@@ -72,7 +70,7 @@ def norm_share(
             result[d] = mine[d] * inverse * weight[d]
 
 
-@njit(parallel=True, fastmath=_FAST, cache=True)
+@njit(parallel=True, fastmath=_FAST)
 def _norm_shares(
     shares: int,
     x: np.ndarray,
@@ -109,7 +107,7 @@ def add_norm(
 
 
 # numba's own error model asks before each division whether to raise: then it does not vectorise.
-@njit(fastmath=_FAST, error_model="numpy", cache=True)
+@njit(fastmath=_FAST, error_model="numpy")
 def silu_share(
     begin: int, end: int, first: int, last: int, gate_up: np.ndarray, out: np.ndarray
 ) -> None:
@@ -137,7 +135,7 @@ def silu_share(
                 mine[t] = gate[t] * up[t] / (np.float32(1) + x[t] * powers[t])
 
 
-@njit(parallel=True, fastmath=_FAST, error_model="numpy", cache=True)
+@njit(parallel=True, fastmath=_FAST, error_model="numpy")
 def _silu_shares(shares: int, gate_up: np.ndarray, out: np.ndarray) -> None:
     rows = len(out)
     for share in prange(shares):
@@ -157,7 +155,7 @@ def silu_mul(gate_up: np.ndarray, out: np.ndarray, num_threads: int) -> None:
 # -- rotary embedding with the KV write ----------------------------------------------------------
 
 
-@njit(fastmath=_FAST, cache=True)
+@njit(fastmath=_FAST)
 def rotate_share(
     begin: int,
     end: int,
@@ -195,7 +193,7 @@ def rotate_share(
     return True
 
 
-@njit(parallel=True, fastmath=_FAST, cache=True)
+@njit(parallel=True, fastmath=_FAST)
 def _rotate_shares(
     shares: int,
     qk: np.ndarray,
@@ -249,7 +247,7 @@ def rotate_write(
 # -- copies of pages -----------------------------------------------------------------------------
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def copy_pages(addresses: np.ndarray, src: np.ndarray, dst: np.ndarray, size: int) -> None:
     """Block ``src[i]`` to block ``dst[i]`` of ``size`` bytes, in order, at each address; int64."""
     for first in addresses:
@@ -261,7 +259,7 @@ def copy_pages(addresses: np.ndarray, src: np.ndarray, dst: np.ndarray, size: in
 # -- int8 ----------------------------------------------------------------------------------------
 
 
-@njit(fastmath=_FAST, cache=True)
+@njit(fastmath=_FAST)
 def quantize_share(
     begin: int, end: int, x: np.ndarray, raised: int, levels: np.ndarray, peaks: np.ndarray
 ) -> None:
@@ -286,7 +284,7 @@ def quantize_share(
             result[d] = np.int8(level)
 
 
-@njit(parallel=True, fastmath=_FAST, cache=True)
+@njit(parallel=True, fastmath=_FAST)
 def _quantize_shares(
     shares: int, x: np.ndarray, raised: int, levels: np.ndarray, peaks: np.ndarray
 ) -> None:
@@ -305,7 +303,7 @@ def quantize(x: np.ndarray, levels: np.ndarray, peaks: np.ndarray, num_threads: 
         _quantize_shares(shares, x, np.int32(0), levels, peaks)
 
 
-@njit(fastmath=_FAST, cache=True)
+@njit(fastmath=_FAST)
 def _rescale_share(
     begin: int,
     end: int,
@@ -327,7 +325,7 @@ def _rescale_share(
                 result[d] = np.float32(mine[d]) * scale[d] * peak
 
 
-@njit(parallel=True, fastmath=_FAST, cache=True)
+@njit(parallel=True, fastmath=_FAST)
 def _rescale_shares(
     shares: int,
     product: np.ndarray,

@@ -16,18 +16,16 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from coppice.kernels.cpu.attention.numba_items import attention_frame, merge_share, run_tasks
 from coppice.kernels.cpu.code.calls import pointer, run_share
+from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.team import came_together, gathered, meet, new_team
 from coppice.kernels.cpu.layer import float_numba, int8_numba
 from coppice.kernels.cpu.layer.rows_numba import norm_share, rotate_share, silu_share
 
 __all__ = ["COLUMNS", "INT8", "run_layers", "run_tasks"]
-
-#: A digest of the files whose compiled functions are called here; see ``numba_items``.
-SOURCES = "a850deb5e26f"
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
@@ -65,12 +63,12 @@ _float_share, _int8_share = float_numba.multiply_share, int8_numba.multiply_shar
 _laid_numbers = float_numba.laid_numbers
 
 
-@njit(cache=True)
+@njit
 def _line(address: int, length: int) -> Any:
     return carray(pointer(address), (length,), np.float32)
 
 
-@njit(cache=True)
+@njit
 def _multiply(
     me: int,
     threads: int,
@@ -100,7 +98,7 @@ def _multiply(
     )
 
 
-@njit(fastmath=_FAST, error_model="numpy", cache=True)
+@njit(fastmath=_FAST, error_model="numpy")
 def _norm_heads(
     begin: int, end: int, qkv: np.ndarray, weight: int, width: int, dim: int, eps: np.float32
 ) -> None:
@@ -117,7 +115,7 @@ def _norm_heads(
                 head[d] *= inverse * scale[d]
 
 
-@njit(cache=True)
+@njit
 def _layers_share(
     me: int,
     threads: int,
@@ -261,7 +259,7 @@ def _layers_share(
         met = meet(team, threads, met)
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True)
 def _layers_shares(
     threads: int,
     team: int,
@@ -319,7 +317,7 @@ def _layers_shares(
             )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def run_layers(
     weights: np.ndarray,
     caches: np.ndarray,

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from coppice.kernels.sampling import choose as choice
-from coppice.kernels.sampling.choose import COLUMNS, choose, compiled_choice
+from coppice.kernels.sampling.choose import choose, compiled_choice
 from coppice.kernels.sampling.choose_triton import choose_rows
+from coppice.kernels.sampling.columns import COLUMNS
 from coppice.kernels.triton.base import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

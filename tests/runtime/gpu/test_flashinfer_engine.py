@@ -17,7 +17,8 @@ from coppice.kernels.flashinfer import backend as flashinfer_backend
 from coppice.kernels.flashinfer.backend import FlashInferBackend
 from coppice.kernels.flashinfer.fixed import FlashInferFixedPlan
 from coppice.kernels.flashinfer.levels import build_levels
-from coppice.kernels.sampling.choose import TOP_K, UNIFORM, choose
+from coppice.kernels.sampling.choose import choose
+from coppice.kernels.sampling.columns import TOP_K, UNIFORM
 from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.triton.base import INTERPRETED
 from coppice.runtime.report.gather import make_stats

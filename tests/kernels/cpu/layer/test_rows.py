@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import coppice.kernels
 from coppice.kernels.attention.interface import rotate
 from coppice.kernels.cpu.layer import float_products
 from coppice.kernels.cpu.layer.rows import RowKernels, row_kernels
@@ -181,34 +178,3 @@ def test_threads_run_before_compiled_code_is_loaded(module):
         "assert torch.get_num_threads() == 3, torch.get_num_threads()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(
-    ("module", "called"),
-    [
-        ("cpu/attention/numba_items", ["few_lanes", "full_lanes", "../code/simd", "../code/calls"]),
-        ("cpu/layer/rows_numba", ["../code/calls"]),
-        ("sampling/choose_numba", ["../cpu/code/calls"]),
-        ("cpu/layer/int8_panels", ["row_blocks", "../code/simd", "../code/calls"]),
-        ("cpu/layer/row_blocks", ["../code/simd"]),
-        (
-            "cpu/layer/int8_numba",
-            ["row_blocks", "../code/simd", "rows_numba", "../code/calls", "../code/team"],
-        ),
-        ("cpu/layer/float_panels", ["row_blocks", "../code/simd", "../code/calls"]),
-        ("cpu/layer/float_numba", ["row_blocks", "../code/simd", "../code/calls", "../code/team"]),
-        (
-            "cpu/layer/stack",
-            ["../attention/numba_items", "rows_numba", "int8_numba", "float_numba",
-             "../code/calls", "../code/team"],
-        ),
-    ],
-)  # fmt: skip
-def test_compiled_code_is_renewed_with_what_it_calls(module, called):
-    """numba would go on with the old code of a checkout in which only the other file changed."""
-    source = Path(coppice.kernels.__path__[0]) / f"{module}.py"
-    text = b"".join((source.parent / f"{name}.py").read_bytes() for name in called)
-    digest = hashlib.sha256(text).hexdigest()[:12]
-    assert f'SOURCES = "{digest}"' in source.read_text(), (
-        f"SOURCES of {module}.py has to become {digest!r}"
-    )
