@@ -1,8 +1,8 @@
 """The attention backend for a machine without a GPU: compiled kernels over pages where they lie.
 
-The work is the items of ``tree_schedule``, as on a GPU: a shared stretch is read once for all rows
-below it, whether they decode or prefill, and what lies under it by each sequence on its own.
-``schedule.cpu`` deals the items out among threads; ``numba_items`` computes them.
+The work is the items of a tree schedule, as on a GPU: a shared stretch is read once for all rows
+below it, whether they decode or prefill; the rest of its context each sequence reads on its own.
+``schedule.cpu`` assigns the items to threads, and ``numba_items`` computes them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from coppice.kernels.attention.checks import check_attend, check_cache, check_copy
 from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan, LayerCache
 from coppice.kernels.cpu.attention import torch_items
+from coppice.kernels.cpu.attention.arguments import Inputs, Items, Results, items_of
 from coppice.kernels.cpu.code import threads
 from coppice.kernels.cpu.layer.rows import flat_heads, row_kernels
 from coppice.kernels.schedule.cpu import (
@@ -29,20 +30,20 @@ from coppice.kernels.schedule.cpu import (
 
 _log = logging.getLogger(__name__)
 
-#: What a schedule is for beside its plan: window, heads, KV heads, size of a head, threads.
+#: What a schedule depends on beside its plan: window, heads, KV heads, size of a head, threads.
 Shape = tuple[int | None, int, int, int, int]
 
 
 class PreparedPlan:
-    """A checked plan with its schedules, made when the first layer with that window asks.
+    """A checked plan with its schedules, each made for the first layer with that window.
 
-    ``grown`` is what is remembered of the schedules of the steps before.
+    ``grown`` keeps schedules of earlier steps.
     """
 
     __slots__ = ("_grown", "_schedules", "num_threads", "plan")
 
     def __init__(self, plan: AttentionPlan, grown: dict[Shape, GrowingSchedule]) -> None:
-        # A copy, for the kernels are compiled for arrays that can be written to.
+        # A copy: the kernels are compiled for arrays that can be written to.
         self.plan = replace(plan, page_indices=plan.page_indices.copy())
         self.num_threads = threads.use_torch_threads()
         self._schedules: dict[Shape, CpuSchedule] = {}
@@ -77,8 +78,8 @@ class PreparedPlan:
 class CpuBackend(AttentionBackend):
     """Attention in float32 on the CPU; other types are refused by name.
 
-    Making one compiles the kernels or loads them from numba's cache. Where numba is missing or
-    fails, plain torch does their work, several times slower, and a warning says why.
+    The constructor compiles the kernels or loads them from numba's cache. Where numba is missing or
+    fails, plain torch does their work, several times slower, and a warning gives the reason.
     """
 
     name = "cpu"
@@ -91,10 +92,10 @@ class CpuBackend(AttentionBackend):
         self._grown: dict[Shape, GrowingSchedule] = {}
 
     def compiles(self, heads: int, kv_heads: int) -> bool:
-        """Whether attention of so many heads runs in numba's kernels, not in plain torch.
+        """Whether attention with these numbers of heads runs in numba's kernels.
 
-        More query heads of a KV head than a row of lanes has (64 with AVX-512, 24 with AVX2) run in
-        torch.
+        Where a KV head has more query heads than a row of lanes (64 with AVX-512, 24 with AVX2),
+        plain torch computes it.
         """
         return self._kernels_for(heads, kv_heads) is not torch_items
 
@@ -106,7 +107,7 @@ class CpuBackend(AttentionBackend):
         kv_heads: int,
         head_dim: int,
     ) -> CpuSchedule:
-        """What ``attend`` would run for layers with that window and heads of that shape."""
+        """The schedule of ``attend`` for layers with that window and heads of that shape."""
         kernels = self._kernels_for(heads, kv_heads)
         return prepared.schedule(window, heads, kv_heads, head_dim, kernels)
 
@@ -144,7 +145,8 @@ class CpuBackend(AttentionBackend):
         for layer in caches:
             for cache in (layer.k, layer.v):
                 assert cache.is_contiguous() and cache.stride(0) == caches[0].k.stride(0)
-        # A step of a beam of 4 has some hundred in 30 layers: page by page, by torch, 1 ms more.
+        # A step of a beam of 4 copies some hundred pages in 30 layers: one by one, with torch, that
+        # takes 1 ms more.
         addresses = [cache.data_ptr() for layer in caches for cache in (layer.k, layer.v)]
         size = caches[0].k.stride(0) * caches[0].k.element_size()
         self._rows.copy_pages(addresses, size, src, dst)
@@ -174,34 +176,32 @@ class CpuBackend(AttentionBackend):
         out = torch.empty(q.shape)
         lse = torch.empty(q.shape[:2])
         partials = schedule.tree.num_partials
-        self._kernels_for(heads, kv_heads).attend_items(
-            schedule.tasks,
-            schedule.shares,
-            schedule.items,
-            schedule.tree.merges,
+        items = items_of(
+            schedule,
+            prepared.plan,
+            kv_heads=kv_heads,
+            dim=dim,
+            scale=scale,
+            window=sliding_window,
+        )
+        inputs = Inputs(
             flat_heads(q.detach()),
             q.stride(0),
             cache.k.detach().view(-1).numpy(),
             cache.v.detach().view(-1).numpy(),
-            prepared.plan.page_indices,
-            schedule.tree.rows,
-            schedule.tree.slots,
-            schedule.tree.positions,
-            prepared.plan.page_size,
-            kv_heads,
-            dim,
-            np.float32(scale),
-            sliding_window or 0,
+        )
+        results = Results(
             out.view(rows, -1).numpy(),
             lse.numpy(),
             np.empty((partials, heads * dim), np.float32),
             np.empty((partials, heads), np.float32),
         )
+        self._kernels_for(heads, kv_heads).attend_items(items, inputs, results)
         return out, lse
 
 
 def _load_kernels() -> ModuleType:
-    """The compiled kernels, tried on a small batch; plain torch, with a warning, if that fails."""
+    """The compiled kernels, tested on a small batch; plain torch, with a warning, if that fails."""
     try:
         from coppice.kernels.cpu.attention import numba_items
 
@@ -218,10 +218,10 @@ def _load_kernels() -> ModuleType:
 
 
 def _try_out(kernels: ModuleType) -> None:
-    """Run the kernel, on one thread's share and on two, so that compiling fails here if it does.
+    """Runs the kernel, on one thread's share and on two, so that a failure to compile shows here.
 
-    One row of two query heads over four keys, all ones, in two items that are merged; and as many
-    rows as fill each width of lanes.
+    The batch is one row of two query heads over four keys, all ones, in two items that are merged;
+    then as many rows as fill each width of lanes.
     """
     dim = kernels.LANES
     cache = np.ones(4 * dim, np.float32)
@@ -233,13 +233,15 @@ def _try_out(kernels: ModuleType) -> None:
         items = np.array([[0, rows, 0, 0, 2, 0, 0, 0], [0, rows, 0, 2, 4, 0, 0, rows]], np.int32)
         slots = np.concatenate([np.arange(rows) * 2, np.arange(rows) * 2 + 1]).astype(np.int32)
         merges = np.column_stack([np.arange(rows), np.arange(rows) * 2, np.full(rows, 2)])
+        inputs = Inputs(q.reshape(-1), 2 * dim, cache, cache)
+        results = Results(out, lse, partial_out, partial_lse)
         for shares in ([0, 2], [0, 1, 2]):
             out[:] = 0
-            kernels.attend_items(
+            work = Items(
                 np.array([[0, 0, 1], [1, 0, 1]], np.int32), np.array(shares), items,
-                merges.astype(np.int32), q.reshape(-1), 2 * dim, cache, cache, table,
-                np.arange(rows, dtype=np.int32), slots, np.full(rows, 3, np.int32), 4, 1, dim,
-                np.float32(1), 0, out, lse, partial_out, partial_lse,
+                merges.astype(np.int32), table, np.arange(rows, dtype=np.int32), slots,
+                np.full(rows, 3, np.int32), 4, 1, dim, np.float32(1), 0,
             )  # fmt: skip
+            kernels.attend_items(work, inputs, results)
             if not np.allclose(out, 1):
                 raise ArithmeticError("the compiled kernels give wrong results on a batch of ones")

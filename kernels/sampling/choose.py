@@ -1,22 +1,21 @@
 """Choose a token for each row of logits by temperature, top-k, top-p and min-p, without sorting.
 
-The tokens of a row have an order: the more probable first, of equals the one with the lower id
-(logits of 16-bit products have many equals). Top-k and top-p each keep the tokens of a row up to
-some place of that order; min-p keeps those that are at least so many times as probable as the
-first. A sort of the vocabulary would tell these places, and takes a GPU longer than the whole model
-does. But a place is a probability and how many of its equals are kept, and a probability is found
-by halving: 30 times at most the rest of the row is added up, since a float32 from 0 to 1 has 30
-bits. Sums are in float64, so that it is the place that sorting would find.
+The tokens of a row are ordered: the more probable first, among equals the one with the lower id
+(logits of 16-bit products have many equals). Top-k and top-p each keep the tokens up to a place in
+that order; min-p keeps those whose probability is at least a fraction of the highest. A sort of the
+vocabulary would give these places, but on a GPU it takes longer than the whole model. A place is a
+probability, and the number of its equals that are kept; the probability is found by bisection, in
+at most 30 passes over the row, since a float32 from 0 to 1 has 30 bits. Sums are in float64, so
+that the place is the one that sorting would find.
 
-Then the row's own number in [0, 1) chooses: the first token, in the order of ids, at which the
-running sum of what is kept exceeds that part of the whole. What a row gets hangs on its own logits
-and numbers alone.
+Then the row's own number in [0, 1) chooses the first token, in the order of ids, at which the
+running sum of the kept weights exceeds that fraction of their total. The result depends on the
+row's own logits and numbers alone.
 
-FlashInfer's kernels do not serve here. Those that sample draw numbers that hang on the row's place
-in the batch; those that only cut off keep all equals of the last token that is kept, more than were
-asked for, and leave the drawing to be done. On a GPU `triton_choice` does all of it in one kernel,
-on a CPU `choose_numba` in one pass and a few parts of one. What is here serves where there is
-neither.
+FlashInfer's kernels do not serve here. Those that sample draw numbers that depend on the row's
+place in the batch. Those that only filter keep all equals of the last token, more than top-k asks
+for, and do not draw. On a GPU `choose_triton` does all of it in one kernel, on a CPU `choose_numba`
+in few passes. The code here runs where neither does.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ _log = logging.getLogger(__name__)
 
 # The bits of 1.0, the greatest weight.
 _ONE = 0x3F800000
-# Up to so many, top-k is told by torch's `topk`, which then takes less than halving does.
+# Up to this top-k torch's `topk` takes less time than bisection.
 _FEW = 256
 
 
 def choose(logits: torch.Tensor, columns: np.ndarray) -> torch.Tensor:
     """A token of each row, int64 ``[R]``, of logits float32 ``[R, V]``, each row with a finite one.
 
-    ``columns`` is float64 ``[R, COLUMNS]``. Stays on the device of the logits and does not wait for
-    it.
+    ``columns`` is float64 ``[R, COLUMNS]``. The result stays on the device of the logits, and the
+    host does not wait for it.
     """
     if logits.is_cuda:
         from coppice.kernels.sampling.choose_triton import choose_rows
@@ -97,7 +96,7 @@ def _try_out(compiled: ModuleType) -> None:
 
 
 def _choose(logits: torch.Tensor, columns: np.ndarray, numbers: torch.Tensor) -> torch.Tensor:
-    """``numbers`` are ``columns`` on the device; which of the filters any row has is seen here."""
+    """``numbers`` are ``columns`` on the device; ``columns`` show which filters any row has."""
     temperature, top_k, top_p, min_p, uniform = numbers.split(1, dim=1)
     weights = logits - logits.amax(dim=-1, keepdim=True)
     weights = weights.div_(temperature.float()).exp_()
@@ -133,7 +132,7 @@ def _keep_most(
     top_k: torch.Tensor,
     asked: np.ndarray,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The last key that top-k keeps, how many of its equals, and the weight of all that is kept."""
+    """The last key that top-k keeps, the number of its equals kept, and the weight of all kept."""
     limited = top_k < weights.shape[1]
     most = int(asked.max())
     if most <= _FEW:
@@ -163,7 +162,7 @@ def _place(keys: torch.Tensor, weights: torch.Tensor | None, target: torch.Tenso
 
 
 def _above(keys: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """The weight of, or how many are, keys above a place: float64 ``[R, 1]``."""
+    """The weight, or without weights the number, of keys above a place: float64 ``[R, 1]``."""
     above = keys > place
     if weights is None:
         return above.sum(dim=-1, keepdim=True).double()

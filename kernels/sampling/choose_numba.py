@@ -1,10 +1,9 @@
-"""Tokens by temperature, top-k, top-p and min-p on a CPU: `choice`, compiled, in a few passes.
+"""Tokens by temperature, top-k, top-p and min-p on a CPU: compiled, in a few passes.
 
-The last token that a filter keeps is found as there, by its probability's bits, but ten of them at
-a time: one pass over a row sums up what is in each of 1,024 ranges of probabilities, and the range
-in which the filter ends is looked at again. That takes two passes where halving takes thirty.
-
-Compiled and kept on disk as ``numba_items`` is.
+The results are those of ``choose``. The last token that a filter keeps is found by the bits of its
+probability, ten at a time: one pass over a row adds up the weights in each of 1,024 ranges of
+probabilities, and only the range in which the filter ends is divided again. That takes two passes
+where bisection takes thirty.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
 # Numbers of all rows from which they are shared among threads.
 _SHARED_FROM = 1 << 16
-# Bits of a key that a pass looks at, of 30: the key of 1.0, the greatest, has 30.
+# Bits of a key that a pass reads, of 30: the key of 1.0, the greatest, has 30.
 _BITS = 10
 _BINS = 1 << _BITS
-# Kept weights are added up in pieces of so many, so that one is looked at again for the token.
+# Kept weights are added up in pieces of this length; only one is read again to find the token.
 _PIECE = 1024
 # Numbers at a time of what needs a buffer: it stays in the nearest cache.
 _TILE = 64
@@ -87,9 +86,9 @@ def _sum(weights: np.ndarray) -> float:
 def _walk(
     counts: np.ndarray, sums: np.ndarray, target: float, counted: bool, above: int, mass: float
 ) -> tuple[int, int, float]:
-    """The highest range with which there is as much as the target, and what is above it.
+    """The highest range with which the target is reached, and what is above that range.
 
-    ``above`` keys and their ``mass`` lie above all. -1 if there is not as much.
+    ``above`` keys and their ``mass`` lie above all ranges. -1 if the target is not reached.
     """
     for place in range(_BINS - 1, -1, -1):
         more, heavier = above + counts[place], mass + sums[place]
@@ -108,9 +107,9 @@ def _last_kept(
     sums: np.ndarray,
     inside: np.ndarray,
 ) -> tuple[int, int, float]:
-    """The key with which there is as much as the target, and how many and how much are above it.
+    """The key with which the target is reached, and the number and weight of keys above it.
 
-    ``target`` are tokens if they are ``counted``, else weight. Key 0 if there is not as much.
+    The target is a number of tokens if ``counted``, else a weight. Key 0 if it is not reached.
     """
     keys, chosen = weights.view(np.int32), inside.view(np.int32)
     counts[:] = 0
@@ -153,7 +152,7 @@ def _draw(
     """The first token at which the running sum of what is kept exceeds ``uniform`` of all of it.
 
     Kept are keys above ``last`` and the first ``equals`` that equal it, of at least the weight
-    ``least``. Rounding may reach the very end; the last token that is kept is meant then.
+    ``least``. Where rounding passes the very end, it is the last token that is kept.
     """
     width, keys = len(weights), weights.view(np.int32)
     pieces, rank, total = -(-width // _PIECE), 0, 0.0
@@ -183,7 +182,7 @@ def _draw(
             token, found = _within(
                 weights, piece, last, equals, least, threshold, running, ranks[piece]
             )
-            if found:  # else a sum in another order has been less
+            if found:  # else this sum, in another order, has been smaller
                 return token
         running += sums[piece]
     return _within(weights, latest, last, equals, least, np.inf, 0.0, ranks[latest])[0]
@@ -255,7 +254,7 @@ def run_rows(frame: int, begin: int, end: int) -> None:
 def choose_rows(
     logits: np.ndarray, columns: np.ndarray, rows: np.ndarray, tokens: np.ndarray, num_threads: int
 ) -> None:
-    """Writes the tokens of some ``rows`` to ``tokens``; see ``choice.choose``.
+    """Writes the tokens of some ``rows`` to ``tokens``; see ``choose.choose``.
 
     ``logits`` float32 ``[R, V]``, ``columns`` float64 ``[R, COLUMNS]``, ``tokens`` int64 ``[R]``,
     and ``rows`` int64 indices, all contiguous; many are shared among up to ``num_threads``

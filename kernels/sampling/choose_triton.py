@@ -1,7 +1,7 @@
-"""A token of each row of logits, as ``choice`` explains, in one Triton kernel: a program a row.
+"""A token of each row of logits, as ``choose`` explains, in one Triton kernel: a program a row.
 
-A row is read as often as halving takes: from the second time on out of the chip's L2 cache, where
-the rows of all programs that run lie together. Nothing is written but tokens.
+Bisection reads a row many times, from the second time on out of the GPU's L2 cache, which holds the
+rows of all running programs. Only tokens are written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WARPS = 8
 
 
 def choose_rows(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """A token of each row, int64 ``[R]``: see ``choice.choose``; ``columns`` are on the device."""
+    """A token of each row, int64 ``[R]``: see ``choose.choose``; ``columns`` are on the device."""
     rows, vocabulary = logits.shape
     if logits.stride(1) != 1 or not columns.is_contiguous():
         raise ValueError(
@@ -43,7 +43,7 @@ def _weights(
     temperature: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The weights of a block, 0 behind the end, and their ids."""
+    """The weights of a block, 0 after the end, and their ids."""
     ids = start + tl.arange(0, BLOCK)
     x = tl.load(logits + ids, mask=ids < vocabulary, other=-float("inf"))
     return tl.exp((x - top) / temperature), ids
@@ -167,8 +167,8 @@ def choose_row(
         while (start < vocabulary) & (done == 0):
             weights, ids = _weights(logits, start, vocabulary, top, temperature, BLOCK)
             kept, seen = _kept(weights, place, equals, min_p, seen)
-            behind = running + tl.cumsum(kept)
-            first = tl.min(tl.where((behind > target) & (kept > 0), ids, vocabulary))
+            reached = running + tl.cumsum(kept)
+            first = tl.min(tl.where((reached > target) & (kept > 0), ids, vocabulary))
             if first < vocabulary:
                 chosen = first
                 done = tl.full((), 1, tl.int32)

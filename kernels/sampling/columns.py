@@ -1,11 +1,11 @@
-"""What is asked of the choice of a row's token, as columns of an array."""
+"""The parameters of the choice of a token, as columns of an array with a row for each token."""
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Numbers of a row, float64: the temperature, above 0; most tokens (from the size of the vocabulary
-#: on: all; 1 is the most probable one, whatever the others say); top-p (from 1 on: all); min-p; and
-#: the number that chooses.
+#: Numbers of a row, float64: the temperature, above 0; top-k (from the size of the vocabulary on:
+#: all tokens; 1: the most probable one, whatever the other columns are); top-p (from 1 on: all);
+#: min-p; and the number in [0, 1) that chooses.
 COLUMNS: Final = 5
 TEMPERATURE, TOP_K, TOP_P, MIN_P, UNIFORM = range(COLUMNS)

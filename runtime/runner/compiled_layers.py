@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan, LayerCache
+from coppice.kernels.cpu.attention.arguments import items_of
 from coppice.kernels.cpu.backend import CpuBackend
 from coppice.kernels.cpu.layer.float_products import float_kernels
 from coppice.kernels.cpu.layer.int8_products import panel_kernels
@@ -25,6 +26,7 @@ from coppice.runtime.model.linear.eight_bit import Int8Linear
 
 if TYPE_CHECKING:
     from coppice.kernels.cpu.layer.float_panels import PackedFloat
+    from coppice.kernels.cpu.layer.row_blocks import Panels
 
 _log = logging.getLogger(__name__)
 
@@ -37,26 +39,25 @@ class LayerStack(CompiledLayers):
 
     def __init__(self, decoder: Decoder, attention: CpuBackend, layers: ModuleType) -> None:
         self._backend = attention
-        self._run = layers.run_layers
-        self._attention = layers.run_tasks.address
-        linear = cast("DecoderLayer", decoder.layers[0]).qkv
-        int8 = isinstance(linear, Int8Linear)
-        kernels = panel_kernels() if int8 else float_kernels()
-        assert kernels is not None
-        kind = layers.INT8 if int8 else cast("PackedFloat", linear.packed).kind
-        self._panels = (kind, kernels.run_panels.address, kernels.PANEL)
+        self._layers = layers
         self._threads_apart = 0
         config = decoder.config
         self._config = config
-        self._eps = np.float32(config.rms_norm_eps)
-        self._scale = np.float32(config.attention_scale)
         self._window = config.sliding_windows[0]
-        self._weights = np.zeros((config.num_layers + 1, len(layers.COLUMNS)), np.int64)
+        weights = np.zeros((config.num_layers + 1, len(layers.COLUMNS)), np.int64)
         self._kept: list[Any] = []
         for row, layer in enumerate(decoder.layers):
             for column, name in enumerate(layers.COLUMNS):
-                self._weights[row, column] = self._address(layer, name)
-        self._weights[-1, 0] = self._address(decoder, "norm")
+                weights[row, column] = self._address(layer, name)
+        weights[-1, 0] = self._address(decoder, "norm")
+        self._model = layers.Model(
+            weights,
+            config.num_heads,
+            config.intermediate_size,
+            np.float32(config.rms_norm_eps),
+            layers.run_tasks.address,
+        )
+        self._panels = _panels_of(cast("DecoderLayer", decoder.layers[0]).qkv)
         self._caches: tuple[list[LayerCache], np.ndarray] | None = None
         self._compile()
 
@@ -152,37 +153,28 @@ class LayerStack(CompiledLayers):
         plan: AttentionPlan,
         out: torch.Tensor,
     ) -> bool:
-        config, tree = self._config, schedule.tree
+        config = self._config
         shape = (len(x), config.head_dim)
-        good, together = self._run(
-            self._weights,
-            caches,
+        step = self._layers.Step(
             x.numpy(),
             angles[0].reshape(shape).numpy(),
             angles[1].reshape(shape).numpy(),
             slots.numpy(),
             logit_rows.numpy(),
+            caches,
             pages * plan.page_size,
-            config.intermediate_size,
-            config.num_heads,
-            self._eps,
-            threads,
-            *self._panels,
-            schedule.tasks,
-            schedule.shares,
-            schedule.items,
-            tree.merges,
-            plan.page_indices,
-            tree.rows,
-            tree.slots,
-            tree.positions,
-            plan.page_size,
-            config.num_kv_heads,
-            self._scale,
-            self._window or 0,
-            self._attention,
-            tree.num_partials,
             out.numpy(),
+        )
+        items = items_of(
+            schedule,
+            plan,
+            kv_heads=config.num_kv_heads,
+            dim=config.head_dim,
+            scale=config.attention_scale,
+            window=self._window,
+        )
+        good, together = self._layers.run_layers(
+            self._model, self._panels, step, items, schedule.tree.num_partials, threads
         )
         if self._threads_apart < _PATIENCE:
             self._threads_apart = 0 if together else self._threads_apart + 1
@@ -221,6 +213,17 @@ class LayerStack(CompiledLayers):
             plan,
             torch.empty_like(x),
         )
+
+
+def _panels_of(linear: Linear) -> Panels:
+    """The products that a packed projection is for."""
+    if isinstance(linear, Int8Linear):
+        kernels = panel_kernels()
+        assert kernels is not None
+        return cast("Panels", kernels.product())
+    kernels = float_kernels()
+    assert kernels is not None
+    return cast("Panels", kernels.product(cast("PackedFloat", linear.packed).kind))
 
 
 def compile_layers(decoder: Decoder, attention: AttentionBackend) -> LayerStack | None:

@@ -1,10 +1,10 @@
 """A tile of attention for few query heads: vectors along the head, not across the lanes.
 
-A row that shares nothing has as many query heads as share a KV head, two to eight as a rule, and
-would leave most lanes of ``vectors`` idle. Here a key is read in whole vectors, each of which is
-multiplied with those of ``few`` query heads; the scores of several keys and all lanes come out side
-by side, ``[keys, few]``, and their softmax is made in whole vectors too. So the work a key is that
-of its lanes, and memory stays what such a row waits for.
+A row that shares no keys with others has as many query heads as share a KV head, usually two to
+eight, and would leave most lanes of ``full_lanes`` idle. Here a key is read in whole vectors, and
+each vector is multiplied with those of ``few`` query heads. The scores of several keys and all
+lanes come out side by side, ``[keys, few]``, so that their softmax also runs in whole vectors. The
+work for a key is that of its lanes, and the time of such a row remains that of reading memory.
 
 The functions' first argument is a constant, ``few``: one of ``FEW``. ``dim`` is a multiple of
 ``LANES``.
@@ -78,7 +78,7 @@ def few_scores(
 ) -> Any:
     """Products of a tile's keys with few lanes, into ``out [TILE, few]``.
 
-    ``queries`` is float32 ``[few, dim]``; the rest is as in ``vectors.scores``. The rows behind
+    ``queries`` is float32 ``[few, dim]``; the rest is as in ``full_lanes.scores``. The rows after
     ``count`` up to the next multiple of ``LANES // few`` are written, too.
     """
     lanes = few.literal_value
@@ -114,9 +114,10 @@ def few_weigh(
 ) -> Any:
     """Turns a tile's scores, in base 2, into weights under the running maximum of each lane.
 
-    ``scores`` is so many whole ``vectors`` of ``[keys, few]``; ``top`` and ``total`` ``[LANES]``
-    and ``out [few, dim]`` hold what was before, as in ``vectors.weigh``, but that lane n's maximum
-    stands at each ``n + i * few`` and its sum of weights is the sum of what stands there.
+    ``scores [keys, few]`` fills a number of whole ``vectors``. ``top`` and ``total`` ``[LANES]``
+    and ``out [few, dim]`` hold the state before this tile, as in ``full_lanes.weigh``, except that
+    the maximum of lane n stands at each ``n + i * few``, and its sum of weights is the sum of the
+    numbers at these places.
     """
     lanes = few.literal_value
     signature = types.void(types.IntegerLiteral(lanes), *[types.int64] * 6)

@@ -1,10 +1,10 @@
 """A tile of attention in whole vectors: products without a copy of the keys, softmax, weighted sum.
 
-Queries lie transposed, ``[dim, vectors * LANES]``: a lane is one query head of one row, and a key's
-element is multiplied with a whole vector of them. So scores come out with the lanes side by side,
-their softmax needs nothing across lanes, and keys and values are read where they lie, whatever page
-that is, an element at a time. All query heads that share a KV head, of as many rows as there are,
-fill the lanes. One row alone leaves most of them idle: ``few_lanes`` is for that.
+Queries lie transposed, ``[dim, vectors * LANES]``: a lane is one query head of one row, and an
+element of a key is multiplied with a whole vector of lanes. So scores come out with the lanes side
+by side, their softmax needs no operation across lanes, and keys and values are read where they lie,
+in any page, an element at a time. The lanes are filled by all query heads that share a KV head, of
+all rows. One row alone leaves most lanes idle: ``few_lanes`` is for that case.
 
 The functions' first argument is a constant: the vectors of a row of lanes, one of ``VECTORS``.
 """
@@ -69,8 +69,8 @@ def scores(
 
     ``queries`` is float32 ``[dim, lanes]``. Key t of the tile is ``dim`` floats from float
     ``at[t]`` of ``keys`` on, ``at`` int64 ``[TILE]``, all of them readable. The first ``count``
-    rows of ``out [TILE, lanes]`` are what was asked for. Of each key at ``following`` (as ``at``),
-    and its value, ``fetched`` bytes are brought near meanwhile.
+    rows of ``out [TILE, lanes]`` are the result. Meanwhile ``fetched`` bytes of each key at
+    ``following`` (as ``at``), and of its value, are prefetched.
     """
     wide = vectors.literal_value
     together = _at_once(wide)
@@ -110,9 +110,9 @@ def weigh(
     """Turns a tile's scores, in base 2, into weights under the running maximum of each lane.
 
     ``scores`` is ``[count, lanes]``; ``top``, ``total`` ``[lanes]`` and ``out [dim, lanes]`` hold
-    what was before: the maximum, the sum of weights, and the weighted sum of values. They are
-    rescaled to the new maximum where it is greater, and ``total`` grows by the tile's weights. A
-    lane that has seen no key has top -inf and the rest 0.
+    the state before this tile: the maximum, the sum of weights, and the weighted sum of values.
+    They are rescaled to the new maximum where it is greater, and ``total`` grows by the tile's
+    weights. A lane that has seen no key has top -inf and the rest 0.
     """
     wide = vectors.literal_value
     signature = types.void(types.IntegerLiteral(wide), *[types.int64] * 6)

@@ -1,14 +1,13 @@
 """The CPU backend's compiled kernel: items of a tree schedule over pages in place, then the merge.
 
-An item is some rows of the batch over a range of one page table's keys (``tree_schedule``). It is
-walked tile by tile with an online softmax in base 2 (scale carries log2 e), all query heads of a KV
-head and all rows of the item at once (``vectors``, or ``few_lanes`` where they are few), straight
-from the pages, whose next tile is fetched meanwhile. Tasks are items, or one KV head of an item,
-dealt out among threads beforehand. A row with several items is merged from their results by
-log-sum-exp, in the order of keys.
+An item is some rows of the batch over a range of one page table's keys (``schedule.items``). The
+kernel walks it tile by tile with an online softmax in base 2 (the scale includes log2 e), for all
+query heads of a KV head and all rows of the item at once (``full_lanes``, or ``few_lanes`` where
+they are few). It reads keys and values in their pages, and prefetches the next tile meanwhile.
+Tasks are items, or one KV head of an item; the schedule has assigned them to threads. A row with
+several items is merged from their results by log-sum-exp, in the order of keys.
 
-Compiled on first use and kept on disk by numba (beside this file or, where that cannot be written,
-in the user's cache folder; NUMBA_CACHE_DIR moves it).
+The functions are compiled on first use, and ``code.kept`` keeps them on disk.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
+from coppice.kernels.cpu.attention.arguments import Inputs, Items, Results
 from coppice.kernels.cpu.attention.few_lanes import FEW, few_gather, few_scores, few_weigh
 from coppice.kernels.cpu.attention.full_lanes import (
     MOST_LANES,
@@ -184,7 +184,7 @@ def _work(
     for h in range(heads):
         for lane in range(lanes):
             i, g = lane // group, lane % group
-            # A lane without a row asks what the first one asks, and nobody reads its result.
+            # A lane without a row takes the query of the first one; its result is not read.
             at_row, at_head = (mine[i], g) if i < count else (mine[0], 0)
             start = np.int64(at_row) * q_stride + ((first_head + h) * group + at_head) * dim
             if few:
@@ -201,13 +201,13 @@ def _work(
 
     tile: Any = TILE
     if few:
-        # They wait for memory: what is fetched ahead of them has to stay in the second-level cache.
+        # They wait for memory: what is prefetched has to stay in the second-level cache.
         fitting: Any = _FEW_BYTES // (8 * dim * heads) // _SIDE * _SIDE
         tile = min(TILE, max(fitting, _SIDE))
     at, following = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     width = kv_heads * dim
     # Keys of all heads lie side by side: where all are read they come in the order of memory. Few
-    # lanes are through with a head's keys in no time, and fetch the next ones head by head.
+    # lanes need little time for the keys of a head, and prefetch the next ones head by head.
     fetched = 4 * dim * heads
     _locate(table, begin, begin + tile, end, page_size, width, following)
     for start in range(begin, end, tile):
@@ -298,17 +298,10 @@ def _work(
 
 
 @njit(fastmath=_FAST, error_model="numpy")
-def merge_share(
-    begin: int,
-    end: int,
-    merges: np.ndarray,
-    dim: int,
-    out: np.ndarray,
-    lse: np.ndarray,
-    partial_out: np.ndarray,
-    partial_lse: np.ndarray,
-) -> None:
-    """Rows ``begin .. end`` of ``merges`` from their partial results."""
+def merge_share(begin: int, end: int, items: Items, results: Results) -> None:
+    """Rows ``begin .. end`` of the merges from their partial results."""
+    merges, dim = items.merges, items.dim
+    out, lse, partial_out, partial_lse = results
     for n in range(begin, end):
         row, first, parts = merges[n, 0], merges[n, 1], merges[n, 2]
         for head in range(lse.shape[1]):
@@ -332,7 +325,7 @@ def merge_share(
 
 @cfunc(types.void(*[types.int64] * 3), fastmath=_FAST, error_model="numpy")
 def run_tasks(frame: int, begin: int, end: int) -> None:
-    """Tasks ``begin .. end`` of what ``attend_items`` has laid out in a frame."""
+    """Tasks ``begin .. end`` of what ``attention_frame`` has laid out."""
     f = carray(pointer(frame), (_FRAME,), np.int64)
     num_tasks, num_items, num_rows, num_slots, num_partials, num_tokens = (
         f[0], f[1], f[2], f[3], f[4], f[5],
@@ -361,94 +354,40 @@ def run_tasks(frame: int, begin: int, end: int) -> None:
 
 
 @njit
-def attention_frame(
-    tasks: np.ndarray,
-    items: np.ndarray,
-    q: np.ndarray,
-    q_stride: int,
-    keys: np.ndarray,
-    values: np.ndarray,
-    page_indices: np.ndarray,
-    rows: np.ndarray,
-    slots: np.ndarray,
-    positions: np.ndarray,
-    page_size: int,
-    kv_heads: int,
-    dim: int,
-    scale: np.float32,
-    window: int,
-    out: np.ndarray,
-    lse: np.ndarray,
-    partial_out: np.ndarray,
-    partial_lse: np.ndarray,
-) -> np.ndarray:
-    """What ``run_tasks`` is given; the arrays are as ``attend_items`` has them, and stay alive."""
+def attention_frame(items: Items, inputs: Inputs, results: Results) -> np.ndarray:
+    """What ``run_tasks`` takes; the arrays must stay alive."""
     frame = np.empty(_FRAME, np.int64)
-    frame[0], frame[1], frame[2], frame[3] = len(tasks), len(items), len(rows), len(slots)
-    frame[4], frame[5] = len(partial_lse), len(lse)
-    frame[6], frame[7], frame[8], frame[9] = q_stride, page_size, kv_heads, lse.shape[1]
-    frame[10], frame[11], frame[12] = dim, window, len(page_indices)
-    frame[13], frame[14] = len(q), len(keys)
-    frame[15:16].view(np.float32)[0] = scale
-    frame[16], frame[17] = tasks.ctypes.data, items.ctypes.data
-    frame[18], frame[19] = page_indices.ctypes.data, rows.ctypes.data
-    frame[20], frame[21] = slots.ctypes.data, positions.ctypes.data
-    frame[22], frame[23], frame[24] = q.ctypes.data, keys.ctypes.data, values.ctypes.data
-    frame[25], frame[26] = out.ctypes.data, lse.ctypes.data
-    frame[27], frame[28] = partial_out.ctypes.data, partial_lse.ctypes.data
+    frame[0], frame[1] = len(items.tasks), len(items.items)
+    frame[2], frame[3] = len(items.rows), len(items.slots)
+    frame[4], frame[5] = len(results.partial_lse), len(results.lse)
+    frame[6], frame[7], frame[8] = inputs.stride, items.page_size, items.kv_heads
+    frame[9], frame[10], frame[11] = results.lse.shape[1], items.dim, items.window
+    frame[12], frame[13], frame[14] = (
+        len(items.page_indices), len(inputs.queries), len(inputs.keys),
+    )  # fmt: skip
+    frame[15:16].view(np.float32)[0] = items.scale
+    frame[16], frame[17] = items.tasks.ctypes.data, items.items.ctypes.data
+    frame[18], frame[19] = items.page_indices.ctypes.data, items.rows.ctypes.data
+    frame[20], frame[21] = items.slots.ctypes.data, items.positions.ctypes.data
+    frame[22], frame[23] = inputs.queries.ctypes.data, inputs.keys.ctypes.data
+    frame[24], frame[25] = inputs.values.ctypes.data, results.out.ctypes.data
+    frame[26], frame[27] = results.lse.ctypes.data, results.partial_out.ctypes.data
+    frame[28] = results.partial_lse.ctypes.data
     return frame
 
 
 @njit
-def _attend(
-    function: int,
-    tasks: np.ndarray,
-    shares: np.ndarray,
-    items: np.ndarray,
-    merges: np.ndarray,
-    q: np.ndarray,
-    q_stride: int,
-    keys: np.ndarray,
-    values: np.ndarray,
-    page_indices: np.ndarray,
-    rows: np.ndarray,
-    slots: np.ndarray,
-    positions: np.ndarray,
-    page_size: int,
-    kv_heads: int,
-    dim: int,
-    scale: np.float32,
-    window: int,
-    out: np.ndarray,
-    lse: np.ndarray,
-    partial_out: np.ndarray,
-    partial_lse: np.ndarray,
-) -> None:
-    frame = attention_frame(
-        tasks, items, q, q_stride, keys, values, page_indices, rows, slots, positions, page_size,
-        kv_heads, dim, scale, window, out, lse, partial_out, partial_lse,
-    )  # fmt: skip
+def _attend(function: int, items: Items, inputs: Inputs, results: Results) -> None:
+    frame = attention_frame(items, inputs, results)
     # Waking threads costs more than a small batch, so what is one share is worked right here.
-    if len(shares) == 2:
-        run_share(function, frame.ctypes.data, 0, len(tasks))
+    if len(items.shares) == 2:
+        run_share(function, frame.ctypes.data, 0, len(items.tasks))
     else:
-        run_shares(function, frame.ctypes.data, shares)
-    frame[0] = 0  # numba frees what is not named any more, and addresses are no names
-    merge_share(np.int64(0), len(merges), merges, dim, out, lse, partial_out, partial_lse)
+        run_shares(function, frame.ctypes.data, items.shares)
+    frame[0] = 0  # numba frees an array after its last use by name; an address is none
+    merge_share(np.int64(0), len(items.merges), items, results)
 
 
-def attend_items(*arguments: Any) -> None:
-    """Attend all rows of a step.
-
-    The arguments, in this order: ``tasks, shares, items, merges, q, q_stride, keys, values,
-    page_indices, rows, slots, positions, page_size, kv_heads, dim, scale, window, out, lse,
-    partial_out, partial_lse``.
-
-    ``tasks`` int32 ``[n, 3]``: item, first KV head, end of KV heads. ``shares`` int64
-    ``[threads + 1]``: thread i works tasks ``shares[i]:shares[i + 1]``. ``items``, ``rows``,
-    ``slots``, ``positions`` and ``merges`` are as ``TreeSchedule`` has them. ``q`` float32 is flat,
-    its rows ``q_stride`` apart; ``out`` is ``[T, heads * dim]``, ``lse`` ``[T, heads]``; ``keys``
-    and ``values`` the layer's cache, flat; the partial results as ``out`` and ``lse``, a row a
-    slot. ``dim`` is even; a ``window`` of 0 is none.
-    """
-    _attend(run_tasks.address, *arguments)
+def attend_items(items: Items, inputs: Inputs, results: Results) -> None:
+    """Attend all rows of a step."""
+    _attend(run_tasks.address, items, inputs, results)

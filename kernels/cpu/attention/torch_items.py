@@ -1,7 +1,7 @@
 """``numba_items`` in plain torch, for a machine on which that cannot be compiled.
 
-Same arguments, same results to rounding; several times slower, since keys are gathered before they
-are read, item by item.
+It has the same arguments and, up to rounding, the same results. It is several times slower, since
+it gathers the keys of each item before it reads them.
 """
 
 from __future__ import annotations
@@ -9,49 +9,36 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-# The shape of items, as ``vectors`` has it.
+from coppice.kernels.cpu.attention.arguments import Inputs, Items, Results
+
+# The shape of items, as ``full_lanes`` has it.
 LANES, MOST_LANES, TILE = 16, 1024, 64
 VECTORS = (1,)
 
 
-def attend_items(
-    tasks: np.ndarray,
-    shares: np.ndarray,
-    items: np.ndarray,
-    merges: np.ndarray,
-    q: np.ndarray,
-    q_stride: int,
-    keys: np.ndarray,
-    values: np.ndarray,
-    page_indices: np.ndarray,
-    rows: np.ndarray,
-    slots: np.ndarray,
-    positions: np.ndarray,
-    page_size: int,
-    kv_heads: int,
-    dim: int,
-    scale: float,
-    window: int,
-    out: np.ndarray,
-    lse: np.ndarray,
-    partial_out: np.ndarray,
-    partial_lse: np.ndarray,
-) -> None:
-    """See ``numba_items``. ``tasks`` and ``shares`` make no difference."""
-    caches = [torch.from_numpy(cache).view(-1, kv_heads, dim) for cache in (keys, values)]
+def attend_items(work: Items, inputs: Inputs, results: Results) -> None:
+    """See ``numba_items``. Tasks and shares make no difference."""
+    out, lse, partial_out, partial_lse = results
+    rows, slots, positions, kv_heads, dim = (
+        work.rows, work.slots, work.positions, work.kv_heads, work.dim,
+    )  # fmt: skip
+    page_size, page_indices, window = work.page_size, work.page_indices, work.window
+    caches = [
+        torch.from_numpy(cache).view(-1, kv_heads, dim) for cache in (inputs.keys, inputs.values)
+    ]
     group = lse.shape[1] // kv_heads
-    shape, strides = (len(out), kv_heads, group, dim), (q_stride, group * dim, dim, 1)
-    queries = torch.from_numpy(q).as_strided(shape, strides)
-    results, weights = (
+    shape, strides = (len(out), kv_heads, group, dim), (inputs.stride, group * dim, dim, 1)
+    queries = torch.from_numpy(inputs.queries).as_strided(shape, strides)
+    sums, weights = (
         [torch.from_numpy(each) for each in pair]
         for pair in ((out, partial_out), (lse, partial_lse))
     )
-    for first, count, table, begin, end, _, _, slot in items.tolist():
+    for first, count, table, begin, end, _, _, slot in work.items.tolist():
         mine = rows[first : first + count].astype(np.int64)
         at = np.arange(begin, end)
         index = page_indices[table + at // page_size].astype(np.int64) * page_size + at % page_size
         k, v = (cache.index_select(0, torch.from_numpy(index)) for cache in caches)
-        products = torch.einsum("rhgd,khd->rhgk", queries[mine], k) * float(scale)
+        products = torch.einsum("rhgd,khd->rhgk", queries[mine], k) * float(work.scale)
         hidden = at > positions[mine][:, None]
         if window:
             hidden |= at <= positions[mine][:, None] - window
@@ -63,13 +50,13 @@ def attend_items(
         for partial, chosen in enumerate((place < 0, place >= 0)):
             to = torch.from_numpy((mine if partial == 0 else place)[chosen].astype(np.int64))
             picked = torch.from_numpy(np.flatnonzero(chosen))
-            results[partial][to] = result[picked]
+            sums[partial][to] = result[picked]
             weights[partial][to] = total.flatten(1)[picked]
     heads = lse.shape[1]
-    for row, start, parts in merges.tolist():
+    for row, start, parts in work.merges.tolist():
         part = weights[1][start : start + parts]
         both = part.logsumexp(0)
         share = (part - both).exp_().unsqueeze(-1)
-        merged = (results[1][start : start + parts].view(parts, heads, dim) * share).sum(0)
-        results[0][row] = merged.flatten()
+        merged = (sums[1][start : start + parts].view(parts, heads, dim) * share).sum(0)
+        sums[0][row] = merged.flatten()
         weights[0][row] = both

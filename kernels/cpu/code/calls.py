@@ -1,8 +1,8 @@
 """Calling a compiled function by its address, alone or shared among numba's threads.
 
-A large function that several others call is compiled once this way, and not again with each of
-them. It takes the address of a frame (an int64 array of what it needs, addresses among it) and the
-tasks that it is to do.
+A large function that several others call is compiled once this way, and not again with each
+caller. It takes the address of a frame, an int64 array of its arguments, addresses among them, and
+the range of tasks to do.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from numba.extending import intrinsic
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.threads import use_torch_threads
 
-# Code that calls parallel code may come out of numba's cache without its wish that the threads run,
-# namely if what it calls came from there too when it was compiled. Without them it crashes.
+# Code that calls parallel code needs numba's threads, and crashes without them. It may come out of
+# numba's cache without the request to start them: if its callee came from the cache, too, when it
+# was compiled.
 use_torch_threads()
 
 

@@ -54,7 +54,7 @@ def sources(module: str) -> str:
 
 
 def _stamping(base: Any) -> Any:
-    class Locator(base):  # type: ignore[misc]
+    class Locator(base):
         """A place for the compiled code of a function, with the stamp of its sources."""
 
         def __init__(self, function: Any, file: str) -> None:

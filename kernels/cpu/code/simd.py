@@ -1,8 +1,9 @@
-"""What the CPU's attention is written in: LLVM's operations on whole vectors of float32.
+"""LLVM's operations on whole vectors of float32, in which the inner loops on a CPU are written.
 
-numba has no vector types, and LLVM would not keep a tile's sums in registers of its own accord,
-hence intrinsics (``vectors``, ``few_lanes``) written in LLVM's own operations, for numba's compiled
-functions to call. They take addresses, as int64, and check nothing. ``b`` is the IR builder.
+numba has no vector types, and LLVM alone would not keep the sums of a tile in registers. So
+attention (``full_lanes``, ``few_lanes``) and products are intrinsics in LLVM's own operations,
+which numba's compiled functions call. They take addresses, as int64, and check nothing. ``b`` is
+the IR builder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numba.core import cgutils
 
 
 def _layout() -> tuple[int, tuple[int, int, int, int], int]:
-    """Lanes of a register, the vectors that a row of lanes may have, and how many sums are kept.
+    """Lanes of a register, numbers of vectors that a row of lanes may have, and sums in registers.
 
     The sums of a product stay in registers, beside the vectors of one row and an element.
     """
@@ -122,7 +123,7 @@ def zeros(b: Any, count: int) -> list[Any]:
 
 @contextmanager
 def counting(b: Any, begin: Any, end: Any, step: int) -> Iterator[Any]:
-    """A loop, whose body is written in this context; gives its index. ``begin`` may be a number."""
+    """A loop whose body is written in this context; yields its index. ``begin`` may be a number."""
     begin = constant(begin) if isinstance(begin, int) else begin
     with cgutils.for_range_slice(b, begin, end, constant(step), intp=LONG) as (index, _):
         yield index
@@ -139,7 +140,7 @@ def unrolled(b: Any, count: Any, body: Callable[[Any], None]) -> None:
 
 
 def fetch(b: Any, keys: Any, values: Any, place: Any, count: Any) -> None:
-    """Brings ``count`` bytes of the key and the value that lie ``place`` floats on near."""
+    """Prefetches ``count`` bytes of the key and of the value that lie ``place`` floats further."""
     ahead = b.shl(place, constant(2))
     with counting(b, 0, count, _CACHE_LINE) as line:
         prefetch(b, b.add(b.add(keys, ahead), line))
@@ -147,7 +148,7 @@ def fetch(b: Any, keys: Any, values: Any, place: Any, count: Any) -> None:
 
 
 def transposed(b: Any, rows: list[Any]) -> list[Any]:
-    """``LANES`` vectors as the columns of what they were the rows of."""
+    """The columns of the square of which these ``LANES`` vectors are the rows."""
     half = LANES // 2
     low, high = (
         ir.Constant(INTS, [n for i in range(half) for n in (at + i, at + i + LANES)])

@@ -1,30 +1,31 @@
 """Threads that work one compiled function together, and wait for each other within it.
 
-A parallel loop of numba's is a call into OpenMP, which wakes the threads, deals the loop out and
-waits for all: some 20 microseconds here, of which a layer of a decode step would take seven. Here
-the threads are woken once, each runs the same function with its own number, and where one needs
-what the others have made they meet: each counts itself in and watches the count, a fraction of a
-microsecond. (Sense-reversing barriers, Mellor-Crummey and Scott 1991, section 3.1; the count only
-grows, so there is no sense to reverse.) Who has watched for long sleeps until the last one comes
-and wakes all: where other programs want the processors, too, watching on would keep them from the
-one that is waited for.
+A parallel loop of numba's calls OpenMP, which wakes the threads, divides the loop and waits for
+all: some 20 microseconds, seven times in a layer of a decode step. Here the threads are woken once,
+and each runs the same function with its own number. Where a thread needs what the others have
+written, all meet at a barrier: each adds itself to a count and polls the count, which takes a
+fraction of a microsecond. (Sense-reversing barriers, Mellor-Crummey and Scott 1991, section 3.1;
+the count only grows, so there is no sense to reverse.) A thread that has polled for long sleeps
+until the last one comes and wakes all: where other programs want the processors, too, polling would
+keep them from the thread that the others wait for.
 
-Nobody promises that a parallel loop's iterations run at the same time. So the threads gather first,
-and who waits too long for the others ends the team: all return then, and the caller lets one thread
-do all the work.
+The iterations of a parallel loop need not run at the same time. So the threads gather first, and a
+thread that waits too long for the others ends the team: all return then, and the caller lets one
+thread do all the work.
 
-    team = new_team()
+    state = new_team()
     for me in prange(threads):
-        work(me, threads, team.ctypes.data, ...)         # begins with `gathered`
-    if not came_together(team):
-        work(0, 1, team.ctypes.data, ...)
+        if gathered(state.ctypes.data, threads):
+            work(member(me, threads, state.ctypes.data), ...)
+    if not came_together(state):
+        work(member(0, 1, state.ctypes.data), ...)
 """
 
 from __future__ import annotations
 
 import platform
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -46,12 +47,13 @@ _PAUSES = {
     "arm64": ("llvm.aarch64.hint", (1,)),
 }
 _PAUSE = _PAUSES.get(platform.machine().lower())
-# Looks at the count, a pause each, before a thread sleeps: some 50 us.
+# Polls of the count, with a pause each, before a thread sleeps: some 50 us.
 _LOOKS = 1000
-# Sleeps of so many microseconds before a team that has not gathered ends: a tenth of a second.
+# Microseconds of a sleep (the system adds as much), and sleeps before a team that has not gathered
+# ends: a tenth of a second in all.
 _NAP, _PATIENCE = 50, 1000
-# Of the state, int64, each in a line of the cache: the count of those who meet, how many of them
-# sleep, and who is present.
+# Places in the state, int64, each in its own cache line. At place 0 is the count of meetings'
+# arrivals; then come the number of sleeping threads and the number of threads that are present.
 _SLEEPING, _PRESENT, _SIZE = 16, 32, 48
 _ENDED = -(1 << 40)
 # The number of the system's call for waiting on a number (futex(2)); None where there is none.
@@ -66,9 +68,9 @@ def _at(b: Any, address: Any) -> Any:
 
 @intrinsic
 def _count(typing: Any, address: Any, more: Any) -> Any:
-    """Adds to the number at ``address``; what was written before is seen by who reads it.
+    """Adds to the number at ``address`` and returns what it was.
 
-    It returns what the number was.
+    A thread that reads the sum also sees everything that this one has written before.
     """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -127,7 +129,7 @@ def _nap(typing: Any) -> Any:
 
 @intrinsic
 def _futex(typing: Any, address: Any, what: Any, number: Any) -> Any:
-    """Sleeps while the low half of what lies at ``address`` is ``number``; or wakes so many."""
+    """Sleeps while the low half of what lies at ``address`` is ``number``, or wakes ``number``."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         zero = ir.Constant(_LONG, 0)
@@ -139,18 +141,32 @@ def _futex(typing: Any, address: Any, what: Any, number: Any) -> Any:
     return types.void(*[types.int64] * 3), generate
 
 
+class Member(NamedTuple):
+    """Thread ``me`` of a team of ``threads``, whose state is at an ``address``."""
+
+    me: int
+    threads: int
+    address: int
+
+
+@njit
+def member(me: int, threads: int, address: int) -> Member:
+    """A member with numbers of one type: a parallel loop's are unsigned, others are not."""
+    return Member(np.int64(me), np.int64(threads), np.int64(address))  # type: ignore[arg-type]
+
+
 @njit
 def new_team() -> np.ndarray:
-    """The state of a team that has not gathered yet; its address is what the others are given."""
+    """The state of a team that has not gathered yet; the members take its address."""
     return np.zeros(_SIZE, np.int64)
 
 
 @njit
-def gathered(team: int, threads: int) -> bool:
-    """Whether all threads are here; False if one had waited too long. To be called first."""
+def gathered(address: int, threads: int) -> bool:
+    """Whether all threads are here; False if one has waited too long. Each calls it first."""
     if threads <= 1:
         return True
-    present = team + 8 * _PRESENT
+    present = address + 8 * _PRESENT
     _count(present, 1)
     looks = 0
     while True:
@@ -169,38 +185,39 @@ def gathered(team: int, threads: int) -> bool:
 
 
 @njit
-def came_together(team: np.ndarray) -> bool:
-    """Whether the threads had gathered; to be asked when all have returned."""
-    return bool(team[_PRESENT] >= 0)
+def came_together(state: np.ndarray) -> bool:
+    """Whether the threads had gathered; valid when all have returned."""
+    return bool(state[_PRESENT] >= 0)
 
 
 @njit
-def meet(team: int, threads: int, met: int) -> int:
-    """Waits until all have come here, and sees what they have written; the new ``met``.
+def meet(team: Member, met: int) -> int:
+    """Waits until all members have come here, and sees what they have written; the new ``met``.
 
-    ``met`` is 0 at first, then what the meeting before returned.
+    ``met`` is 0 at first, then the result of the meeting before.
     """
-    if threads <= 1:
+    if team.threads <= 1:
         return met
-    goal = met + threads
-    if _count(team, 1) == goal - 1:
-        # Who counts as sleeping before this look is woken; who does later sees that all have come.
-        if _FUTEX is not None and _read(team + 8 * _SLEEPING):
-            _futex(team, _WAKE, _ALL)
+    address, goal = team.address, met + team.threads
+    if _count(address, 1) == goal - 1:
+        # A thread that has counted itself as sleeping before this read is woken; one that does so
+        # later sees that all have come.
+        if _FUTEX is not None and _read(address + 8 * _SLEEPING):
+            _futex(address, _WAKE, _ALL)
         return goal
     for _ in range(_LOOKS):
-        if _read(team) >= goal:
+        if _read(address) >= goal:
             return goal
         _pause()
     if _FUTEX is None:
-        while _read(team) < goal:
+        while _read(address) < goal:
             _nap()
         return goal
-    _count(team + 8 * _SLEEPING, 1)
+    _count(address + 8 * _SLEEPING, 1)
     while True:
-        come = _read(team)
+        come = _read(address)
         if come >= goal:
             break
-        _futex(team, _WAIT, come)
-    _count(team + 8 * _SLEEPING, -1)
+        _futex(address, _WAIT, come)
+    _count(address + 8 * _SLEEPING, -1)
     return goal

@@ -1,11 +1,17 @@
 """How numba's threads and torch's share the cores: the one place where that is set.
 
-Torch and numba each bring an OpenMP pool. By default an idle thread of either spins for
-milliseconds in wait of work, on a core that the other pool is about to need. Told to wait briefly
-and then sleep, a step's pattern (a linear layer of 32 rows of 1,024 x 4,096, then decode attention
-over 32 x 136 tokens, 2 threads on 2 cores with another process on one of them) took 12.1 ms
-instead of 17.5: x1.4. Sleeping at once took 12.4, numba's own pool of threads instead of OpenMP
-12.3, with torch's still spinning 15.6; running numba's code on torch's pool gained nothing more.
+torch and numba each bring an OpenMP pool. By default an idle thread of either spins for
+milliseconds while it waits for work, on a core that the other pool is about to need. Milliseconds
+of a step's pattern (a linear layer of 32 rows of 1,024 x 4,096, then decode attention over
+32 x 136 tokens; 2 threads on 2 cores, with another process on one of them):
+
+    idle threads spin                                       17.5
+    torch's spin, numba's do not                            15.6
+    they spin briefly, then sleep (what is set here)        12.1
+    they sleep at once                                      12.4
+    numba's own pool instead of OpenMP                      12.3
+
+To run numba's code on torch's pool gained nothing more.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ def calm_waiting_threads() -> None:
     """Have idle OpenMP threads sleep soon, unless the environment already says how they wait.
 
     An OpenMP library reads this once, when it is loaded: call before torch is imported. Later it
-    still reaches numba's pool if that has not started, and a log line tells the rest.
+    still reaches numba's pool if that has not started, and a log line names the remedy.
     """
     if any(name in os.environ for name in (*_CALM, "KMP_BLOCKTIME")):
         return

@@ -1,4 +1,4 @@
-"""Products of float32 rows with float weights, as calls for compiled code.
+"""Products of float32 rows with float weights, for compiled code to call.
 
 ``float_panels`` has the product of a panel, which is called by its address.
 """
@@ -11,24 +11,31 @@ from numba import prange
 from coppice.kernels.cpu.code.calls import run_share
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import ROWS
-from coppice.kernels.cpu.code.team import came_together, gathered, meet, new_team
-from coppice.kernels.cpu.layer.row_blocks import lay_share
+from coppice.kernels.cpu.code.team import (
+    Member,
+    came_together,
+    gathered,
+    meet,
+    member,
+    new_team,
+)
+from coppice.kernels.cpu.layer.row_blocks import Panels, lay_share
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19
-# Bytes of rows that are worked together, for the second-level cache to hold them for all panels.
+# Bytes of rows that are multiplied together: the second-level cache holds them for all panels.
 _TOGETHER = 600_000
 
 
 @njit
 def _parts(rows: int, inner: int) -> int:
-    """How many parts of the rows are worked one after the other."""
+    """The number of parts of the rows that are multiplied one after the other."""
     return max(min(-(-4 * rows * inner // _TOGETHER), -(-rows // ROWS)), 1)
 
 
 @njit
 def laid_numbers(rows: int, inner: int) -> int:
-    """Float32 numbers in which ``multiply_share`` lays down up to ``rows`` rows of ``inner``."""
+    """Float32 numbers that ``multiply_share`` needs to lay out up to ``rows`` rows of ``inner``."""
     # A part has that many blocks, what is left of a block, and one as blocks do not divide.
     most = _TOGETHER // (4 * inner * ROWS) + 3
     return min(most * ROWS, rows) * inner
@@ -36,30 +43,27 @@ def laid_numbers(rows: int, inner: int) -> int:
 
 @njit
 def multiply_share(
-    me: int,
-    threads: int,
-    team: int,
+    team: Member,
     met: int,
-    function: int,
-    panel: int,
-    kind: int,
+    panels: Panels,
     x: np.ndarray,
     weight: int,
     bias: int,
     out: np.ndarray,
     laid: np.ndarray,
 ) -> int:
-    """What thread ``me`` of a team does of ``multiply_rows``, until all are through.
+    """A team member's share of ``multiply_rows``; returns when all members have finished.
 
-    ``met`` and what it returns are as ``meet`` has them. ``laid``, float32 of ``laid_numbers`` or
-    more, is theirs in common.
+    ``met`` and the result are those of ``meet``. All members share ``laid``, float32 of at least
+    ``laid_numbers``.
     """
     rows, inner = x.shape
     width = out.shape[1]
-    panels = -(-width // panel)
+    me, threads = team.me, team.threads
+    count = -(-width // panels.width)
     frame = np.empty(8, np.int64)
     frame[1], frame[2], frame[4], frame[5] = inner, width, weight, bias
-    frame[7] = kind
+    frame[7] = panels.kind
     blocks, parts = -(-rows // ROWS), _parts(rows, inner)
     for part in range(parts):
         first, last = part * blocks // parts, (part + 1) * blocks // parts
@@ -70,12 +74,12 @@ def multiply_share(
             one = (last - first) * me // threads * ROWS
             other = min((last - first) * (me + 1) // threads * ROWS, end - begin)
             lay_share(one, other, frame[3], inner, laid.ctypes.data)
-            met = meet(team, threads, met)
+            met = meet(team, met)
             frame[3] = laid.ctypes.data
         address = frame.ctypes.data
-        run_share(function, address, panels * me // threads, panels * (me + 1) // threads)
-        met = meet(team, threads, met)
-    # Numba frees what is not named any more, and addresses are no names.
+        run_share(panels.run, address, count * me // threads, count * (me + 1) // threads)
+        met = meet(team, met)
+    # numba frees an array after its last use by name, and an address is no such use.
     frame[0] = 0
     return met
 
@@ -83,10 +87,8 @@ def multiply_share(
 @njit(parallel=True)
 def _multiply_shares(
     threads: int,
-    team: int,
-    function: int,
-    panel: int,
-    kind: int,
+    state: int,
+    panels: Panels,
     x: np.ndarray,
     weight: int,
     bias: int,
@@ -94,17 +96,15 @@ def _multiply_shares(
     laid: np.ndarray,
 ) -> None:
     for me in prange(threads):
-        if gathered(team, threads):
+        if gathered(state, threads):
             multiply_share(
-                me, threads, team, 0, function, panel, kind, x, weight, bias, out, laid
+                member(me, threads, state), 0, panels, x, weight, bias, out, laid
             )  # fmt: skip
 
 
 @njit
 def multiply_rows(
-    function: int,
-    panel: int,
-    kind: int,
+    panels: Panels,
     x: np.ndarray,
     weight: int,
     bias: int,
@@ -113,18 +113,17 @@ def multiply_rows(
 ) -> None:
     """``out`` float32 ``[T, N]`` = ``x`` float32 ``[T, K]`` times a packed weight, plus bias.
 
-    ``function`` is the address of ``float_panels.run_panels``, ``panel`` the outputs of a panel,
-    ``weight`` the address of a packed one of that ``kind`` (a place in its ``KINDS``), and ``bias``
-    that of float32 ``[N]`` or 0.
+    ``weight`` is the address of a packed one of the kind of ``panels``, and ``bias`` that of
+    float32 ``[N]`` or 0.
     """
     rows, inner = x.shape
     laid = np.empty(laid_numbers(rows, inner) if rows > 1 else 0, np.float32)
-    team = new_team()
-    address = team.ctypes.data
+    state = new_team()
+    address = state.ctypes.data
     if rows * inner * out.shape[1] >= _SHARED_FROM and threads > 1:
         _multiply_shares(
-            threads, address, function, panel, kind, x, weight, bias, out, laid
+            threads, address, panels, x, weight, bias, out, laid
         )  # fmt: skip
-        if came_together(team):
+        if came_together(state):
             return
-    multiply_share(0, 1, address, 0, function, panel, kind, x, weight, bias, out, laid)
+    multiply_share(member(0, 1, address), 0, panels, x, weight, bias, out, laid)

@@ -1,18 +1,18 @@
 """Products of float32 rows with float weights, panel by panel, computed in float32.
 
-Most models are published in bfloat16, others in float16. What a step of few tokens takes is the
-time to read them, so they are kept so and become float32 in the registers: bfloat16 by a shift or a
-mask, since its numbers are those of float32 with zeros behind, float16 by the processor's
-conversion (F16C), which is exact as well. The results are float32's, from half of the memory.
-Weights of float32 are worked by the same code.
+Most models are published in bfloat16, others in float16. A step of few tokens takes the time of
+reading the weights, so they keep their type and become float32 in the registers: bfloat16 by a
+shift or a mask, since it is the upper half of a float32, float16 by the processor's conversion
+(F16C); both are exact. The results are those of float32, from half of the memory. Weights of
+float32 run through the same code.
 
 A weight is laid out in panels of ``PANEL`` outputs, one input after the other (of bfloat16 two of
-an output side by side), so that a panel is read once, in order; up to ``ROWS`` rows, laid side by
-side (``row_blocks``), are worked at a time, with their sums in registers. While a panel is worked
-the next one is fetched: products of up to 8 rows take no longer than memory does, 1.3 to 1.5 times
-less than without. A result adds up in the order of the inputs and depends on its row and nothing
-else.
-Importing this where a processor has no vectors with fused multiplication is an ``ImportError``;
+an output side by side), so that a panel is read once, in order. Up to ``ROWS`` rows, laid side by
+side (``row_blocks``), are multiplied at a time, with their sums in registers. Meanwhile the next
+panel is prefetched: products of up to 8 rows take the time of reading memory, 1.3 to 1.5 times less
+than without. A sum adds the inputs in order, and depends on its row and nothing else.
+
+To import this module on a processor without fused multiplication of vectors is an ``ImportError``;
 ``float_numba`` has the call.
 """
 
@@ -47,7 +47,7 @@ from coppice.kernels.cpu.code.simd import (
     store,
     zeros,
 )
-from coppice.kernels.cpu.layer.row_blocks import to_fetch
+from coppice.kernels.cpu.layer.row_blocks import Panels, to_fetch
 
 for _name, _what in (("fma", "fused multiplication"), ("f16c", "conversion from float16")):
     if not llvm.get_host_cpu_features().get(_name):
@@ -61,7 +61,7 @@ _LINE = 64
 _PARTS = -(-4 * PANEL // _LINE)
 # Numbers and addresses that ``run_panels`` is given.
 _FRAME = 8
-#: Types of weights. What compiled code calls a kind is a place here.
+#: Types of weights. The kind of a weight in compiled code is its place here.
 KINDS = (torch.bfloat16, torch.float16, torch.float32)
 _FLOAT32 = KINDS.index(torch.float32)
 # A vector of float16.
@@ -82,7 +82,7 @@ class PackedFloat:
 
     @property
     def kind(self) -> int:
-        """As ``run_panels`` is told."""
+        """The place of its type in ``KINDS``."""
         return KINDS.index(self.memory.dtype)
 
 
@@ -162,10 +162,9 @@ def _multiply_panel(
 ) -> Any:
     """``out`` float32 ``[rows, PANEL]``, rows ``width`` apart: ``x`` times a panel, plus bias.
 
-    How many rows is a constant, the others are addresses and sizes, but for the ``kind``. ``x`` is
-    a block of ``row_blocks``, float32 ``[inner, rows]``, ``bias`` float32 ``[PANEL]``; of what lies
-    at ``first``, ``second`` and ``third`` a line of the cache is fetched with each two inputs, of
-    float32 two lines.
+    ``rows`` is a constant; the others, except ``kind``, are addresses and sizes. ``x`` is a block
+    of ``row_blocks``, float32 ``[inner, rows]``, ``bias`` float32 ``[PANEL]``. With each two inputs
+    a cache line (of float32 two) is prefetched at each of ``first``, ``second`` and ``third``.
     """
     many = rows.literal_value
     signature = types.void(types.IntegerLiteral(many), *[types.int64] * 10)
@@ -268,3 +267,8 @@ def run_panels(frame: int, begin: int, end: int) -> None:
                     carray(at, (count,), np.float32)[:] = edge[i, :count]
             row += many
     edge[0, 0] = edge_bias[0] = 0
+
+
+def product(kind: int) -> Panels:
+    """The product of panels for compiled code, of weights of a kind."""
+    return Panels(run_panels.address, PANEL, kind)

@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 
 def pack(weight: torch.Tensor) -> PackedFloat | None:
-    """A weight ``[N, K]`` of 16 bits or float32 as the product wants it, a copy, O(N K).
+    """A weight ``[N, K]`` of 16 bits or float32 in the layout of the product, a copy, O(N K).
 
-    None where ``float_kernels`` gives None, and where K is odd.
+    None where there are no compiled products, and where K is odd.
     """
     panels = float_kernels()
     packed: PackedFloat | None = None if panels is None else panels.pack(weight)
@@ -35,10 +35,10 @@ def multiply(x: torch.Tensor, weight: PackedFloat, bias: torch.Tensor | None) ->
 
 
 def rows_of(weight: PackedFloat, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of a packed weight, as they are kept ``[T, K]``, for int64 ``indices [T]``.
+    """Rows of a packed weight in its own type, ``[T, K]``, for int64 ``indices [T]``.
 
-    A row's numbers lie each in another line of the cache, those of bfloat16 in pairs: some 0.2
-    microseconds a row and 100 features, of a step's milliseconds.
+    Each number of a row lies in another cache line, those of bfloat16 in pairs: some 0.2
+    microseconds for 100 features of a row, where a step takes milliseconds.
     """
     memory = weight.memory
     if memory.dtype == torch.bfloat16:  # a pair is moved as one number
@@ -51,7 +51,7 @@ def rows_of(weight: PackedFloat, indices: torch.Tensor) -> torch.Tensor:
 
 @cache
 def float_kernels() -> ModuleType | None:
-    """``float_panels``, tried on small products; None where it does not work."""
+    """``float_panels``, tested on small products; None where it does not work."""
     threads.calm_waiting_threads()
     try:
         from coppice.kernels.cpu.layer import float_panels
@@ -72,9 +72,8 @@ def _multiply(
     out = torch.empty(len(x), weight.out_features)
     if len(x):
         multiply_rows(
-            panels.run_panels.address, panels.PANEL, weight.kind, x.numpy(),
-            weight.address, 0 if bias is None else bias.data_ptr(), out.numpy(),
-            torch.get_num_threads(),
+            panels.product(weight.kind), x.numpy(), weight.address,
+            0 if bias is None else bias.data_ptr(), out.numpy(), torch.get_num_threads(),
         )  # fmt: skip
     return out
 

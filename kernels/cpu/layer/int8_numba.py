@@ -1,4 +1,4 @@
-"""Int8 products of float32 rows, as calls for compiled code: quantize, multiply, rescale.
+"""Int8 products of float32 rows, for compiled code to call: quantize, multiply, rescale.
 
 ``int8_panels`` has the product of a panel, which is called by its address.
 """
@@ -11,8 +11,15 @@ from numba import prange
 from coppice.kernels.cpu.code.calls import run_share
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import ROWS
-from coppice.kernels.cpu.code.team import came_together, gathered, meet, new_team
-from coppice.kernels.cpu.layer.row_blocks import lay_share
+from coppice.kernels.cpu.code.team import (
+    Member,
+    came_together,
+    gathered,
+    meet,
+    member,
+    new_team,
+)
+from coppice.kernels.cpu.layer.row_blocks import Panels, lay_share
 from coppice.kernels.cpu.layer.rows_numba import quantize_share
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
@@ -21,12 +28,9 @@ _SHARED_FROM = 1 << 19
 
 @njit
 def multiply_share(
-    me: int,
-    threads: int,
-    team: int,
+    team: Member,
     met: int,
-    function: int,
-    panel: int,
+    panels: Panels,
     x: np.ndarray,
     weight: int,
     scale: int,
@@ -36,11 +40,12 @@ def multiply_share(
     laid: np.ndarray,
     peaks: np.ndarray,
 ) -> int:
-    """What thread ``me`` of a team does of ``multiply_rows``, until all are through.
+    """A team member's share of ``multiply_rows``; returns when all members have finished.
 
-    ``met`` and what it returns are as ``meet`` has them. ``levels`` and ``laid``, int8 and as many
-    as ``x`` has numbers, and ``peaks`` float32 ``[T]`` are theirs in common.
+    ``met`` and the result are those of ``meet``. All members share ``levels`` and ``laid``, int8
+    and as long as ``x`` has numbers, and ``peaks`` float32 ``[T]``.
     """
+    me, threads = team.me, team.threads
     rows, inner = x.shape
     width = out.shape[1]
     blocks = -(-rows // ROWS)
@@ -55,12 +60,12 @@ def multiply_share(
     if rows > 1:
         lay_share(begin, end, levels.ctypes.data, inner // 4, laid.ctypes.data)
         frame[3] = laid.ctypes.data
-    met = meet(team, threads, met)
-    panels = -(-width // panel)
+    met = meet(team, met)
+    count = -(-width // panels.width)
     address = frame.ctypes.data
-    run_share(function, address, panels * me // threads, panels * (me + 1) // threads)
-    met = meet(team, threads, met)
-    # Numba frees what is not named any more, and addresses are no names.
+    run_share(panels.run, address, count * me // threads, count * (me + 1) // threads)
+    met = meet(team, met)
+    # numba frees an array after its last use by name, and an address is no such use.
     frame[0] = 0
     return met
 
@@ -68,9 +73,8 @@ def multiply_share(
 @njit(parallel=True)
 def _multiply_shares(
     threads: int,
-    team: int,
-    function: int,
-    panel: int,
+    state: int,
+    panels: Panels,
     x: np.ndarray,
     weight: int,
     scale: int,
@@ -81,17 +85,16 @@ def _multiply_shares(
     peaks: np.ndarray,
 ) -> None:
     for me in prange(threads):
-        if gathered(team, threads):
+        if gathered(state, threads):
             multiply_share(
-                me, threads, team, 0, function, panel, x, weight, scale, bias, out, levels, laid,
+                member(me, threads, state), 0, panels, x, weight, scale, bias, out, levels, laid,
                 peaks,
             )  # fmt: skip
 
 
 @njit
 def multiply_rows(
-    function: int,
-    panel: int,
+    panels: Panels,
     x: np.ndarray,
     weight: int,
     scale: int,
@@ -101,21 +104,21 @@ def multiply_rows(
 ) -> None:
     """``out`` float32 ``[T, N]`` = ``x`` float32 ``[T, K]`` times a packed weight, plus bias.
 
-    ``function`` is the address of ``int8_panels.run_panels``, ``panel`` the outputs of a panel. A
-    row of ``x`` is taken in 127 levels of its largest. ``weight`` is the address of a packed one,
-    ``scale`` that of float32 ``[N]``, of each output and divided by 127; ``bias``'s may be 0.
+    A row of ``x`` is rounded to 127 levels of its largest number. ``weight`` is the address of a
+    packed weight, ``scale`` that of float32 ``[N]``, the scale of each output divided by 127, and
+    ``bias`` that of float32 ``[N]`` or 0.
     """
     rows, inner = x.shape
     levels, peaks = np.empty(rows * inner, np.int8), np.empty(rows, np.float32)
     laid = np.empty(rows * inner if rows > 1 else 0, np.int8)
-    team = new_team()
-    address = team.ctypes.data
+    state = new_team()
+    address = state.ctypes.data
     if rows * inner * out.shape[1] >= _SHARED_FROM and threads > 1:
         _multiply_shares(
-            threads, address, function, panel, x, weight, scale, bias, out, levels, laid, peaks
+            threads, address, panels, x, weight, scale, bias, out, levels, laid, peaks
         )  # fmt: skip
-        if came_together(team):
+        if came_together(state):
             return
     multiply_share(
-        0, 1, address, 0, function, panel, x, weight, scale, bias, out, levels, laid, peaks
+        member(0, 1, address), 0, panels, x, weight, scale, bias, out, levels, laid, peaks
     )

@@ -2,14 +2,14 @@
 
 ``vpdpbusd`` multiplies four unsigned bytes with four signed ones in each lane and adds the four
 products to an int32: four times the multiplications of float32 in an instruction, exact. A weight
-is laid out in panels: of ``PANEL`` outputs, four inputs of each side by side, so that a panel is
-read once, in order, whatever the rows; up to ``ROWS`` rows, their levels laid side by side by fours
-(``row_blocks``), are worked at a time, with their sums in registers, while the next panel is
-fetched. The levels are the unsigned side, with 128 added; what that adds to an output, 128 times
-the sum of its weights, lies behind the panel.
+is laid out in panels of ``PANEL`` outputs, four inputs of each side by side, so that a panel is
+read once, in order, for any number of rows. Up to ``ROWS`` rows, with their levels side by side by
+fours (``row_blocks``), are multiplied at a time, with their sums in registers, while the next panel
+is prefetched. The levels are the unsigned side, with 128 added; what that adds to an output, 128
+times the sum of its weights, lies at the end of the panel.
 
-A result depends on its row and nothing else. Importing this where a processor has no VNNI is an
-``ImportError``; ``int8_numba`` has the call.
+A result depends on its row and nothing else. To import this module on a processor without VNNI is
+an ``ImportError``; ``int8_numba`` has the call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import cfunc
 from coppice.kernels.cpu.code.simd import ROWS, prefetch
-from coppice.kernels.cpu.layer.row_blocks import to_fetch
+from coppice.kernels.cpu.layer.row_blocks import INT8, Panels, to_fetch
 
 
 def _layout() -> int:
@@ -116,10 +116,10 @@ def _multiply_panel(
 ) -> Any:
     """``out`` float32 ``[rows, PANEL]``, rows ``width`` apart: levels times a panel, rescaled.
 
-    How many rows is a constant, the others are addresses and sizes. ``levels`` uint8, 128 added, is
-    a block of ``row_blocks``, ``[inner / 4, rows, 4]``; of what lies at ``first``, ``second`` and
-    ``third`` a line of the cache is fetched with each four inputs; ``peaks`` float32 ``[rows]``;
-    ``scales`` and ``bias`` float32 ``[PANEL]``.
+    ``rows`` is a constant; the others are addresses and sizes. ``levels`` uint8, with 128 added, is
+    a block of ``row_blocks``, ``[inner / 4, rows, 4]``; ``peaks`` is float32 ``[rows]``, ``scales``
+    and ``bias`` float32 ``[PANEL]``. With each four inputs a cache line is prefetched at each of
+    ``first``, ``second`` and ``third``.
     """
     many = rows.literal_value
     signature = types.void(types.IntegerLiteral(many), *[types.int64] * 11)
@@ -153,8 +153,8 @@ def _multiply_panel(
                     b.store(b.call(multiply_in, (b.load(total), four, vector)), total)
         # Here and not in a loop of numba's, which takes longer than the products of 576 inputs.
         factors = [load(scales, 4 * LANES * i, _FLOATS) for i in range(_WIDE)]
-        behind = b.add(weights, b.mul(inner, ir.Constant(_LONG, PANEL)))
-        raised = [load(behind, 4 * LANES * i, _INTS) for i in range(_WIDE)]
+        end = b.add(weights, b.mul(inner, ir.Constant(_LONG, PANEL)))
+        raised = [load(end, 4 * LANES * i, _INTS) for i in range(_WIDE)]
         added = [load(bias, 4 * LANES * i, _FLOATS) for i in range(_WIDE)]
         for row, mine in enumerate(sums):
             peak = splat(load(peaks, 4 * row, _FLOAT), _FLOATS)
@@ -232,3 +232,8 @@ def run_panels(frame: int, begin: int, end: int) -> None:
                     out[:] = edge[i, :count]
             row += many
     edge[0, 0] = edge_scales[0] = edge_bias[0] = 0
+
+
+def product() -> Panels:
+    """The product of panels for compiled code."""
+    return Panels(run_panels.address, PANEL, INT8)

@@ -1,6 +1,6 @@
-"""Int8 products on a CPU: by our own kernel where the processor has VNNI, else by torch.
+"""Int8 products on a CPU: by a compiled kernel where the processor has VNNI, else by torch.
 
-torch's is ``torch._int_mm``, oneDNN's.
+torch's product is ``torch._int_mm``, of oneDNN.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 def pack(weight: torch.Tensor) -> PackedInt8 | None:
-    """An int8 weight ``[N, K]`` as the compiled product wants it; None where there is none.
+    """An int8 weight ``[N, K]`` in the layout of the compiled product, a copy, O(N K).
 
-    A copy, O(N K). There is none without VNNI, without numba, and where 4 does not divide K.
+    None without VNNI, without numba, and where 4 does not divide K.
     """
     panels = panel_kernels()
     return None if panels is None else panels.pack(weight.numpy())
@@ -35,7 +35,8 @@ def multiply(
 ) -> torch.Tensor:
     """``x`` float32 ``[T, K]`` times a packed weight, a new tensor ``[T, N]``.
 
-    Each row of ``x`` is rounded to 127 levels of its largest; ``scale`` ``[N]`` is divided by 127.
+    Each row of ``x`` is rounded to 127 levels of its largest number; ``scale`` ``[N]`` is that of
+    the outputs divided by 127.
     """
     panels = panel_kernels()
     assert panels is not None
@@ -53,7 +54,7 @@ def multiply_plain(
 
 @cache
 def panel_kernels() -> ModuleType | None:
-    """``int8_panels``, tried on small products; None where it does not work."""
+    """``int8_panels``, tested on small products; None where it does not work."""
     threads.calm_waiting_threads()
     try:
         from coppice.kernels.cpu.layer import int8_panels
@@ -78,7 +79,7 @@ def _multiply(
     out = torch.empty(len(x), weight.out_features)
     if len(x):
         multiply_rows(
-            panels.run_panels.address, panels.PANEL, x.numpy(), weight.address, scale.data_ptr(),
+            panels.product(), x.numpy(), weight.address, scale.data_ptr(),
             0 if bias is None else bias.data_ptr(), out.numpy(), torch.get_num_threads(),
         )  # fmt: skip
     return out

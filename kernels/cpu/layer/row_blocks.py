@@ -1,15 +1,15 @@
 """Rows laid side by side, as the products of panels read them.
 
-A product multiplies a weight with a number of each of its ``ROWS`` rows. Where those lie side by
-side it reads one line of the cache instead of one a row, at places that are constants of the code:
-of 256 rows and more a product takes 1.08 times less. So rows are laid down in blocks of ``ROWS``,
-those left over in blocks of 4, 2 and 1; a block is ``[width, its rows]``, and begins where its
-first row would. Numbers have 32 bits: floats, or four levels of an int8 product.
+A product multiplies a weight with a number of each of its ``ROWS`` rows. Where these lie side by
+side it reads one cache line instead of one for each row, at constant offsets: a product of 256 rows
+and more takes 1.08 times less. So rows are copied to blocks of ``ROWS``, the remaining ones to
+blocks of 4, 2 and 1. A block is ``[width, its rows]``, and begins where its first row would.
+Numbers have 32 bits: floats, or four levels of an int8 product.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -31,8 +31,24 @@ from coppice.kernels.cpu.code.threads import use_torch_threads
 use_torch_threads()  # before compiled code is loaded; see ``code.calls``
 
 
+class Panels(NamedTuple):
+    """A product of panels for compiled code, and the kind of weights that it is to take.
+
+    ``run`` is the address of ``float_panels.run_panels`` or ``int8_panels.run_panels``, ``width``
+    the outputs of a panel, ``kind`` a place in ``float_panels.KINDS``, or ``INT8``.
+    """
+
+    run: int
+    width: int
+    kind: int
+
+
+#: The kind of int8 weights.
+INT8 = -1
+
+
 def _interleaved(b: Any, rows: list[Any]) -> list[Any]:
-    """Vectors of n rows, n a power of 2, as n vectors in which the rows' lanes take turns."""
+    """Vectors of n rows, n a power of 2, as n vectors in which the rows' lanes alternate."""
     half = LANES // 2
     low, high = (
         ir.Constant(INTS, [n for i in range(half) for n in (at + i, at + i + LANES)])
@@ -74,7 +90,7 @@ def _lay_block(typing: Any, rows: Any, x: Any, width: Any, out: Any) -> Any:
 
 @njit
 def lay_share(begin: int, end: int, x: int, width: int, out: int) -> None:
-    """Lays down the rows ``begin .. end``, of which the first begins a block.
+    """Copies the rows ``begin .. end`` to blocks; the first row begins a block.
 
     ``x`` and ``out`` are the addresses of row 0, of ``width`` numbers each.
     """
@@ -100,10 +116,11 @@ def lay_share(begin: int, end: int, x: int, width: int, out: int) -> None:
 def to_fetch(
     row: int, rows: int, panel: int, part: int, parts: int, here: int
 ) -> tuple[int, int, int]:
-    """What is fetched while the block from ``row`` on is worked: up to three parts of a panel.
+    """Addresses to prefetch while the block from ``row`` on is multiplied: three parts of a panel.
 
-    The first blocks of ``rows`` fetch the ``parts`` parts of ``part`` bytes that the ``panel`` at
-    that address has, and share them. For want of something to fetch it is ``here``, which is near.
+    The first blocks of ``rows`` divide among them the ``parts`` parts, of ``part`` bytes each, of
+    the ``panel`` at that address. Where there are fewer parts, the address is ``here``, which is in
+    the cache.
     """
     blocks, block = min(-(-rows // ROWS), 3), row // ROWS
     one = two = three = here

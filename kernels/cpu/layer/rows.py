@@ -1,8 +1,8 @@
-"""What a decoder does to each row between matrix products, on a CPU in float32, fused.
+"""The operations of a decoder on rows between matrix products, fused, on a CPU in float32.
 
-``RowKernels`` runs numba's compiled functions (``rows_numba``), or where numba is missing or fails
-the torch operators that they stand for, several times slower. All tensors are float32 and
-contiguous within a row unless said otherwise.
+``RowKernels`` runs numba's compiled functions (``rows_numba``). Where numba is missing or fails it
+runs the same operations in torch, several times slower. All tensors are float32 and contiguous
+within a row unless noted otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_BIAS = np.empty(0, np.float32)
 
 
 class RowKernels:
-    """See the module; ``fused`` is the compiled module, None for torch's operators."""
+    """Operations on rows; ``fused`` is the compiled module, None for torch's operators."""
 
     def __init__(self, fused: ModuleType | None) -> None:
         self._fused = fused
@@ -132,7 +132,7 @@ class RowKernels:
 
 @cache
 def row_kernels() -> RowKernels:
-    """The fastest that work here. Compiles them or loads them from numba's cache."""
+    """The fastest kernels that work here; compiles them or loads them from numba's cache."""
     threads.calm_waiting_threads()
     try:
         from coppice.kernels.cpu.layer import rows_numba
@@ -154,9 +154,9 @@ def flat_heads(heads: torch.Tensor) -> np.ndarray:
 
 
 def _try_out(kernels: RowKernels) -> None:
-    """Runs each kernel on one row, and on enough for several threads, beside torch's operators.
+    """Compares each kernel with torch's operators, on one row and on enough for several threads.
 
-    So they are all compiled or loaded here, where a failure can be answered, and not in a step.
+    So all are compiled or loaded here, where torch can replace them, and not in a step.
     """
     with torch.inference_mode():
         for rows in (1, 520):
@@ -169,7 +169,7 @@ def _try_out(kernels: RowKernels) -> None:
 
 
 def _results(kernels: RowKernels, rows: int) -> list[torch.Tensor]:
-    """What each kernel makes of rows of 64 numbers on a line."""
+    """The result of each kernel for rows of 64 numbers on a line."""
     x = torch.linspace(-3, 3, rows * 64).view(rows, 64)
     weight = torch.linspace(0.5, 1, 64)
     levels, peaks = kernels.quantize(x)

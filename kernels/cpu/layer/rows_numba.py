@@ -1,12 +1,10 @@
 """What a CPU does to each row of a batch between matrix products, fused and compiled.
 
 A decoder layer's norms, residual additions, rotary embedding with the KV write, and activation are
-some twenty torch operators, each of which costs microseconds whatever it computes, and of many rows
-reads and writes them all again. Here they are four functions. So is what an int8 product needs
-before and after it. A row's result depends on nothing but that row: the same code works it, whether
-alone or in one thread's share of many.
-
-Compiled and kept on disk as ``numba_items`` is.
+some twenty torch operators. Each costs microseconds for any input, and reads and writes all rows
+again. Here they are four functions, and two more quantize and rescale for int8 products. The result
+of a row depends on that row alone: the same code computes it by itself or in a thread's share of
+many.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ use_torch_threads()  # before compiled code is loaded; see ``code.calls``
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
-# Numbers from which rows are shared among threads: below, it takes no longer than waking them.
+# Numbers from which rows are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 15
 # Elements at a time of what needs a buffer: it stays in the nearest cache.
 _TILE = 64
@@ -37,7 +35,7 @@ _C1, _C2, _C3, _C4, _C5, _C6 = (
 
 
 def _shares(rows: np.ndarray, num_threads: int) -> int:
-    """Among how many threads these rows are shared."""
+    """The number of threads among which these rows are shared."""
     return min(len(rows), num_threads) if rows.size >= _SHARED_FROM else 1
 
 
@@ -106,7 +104,7 @@ def add_norm(
 # -- activation ----------------------------------------------------------------------------------
 
 
-# numba's own error model asks before each division whether to raise: then it does not vectorise.
+# numba's own error model checks each division for an error: then it does not vectorise.
 @njit(fastmath=_FAST, error_model="numpy")
 def silu_share(
     begin: int, end: int, first: int, last: int, gate_up: np.ndarray, out: np.ndarray
@@ -123,7 +121,7 @@ def silu_share(
             gate, up, mine = both[at : at + count], both[width + at :], result[at : at + count]
             for t in range(count):
                 x[t] = -gate[t] * _LOG2E
-            # exp(-gate) as an exponent and a polynomial, as in ``vectors``.
+            # exp(-gate) as an exponent and a polynomial, as in ``code.simd.power_of_2``.
             for t in range(_TILE):
                 y = min(max(x[t], np.float32(-126)), np.float32(126)) + np.float32(127)
                 power = np.int32(y + np.float32(0.5))
@@ -230,12 +228,12 @@ def rotate_write(
     out: np.ndarray,
     num_threads: int,
 ) -> None:
-    """Rotates queries and keys into ``out [T, (Hq + Hkv) * D]``; keys and values go to their slots.
+    """Rotates queries and keys into ``out [T, (Hq + Hkv) * D]``; writes keys and values to slots.
 
     ``qk`` and ``v`` are flat, a row's heads side by side and rows ``qk_stride`` and ``v_stride``
     apart; ``cos`` and ``signed_sin`` ``[T, D]`` as of ``interface.rotate``; the caches ``[slots,
-    Hkv * D]``; ``slots`` int64 ``[T]``. All else is float32. Raises IndexError for a slot that the
-    cache does not have; rows before it may have been written.
+    Hkv * D]``; ``slots`` int64 ``[T]``. All else is float32. Raises ``IndexError`` for a slot that
+    the cache does not have; rows before it may have been written.
     """
     args = (qk, qk_stride, v, v_stride, cos, signed_sin, k_cache, v_cache, slots, out)
     shares = _shares(out, num_threads)

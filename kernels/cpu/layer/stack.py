@@ -1,41 +1,50 @@
 """All layers of a decoder over one step, compiled into one call, on a CPU.
 
 A layer is some ten operations. Called from Python one by one, each finds its code and arguments
-gone from the caches, which a layer's weights have just passed through: of a decode step of one
-sequence by a Llama of 135 million weights the calls were a third. Here Python is entered once a
-step, and so are the threads: they go through the layers together (``code.team``), each working its
-share of every operation.
+evicted from the processor's caches, since a layer's weights have passed through them. In a decode
+step of one sequence by a Llama of 135 million weights these calls took a third of the time. Here
+Python makes one call for a step, and the threads start once: they go through the layers together
+(``code.team``), and each computes its share of every operation.
 
-Products are ``float_numba``'s, or ``int8_numba``'s of int8 weights; rows are worked by
-``rows_numba``, attention is ``numba_items``'s.
+Products are those of ``float_numba``, or of ``int8_numba`` for int8 weights; ``rows_numba`` works
+on rows, and ``numba_items`` computes attention.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, prange
 
+from coppice.kernels.cpu.attention.arguments import Inputs, Items, Results
 from coppice.kernels.cpu.attention.numba_items import attention_frame, merge_share, run_tasks
 from coppice.kernels.cpu.code.calls import pointer, run_share
 from coppice.kernels.cpu.code.kept import njit
-from coppice.kernels.cpu.code.team import came_together, gathered, meet, new_team
+from coppice.kernels.cpu.code.team import (
+    Member,
+    came_together,
+    gathered,
+    meet,
+    member,
+    new_team,
+)
 from coppice.kernels.cpu.layer import float_numba, int8_numba
+from coppice.kernels.cpu.layer.row_blocks import INT8, Panels
 from coppice.kernels.cpu.layer.rows_numba import norm_share, rotate_share, silu_share
 
-__all__ = ["COLUMNS", "INT8", "run_layers", "run_tasks"]
+__all__ = ["COLUMNS", "Model", "Step", "run_layers", "run_tasks"]
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
-# Rows that pass the feed-forward part together: what lies between its products takes 9 MB of a
-# Llama of 135 million weights then, where 2,048 rows at once take 38.
+# Rows that pass through the feed-forward part together. In a Llama of 135 million weights its
+# activations then take 9 MB, where those of 2,048 rows at once take 38.
 _TOGETHER = 512
-# Columns of a row that one thread alone takes of an activation.
+# Columns of an activation that one thread takes at least, where there are fewer rows than threads.
 _COLUMNS = 64
 
-#: The columns of ``weights`` of ``run_layers``.
+#: The columns of ``Model.weights``.
 COLUMNS = (
     "attention_norm",
     "qkv",
@@ -53,14 +62,68 @@ COLUMNS = (
     "down_scale",
     "down_bias",
 )
-# A projection's columns are its weight, the scale of an int8 one, and its bias.
+# A projection has three columns: its weight, the scale of an int8 weight, and its bias.
 _NORM, _QKV, _QK_NORM, _OUTPUT, _MLP_NORM, _GATE_UP, _DOWN = 0, 1, 4, 5, 8, 9, 12
-
-#: The kind of int8 weights; the others' are ``float_panels``'s.
-INT8 = -1
 
 _float_share, _int8_share = float_numba.multiply_share, int8_numba.multiply_share
 _laid_numbers = float_numba.laid_numbers
+
+
+class Model(NamedTuple):
+    """What the layers of a model have in common in every step.
+
+    ``weights`` int64 ``[layers + 1, 15]``: addresses as ``COLUMNS`` names them, of packed weights
+    for products and of float32 for the rest, 0 for none; its last row has the last norm in its
+    first column. ``inner`` is the width of the feed-forward part, ``attention`` the address of
+    ``run_tasks``.
+    """
+
+    weights: np.ndarray
+    heads: int
+    inner: int
+    eps: np.float32
+    attention: int
+
+
+class Step(NamedTuple):
+    """The rows of a step, T of them, and the cache.
+
+    ``x`` float32 ``[T, hidden]`` is what the first layer reads, and is overwritten; ``cos`` and
+    ``signed_sin`` ``[T, dim]``; ``slots`` int64 ``[T]``, where their keys and values go;
+    ``logit_rows`` int64 ``[R]``. ``caches`` int64 ``[layers, 2]``: addresses of keys and values, of
+    ``num_slots`` slots. The result goes to ``out`` float32 ``[R, hidden]``.
+    """
+
+    x: np.ndarray
+    cos: np.ndarray
+    signed_sin: np.ndarray
+    slots: np.ndarray
+    logit_rows: np.ndarray
+    caches: np.ndarray
+    num_slots: int
+    out: np.ndarray
+
+
+class Scratch(NamedTuple):
+    """What operations leave for the next one, float32, of all rows.
+
+    ``qkv`` has queries, keys and values, ``rotated`` the first two rotated; the next norm adds
+    ``delta``. ``gate_up`` and ``active`` have the rows that pass through the feed-forward part
+    together. Products use ``laid``, ``levels`` (int8) and ``peaks``. ``last_x`` and
+    ``last_attended`` have the rows whose logits are wanted.
+    """
+
+    normed: np.ndarray
+    delta: np.ndarray
+    qkv: np.ndarray
+    rotated: np.ndarray
+    gate_up: np.ndarray
+    active: np.ndarray
+    laid: np.ndarray
+    levels: np.ndarray
+    peaks: np.ndarray
+    last_x: np.ndarray
+    last_attended: np.ndarray
 
 
 @njit
@@ -70,32 +133,26 @@ def _line(address: int, length: int) -> Any:
 
 @njit
 def _multiply(
-    me: int,
-    threads: int,
-    team: int,
+    team: Member,
     met: int,
     x: np.ndarray,
     projection: np.ndarray,
-    kind: int,
-    panels: int,
-    panel: int,
+    panels: Panels,
     out: np.ndarray,
-    laid: np.ndarray,
-    levels: np.ndarray,
-    peaks: np.ndarray,
+    scratch: Scratch,
 ) -> int:
     """``out [T, N] = x [T, K] @ weight.T + bias``; a projection is its three columns.
 
     ``x`` is complete when it is called, and ``out`` when it returns.
     """
-    if kind == INT8:
+    weight, scale, bias = projection[0], projection[1], projection[2]
+    laid = scratch.laid
+    if panels.kind == INT8:
         return _int8_share(
-            me, threads, team, met, panels, panel, x, projection[0], projection[1], projection[2],
-            out, levels, laid.view(np.int8), peaks,
+            team, met, panels, x, weight, scale, bias, out, scratch.levels, laid.view(np.int8),
+            scratch.peaks,
         )  # fmt: skip
-    return _float_share(
-        me, threads, team, met, panels, panel, kind, x, projection[0], projection[2], out, laid
-    )
+    return _float_share(team, met, panels, x, weight, bias, out, laid)
 
 
 @njit(fastmath=_FAST, error_model="numpy")
@@ -117,127 +174,81 @@ def _norm_heads(
 
 @njit
 def _layers_share(
-    me: int,
-    threads: int,
-    team: int,
-    weights: np.ndarray,
-    caches: np.ndarray,
-    x: np.ndarray,
-    cos: np.ndarray,
-    signed_sin: np.ndarray,
-    slots: np.ndarray,
-    logit_rows: np.ndarray,
-    num_slots: int,
-    heads: int,
-    eps: np.float32,
-    kind: int,
-    panels: int,
-    panel: int,
-    tasks: np.ndarray,
-    shares: np.ndarray,
-    items: np.ndarray,
-    merges: np.ndarray,
-    page_indices: np.ndarray,
-    item_rows: np.ndarray,
-    item_slots: np.ndarray,
-    positions: np.ndarray,
-    page_size: int,
-    kv_heads: int,
-    scale: np.float32,
-    window: int,
-    attention: int,
-    normed: np.ndarray,
-    delta: np.ndarray,
-    qkv: np.ndarray,
-    rotated: np.ndarray,
-    gathered_heads: np.ndarray,
-    lse: np.ndarray,
-    partial_out: np.ndarray,
-    partial_lse: np.ndarray,
-    gate_up: np.ndarray,
-    active: np.ndarray,
-    laid: np.ndarray,
-    levels: np.ndarray,
-    peaks: np.ndarray,
-    last_x: np.ndarray,
-    last_gathered: np.ndarray,
-    out: np.ndarray,
+    team: Member,
+    model: Model,
+    panels: Panels,
+    step: Step,
+    items: Items,
+    results: Results,
+    scratch: Scratch,
 ) -> None:
-    """What thread ``me`` of a team does of ``run_layers``; the arrays are theirs in common.
+    """A team member's share of ``run_layers``; all members share the arrays.
 
     Between two meetings no thread reads what another writes.
     """
-    layers, rows = len(caches), len(x)
-    inner, dim, kept = active.shape[1], cos.shape[1], kv_heads * cos.shape[1]
-    qk_width = rotated.shape[1]
-    flat, stride = qkv.reshape(-1), qkv.shape[1]
+    me, threads, weights, eps = team.me, team.threads, model.weights, model.eps
+    x, cos, normed, delta, qkv = step.x, step.cos, scratch.normed, scratch.delta, scratch.qkv
+    layers, rows = len(step.caches), len(x)
+    inner, kept = model.inner, items.kv_heads * items.dim
+    qk_width, stride = scratch.rotated.shape[1], qkv.shape[1]
+    flat = qkv.reshape(-1)
     nothing = np.empty((0, 0), np.float32)
     begin, end = rows * me // threads, rows * (me + 1) // threads
-    # Tasks may be too few to be shared; and who is alone does all of them.
-    first_task, last_task = 0, len(tasks)
-    if threads > 1 and len(shares) > 2:
-        first_task, last_task = shares[me], shares[me + 1]
+    # Where there are too few tasks to share, the first thread does all of them.
+    first_task, last_task = 0, len(items.tasks)
+    if threads > 1 and len(items.shares) > 2:
+        first_task, last_task = items.shares[me], items.shares[me + 1]
     elif me > 0:
         first_task = last_task
-    first_merge, last_merge = len(merges) * me // threads, len(merges) * (me + 1) // threads
+    merges = len(items.merges)
     met = 0
-    norm_share(
-        begin, end, x, nothing, _line(weights[0, _NORM], x.shape[1]), eps, normed
-    )  # fmt: skip
-    met = meet(team, threads, met)
+    norm_share(begin, end, x, nothing, _line(weights[0, _NORM], x.shape[1]), eps, normed)
+    met = meet(team, met)
     for layer in range(layers):
         mine = weights[layer]
-        met = _multiply(
-            me, threads, team, met, normed, mine[_QKV : _QKV + 3], kind, panels, panel, qkv, laid,
-            levels, peaks,
-        )  # fmt: skip
+        met = _multiply(team, met, normed, mine[_QKV : _QKV + 3], panels, qkv, scratch)
         if mine[_QK_NORM]:
-            _norm_heads(begin, end, qkv, mine[_QK_NORM], qk_width, dim, eps)
-        keys = _line(caches[layer, 0], num_slots * kept)
-        values = _line(caches[layer, 1], num_slots * kept)
+            _norm_heads(begin, end, qkv, mine[_QK_NORM], qk_width, items.dim, eps)
+        keys = _line(step.caches[layer, 0], step.num_slots * kept)
+        values = _line(step.caches[layer, 1], step.num_slots * kept)
         rotate_share(
-            begin, end, flat, stride, flat[qk_width:], stride, cos, signed_sin,
-            keys.reshape(num_slots, kept), values.reshape(num_slots, kept), slots, rotated,
+            begin, end, flat, stride, flat[qk_width:], stride, cos, step.signed_sin,
+            keys.reshape(step.num_slots, kept), values.reshape(step.num_slots, kept), step.slots,
+            scratch.rotated,
         )  # fmt: skip
-        met = meet(team, threads, met)
+        met = meet(team, met)
         if first_task < last_task:
-            frame = attention_frame(
-                tasks, items, rotated.reshape(-1), qk_width, keys, values, page_indices, item_rows,
-                item_slots, positions, page_size, kv_heads, dim, scale, window, gathered_heads,
-                lse, partial_out, partial_lse,
-            )  # fmt: skip
-            run_share(attention, frame.ctypes.data, first_task, last_task)
-            frame[0] = 0  # numba frees what is not named any more, and addresses are no names
-        met = meet(team, threads, met)
-        if len(merges):
-            merge_share(
-                first_merge, last_merge, merges, dim, gathered_heads, lse, partial_out, partial_lse
-            )
-            met = meet(team, threads, met)
-        attended = gathered_heads
+            inputs = Inputs(scratch.rotated.reshape(-1), qk_width, keys, values)
+            frame = attention_frame(items, inputs, results)
+            run_share(model.attention, frame.ctypes.data, first_task, last_task)
+            frame[0] = 0  # numba frees an array after its last use by name; an address is none
+        met = meet(team, met)
+        if merges:
+            merge_share(merges * me // threads, merges * (me + 1) // threads, items, results)
+            met = meet(team, met)
+        attended = results.out
         if layer == layers - 1:
-            # Nothing reads the other rows any more: this layer has written their KV.
-            rows = len(logit_rows)
+            # Nothing reads the other rows after this: the layer has written their KV.
+            rows = len(step.logit_rows)
             begin, end = rows * me // threads, rows * (me + 1) // threads
             for row in range(begin, end):
-                last_x[row] = x[logit_rows[row]]
-                last_gathered[row] = gathered_heads[logit_rows[row]]
-            x, attended = last_x, last_gathered
-            met = meet(team, threads, met)
+                scratch.last_x[row] = x[step.logit_rows[row]]
+                scratch.last_attended[row] = attended[step.logit_rows[row]]
+            x, attended = scratch.last_x, scratch.last_attended
+            met = meet(team, met)
         met = _multiply(
-            me, threads, team, met, attended[:rows], mine[_OUTPUT : _OUTPUT + 3], kind, panels,
-            panel, delta[:rows], laid, levels, peaks,
-        )  # fmt: skip
+            team, met, attended[:rows], mine[_OUTPUT : _OUTPUT + 3], panels, delta[:rows], scratch
+        )
         norm_share(begin, end, x, delta, _line(mine[_MLP_NORM], x.shape[1]), eps, normed)
-        met = meet(team, threads, met)
+        met = meet(team, met)
         parts = -(-rows // _TOGETHER)
         for part in range(parts):
             upper, lower = part * rows // parts, (part + 1) * rows // parts
             many = lower - upper
-            both, product = gate_up[:many], active[:many]
+            both, product = scratch.gate_up[:many], scratch.active[:many]
             met = _multiply(
-                me, threads, team, met, normed[upper:lower], mine[_GATE_UP : _GATE_UP + 3], kind,
-                panels, panel, both, laid, levels, peaks,
+                team, met, normed[upper:lower], mine[_GATE_UP : _GATE_UP + 3], panels, both,
+                scratch,
             )  # fmt: skip
             if many >= threads:
                 first, last = many * me // threads, many * (me + 1) // threads
@@ -247,169 +258,84 @@ def _layers_share(
                 first = columns * me // threads * _COLUMNS
                 last = min(columns * (me + 1) // threads * _COLUMNS, inner)
                 silu_share(np.int64(0), many, first, last, both, product)
-            met = meet(team, threads, met)
+            met = meet(team, met)
             met = _multiply(
-                me, threads, team, met, product, mine[_DOWN : _DOWN + 3], kind, panels, panel,
-                delta[upper:lower], laid, levels, peaks,
-            )  # fmt: skip
-        following = out if layer == layers - 1 else normed
+                team, met, product, mine[_DOWN : _DOWN + 3], panels, delta[upper:lower], scratch
+            )
+        following = step.out if layer == layers - 1 else normed
         norm_share(
             begin, end, x, delta, _line(weights[layer + 1, _NORM], x.shape[1]), eps, following
-        )  # fmt: skip
-        met = meet(team, threads, met)
+        )
+        met = meet(team, met)
 
 
 @njit(parallel=True)
 def _layers_shares(
     threads: int,
-    team: int,
-    weights: np.ndarray,
-    caches: np.ndarray,
-    x: np.ndarray,
-    cos: np.ndarray,
-    signed_sin: np.ndarray,
-    slots: np.ndarray,
-    logit_rows: np.ndarray,
-    num_slots: int,
-    heads: int,
-    eps: np.float32,
-    kind: int,
-    panels: int,
-    panel: int,
-    tasks: np.ndarray,
-    shares: np.ndarray,
-    items: np.ndarray,
-    merges: np.ndarray,
-    page_indices: np.ndarray,
-    item_rows: np.ndarray,
-    item_slots: np.ndarray,
-    positions: np.ndarray,
-    page_size: int,
-    kv_heads: int,
-    scale: np.float32,
-    window: int,
-    attention: int,
-    normed: np.ndarray,
-    delta: np.ndarray,
-    qkv: np.ndarray,
-    rotated: np.ndarray,
-    gathered_heads: np.ndarray,
-    lse: np.ndarray,
-    partial_out: np.ndarray,
-    partial_lse: np.ndarray,
-    gate_up: np.ndarray,
-    active: np.ndarray,
-    laid: np.ndarray,
-    levels: np.ndarray,
-    peaks: np.ndarray,
-    last_x: np.ndarray,
-    last_gathered: np.ndarray,
-    out: np.ndarray,
+    state: int,
+    model: Model,
+    panels: Panels,
+    step: Step,
+    items: Items,
+    results: Results,
+    scratch: Scratch,
 ) -> None:
     for me in prange(threads):
-        if gathered(team, threads):
-            _layers_share(
-                me, threads, team, weights, caches, x, cos, signed_sin, slots, logit_rows,
-                num_slots, heads, eps, kind, panels, panel, tasks, shares, items, merges,
-                page_indices, item_rows, item_slots, positions, page_size, kv_heads, scale, window,
-                attention, normed, delta, qkv, rotated, gathered_heads, lse, partial_out,
-                partial_lse, gate_up, active, laid, levels, peaks, last_x, last_gathered, out,
-            )  # fmt: skip
+        if gathered(state, threads):
+            team = member(me, threads, state)
+            _layers_share(team, model, panels, step, items, results, scratch)
 
 
 @njit(nogil=True)
 def run_layers(
-    weights: np.ndarray,
-    caches: np.ndarray,
-    x: np.ndarray,
-    cos: np.ndarray,
-    signed_sin: np.ndarray,
-    slots: np.ndarray,
-    logit_rows: np.ndarray,
-    num_slots: int,
-    inner: int,
-    heads: int,
-    eps: np.float32,
-    threads: int,
-    kind: int,
-    panels: int,
-    panel: int,
-    tasks: np.ndarray,
-    shares: np.ndarray,
-    items: np.ndarray,
-    merges: np.ndarray,
-    page_indices: np.ndarray,
-    item_rows: np.ndarray,
-    item_slots: np.ndarray,
-    positions: np.ndarray,
-    page_size: int,
-    kv_heads: int,
-    scale: np.float32,
-    window: int,
-    attention: int,
-    num_partials: int,
-    out: np.ndarray,
+    model: Model, panels: Panels, step: Step, items: Items, num_partials: int, threads: int
 ) -> tuple[bool, bool]:
-    """The last norm's output of the rows that logits are wanted of.
+    """All layers and the last norm, of the rows whose logits are wanted; see ``Step``.
 
-    Whether all slots are some, else nothing has been done; and whether the threads worked together,
-    else one has done all.
-
-    ``weights`` int64 ``[layers + 1, 15]``: addresses as ``COLUMNS`` names them, of packed weights
-    for products and of float32 for the rest, 0 for none; its last row has the last norm in its
-    first column. Weights are of a ``kind``; ``panels`` is the address of their ``run_panels``,
-    ``panel`` the outputs of one. ``caches`` int64 ``[layers, 2]``: addresses of keys and values, of
-    ``num_slots`` slots. ``x`` float32 ``[T, hidden]`` is what the first layer reads, and is
-    overwritten; ``cos`` and ``signed_sin`` ``[T, dim]``; ``slots`` int64 ``[T]``, ``logit_rows``
-    int64 ``[R]``; ``out`` float32 ``[R, hidden]``. ``attention`` is the address of
-    ``numba_items.run_tasks``, and the rest is as ``attend_items`` there has it.
+    Returns whether all slots are in the cache (else nothing has been done), and whether the threads
+    have worked together (else one has done all). ``num_partials`` is that of the schedule; all
+    weights for products are of the kind of ``panels``.
     """
-    rows, hidden = x.shape
-    dim, wanted = cos.shape[1], len(logit_rows)
-    for slot in slots:
-        if not 0 <= slot < num_slots:
+    rows, hidden = step.x.shape
+    heads, dim, inner, wanted = model.heads, items.dim, model.inner, len(step.logit_rows)
+    for slot in step.slots:
+        if not 0 <= slot < step.num_slots:
             return False, True
     query_width = heads * dim
-    qk_width = query_width + kv_heads * dim
-    normed = np.empty((rows, hidden), np.float32)
-    delta = np.empty((rows, hidden), np.float32)
-    qkv = np.empty((rows, qk_width + kv_heads * dim), np.float32)
-    rotated = np.empty((rows, qk_width), np.float32)
-    gathered_heads = np.empty((rows, query_width), np.float32)
-    lse = np.empty((rows, heads), np.float32)
-    partial_out = np.empty((num_partials, query_width), np.float32)
-    partial_lse = np.empty((num_partials, heads), np.float32)
+    qk_width = query_width + items.kv_heads * dim
     together = min(rows, _TOGETHER)
-    gate_up = np.empty((together, 2 * inner), np.float32)
-    active = np.empty((together, inner), np.float32)
-    last_x = np.empty((wanted, hidden), np.float32)
-    last_gathered = np.empty((wanted, query_width), np.float32)
     levels, peaks = np.empty(0, np.int8), np.empty(0, np.float32)
-    if kind == INT8:
+    if panels.kind == INT8:
         numbers = max(rows * hidden, rows * query_width, together * inner)
         levels, peaks = np.empty(numbers, np.int8), np.empty(rows, np.float32)
-        laid = np.empty(-(-numbers // 4) if rows > 1 else 0, np.float32)
+        numbers = -(-numbers // 4)
     else:
         numbers = max(_laid_numbers(rows, hidden), _laid_numbers(rows, query_width))
         numbers = max(numbers, _laid_numbers(together, inner))
-        laid = np.empty(numbers if rows > 1 else 0, np.float32)
-    team = new_team()
-    address = team.ctypes.data
+    results = Results(
+        np.empty((rows, query_width), np.float32),
+        np.empty((rows, heads), np.float32),
+        np.empty((num_partials, query_width), np.float32),
+        np.empty((num_partials, heads), np.float32),
+    )
+    scratch = Scratch(
+        np.empty((rows, hidden), np.float32),
+        np.empty((rows, hidden), np.float32),
+        np.empty((rows, qk_width + items.kv_heads * dim), np.float32),
+        np.empty((rows, qk_width), np.float32),
+        np.empty((together, 2 * inner), np.float32),
+        np.empty((together, inner), np.float32),
+        np.empty(numbers if rows > 1 else 0, np.float32),
+        levels,
+        peaks,
+        np.empty((wanted, hidden), np.float32),
+        np.empty((wanted, query_width), np.float32),
+    )
+    state = new_team()
+    address = state.ctypes.data
     if threads > 1:
-        _layers_shares(
-            threads, address, weights, caches, x, cos, signed_sin, slots, logit_rows, num_slots,
-            heads, eps, kind, panels, panel, tasks, shares, items, merges, page_indices, item_rows,
-            item_slots, positions, page_size, kv_heads, scale, window, attention, normed, delta,
-            qkv, rotated, gathered_heads, lse, partial_out, partial_lse, gate_up, active, laid,
-            levels, peaks, last_x, last_gathered, out,
-        )  # fmt: skip
-        if came_together(team):
+        _layers_shares(threads, address, model, panels, step, items, results, scratch)
+        if came_together(state):
             return True, True
-    _layers_share(
-        0, 1, address, weights, caches, x, cos, signed_sin, slots, logit_rows, num_slots, heads,
-        eps, kind, panels, panel, tasks, shares, items, merges, page_indices, item_rows,
-        item_slots, positions, page_size, kv_heads, scale, window, attention, normed, delta, qkv,
-        rotated, gathered_heads, lse, partial_out, partial_lse, gate_up, active, laid, levels,
-        peaks, last_x, last_gathered, out,
-    )  # fmt: skip
+    _layers_share(member(0, 1, address), model, panels, step, items, results, scratch)
     return True, threads <= 1

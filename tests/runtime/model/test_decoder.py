@@ -292,14 +292,14 @@ def test_threads_that_never_work_together_are_given_up(
     run, tokens = Run(decoder, "compiled", 1, 16), prompt(20)
     stack = decoder.compiled
     assert isinstance(stack, LayerStack)
-    inner, asked = stack._run, []
+    inner, asked = stack._layers.run_layers, []
 
     def apart(*arguments: Any) -> tuple[bool, bool]:
-        asked.append(arguments[11])
-        good, _ = inner(*arguments[:11], 1, *arguments[12:])
-        return good, arguments[11] == 1
+        asked.append(arguments[-1])
+        good, _ = inner(*arguments[:-1], 1)
+        return good, arguments[-1] == 1
 
-    monkeypatch.setattr(stack, "_run", apart)
+    monkeypatch.setattr(stack._layers, "run_layers", apart)
     monkeypatch.setattr(stack, "_threads_apart", 0)
     monkeypatch.setattr(threads, "use_torch_threads", lambda: 2)
     found = [run.step([(0, tokens[at : at + 1])]) for at in range(14)]

@@ -9,25 +9,31 @@ import torch
 numba = pytest.importorskip("numba")
 
 from coppice.kernels.cpu.code import threads  # noqa: E402
-from coppice.kernels.cpu.code.team import came_together, gathered, meet, new_team  # noqa: E402
+from coppice.kernels.cpu.code.team import (  # noqa: E402
+    came_together,
+    gathered,
+    meet,
+    member,
+    new_team,
+)
 from coppice.kernels.cpu.layer import float_products  # noqa: E402
 
 ROUNDS = 2000
 
 
 @numba.njit(parallel=True)
-def _count_rounds(members: int, team: int, counts: np.ndarray, seen: np.ndarray) -> None:
+def _count_rounds(members: int, state: int, counts: np.ndarray, seen: np.ndarray) -> None:
     """Each adds to its own count, and when all have, looks at everybody's."""
     for me in numba.prange(members):
-        if gathered(team, members):
-            met = 0
+        if gathered(state, members):
+            team, met = member(me, members, state), 0
             for turn in range(ROUNDS):
                 counts[me] += 1
-                met = meet(team, members, met)
+                met = meet(team, met)
                 for other in range(members):
                     if counts[other] != turn + 1:
                         seen[me] += 1
-                met = meet(team, members, met)
+                met = meet(team, met)
 
 
 @pytest.fixture
@@ -41,26 +47,26 @@ def two_threads():
 
 def test_nobody_leaves_a_meeting_before_all_have_come(two_threads):
     members = two_threads
-    team = new_team()
+    state = new_team()
     counts, seen = np.zeros(members, np.int64), np.zeros(members, np.int64)
-    _count_rounds(members, team.ctypes.data, counts, seen)
-    assert came_together(team)
+    _count_rounds(members, state.ctypes.data, counts, seen)
+    assert came_together(state)
     assert counts.tolist() == [ROUNDS] * members
     assert not seen.any(), "somebody saw a count of another round"
 
 
 def test_one_alone_meets_nobody():
-    team = new_team()
-    assert gathered(team.ctypes.data, 1)
-    assert meet(team.ctypes.data, 1, 0) == 0
-    assert came_together(team)
+    state = new_team()
+    assert gathered(state.ctypes.data, 1)
+    assert meet(member(0, 1, state.ctypes.data), 0) == 0
+    assert came_together(state)
 
 
 def test_who_waits_in_vain_ends_the_team():
-    team = new_team()
-    assert not gathered(team.ctypes.data, 2)
-    assert not came_together(team)
-    assert not gathered(team.ctypes.data, 2), "who comes later does not begin"
+    state = new_team()
+    assert not gathered(state.ctypes.data, 2)
+    assert not came_together(state)
+    assert not gathered(state.ctypes.data, 2), "who comes later does not begin"
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, "int8"], ids=str)
