@@ -50,35 +50,15 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
         """Whether the next delta, or the end, is there without waiting."""
         return bool(self._taken or self._arrived or self._failure or not self._running)
 
-    def take_by(self, take: Callable[[int, TextDelta], bool]) -> None:
-        """From now on, calls `take` with each delta that arrives while the reader waits.
-
-        That saves waking the reader. A delta for which `take` returns False, every delta with an
-        `output`, and an error that `take` raises reach the reader all the same.
-        """
-        self._take = take
-
     def put(self, item: TextDelta | RequestFailed) -> None:
         """Adds a delta, or the failure of a request; in the event loop's thread."""
         if isinstance(item, RequestFailed):
             self._failure = item
         else:
-            if self._idle and self._take is not None and item.output is None:
-                try:
-                    if self._take(self._places[item.request_id], item):
-                        return
-                except Exception as error:
-                    self._failure = error
-                    self._wake()
-                    return
             key = (item.request_id, item.index)
             if key in self._arrived:
                 item.follow(self._arrived[key])
             self._arrived[key] = item
-        self._wake()
-
-    def _wake(self) -> None:
-        self._idle = False
         self._news.set()
 
     async def __anext__(self) -> tuple[int, TextDelta]:
@@ -92,11 +72,7 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
             if not self._running:
                 raise StopAsyncIteration
             self._news.clear()
-            self._idle = True
-            try:
-                await self._news.wait()
-            finally:
-                self._idle = False
+            await self._news.wait()
         delta = self._taken.popleft()
         if delta.output is not None:
             self._running.discard(delta.request_id)

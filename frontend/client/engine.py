@@ -313,10 +313,15 @@ class EngineClient:
     def _deliver_round(self, items: Sequence[Item], rounds: Rounds, cost: float) -> None:
         """Delivers a round that has cost `cost` seconds of processor time so far."""
         begun = time.thread_time()
+
+        def end() -> None:
+            rounds.end(cost + time.thread_time() - begun)
+
         try:
             self._deliver(items)
         finally:
-            rounds.end(cost + time.thread_time() - begun)
+            # After the tasks that this has woken, which write to the clients.
+            asyncio.get_running_loop().call_soon(end)
 
     # -- in the reader's thread ------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""One answer that is sent in pieces, as server-sent events, to whoever reads it, however slowly."""
+"""One answer sent in pieces as they come, as server-sent events, to a client of any speed."""
 
 from __future__ import annotations
 
@@ -27,15 +27,12 @@ STALLED_SECONDS = 120.0  # that a client may leave a full buffer unread
 class EventStream:
     """The stream that answers one request.
 
-    What comes while the client keeps up is written by whoever brings it. Only the first piece and
-    the end take a turn of the request's own task, and what comes while there is something unread.
-
     Args:
-        request: of the client.
-        shape: makes chunks of deltas.
-        deltas: what the engine makes.
+        request: the client's request, to whose connection the answer is written.
+        shape: makes the API's chunks from deltas.
+        deltas: the text that the engine generates for this request.
         asked, prepared: what the client asked for, and what the engine was given.
-        too_late: makes the error that says that the time is over.
+        too_late: makes the error for a request that has run out of time.
     """
 
     def __init__(
@@ -57,18 +54,16 @@ class EventStream:
         self._outputs: list[RequestOutput] = []
         self._unsent: list[bytes] = []
         self._frames: dict[int, tuple[bytes, bytes] | None] = {}
-        self._chunked = False  # whether HTTP's chunks are around what is written
         self._response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
 
     async def run(self, deadline: float | None) -> web.StreamResponse:
-        """Sends all of it, by the `deadline` of the event loop's clock.
+        """Sends the whole answer, until the `deadline` on the event loop's clock at the latest.
 
         Raises ConnectionError if the client is gone or has stopped reading.
         """
         await self._response.prepare(self._request)
-        self._chunked = "chunked" in self._response.headers.get("Transfer-Encoding", "")
         note = self._request[NOTE]
         try:
             async with asyncio.timeout_at(deadline):
@@ -79,13 +74,12 @@ class EventStream:
                     self._add_delta(place, delta)
                     if not self._deltas.ready:
                         await self._send()
-                        self._deltas.take_by(self._write)
             note.fields |= counts(usage(self._outputs))
             if self._asked.include_usage:
                 self._add_event(self._shape.usage_chunk(self._outputs))
         except ConnectionError:
             raise
-        except Exception as error:  # the status line is out; the stream itself must tell
+        except Exception as error:  # the status line is sent: only the stream can carry the error
             if isinstance(error, TimeoutError):
                 body = error_body(str(self._too_late()), kind="timeout_error")
             else:
@@ -103,7 +97,12 @@ class EventStream:
             self._so_far.add(place, delta)
         if delta.output is not None:
             self._outputs.append(delta.output)
-        self._add(self._shape.chunks(place * self._asked.params.n + delta.index, delta))
+        index = place * self._asked.params.n + delta.index
+        if delta.is_plain and (frame := self._frame(index)):
+            if delta.text:
+                self._unsent.append(to_json(delta.text).join(frame))
+        else:
+            self._add(self._shape.chunks(index, delta))
 
     def _add(self, chunks: Iterable[dict[str, Any]]) -> None:
         for chunk in chunks:
@@ -114,24 +113,10 @@ class EventStream:
     def _add_event(self, event: dict[str, Any]) -> None:
         self._unsent.append(b"data: %b\n\n" % to_json(event))
 
-    def _write(self, place: int, delta: TextDelta) -> bool:
-        """Sends a delta at once, if the client has read all before it; False: it did nothing."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
-            return False
-        if delta.is_plain and (frame := self._frame(place * self._asked.params.n + delta.index)):
-            data = to_json(delta.text).join(frame) if delta.text else b""
-        else:
-            self._add_delta(place, delta)
-            data = self._taken()
-        if data:
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-        return True
-
     def _frame(self, index: int) -> tuple[bytes, bytes] | None:
-        """What stands before and behind the text of a choice's event; None: it is not always so.
+        """The bytes before and after the text in a choice's events; None if they may differ.
 
-        It says the same in every event with nothing but text, so it is made once.
+        Events that carry nothing but text differ in nothing else, so these bytes are made once.
         """
         try:
             return self._frames[index]
@@ -139,14 +124,16 @@ class EventStream:
             frame = None
             mark = fresh_id()
             if self._shape.frames_text and not self._asked.continuous_usage:
+                unsent, self._unsent = self._unsent, []
                 self._add(self._shape.chunks(index, TextDelta("", mark, (), None)))
                 before, *after = self._taken().split(to_json(mark))
+                self._unsent = unsent
                 frame = (before, after[0]) if len(after) == 1 else None
             self._frames[index] = frame
             return frame
 
     async def _send(self, *, last: bool = False) -> None:
-        """Sends what is unsent, and the `last` of it with the end of the stream."""
+        """Sends what is unsent; with `last` it also ends the stream."""
         if not (data := self._taken()):
             return
         write = self._response.write_eof if last else self._response.write
@@ -170,7 +157,7 @@ class EventStream:
 
 
 def counts(usage: dict[str, Any]) -> dict[str, int]:
-    """What the log tells of a request's size."""
+    """The fields of a request's log line that give its size in tokens."""
     return {
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
