@@ -1,8 +1,8 @@
 """Coppice: an LLM inference engine in which a radix tree owns the KV cache.
 
-The public names live in the rooms (`coppice.radix`, `coppice.kernels`, `coppice.runtime`,
-`coppice.frontend`) and are fetched on first use, so that `import coppice` takes milliseconds and
-`coppice.radix` works where torch is not installed.
+The public names are defined in `coppice.radix`, `coppice.runtime` and `coppice.frontend`, and are
+imported on first use, so that `import coppice` takes milliseconds and `coppice.radix` works where
+torch is not installed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the room that `name` lives in; later look-ups find it without coming here."""
+    """Imports the module that defines `name`; later look-ups do not call this function."""
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

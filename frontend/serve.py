@@ -1,4 +1,4 @@
-"""Starts the server, says where it is and how to use it, and stops it in an orderly way."""
+"""Starts the server, prints where it is and how to use it, and lets it end in order."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from coppice.frontend.text.tokenizer import Tokenizer, model_source
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.path import resolve_model
 
-LAST_WORDS_SECONDS = 5.0  # for what is still unsent when the engine has ended
-YOUNG_OBJECTS = 20_000  # between collections: hundreds of streams live on through each of them
+LAST_WORDS_SECONDS = 5.0  # to send the rest of the answers when the engine has ended
+YOUNG_OBJECTS = 20_000  # between garbage collections: hundreds of streams outlive each of them
 
 
 def serve(
@@ -36,22 +36,22 @@ def serve(
 ) -> None:
     """Serves until SIGINT or SIGTERM, then lets running requests end.
 
-    New connections are refused at once when a signal comes. Requests that take longer than
-    `options.drain_timeout` from there on are aborted, and a second signal aborts them at once.
+    From the signal on, new connections are refused. Requests that still run `options.drain_timeout`
+    seconds later are aborted; a second signal aborts them at once.
 
     Args:
-        config: of the engine; its model is the name under which requests ask for it, unless the
-            options have another.
+        config: of the engine; its `model` is the name under which requests ask for it, unless the
+            options have another one.
         tokenizer: where the tokenizer is, if not with the model.
         options: of the server itself.
-        listener: bound to the address to serve at; it is closed at the end.
+        listener: a socket that is bound to the server's address; it is closed at the end.
 
     Raises:
         ValueError: there is no such model, it is not supported, or its memory does not suffice.
     """
     path = resolve_model(model_source(config.model))
     source = path if tokenizer is None else resolve_model(model_source(tokenizer))
-    # First, since it takes less to find that one is missing.
+    # First: a missing one is found sooner than a missing model.
     loaded = Tokenizer(source, without_torch=True)
     own = replace(config, model=str(path))
     logs.configure(options.log_format)
@@ -59,7 +59,7 @@ def serve(
     setup = partial(logs.configure, options.log_format)
     launch = partial(EngineProcess, own, setup=setup, tokenizer=source, watch_lines=watch)
     engine = EngineClient(launch, loaded, longest_delay=options.max_stream_delay, gives_way=True)
-    # At once, since loading takes a while; the rest of the greeting comes when it is done.
+    # At once, since loading takes a while; the rest is printed after it.
     print(f"model   {config.model}", flush=True)
     if loaded.chat_template is not None:
         loaded.load_wrapped_soon()
@@ -84,7 +84,7 @@ async def _serve(
     )
     await runner.setup()
     await web.SockSite(runner, listener).start()
-    gc.freeze()  # what is loaded stays: no collection needs to look through it
+    gc.freeze()  # what is loaded stays: no garbage collection needs to visit it
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
     print(_greeting(engine, model, options, *listener.getsockname()[:2]), flush=True)
     await stop.wait()
@@ -109,25 +109,25 @@ async def _started(engine: EngineClient, stop: asyncio.Event) -> bool:
 async def _drain(
     runner: web.AppRunner, engine: EngineClient, hurry: asyncio.Event, timeout: float
 ) -> None:
-    """Waits for the running requests, until the time is over or a second signal comes."""
+    """Waits for the running requests, at most `timeout` seconds or until a second signal."""
     closing = asyncio.create_task(runner.cleanup())
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait({closing, hurried}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()
-    await engine.stop()  # whatever still runs ends with an error that says so
+    await engine.stop()  # requests that still run end with an error
     await closing
 
 
 def _greeting(
     engine: EngineClient, model: str, options: ServerOptions, host: str, port: int
 ) -> str:
-    """All but the first line."""
+    """The lines that are printed when the server is ready."""
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{port}"
     assert engine.ready is not None
     if engine.tokenizer.chat_template:
         path = "/v1/chat/completions"
-        # The demo model can do nothing but look things up in the document it is given.
+        # The demo model can only look things up in a document that it is given.
         talk = {"user": "Hello"}
         if model == "demo":
             talk = {

@@ -1,1 +1,4 @@
-"""The engine in another process, with a face for asyncio: submit, read, ask, restart."""
+"""The engine in a process of its own, for coroutines: start, submit, read, ask, restart.
+
+Other folders use `EngineClient`, `EngineProcess`, and `Deltas`, the pieces of a request's answer.
+"""

@@ -1,1 +1,4 @@
-"""The command line: one module for each command that is more than a few lines."""
+"""The command line: a module for each command, and `main.main`, which runs them.
+
+Other folders use `options` only: the defaults of the commands.
+"""

@@ -21,15 +21,17 @@ from coppice.runtime.config import EngineConfig
 
 
 def add_to(commands: Subparsers) -> None:
-    """Adds the command's parser."""
+    """Adds the parser of `coppice chat`."""
     parser = commands.add_parser(
         "chat", help="talk with a server, or with a model in this process", allow_abbrev=False
     )
-    parser.add_argument("partner", metavar="MODEL-or-URL", help=f"a server's URL; or {MODEL_HELP}")
-    parser.add_argument("--system", metavar="TEXT", help="the system prompt to begin with")
+    parser.add_argument("partner", metavar="MODEL-or-URL", help=f"a server's URL, or {MODEL_HELP}")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt at the beginning")
     parser.add_argument("--model", metavar="NAME", help="which of the server's models")
     parser.add_argument(
-        "--api-key", metavar="KEY", help="key for the server (default: the variable OPENAI_API_KEY)"
+        "--api-key",
+        metavar="KEY",
+        help="key for the server (default: the environment variable OPENAI_API_KEY)",
     )
     parser.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
     add_sampling_options(parser, max_tokens=1024)
@@ -38,7 +40,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`coppice chat`."""
+    """Runs the command; returns its exit status. Raises ValueError for a wrong argument."""
     params = sampling_params(arguments)
     from rich.console import Console
 

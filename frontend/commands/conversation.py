@@ -1,4 +1,4 @@
-"""`coppice chat`: a conversation in the terminal, with a server or with a model in this process."""
+"""The conversation of `coppice chat`, with a server or with a model in this process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rich.console import Console
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.requests.sampling_params import SamplingParams
 
-HELP = "/system TEXT sets the system prompt and begins anew, /new begins anew, /quit ends"
+HELP = "/system TEXT sets the system prompt and starts again, /new starts again, /quit ends"
 TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of the last answer."""
+    """Token counts of the last answer."""
 
     prompt: int = 0
     cached: int = 0
@@ -31,16 +31,16 @@ class Usage:
 
 
 class ChatFailed(RuntimeError):
-    """There is no answer, and this is why."""
+    """There is no answer; the message is the reason."""
 
 
 class Partner(Protocol):
-    """Whoever answers."""
+    """What answers: a server, or a model."""
 
     usage: Usage
 
     def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """The answer in pieces; closing the iterator early ends the work on it.
+        """The answer in pieces; closing the iterator early aborts the rest.
 
         Raises ChatFailed.
         """
@@ -85,12 +85,12 @@ class RemotePartner:
     """An OpenAI-compatible server.
 
     Args:
-        url: where it is, with or without /v1.
-        model: the model to ask for; None: the first one that the server names.
-        api_key: sent along if given.
+        url: of the server, with or without /v1.
+        model: the model to ask for; None: the first one that the server lists.
+        api_key: sent with each request, if given.
         options: further fields of each request.
 
-    Raises ChatFailed if the server can't be reached, or names no model.
+    Raises ChatFailed if the server can't be reached, or lists no model.
     """
 
     def __init__(
@@ -144,13 +144,13 @@ def _first_model(url: str, response: Any) -> str:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ChatFailed(f"{url} does not answer as an OpenAI-compatible server does") from error
     if model is None:
-        raise ChatFailed(f"{url} names no model; use --model")
+        raise ChatFailed(f"{url} lists no model; use --model")
     return str(model)
 
 
 def _events(response: Any) -> Iterator[dict[str, Any]]:
-    """The events of a stream. Raises ChatFailed where it breaks off."""
-    reason = "there is no end to it"
+    """The events of a stream. Raises ChatFailed if it breaks off."""
+    reason = "the stream has no end"
     try:
         for line in response:
             if line.startswith(b"data: [DONE]"):
@@ -163,7 +163,7 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
 
 
 def _message(raw: bytes) -> str:
-    """The words of an error answer."""
+    """The message of an error answer."""
     try:
         return str(json.loads(raw)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -178,7 +178,7 @@ class Conversation:
     console: Console
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
-    failed: bool = False  # whether a line had no answer
+    failed: bool = False  # whether a line got no answer
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -186,17 +186,17 @@ class Conversation:
         return [*first, *self.turns]
 
     def take(self, line: str) -> bool:
-        """A line of the user's: a command, or something to answer. False: time to end."""
+        """Handles a line of the user: a command, or something to answer. False: the user quits."""
         command, _, rest = line.partition(" ")
         if command in ("/quit", "/exit"):
             return False
         if command == "/new":
             self.turns.clear()
-            self._tell("a new conversation")
+            self._note("a new conversation")
         elif command == "/system":
             self.system = rest.strip() or None
             self.turns.clear()
-            self._tell(f"a new conversation, {'with this' if self.system else 'without a'} "
+            self._note(f"a new conversation, {'with this' if self.system else 'without a'} "
                        f"system prompt")  # fmt: skip
         elif command.startswith("/"):
             self.console.print(HELP, style="dim", markup=False)
@@ -204,12 +204,12 @@ class Conversation:
             self._answer(line)
         return True
 
-    def _tell(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         if self.console.is_terminal:
             self.console.print(text, style="dim")
 
     def _answer(self, line: str) -> None:
-        """Asks, shows the answer as it comes, and keeps both; Ctrl-C keeps what has come."""
+        """Asks, shows the answer as it comes, and keeps both. Ctrl-C keeps what has come so far."""
         self.turns.append({"role": "user", "content": line})
         pieces: list[str] = []
         answer = self.partner.answer(self.messages)
@@ -233,17 +233,17 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": "".join(pieces)})
         usage = self.partner.usage
         if usage.prompt:
-            self._tell(
+            self._note(
                 f"{usage.generated} tokens; {usage.cached} of {usage.prompt} prompt tokens "
                 "from the cache"
             )
 
 
 def run(partner: Partner, console: Console, lines: TextIO, system: str | None) -> int:
-    """Answers line after line until they end, or /quit; the exit status.
+    """Answers line after line until the lines end, or /quit; returns the exit status.
 
-    That is 1 if nobody sat there and a line had no answer. Ctrl-C at the prompt drops what was
-    typed, and ends the conversation when it comes twice.
+    That is 1 if the lines came from a file and one got no answer. Ctrl-C at the prompt drops what
+    was typed; the second one in a row ends the conversation.
     """
     conversation = Conversation(partner, console, system)
     typed = lines is sys.stdin and lines.isatty()

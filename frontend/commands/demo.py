@@ -8,17 +8,17 @@ from coppice.frontend.commands.options import Subparsers
 
 
 def add_to(commands: Subparsers) -> None:
-    """Adds the command's parser."""
+    """Adds the parser of `coppice demo`."""
     parser = commands.add_parser(
         "demo",
-        help="many questions over one shared document, with the cache on and off",
+        help="ask many questions about one shared document, with the cache on and off",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`coppice demo`."""
+    """Runs the command; returns its exit status."""
     from rich.console import Console
 
     from coppice.frontend.demo import run as demo

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Subparsers) -> None:
-    """Adds the command's parser."""
+    """Adds the parser of `coppice generate`."""
     parser = commands.add_parser(
         "generate", help="continue prompts, or answer questions", allow_abbrev=False
     )
@@ -37,13 +37,16 @@ def add_to(commands: Subparsers) -> None:
         "--prompts-file",
         type=Path,
         metavar="FILE",
-        help="a prompt a line, empty lines left out; without either, standard input is read so",
+        help="a file with one prompt per line; empty lines are skipped; without --prompt and this, "
+        "standard input is read in the same way",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="put each prompt as a question to the chat template"
+        "--chat",
+        action="store_true",
+        help="put each prompt as a user's question into the chat template",
     )
     parser.add_argument(
-        "--report", action="store_true", help="end with the prefix-hit report of the cache"
+        "--report", action="store_true", help="print the prefix-hit report of the cache at the end"
     )
     parser.add_argument("--tokenizer", metavar="MODEL", help=TOKENIZER_HELP)
     add_sampling_options(parser)
@@ -52,7 +55,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`coppice generate`."""
+    """Runs the command; returns its exit status. Raises ValueError for a wrong argument."""
     prompts = _prompts(arguments)
     params = sampling_params(arguments)
     from coppice.frontend.python.llm import LLM
@@ -98,7 +101,7 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def _print_outputs(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> None:
-    """Only the text for one prompt; with each prompt above its text for several."""
+    """Prints only the text of one prompt; of several, each prompt above its text."""
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if len(prompts) > 1:
             print(f"[{index + 1}/{len(prompts)}] {prompt}")

@@ -1,4 +1,4 @@
-"""Keys that are pressed while a screen is shown, where standard input is a terminal."""
+"""Keys that are pressed while a live screen is shown, if standard input is a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 Wait: TypeAlias = Callable[[float], list[str]]
-"""Waits for so many seconds, or until keys are pressed, and gives their names."""
+"""Waits for a number of seconds, or until keys are pressed; returns their names."""
 
 _ONE = re.compile(rb"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Z])|.", re.DOTALL)
 _NAMES = {
@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def names(typed: bytes) -> list[str]:
-    """The keys in what a terminal sent, named as in a pager; those that mean nothing are left out.
+    """The keys in what a terminal sent, named by what they do; keys without a use are left out.
 
     >>> names(b"j\\x1b[6~xq")
     ['down', 'page down', 'quit']
@@ -37,7 +37,7 @@ def names(typed: bytes) -> list[str]:
 
 @contextmanager
 def pressed() -> Iterator[Wait | None]:
-    """Lets keys come one by one, unseen; None where there is no terminal that could do so."""
+    """Has the terminal send keys one by one, without showing them; None without a terminal."""
     try:
         import termios
         import tty

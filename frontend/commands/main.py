@@ -11,9 +11,9 @@ from coppice.frontend.commands import chat, demo, generate, replay, report, serv
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit status: 0, 1 if something failed, 2 for a wrong argument."""
+    """Runs a command; returns the exit status: 0, 1 for a failure, 2 for a wrong argument."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that lacks a character gets a question mark
+        if hasattr(stream, "reconfigure"):  # a terminal without a character shows "?"
             stream.reconfigure(errors="replace")
     parsed = build_parser().parse_args(arguments)
     try:
@@ -46,9 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """The parser of one command; it refuses an argument that it does not know by itself.
+    """The parser of one command; it refuses an argument that it does not know.
 
-    Otherwise the parser of all commands would, and print its own usage, which lists no options.
+    By default the parser of all commands does, with its own usage, which lists no options.
     """
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]

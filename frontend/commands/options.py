@@ -16,28 +16,28 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `add_subparsers` returns, to which each command adds its parser."""
 
-TOKENIZER_HELP = "where the tokenizer is, if not with the model"
-MODEL_HELP = "a Hugging Face directory, a hub id, or `demo` for the model that comes along"
+TOKENIZER_HELP = "directory or hub id of the tokenizer, if it is not with the model"
+MODEL_HELP = "a Hugging Face directory, a hub id, or `demo` for the model that is included"
 
-# The commands take the most probable token unless told otherwise, so that the same command gives
-# the same text twice; and enough tokens for an answer.
+# By default the commands take the most probable token, so that the same command prints the same
+# text again, and generate enough tokens for an answer.
 CLI_DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
 
-# A server's requests come from many users: none may wait much longer than first come first served
-# would let it, and none may stall the others' answers. One user's batch just has to be done soon.
+# A server's requests come from many users: none may wait much longer than it would in order of
+# arrival, and none may stall the answers of others. One user's batch only has to be done soon.
 SERVER_DEFAULTS = {"overtaking": 0.15, "max_step_stretch": 2.5}
 
 _SAMPLING_HELP = {
-    "temperature": "0 takes the most probable token; above, the higher the more varied",
-    "top_p": "only the most probable tokens that together reach this probability",
-    "top_k": "only so many of the most probable tokens; 0: all",
+    "temperature": "0 takes the most probable token; higher values make the text more varied",
+    "top_p": "only the most probable tokens whose probabilities add up to this",
+    "top_k": "only this many of the most probable tokens; 0: all",
     "min_p": "only tokens at least this fraction as probable as the most probable one",
-    "presence_penalty": "taken from the logits of tokens that were generated before",
-    "frequency_penalty": "taken from them once for each time that they were generated",
+    "presence_penalty": "subtracted from the logits of tokens that were generated before",
+    "frequency_penalty": "subtracted from them once for each time that they were generated",
     "repetition_penalty": "divides the logits of tokens in prompt and output; 1: no penalty",
-    "max_tokens": "most tokens to generate for a prompt",
-    "min_tokens": "fewest tokens before anything may end the text",
-    "ignore_eos": "go on after the model's end-of-text token",
+    "max_tokens": "most tokens to generate for each prompt",
+    "min_tokens": "fewest tokens to generate before anything may end the text",
+    "ignore_eos": "continue after the model's end-of-text token",
 }
 
 
@@ -84,16 +84,19 @@ def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
             default = (CLI_DEFAULTS | defaults).get(option.name, option.default)
             _add(group, option, hints[option.name], _SAMPLING_HELP[option.name], default)
     group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end before this text (may be repeated)"
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end the text before this string (may be repeated)",
     )
 
 
 def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options that a server must be told: those that ask for something."""
+    """The sampling options for a server: those that differ from having no effect."""
     values = {name: getattr(arguments, name) for name in _SAMPLING_HELP}
     neutral = {option.name: option.default for option in fields(SamplingParams)}
-    told = {n: v for n, v in values.items() if n in CLI_DEFAULTS or v != neutral[n]}
-    return told | ({"stop": arguments.stop} if arguments.stop else {})
+    wanted = {n: v for n, v in values.items() if n in CLI_DEFAULTS or v != neutral[n]}
+    return wanted | ({"stop": arguments.stop} if arguments.stop else {})
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
@@ -106,7 +109,7 @@ def _add(
     group: argparse._ArgumentGroup, option: Field[Any], hint: Any, text: str, default: Any
 ) -> None:
     flag = "--" + option.name.replace("_", "-")
-    if get_origin(hint) is tuple:  # argparse copies a list before it appends
+    if get_origin(hint) is tuple:  # argparse copies the list before it appends
         group.add_argument(flag, action="append", default=[], metavar="TEXT", help=text)
         return
     if get_origin(hint) in (Union, types.UnionType):
@@ -126,6 +129,6 @@ def _add(
 
 
 def check_scheme(name: str, value: str) -> None:
-    """Raises ValueError for an address that lacks one, which would be taken for a model or file."""
+    """Raises ValueError for a URL without a scheme, which would be taken for a model or file."""
     if re.fullmatch(r"[\w.-]+:\d{1,5}(/.*)?", value) and not Path(value).exists():
         raise ValueError(f"{name}: a server's URL begins with http://, got {value!r}")

@@ -11,10 +11,10 @@ from coppice.runtime.config import EngineConfig
 
 
 def add_to(commands: Subparsers) -> None:
-    """Adds the command's parser."""
+    """Adds the parser of `coppice replay`."""
     parser = commands.add_parser(
         "replay",
-        help="what the cache would do for a trace of requests, without a model",
+        help="show what the cache would do for a trace of requests, without a model",
         description="Replays a trace of requests through the real tree and scheduler, without a "
         "model, and reports what the cache did and why tokens missed.",
         allow_abbrev=False,
@@ -26,8 +26,8 @@ def add_to(commands: Subparsers) -> None:
         "trace",
         type=Path,
         metavar="TRACE",
-        help="a file with a request a line: Mooncake's format, or JSON with a prompt of token ids "
-        "or text (keys prompt, output or output_tokens, namespace, timestamp in seconds)",
+        help="a file with one request per line: Mooncake's format, or JSON with a prompt of token "
+        "ids or text (keys prompt, output or output_tokens, namespace, timestamp in seconds)",
     )
     parser.add_argument(
         "--format",
@@ -61,7 +61,7 @@ def add_to(commands: Subparsers) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="most requests that run at once, while as many of the next ones wait (default: 1)",
+        help="most requests that run at once; as many of the next ones wait (default: 1)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -76,7 +76,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`coppice replay`."""
+    """Runs the command; returns its exit status. Raises ValueError for a wrong argument."""
     from rich.console import Console
 
     from coppice.frontend.replay import run as replay

@@ -10,10 +10,10 @@ from coppice.frontend.commands.options import Subparsers, check_scheme
 
 
 def add_to(commands: Subparsers) -> None:
-    """Adds the command's parser."""
+    """Adds the parser of `coppice report`."""
     parser = commands.add_parser(
         "report",
-        help="what a server's cache saves and why tokens miss, live",
+        help="show what a server's cache saves and why tokens miss, live",
         description="Shows the report of a running server, every few seconds until interrupted, "
         "or one that was saved from its /cache/report.",
         allow_abbrev=False,
@@ -26,22 +26,22 @@ def add_to(commands: Subparsers) -> None:
         type=float,
         default=2.0,
         metavar="SECONDS",
-        help="time between two looks (default: %(default)s)",
+        help="time between two updates (default: %(default)s)",
     )
     parser.add_argument(
-        "--once", action="store_true", help="print it once, as when it is not for a terminal"
+        "--once", action="store_true", help="print it once, as where the output is not a terminal"
     )
     parser.add_argument(
         "--api-key",
         default=os.environ.get("COPPICE_API_KEY"),
         metavar="KEY",
-        help="if the server asks for one (default: the environment's COPPICE_API_KEY)",
+        help="key for the server (default: the environment variable COPPICE_API_KEY)",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`coppice report`."""
+    """Runs the command; returns its exit status. Raises ValueError for a wrong argument."""
     from rich.console import Console
 
     from coppice.frontend.commands import watch

@@ -20,7 +20,7 @@ from coppice.runtime.config import EngineConfig
 
 
 def add_to(commands: Subparsers) -> None:
-    """Adds the command's parser."""
+    """Adds the parser of `coppice serve`."""
     parser = commands.add_parser(
         "serve", help="start an OpenAI-compatible server", allow_abbrev=False
     )
@@ -36,12 +36,12 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`coppice serve`."""
+    """Runs the command; returns its exit status. Raises ValueError for a wrong argument."""
     if not 0 <= arguments.port <= 65535:
         raise ValueError(f"port must be from 0 to 65535, got {arguments.port}")
     config = EngineConfig(model=arguments.model, **engine_options(arguments))
     options = server_options(arguments)
-    options.keys()  # while nothing has been loaded
+    options.keys()  # wrong ones are refused before anything is loaded
     try:
         listener = _bound(arguments.host, arguments.port)
     except OSError as error:
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Takes the port before the minutes that a large model may take to load.
+    """A socket with the port, taken before a large model loads for minutes.
 
     It does not listen yet, so that clients are refused instead of kept waiting.
     """

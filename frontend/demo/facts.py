@@ -1,4 +1,4 @@
-"""Synthetic handbooks of facts, and questions about them, for the demo and for training its model.
+"""Synthetic handbooks of facts, and questions about them, for the demo and to train its model.
 
 A document is the handbook of an invented town's cooperative: who works there, what it sells and
 where it meets. Every sentence states one fact, (entity, attribute) -> value, with the entity's full
@@ -83,9 +83,9 @@ def make_document(seed: int, num_facts: int, split: Split = "train") -> Document
     for section, share in zip(SECTIONS, _shares(rng, num_facts), strict=True):
         if share == 0:
             continue
-        told = _draw_facts(rng, section, share, split, taken)
-        facts += told
-        paragraphs.append(f"{section.heading}: " + " ".join(fact.sentence for fact in told))
+        drawn = _draw_facts(rng, section, share, split, taken)
+        facts += drawn
+        paragraphs.append(f"{section.heading}: " + " ".join(fact.sentence for fact in drawn))
     return Document("\n\n".join(paragraphs), tuple(facts))
 
 

@@ -1,8 +1,8 @@
-"""The main job: many questions over one shared document, with the cache on and with it off.
+"""Many questions about one shared document, with the cache on and with it off.
 
 Simulated users ask about a handbook that is the system prompt of every conversation. All first
-questions are submitted together; each user's next question follows as soon as the first one is
-answered, in the same conversation. Then the same work is done by an engine without prefix caching.
+questions are submitted together; the second question of a conversation follows when the first one
+is answered. Then an engine without prefix caching does the same work.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ QUESTIONS_PER_USER = 4
 DOCUMENT_SEED = 7
 FACTS = 60
 MAX_ANSWER_TOKENS = 24
-KV_CACHE_TOKENS = 40_960  # enough for all conversations at once without sharing, so that both
-# sides run without preemption
+KV_CACHE_TOKENS = 40_960  # enough for all conversations without sharing: neither side preempts
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
 
@@ -82,7 +81,7 @@ def run(console: Console) -> None:
 
 
 def load(*, prefix_caching: bool) -> TextEngine:
-    """An engine of its own for the shipped model."""
+    """A new engine for the demo model."""
     return TextEngine.load(
         EngineConfig(
             model="demo",
@@ -93,7 +92,7 @@ def load(*, prefix_caching: bool) -> TextEngine:
 
 
 def warm_up() -> None:
-    """Loads and compiles what both sides use, on another document, so that neither pays it."""
+    """Loads and compiles what both sides use, on another document, before the clock starts."""
     document = make_document(DOCUMENT_SEED + 1, FACTS, split="eval")
     for prefix_caching in (True, False):
         talks = make_conversations(document)[:4]
@@ -116,7 +115,7 @@ def make_conversations(document: Document) -> list[Conversation]:
 def converse(
     text_engine: TextEngine, document: Document, conversations: list[Conversation]
 ) -> Iterator[Conversation]:
-    """Submits all first questions together and follow-ups as they come; yields at each answer."""
+    """Submits all first questions, then follow-ups as answers come; yields at each answer."""
 
     def submit(index: int) -> None:
         ids = text_engine.tokenizer.encode_chat(conversations[index].messages(document))

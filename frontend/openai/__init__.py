@@ -1,1 +1,4 @@
-"""The OpenAI API: its requests, read strictly, and its answers, whole or as streams."""
+"""The OpenAI API: its requests, read strictly, and its answers, whole or as streams.
+
+The server uses `CompletionRoutes`, `TokenizeRoutes` and `ServedModel`.
+"""

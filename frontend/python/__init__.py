@@ -1,1 +1,4 @@
-"""The Python API: `LLM`, `Session` and their results, under the names that vLLM uses."""
+"""The Python API, under the names that vLLM uses: `LLM`, `Session` and `BeamSearchOutput`.
+
+The package `coppice` exports them; `coppice generate` uses `LLM`.
+"""

@@ -44,10 +44,10 @@ class Batches:
         priority: Sequence[int] | None = None,
         beam: BeamSearchParams | None = None,
     ) -> list[RequestOutput]:
-        """The outputs, in the order of the prompts.
+        """Runs the prompts together to their ends; returns outputs in the order of the prompts.
 
         Args:
-            prompts: the prompts, which run together.
+            prompts: of the batch.
             sampling_params: one for all, or one for each prompt; `SamplingParams()` for None.
             show_progress: whether a progress bar is shown, if standard error is a terminal.
             priority: class of each prompt, least first; None: 0 for all.
@@ -91,7 +91,7 @@ class Batches:
                     tokens = sum(len(delta.new_token_ids) for delta in deltas)
                     bar.update(len(results), tokens)
         finally:
-            # An interrupt or a refused prompt leaves nothing behind in the engine.
+            # After an interrupt or a refused prompt, nothing of the batch runs on.
             self._served += len(prompts)
             for request_id in ids:
                 if request_id not in results:

@@ -1,4 +1,4 @@
-"""What a beam search gives back, under the field names that vLLM uses."""
+"""The results of a beam search, under the field names that vLLM uses."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class BeamSearchSequence:
     """One result.
 
     Attributes:
-        tokens: the prompt and what was found behind it, the token that ended it included.
-        cum_logprob: sum of the logprobs of the tokens behind the prompt, as the search counts them.
-        score: `cum_logprob` over their number to the power of the length penalty; results are
-            ordered by it.
-        text: the text behind the prompt, without what ended it unless its inclusion was asked for.
+        tokens: the prompt and its continuation, the token that ended it included.
+        cum_logprob: sum of the logprobs of the continuation, as the search counts it.
+        score: `cum_logprob` over the number of tokens of the continuation to the power of the
+            length penalty; results are ordered by it.
+        text: the continuation, without what ended it unless its inclusion was asked for.
         finish_reason: "stop" (a token or a string that ends a text) or "length".
         stop_reason: the stop string, or the id of the stop token, that ended it; None where the
             model's own end-of-text token or a length did.
-        logprobs: for each token behind the prompt, as in `CompletionOutput`; None: not asked for.
+        logprobs: for each token of the continuation, as in `CompletionOutput`; None: not asked for.
     """
 
     tokens: tuple[int, ...]

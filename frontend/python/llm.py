@@ -53,17 +53,18 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continues each prompt; all of them run together and share their common beginnings.
+        """Continues each prompt; all of them run together and share their common prefixes.
 
         Args:
             prompts: one prompt or several: text, token ids, or `{"prompt": ...}` or
                 `{"prompt_token_ids": ...}`, which may carry a `cache_salt`.
             sampling_params: one for all, or one for each prompt; `SamplingParams()` if not given.
-            use_tqdm: whether to show a progress bar, where there is a terminal to show it in.
-            priority: class of each prompt under the scheduling policy "priority", least first.
+            use_tqdm: whether to show a progress bar, if standard error is a terminal.
+            priority: class of each prompt under the scheduling policy "priority"; lower ones run
+                first.
 
         Returns:
-            One output a prompt, in the order of the prompts.
+            One output per prompt, in the order of the prompts.
 
         Raises:
             ValueError: a prompt or the parameters are not acceptable; nothing has run.
@@ -84,7 +85,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or several, through the model's chat template.
+        """Answers a conversation, or several, with the model's chat template.
 
         Arguments, result and errors are those of `generate`; a message is a mapping with `role`
         ("system", "user" or "assistant") and `content`.
@@ -107,10 +108,10 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Finds the most probable continuations of each prompt; all prompts are searched together.
 
-        Arguments and errors are those of `generate`, but that `params` are one for all.
+        Arguments and errors are those of `generate`, except that all prompts share `params`.
 
         Returns:
-            One output a prompt, in the order of the prompts, its sequences best first.
+            One output per prompt, in the order of the prompts, with the best sequence first.
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be a BeamSearchParams, got {params!r}")
@@ -121,9 +122,9 @@ class LLM:
         return [beam_search_output(output) for output in outputs]
 
     def session(self, prompt: Prompt = "") -> Session:
-        """Opens a line of text that can be forked, extended, scored and dropped (see `Session`).
+        """Opens a text that can be forked, extended, scored and closed (see `Session`).
 
-        Raises ValueError if the prompt is not acceptable; an empty text gives an empty line.
+        Raises ValueError if the prompt is not acceptable; it may be an empty text.
         """
         if prompt == "":
             return Session(self._batches, [], None)
@@ -142,7 +143,7 @@ class LLM:
         return shown(report, token_text(self._text_engine.tokenizer))
 
     def reset_prefix_cache(self) -> None:
-        """Forgets everything that is cached."""
+        """Empties the cache."""
         self._text_engine.engine.reset_cache()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

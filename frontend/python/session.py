@@ -1,4 +1,4 @@
-"""Sessions: lines of text that a program forks, extends, scores and drops itself."""
+"""Sessions: texts that a program forks, extends, scores and closes itself."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _numbers = itertools.count()
 
 
 class Session:
-    """A line of tokens whose KV stays cached while it is open; made by `LLM.session`.
+    """A sequence of tokens whose KV stays cached while it is open; made by `LLM.session`.
 
-    Forks share the pages of all they have in common, since the tree knows them by their tokens: a
-    branch costs pages only for what it adds. Open sessions are kept as pins, as far as the engine's
-    `pin_budget` allows; beyond it they are cached like everything else, and computed again if they
-    were evicted. For use from one thread, as the LLM is.
+    Forks share the pages of all tokens that they have in common: a branch costs pages only for what
+    it adds. Open sessions are pinned as far as the engine's `pin_budget` allows; beyond it they are
+    cached like everything else, and computed again if they were evicted. For use from one thread,
+    like the LLM.
 
         with llm.session("Question: ... Thoughts:") as root:
             branches = root.fork(4)
@@ -48,7 +48,7 @@ class Session:
         return self._text_engine.tokenizer.decode(self._token_ids, skip_special_tokens=False)
 
     def append(self, text: str) -> Session:
-        """Adds text at the end; nothing is computed before it is needed. Returns the session."""
+        """Adds text at the end, whose KV is computed when it is needed. Returns the session."""
         self._check_open()
         tokenizer = self._text_engine.tokenizer
         begins = not self._token_ids
@@ -64,7 +64,7 @@ class Session:
         return [Session(self._batches, self._token_ids, self._salt) for _ in range(count)]
 
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
-        """Continues the line: the tokens that are generated become part of it."""
+        """Continues the text: the tokens that are generated become part of the session."""
         (output,) = Session.generate_all([self], params)
         return output
 
@@ -74,8 +74,8 @@ class Session:
     ) -> list[RequestOutput]:
         """Continues several sessions of one LLM together, each by its own parameters if given.
 
-        Raises ValueError, with nothing run, for closed ones, ones of different LLMs, and `n` other
-        than 1: fork first, and continue the forks.
+        Raises ValueError for closed sessions, sessions of different LLMs, and an `n` other than 1
+        (fork first, and continue the forks); then nothing has run.
         """
         if not sessions:
             raise ValueError("sessions must not be empty, got none")
@@ -91,17 +91,17 @@ class Session:
         outputs = batches.run([session._prompt() for session in sessions], params)
         for session, output in zip(sessions, outputs, strict=True):
             made = output.outputs[0]
-            # What only says that the text ends is not part of a line that goes on.
+            # A token that only marks the end of the text is not part of a text that continues.
             silent = made.finish_reason == "stop" and not isinstance(made.stop_reason, str)
             session._token_ids += made.token_ids[:-1] if silent else made.token_ids
             session._keep()
         return outputs
 
     def score(self, text: str) -> float:
-        """The log-probability of `text` as the continuation; the line stays as it is.
+        """The log-probability of `text` as the continuation, summed over its tokens.
 
-        The sum over its tokens; of the line, only what is not cached is computed. Raises ValueError
-        if the session or the text is empty.
+        The session does not change; of its tokens, only those that are not cached are computed.
+        Raises ValueError if the session or the text is empty.
         """
         self._check_open()
         more = self._text_engine.tokenizer.encode_more(text)
@@ -119,7 +119,7 @@ class Session:
         return sum(place[token].logprob for token, place in places if place is not None)
 
     def close(self) -> None:
-        """Gives it up: its tokens may be evicted from now on. Nothing if it was closed before."""
+        """Unpins its tokens, which may be evicted from now on; without effect if it is closed."""
         if self._open:
             self._open = False
             self._text_engine.engine.pins.unpin(self._name)
