@@ -83,8 +83,8 @@ def run(
 ) -> None:
     """Prints the report; of a server every `interval` seconds until it is left, unless `once`.
 
-    Where the console is no terminal it is printed once. `wait` tells which keys are pressed, for
-    tests; it is the terminal's if not given.
+    Where the console is no terminal it is printed once. `wait` returns the keys that were pressed,
+    for tests; it is the terminal's if not given.
 
     Raises:
         ValueError: the source is neither a URL nor a file with a report, or an option is wrong.

@@ -1,1 +1,4 @@
-"""`coppice replay`: a trace through the real tree and scheduler, and the page that shows it."""
+"""A trace of requests through the real tree and scheduler, and the page that shows what happened.
+
+The command `coppice replay` uses `run`.
+"""

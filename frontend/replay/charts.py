@@ -18,7 +18,7 @@ INK, CARD = "var(--ink)", "var(--card)"
 HEAT_STEPS = 5
 _LABEL_CHARACTERS = 44
 _NARROWEST = 0.003  # of the icicle's width
-_LEVELS = 7  # of the icicle that are shown at once; a click goes deeper
+_LEVELS = 7  # of the icicle that are shown at once; a click shows deeper ones
 
 
 def cause_colour(cause: str) -> str:

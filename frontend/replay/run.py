@@ -42,7 +42,7 @@ def run(
     Raises ValueError, with nothing replayed, for a trace that is not sound, for a request that
     does not fit the pool, and for bad options.
     """
-    # Whatever can be refused is refused before the trace is read.
+    # All that can be refused without the trace is refused before it is read.
     pool_tokens = _pool_tokens(pool)
     ReplayOptions(pool_tokens or 1, page_size, eviction_policy, concurrency)
     for name, file in (("json", json_file), ("html", html_file)):
@@ -90,7 +90,7 @@ def replay(console: Console, trace: Trace, options: ReplayOptions) -> ReplayRepo
         machine = Replay(options)
     except MemoryError:
         raise ValueError(
-            f"pool: the books of {options.pages:,} pages do not fit into memory"
+            f"pool: the records of {options.pages:,} pages do not fit into memory"
         ) from None
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:

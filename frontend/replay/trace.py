@@ -31,7 +31,7 @@ _MAX_REPORTED = 10
 Encode = Callable[[str, bool], list[int]]
 """Text to token ids; True: with the special tokens that a prompt begins with."""
 
-# What Mooncake-style traces tell beside: none of it changes which prefixes are shared.
+# Other keys of Mooncake-style traces: none of them changes which prefixes are shared.
 _MOONCAKE_KEYS = {"timestamp", "input_length", "output_length", "hash_ids"}
 _MOONCAKE_EXTRA = {"chat_id", "parent_chat_id", "priority", "request_id", "session_id", "turn",
                    "type", "user_id"}  # fmt: skip
@@ -116,7 +116,7 @@ def read_trace(
         path: the file; empty lines are skipped.
         format: one of `FORMATS`; "auto" takes Mooncake's if the first line has `hash_ids`.
         encode: a tokenizer's, for traces with texts.
-        limit: requests behind so many are not read.
+        limit: the most requests that are read.
 
     Raises:
         MalformedTrace: at least one line is not sound; names the first ten with their numbers.
@@ -187,7 +187,7 @@ def _detect(path: Path) -> str:
     try:
         value = json.loads(first)
     except (ValueError, RecursionError):
-        return "jsonl"  # which will tell what is wrong with it
+        return "jsonl"  # whose reader reports what is wrong with it
     return "mooncake" if isinstance(value, dict) and "hash_ids" in value else "jsonl"
 
 
@@ -324,7 +324,7 @@ def _count(name: str, value: Any, least: int) -> int:
 
 
 def _seconds(value: dict[str, Any]) -> float | None:
-    """The timestamp, in whatever unit it has; None if there is none."""
+    """The timestamp, in the unit of its trace; None if there is none."""
     stamp = value.get("timestamp")
     if stamp is None and "timestamp" not in value:
         return None

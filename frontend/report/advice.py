@@ -1,4 +1,4 @@
-"""What to do about tokens that missed: the few sentences a report begins with."""
+"""Advice on tokens that missed: the few sentences with which a report begins."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from coppice.frontend.report.words import duration, memory_sentence
 from coppice.runtime.report.snapshot import CacheAccounts, Counts, NearMiss
 
-_WORTH = 0.03  # of the prompt tokens: what costs less is not worth a sentence
-_ENOUGH = 1000  # prompt tokens of the last ten minutes that stand for the present
+_WORTH = 0.03  # of the prompt tokens: a cause that costs less is not worth a sentence
+_ENOUGH = 1000  # prompt tokens, from which the last ten minutes stand for the present
 _GAIN = 0.01  # of the hit rate: more memory that brings less is not worth its price
 
 
@@ -83,9 +83,9 @@ def _evicted(counts: Counts, accounts: CacheAccounts, policy: str) -> tuple[str,
 
 
 def _diverged(near_misses: Sequence[NearMiss]) -> tuple[str, str]:
-    title = "Move what differs behind what is shared"
+    title = "Put what differs after what is shared"
     if not near_misses:
-        return title, "Known text came behind beginnings that differ."
+        return title, "Known text came after beginnings that differ."
     worst = near_misses[0]
     requests = f"{worst.requests:,} request{'s' if worst.requests > 1 else ''}"
     where = f"after the first {worst.position:,}" if worst.position else "from the beginning"

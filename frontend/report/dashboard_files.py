@@ -1,4 +1,4 @@
-"""The files of the page at /cache: plain HTML, CSS and JavaScript modules, served as they are."""
+"""The routes of the page at /cache: plain HTML, CSS and JavaScript modules, served as they are."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from coppice.frontend.http.routes import Route
 _FOLDER = Path(__file__).with_name("dashboard")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
-# The page loads nothing from elsewhere and sends nothing elsewhere. What a prompt's text contains
-# could do nothing even if it came to stand in the page as anything but text.
+# The page loads nothing from elsewhere and sends nothing elsewhere. Text of a prompt could do
+# nothing even if it entered the page as anything but text.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -34,7 +34,7 @@ class _File:
 
 
 class Dashboard:
-    """Serves the page. It has no secrets in it: the report it shows is asked for on its own."""
+    """Serves the page, which contains no secrets: it asks for the report that it shows."""
 
     def __init__(self) -> None:
         self._files: dict[str, _File] = {}

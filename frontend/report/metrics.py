@@ -1,8 +1,8 @@
 """The metrics at /metrics, for Prometheus: the engine's counters and the server's own.
 
-Every name says its unit, every label has few values, and whatever happens is counted, so that a
-look every 15 seconds misses nothing. The engine counts for itself (`EngineStats`); its snapshot is
-turned into families when Prometheus asks. When the engine starts again its counters do too, which
+Every name contains its unit, every label has few values, and every event is counted, so that a
+scrape every 15 seconds misses nothing. The engine's own counts (`EngineStats`) are turned into
+families of metrics when Prometheus asks. When the engine restarts, its counters restart at 0, which
 Prometheus takes into account.
 """
 
@@ -29,10 +29,10 @@ from coppice.frontend.report.reporter import Asks
 from coppice.runtime.report.snapshot import EngineStats, Histogram
 
 ANSWER_SECONDS = 5.0
-"""An engine that does not tell its counters within this time counts as down for this look."""
+"""An engine that does not report its counts within this time counts as down in this answer."""
 
-# Answers that are told as 0 before the first of them: of a series that begins with 1 a rate() would
-# miss this one.
+# Statuses that are reported as 0 from the start: a rate() would miss the first answer of a series
+# that begins with 1.
 _ANSWERS = ("200", "400", "401", "413", "429", "499", "500", "503", "504")
 _ANSWERS_ELSEWHERE = ("200", "401", "500", "503")
 
@@ -43,7 +43,7 @@ class Metrics:
     """The metrics of one server and its engine."""
 
     def __init__(self, engine: Asks, model: str, restarts: Callable[[], int]) -> None:
-        """`restarts` tells how often the engine was started again."""
+        """`restarts` returns how often the engine was started again."""
         self._engine = engine
         self._families = _Families(model, restarts)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -215,7 +215,7 @@ def _tokens(stats: EngineStats) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "coppice_rounded_off_tokens",
-        "Cached tokens behind a hit that fit the prompt and were not hit; anything but 0 is a bug",
+        "Cached tokens after a hit that equal the prompt's and were not hit; more than 0 is a bug",
         stats.rounded_off_tokens,
     )
 

@@ -1,4 +1,4 @@
-"""Keeps the report of a running server: samples its engine, and asks it no more than due."""
+"""The report of a running server: samples the engine, and limits how often it is asked."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from coppice.runtime.report.snapshot import CacheReport, TreeReport
 log = logging.getLogger(__name__)
 
 FRESH_SECONDS = 1.0
-"""A report so old is given again, however many ask."""
+"""A report that is no older is given again, however many ask."""
 
 SHARE = 0.02
-"""Of the engine's time that pictures of its tree may take."""
+"""Of the engine's time that reports of its tree may take."""
 
 
 class Asks(Protocol):
@@ -36,8 +36,8 @@ class Asks(Protocol):
 class Reporter:
     """Makes the report for all who ask, as JSON in bytes.
 
-    All of it is fresh to a second but the picture of the tree, for which the engine's steps wait:
-    another is made when 50 times as long has passed as the last one took.
+    All of it is at most a second old except its tree, for which the engine's steps wait: the tree
+    is asked for again when 50 times as long has passed as the last time took.
     """
 
     def __init__(

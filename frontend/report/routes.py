@@ -48,8 +48,8 @@ class CacheRoutes:
     ) -> None:
         """`tokenizing` runs the tokenizer off the event loop.
 
-        `tenant` tells whose cache a request may share, None everybody's, and `tenants` whom there
-        are, none where all share it.
+        `tenant` names the owner of the cache that a request may use, None where all share it;
+        `tenants` are all owners, none where all share it.
         """
         self._engine = engine
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What a server remembers of its engine over time: samples of its counters at three distances."""
+"""The history of a server's engine: samples of its counts at three intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coppice.runtime.report.snapshot import CAUSES, EngineStats, Histogram
 SAMPLE_SECONDS = 5.0
 
 SPANS = {"ten_minutes": (1, 121), "hour": (6, 121), "day": (120, 145)}
-"""For each span that is shown: every how manieth sample it keeps, and how many of them."""
+"""For each span that is shown: it keeps every n-th sample, and at most so many."""
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 LATENCIES = ("queue", "ttft", "itl", "request")
@@ -20,7 +20,7 @@ LATENCIES = ("queue", "ttft", "itl", "request")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The engine's counters at a time, in seconds since the epoch."""
+    """The engine's counts at a time, in seconds since the epoch."""
 
     at: float
     stats: EngineStats
@@ -29,7 +29,7 @@ class Sample:
 class History:
     """Keeps samples that come every `SAMPLE_SECONDS`, in memory that does not grow.
 
-    An engine that was started again counts from zero; then what it has counted is what came since.
+    An engine that restarted counts from 0; all that it has counted came after the last sample.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class History:
         self._count += 1
 
     def over_time(self, span: str, now: Sample) -> dict[str, list[Any]]:
-        """What happened between each two samples of a span, and up to now, column by column.
+        """What happened between each two samples of a span, and up to now, as columns.
 
-        `at` is when a stretch ended and `seconds` how long it was; counts are of the stretch,
-        `requests_running` and `requests_waiting` as of its end, latencies quantiles in seconds or
-        None where there were none. The last stretch is never much shorter than the others, since a
-        few requests would make a spike of it.
+        A row is a stretch of time: `at` is its end, `seconds` its length. Counts are those of the
+        stretch, `requests_running` and `requests_waiting` those at its end, latencies are quantiles
+        in seconds, None without a value. The last stretch is never much shorter than the others,
+        since a few requests would make a spike of it.
         """
         samples: list[Sample] = list(self._spans[span])
         if len(samples) > 1 and now.at - samples[-1].at < SAMPLE_SECONDS * SPANS[span][0] / 2:
@@ -60,16 +60,16 @@ class History:
     def latencies(self, now: Sample) -> dict[str, dict[str, Any]]:
         """For each latency, its quantiles over the last ten minutes and since the start."""
         recent = self._spans["ten_minutes"]
-        told = {}
+        found = {}
         for name in LATENCIES:
             histogram: Histogram = getattr(now.stats, name)
             before = getattr(recent[0].stats, name) if recent else None
             last = histogram if before is None else histogram.since(before)
-            told[name] = {
+            found[name] = {
                 "last_ten_minutes": _quantiles(last),
                 "since_start": _quantiles(histogram),
             }
-        return told
+        return found
 
 
 def _quantiles(histogram: Histogram) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def _stretch(before: Sample, after: Sample) -> dict[str, Any]:
     anew = last.step.count < first.step.count or last.counts.requests < first.counts.requests
     row: dict[str, Any] = {"at": round(after.at, 1), "seconds": round(after.at - before.at, 1)}
     for name in ("requests", "prompt_tokens", "hit_tokens", "ideal_tokens", *CAUSES):
-        told = getattr(last.counts, name)
-        row[name] = told if anew else told - getattr(first.counts, name)
+        count = getattr(last.counts, name)
+        row[name] = count if anew else count - getattr(first.counts, name)
     row["generated_tokens"] = last.generated_tokens - (0 if anew else first.generated_tokens)
     row["requests_running"] = last.requests_running
     row["requests_waiting"] = last.requests_waiting

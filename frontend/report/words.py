@@ -26,8 +26,8 @@ CAUSE_NAMES = {
 }
 CAUSE_MEANINGS = {
     "cold": "never seen before",
-    "evicted": "was cached, and had to go",
-    "diverged": "known text behind another beginning",
+    "evicted": "was cached, and was evicted",
+    "diverged": "known text after another beginning",
     "namespace": "known in another namespace only",
     "in_flight": "another request was computing it",
     "last_token": "needed for its logits",
@@ -42,7 +42,7 @@ _WORTH_SAYING = 0.005  # of the hit rate: less is within the curve's error
 
 
 def cause_meaning(cause: str, counts: Counts) -> str:
-    """What a cause means; of evicted tokens also how long they had been idle."""
+    """What a cause means; for evicted tokens also how long they had been idle."""
     meaning = CAUSE_MEANINGS[cause]
     if cause == "evicted" and counts.evicted_idle_seconds:
         meaning = f"was cached; idle for {duration(counts.evicted_idle_seconds)}"
@@ -52,8 +52,8 @@ def cause_meaning(cause: str, counts: Counts) -> str:
 def memory_sentence(accounts: CacheAccounts, policy: str) -> str:
     """What twice the memory would bring; "" before there is a curve.
 
-    The curve is an estimate of LRU's, so of it only the difference is taken, and put on what was
-    achieved. With another policy the two can't be mixed, and both figures are LRU's.
+    The curve is an estimate for LRU. Where the policy is LRU, only the curve's difference is added
+    to the hit rate that was achieved. Where it is another, both figures are LRU's.
     """
     rates = {point.factor: point.hit_rate for point in accounts.curve}
     if not rates:
@@ -115,7 +115,7 @@ def one_line(text: str) -> str:
 
 
 def duration(seconds: float, units: int = 2) -> str:
-    """A time that people read: its largest one or two units, or tenths of a second."""
+    """A time for people: its largest one or two units, or tenths of a second."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     left, parts = round(seconds), []
@@ -143,9 +143,9 @@ def _three_digits(number: float) -> str:
 def token_text(tokenizer: Tokenizer | None) -> Decode:
     """A function from token ids to text that people read.
 
-    Special tokens stay visible. Ids that are none of the tokenizer's, such as those that stand for
-    outputs of which a trace tells only the length, are counted; without a tokenizer all ids are
-    shown as numbers, but for the middle of many.
+    Special tokens stay visible. Ids that the tokenizer does not have are counted: a trace that
+    gives only the length of an output is replayed with such ids. Without a tokenizer all ids are
+    shown as numbers, those in the middle of many left out.
     """
     if tokenizer is None:
         return _numbers

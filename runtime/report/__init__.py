@@ -1,4 +1,4 @@
 """One snapshot of everything that an engine reports about its cache and its steps.
 
-The front uses the dataclasses in it.
+Others use the dataclasses of `snapshot`, and `gather` to make them of an engine.
 """

@@ -2,7 +2,7 @@
 
 `EngineStats` is the part that costs next to nothing, for metrics and samples over time.
 `CacheReport` is all of it. Times are in seconds. Every count begins at the engine's start and never
-decreases, so that the difference of two snapshots tells what happened between them.
+decreases, so that the difference of two snapshots is what happened between them.
 """
 
 from __future__ import annotations

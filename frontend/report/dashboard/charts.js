@@ -9,7 +9,7 @@ const LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 24;
  *
  * A figure is {label, x, xText(i), xTicks: [[x, text]], log?, yMax, yText, yTicks, series, bars?,
  * marks?}. A series is {name, values, kind: "line" | "dots", colour, area?}; values may be null.
- * `bars` are values of their own scale behind the lines: {name, values, text}.
+ * `bars`, drawn below the lines, have a scale of their own: {name, values, text}.
  */
 export class Chart {
   constructor(container) {

@@ -1,4 +1,4 @@
-// Small helpers to make elements. Text always goes in as text, never as HTML.
+// Small helpers to make elements. Text is always inserted as text, never as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -31,7 +31,7 @@ const shown = new WeakMap();
 
 /**
  * Puts what `make` returns into `container`, unless `data` is the same as the last time: what
- * somebody has focused, opened or selected there is disturbed only when there is something new.
+ * the reader has focused, opened or selected there changes only when there is something new.
  */
 export function show(container, data, make) {
   const key = JSON.stringify(data);

@@ -18,7 +18,7 @@ function digits(number) {
   return number < 999.5 ? String(Number(number.toPrecision(3))) : number.toFixed(0);
 }
 
-/** A time that people read: its largest one or two units, or tenths of a second. */
+/** A time for people: its largest one or two units, or tenths of a second. */
 export function duration(seconds, units = 2) {
   if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
   let left = Math.round(seconds);

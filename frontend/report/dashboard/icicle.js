@@ -139,7 +139,7 @@ export class Icicle {
   }
 }
 
-/** The same for a node as long as it starts and reads the same, whatever else is in the tree. */
+/** Equal for a node of equal start and text, however the rest of the tree changes. */
 function nodeKey(tree, at) {
   const node = tree[at];
   return `${node.namespace} ${node.start} ${node.edge.hash}`;

@@ -1,4 +1,4 @@
-// Asks for the report every two seconds while somebody looks, and shows it.
+// Asks for the report every two seconds while the page is visible, and shows it.
 
 import { byId } from "./dom.js";
 import { clock } from "./format.js";
@@ -72,7 +72,7 @@ async function ask() {
   } catch (error) {
     say("off", "no answer");
     trouble(`${error instanceof TypeError ? "The server does not answer." : `The server answers: ${error.message}.`}`
-      + (last ? ` Shown is what it said at ${clock(last.at)}.` : ""));
+      + (last ? ` The figures are those of ${clock(last.at)}.` : ""));
   } finally {
     asking = false;
     if (!paused && !document.hidden && byId("key").hidden) timer = setTimeout(ask, EVERY);
@@ -92,7 +92,7 @@ byId("theme").addEventListener("click", () => {
 byId("pause").addEventListener("click", () => {
   paused = !paused;
   byId("pause").setAttribute("aria-pressed", String(paused));
-  byId("pause").textContent = paused ? "Go on" : "Pause";
+  byId("pause").textContent = paused ? "Resume" : "Pause";
   if (paused) {
     clearTimeout(timer);
     say("off", last ? `paused at ${clock(last.at)}` : "paused");

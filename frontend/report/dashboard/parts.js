@@ -13,7 +13,7 @@ export class Memory {
     const { points, sentence, pool_tokens: size } = report.curve;
     const { since_start: counts } = report.counts;
     byId("sentence").textContent = sentence
-      || "There is no curve yet: too few prompts have come to tell what other sizes would hit.";
+      || "There is no curve yet: too few prompts have come to estimate what other sizes would hit.";
     byId("chart-curve").hidden = !points.length;
     if (points.length) {
       const most = Math.max(counts.ideal_hit_rate, counts.hit_rate, ...points.map((each) => each.hit_rate));
@@ -58,7 +58,7 @@ export class Memory {
         h("p", { class: "note" },
           `${count(pages.total)} pages of ${pool.page_size} tokens: room for ${short(pool.tokens)} tokens. `,
           pool.evicted_tokens ? `${count(pool.evicted_tokens)} tokens were evicted by ${pool.eviction_policy}${age}.`
-            : "Nothing was evicted so far."),
+            : "Nothing has been evicted."),
       ];
     });
   }
@@ -67,7 +67,7 @@ export class Memory {
 export function nearMisses(container, report) {
   show(container, report.near_misses, () => {
     if (!report.near_misses.length) {
-      return h("p", { class: "nothing" }, "None: no known text came behind another beginning.");
+      return h("p", { class: "nothing" }, "None: no known text came after another beginning.");
     }
     const cards = report.near_misses.map((miss) => nearMiss(miss, report.namespaces.length > 1));
     const [first, rest] = [cards.slice(0, 3), cards.slice(3)];
@@ -84,15 +84,15 @@ function nearMiss(miss, named) {
     part.tokens ? h(kind === "ours" ? "del" : "ins", null, piece(part))
       : h("em", null, kind === "ours" ? "nothing" : "nothing, or no longer cached"));
   const more = miss.differences.slice(1).map((each) => h("li", null,
-    h("del", null, piece(each.ours)), " – ", each.theirs.tokens ? h("ins", null, piece(each.theirs)) : h("em", null, "gone")));
+    h("del", null, piece(each.ours)), " – ", each.theirs.tokens ? h("ins", null, piece(each.theirs)) : h("em", null, "no longer cached")));
   return h("article", { class: "near" },
     h("h3", null, `${count(miss.tokens_cost)} tokens computed again`),
     h("p", { class: "note" },
       `${plural(miss.requests, "request")} ${miss.position
         ? `shared the first ${plural(miss.position, "token")}, then differed` : "differed from the beginning"}, `,
-      `then went on with ${count(miss.tokens_after)} tokens that were known${named ? `, in namespace ${miss.namespace}` : ""}.`),
+      `then continued with ${count(miss.tokens_after)} tokens that were known${named ? `, in namespace ${miss.namespace}` : ""}.`),
     miss.before.tokens ? h("p", { class: "shared" }, h("span", null, "shared"), context(miss.before, "end")) : null,
-    example ? [side("ours", "they had", example.ours), side("theirs", "cached was", example.theirs)] : null,
+    example ? [side("ours", "here", example.ours), side("theirs", "in the cache", example.theirs)] : null,
     h("p", { class: "shared" }, h("span", null, "then again"), context(miss.after, "start")),
     more.length ? h("details", { "data-key": `near ${miss.before.hash} ${miss.after.hash}` },
       h("summary", null, `${more.length} more of these differences`), h("ul", { class: "more" }, more)) : null);

@@ -52,7 +52,7 @@ def test_the_numbers_of_a_server(url: str, capsys: pytest.CaptureFixture[str]) -
         assert not tokens or report["causes"][cause]["meaning"][:20] in text, cause
     assert "Near misses" in text
     assert "The key is under the mat" in text
-    assert "Move what differs behind what is shared." in text
+    assert "Put what differs after what is shared." in text
 
 
 def test_it_fits_80_uncoloured_columns(url: str) -> None:

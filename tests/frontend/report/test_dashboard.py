@@ -356,7 +356,7 @@ def test_it_says_when_the_server_does_not_answer(opened: Callable[..., Window]) 
     window = opened()
     window.page.route("**/cache/report", lambda route: route.abort())
     window.page.wait_for_selector("#trouble:not([hidden])")
-    assert "The server does not answer. Shown is what it said at" in window.text("#trouble")
+    assert "The server does not answer. The figures are those of" in window.text("#trouble")
     window.page.unroute("**/cache/report")
     refusal = {"error": {"message": "the engine died", "type": "", "param": None, "code": None}}
     window.page.route("**/cache/report", lambda route: route.fulfill(status=503, json=refusal))
