@@ -1,5 +1,5 @@
 """The report of the cache for people and machines: JSON, page, terminal, metrics.
 
-Others use `encode`, `words` and `terminal` to show a report, `shown` for one that prints itself, and
-the server the routes and the metrics.
+Others use `encode`, `words` and `terminal` to show a report, and `shown` for one that prints
+itself; the server uses the routes and the metrics.
 """
