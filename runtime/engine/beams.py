@@ -24,6 +24,7 @@ from coppice.runtime.sampling.beam_search import (
 )
 from coppice.runtime.sampling.logit_rules import change_logits
 from coppice.runtime.sampling.logprob_rows import best_of_rows, log_probabilities, of_tokens
+from coppice.runtime.schedule.paging import Paging
 
 logger = logging.getLogger(__name__)
 
@@ -159,9 +160,14 @@ class BeamSearches:
     """The searches of all requests that are beam searches, and what they do to their sequences."""
 
     def __init__(
-        self, sequences: Sequences, eos_token_ids: Seq[int], watch_lines: WatchLines | None
+        self,
+        sequences: Sequences,
+        paging: Paging,
+        eos_token_ids: Seq[int],
+        watch_lines: WatchLines | None,
     ) -> None:
         self._sequences = sequences
+        self._paging = paging
         self._eos = tuple(eos_token_ids)
         self._watch_lines = watch_lines
         self._groups: dict[str, BeamGroup] = {}
@@ -174,8 +180,9 @@ class BeamSearches:
                 f"and was given no watch_lines, got {params.stop!r}"
             )
 
-    def begin(self, request: Request, params: BeamSearchParams) -> None:
-        """The search of a request, whose first sequence exists already."""
+    def begin(self, first: Sequence, params: BeamSearchParams) -> None:
+        """Begins the search of a request with its first sequence."""
+        request = first.request
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids.update(self._eos)
@@ -184,7 +191,6 @@ class BeamSearches:
             watch = self._watch_lines(params, request.prompt_token_ids)
         room = request.max_length - len(request.prompt_token_ids)
         search = BeamSearch(params, stop_ids=stop_ids, max_tokens=room, watch=watch)
-        (first,) = self._sequences.of(request.request_id)
         self._groups[request.request_id] = BeamGroup(search, first)
 
     def results(self, request_id: str) -> int | None:
@@ -205,10 +211,9 @@ class BeamSearches:
             self._settle(group.lines[0].request, group.search.finished, keep=True)
 
     def _settle(self, request: Request, results: list[Hypothesis], *, keep: bool) -> None:
-        paging = self._sequences.scheduler.paging
         for result in results:  # the token that ended it has no KV
             line = request.prompt_token_ids + array("i", result.tokens[:-1])
-            paging.settle(line, request.namespace, keep=keep)
+            self._paging.settle(line, request.namespace, keep=keep)
 
     def score(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
         """Hands each beam's best continuations to its search.
@@ -288,7 +293,7 @@ class BeamSearches:
             )
             return self._fail(request_id, group, f"no token is left to choose: {why}")
         for sequence in moves.ended:
-            self._sequences.scheduler.paging.enter(sequence)
+            self._paging.enter(sequence)
         reason = (search.done and search.results()[0].finish_reason) or "stop"
         for sequence in moves.dropped:
             self._sequences.end(sequence, reason, keep=False)

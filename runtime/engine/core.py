@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
 
 from coppice.radix import (
@@ -23,7 +22,7 @@ from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.model.path import resolve_model
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
-from coppice.runtime.requests.request import QueueFull, Request, StepOutput, Unfinished
+from coppice.runtime.requests.request import StepOutput, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.sampling.beam_search import WatchLines
@@ -69,21 +68,14 @@ class Engine:
         self.num_pages, self.memory = self.runner.num_pages, self.runner.memory
         self.counters = EngineCounters()
         self.accounts = PromptAccounts(self.num_pages * config.page_size, self.counters)
-        source = resolve_model(config.model) if tokenizer is None else tokenizer
-        vocabulary, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
-        self.intake = Intake(
-            config,
-            Grammars(source, vocabulary, eos),
-            vocabulary=vocabulary,
-            max_model_len=self.max_model_len,
-        )
         self.pins = Pins(self._new_tree(), config.pin_budget)
+        paging = Paging(
+            self.pins.tree,
+            enable_prefix_caching=config.enable_prefix_caching,
+            accounts=self.accounts,
+        )
         self.scheduler = Scheduler(
-            Paging(
-                self.pins.tree,
-                enable_prefix_caching=config.enable_prefix_caching,
-                accounts=self.accounts,
-            ),
+            paging,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy,
@@ -91,10 +83,22 @@ class Engine:
             max_step_stretch=config.max_step_stretch,
             counters=self.counters,
         )
+        source = resolve_model(config.model) if tokenizer is None else tokenizer
+        vocabulary, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
         self._sequences = Sequences(self.scheduler, self.counters)
-        self._searches = BeamSearches(self._sequences, eos, watch_lines)
+        self._searches = BeamSearches(self._sequences, paging, eos, watch_lines)
+        self.intake = Intake(
+            config,
+            Grammars(source, vocabulary, eos),
+            self._sequences,
+            self.pins,
+            self.counters,
+            vocabulary=vocabulary,
+            max_model_len=self.max_model_len,
+        )
         self._steps = Steps(
             self.runner,
+            self.scheduler,
             self._sequences,
             self._searches,
             counters=self.counters,
@@ -134,7 +138,15 @@ class Engine:
         Raises ValueError if it can't be served, and QueueFull if too much waits already; nothing is
         queued then.
         """
-        self._add(request_id, prompt_token_ids, params, cache_salt, tenant, priority)
+        self._steps.check_device()
+        self.intake.add(
+            request_id,
+            prompt_token_ids,
+            params,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            priority=priority,
+        )
 
     def add_beam_search(
         self,
@@ -150,61 +162,17 @@ class Engine:
 
         Raises as `add_request` does; ValueError also if `beam_width` beams can't run together.
         """
-        self.pins.refresh()  # no step has done that while there was nothing to do
-        self.intake.check_beams(params, prompt_token_ids, self.free_of_pins)
+        self._steps.check_device()
         self._searches.check(params)
-        request = self._add(
+        first = self.intake.add(
             request_id,
             prompt_token_ids,
-            replace(params.sampling, n=1),  # the beams are the search's own affair
-            cache_salt,
-            tenant,
-            priority,
-            beam_search=True,
+            params,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            priority=priority,
         )
-        self._searches.begin(request, params)
-
-    def _add(
-        self,
-        request_id: str,
-        prompt_token_ids: Seq[int],
-        params: SamplingParams,
-        cache_salt: str | None,
-        tenant: str | None,
-        priority: int,
-        *,
-        beam_search: bool = False,
-    ) -> Request:
-        self._steps.check_device()
-        self.pins.refresh()
-        if request_id in self._sequences:
-            raise ValueError(
-                f"request_id must be unique among running requests, got {request_id!r}"
-            )
-        try:
-            sequence = self.intake.sequence(
-                request_id,
-                prompt_token_ids,
-                params,
-                cache_salt=cache_salt,
-                tenant=tenant,
-                priority=priority,
-                arrival=self._sequences.next_arrival(),
-                pages=self.free_of_pins,
-                queue=self.scheduler.waiting,
-                compiling=self._sequences.compiling,
-                beam_search=beam_search,
-            )
-        except QueueFull as error:
-            self.counters.refused[error.limit] += 1
-            raise
-        self._sequences.begin(sequence)
-        return sequence.request
-
-    @property
-    def free_of_pins(self) -> int:
-        """Pages that no pin keeps, nor will keep."""
-        return self.num_pages - self.pins.promised_pages()
+        self._searches.begin(first, params)
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Ends a request, or only its sequence `index`, whose reader has enough of it.
@@ -266,7 +234,7 @@ class Engine:
             raise PinRefused(f"pin {name!r}: there is no cache, enable_prefix_caching is off")
         pin = self.pins.pin(name, token_ids, self.intake.namespace(cache_salt, tenant), ttl=ttl)
         most = self._sequences.longest()
-        if most > self.intake.longest(self.free_of_pins):
+        if not self.intake.would_fit(most):
             self.pins.unpin(name)
             raise PinRefused(
                 f"pin {name!r}: a request that may grow to {most} tokens could not be served "

@@ -1,69 +1,79 @@
-"""How a prompt and its parameters become a sequence; what can't be served is refused by name."""
+"""How a request comes in: checked, made a sequence of, and handed on to the scheduler."""
 
 from __future__ import annotations
 
 import random
 from array import array
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-from coppice.radix import Namespace
+from coppice.radix import Namespace, Pins
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine.sequences import Sequences
+from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.request import QueueFull, Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.grammars import Grammars
 from coppice.runtime.sampling.known_logprobs import KnownLogprobs
-from coppice.runtime.schedule.queue import WaitingQueue
 
 
 class Intake:
-    """Checks what users send to one engine, and makes sequences of it.
+    """Takes the requests of one engine; refuses by name what the engine can't serve.
 
     Attributes:
         known_logprobs: of earlier prompts, so that they need not be computed again.
     """
 
     def __init__(
-        self, config: EngineConfig, grammars: Grammars, *, vocabulary: int, max_model_len: int
+        self,
+        config: EngineConfig,
+        grammars: Grammars,
+        sequences: Sequences,
+        pins: Pins,
+        counters: EngineCounters,
+        *,
+        vocabulary: int,
+        max_model_len: int,
     ) -> None:
         """`max_model_len` is the most tokens that a request may have while nothing is pinned."""
         self._grammars = grammars
+        self._sequences = sequences
+        self._pins = pins
+        self._counters = counters
         self.known_logprobs = KnownLogprobs(vocabulary, enabled=config.enable_prefix_caching)
         self._config = config
         self._vocabulary = vocabulary
         self._max_model_len = max_model_len
         self._seeds = random.Random(config.seed)
 
-    def namespace(self, cache_salt: str | None, tenant: str | None = None) -> Namespace:
-        """What keeps the tokens of requests with different salts or tenants apart."""
-        return Namespace(model=self._config.model, cache_salt=cache_salt, tenant=tenant)
-
-    def longest(self, pages: int) -> int:
-        """Tokens, prompt and output together, that a request may have in so many pages."""
-        return min(self._max_model_len, pages * self._config.page_size)
-
-    def sequence(
+    def add(
         self,
         request_id: str,
         prompt_token_ids: Seq[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         cache_salt: str | None,
         tenant: str | None,
         priority: int,
-        arrival: int,
-        pages: int,
-        queue: WaitingQueue,
-        compiling: Seq[Sequence],
-        beam_search: bool = False,
     ) -> Sequence:
-        """The first sequence of a new request, for which there are `pages` that no pin keeps.
+        """Queues a new request; returns its first sequence, which waits from now on.
 
-        Raises ValueError if it can't be served, and QueueFull if it may not wait in `queue`,
-        to which those that are `compiling` will come.
+        Raises ValueError if the request can't be served, and QueueFull if too much waits already;
+        nothing is queued then.
         """
-        longest = self.longest(pages)
+        self._pins.refresh()  # no step has done that while there was nothing to do
+        if request_id in self._sequences:
+            raise ValueError(
+                f"request_id must be unique among running requests, got {request_id!r}"
+            )
+        pages = self._free_pages()
+        longest = self._longest(pages)
         self._check_prompt(prompt_token_ids, longest, pages)
+        searching = isinstance(params, BeamSearchParams)
+        if isinstance(params, BeamSearchParams):
+            self._check_beams(params, prompt_token_ids, longest, pages)
+            params = replace(params.sampling, n=1)  # a search forks its beams itself
         self._check_params(params)
         if params.prompt_logprobs_start >= len(prompt_token_ids):
             raise ValueError(
@@ -71,7 +81,7 @@ class Intake:
                 f"prompt tokens, got {params.prompt_logprobs_start}"
             )
         self._check_priority(priority)
-        self._check_queue(queue, compiling, len(prompt_token_ids))
+        self._check_queue(len(prompt_token_ids))
         form = params.structured_outputs
         room = longest - len(prompt_token_ids)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
@@ -80,28 +90,45 @@ class Intake:
             prompt_token_ids=array("i", prompt_token_ids),
             params=params,
             namespace=self.namespace(cache_salt, tenant),
-            arrival=arrival,
+            arrival=self._sequences.next_arrival(),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             max_length=len(prompt_token_ids) + limit,
             priority=priority,
-            beam_search=beam_search,
+            beam_search=searching,
             grammar=None if form is None else self._grammars.compiled(form),
         )
         sequence = Sequence(request)
         sequence.prompt_logprobs = self.known_logprobs.begin(request)
+        self._sequences.begin(sequence)
         return sequence
 
-    def check_beams(self, params: BeamSearchParams, prompt_token_ids: Seq[int], pages: int) -> None:
-        """Raises ValueError if so many beams can't run together behind this prompt."""
-        longest = self.longest(pages)
-        self._check_prompt(prompt_token_ids, longest, pages)
+    def namespace(self, cache_salt: str | None, tenant: str | None = None) -> Namespace:
+        """What keeps the tokens of requests with different salts or tenants apart."""
+        return Namespace(model=self._config.model, cache_salt=cache_salt, tenant=tenant)
+
+    def would_fit(self, tokens: int) -> bool:
+        """Whether a request of so many tokens, prompt and output together, could be served now."""
+        return tokens <= self._longest(self._free_pages())
+
+    def _free_pages(self) -> int:
+        """Pages that no pin keeps, nor will keep once its tokens are cached."""
+        return self._pins.tree.pool.num_pages - self._pins.promised_pages()
+
+    def _longest(self, pages: int) -> int:
+        """Tokens, prompt and output together, that a request may have in so many pages."""
+        return min(self._max_model_len, pages * self._config.page_size)
+
+    def _check_beams(
+        self, params: BeamSearchParams, prompt_token_ids: Seq[int], longest: int, pages: int
+    ) -> None:
+        """Raises ValueError if `beam_width` beams can't run together after this prompt."""
         if params.beam_width > self._config.max_num_seqs:
             raise ValueError(
                 f"beam_width must be at most max_num_seqs, {self._config.max_num_seqs}, "
                 f"got {params.beam_width}"
             )
         size = self._config.page_size
-        # Each beam has pages of its own behind the prompt, one for the copy of its last page, and
+        # Each beam has pages of its own after the prompt, one for the copy of its last page, and
         # one more while it forks.
         tokens = min(params.max_tokens, longest - len(prompt_token_ids))
         own = -(-tokens // size) + 2
@@ -148,8 +175,8 @@ class Intake:
             )
         if params.chooses:
             raise ValueError(
-                f"best_of must not be above n here, since whoever has the texts chooses among them "
-                f"once all have ended; got {params.best_of}"
+                f"best_of must not be above n here, since the caller, who has the texts, chooses "
+                f"among them once all have ended; got {params.best_of}"
             )
 
     def _check_priority(self, priority: int) -> None:
@@ -161,15 +188,15 @@ class Intake:
                 f"{self._config.scheduling_policy!r}; got {priority}"
             )
 
-    def _check_queue(self, queue: WaitingQueue, compiling: Seq[Sequence], tokens: int) -> None:
-        # Preempted sequences, and siblings and beams that lack a place, are of requests that began.
-        wait = sum(len(each.tokens) for each in compiling)
+    def _check_queue(self, tokens: int) -> None:
+        requests, waiting = self._sequences.queued()
         for limit, waits, more in (
-            ("max_queued_requests", queue.requests + len(compiling), 1),
-            ("max_queued_tokens", queue.tokens + wait, tokens),
+            ("max_queued_requests", requests, 1),
+            ("max_queued_tokens", waiting, tokens),
         ):
             allowed = getattr(self._config, limit)
             if allowed is not None and waits + more > allowed:
+                self._counters.refused[limit] += 1
                 full = QueueFull(
                     f"the queue is full: {waits} of {limit} {allowed} wait, and this request "
                     f"brings {more} more; try again later"

@@ -22,7 +22,7 @@ class Sequences:
     """
 
     def __init__(self, scheduler: Scheduler, counters: EngineCounters) -> None:
-        self.scheduler = scheduler
+        self._scheduler = scheduler
         self._counters = counters
         self._of: dict[str, list[Sequence]] = {}
         self._arrivals = 0
@@ -48,6 +48,15 @@ class Sequences:
         """Most tokens that any request may grow to."""
         return max((lines[0].request.max_length for lines in self._of.values()), default=0)
 
+    def queued(self) -> tuple[int, int]:
+        """How many requests wait to begin, and how many tokens their prompts have.
+
+        Preempted sequences, and siblings and beams that lack a place, are of requests that began.
+        """
+        waiting, compiling = self._scheduler.waiting, self.compiling
+        tokens = sum(len(each.tokens) for each in compiling)
+        return waiting.requests + len(compiling), waiting.tokens + tokens
+
     def next_arrival(self) -> int:
         """The next serial number; sequences that are forked off have one too."""
         self._arrivals += 1
@@ -58,7 +67,7 @@ class Sequences:
         self._of[sequence.request.request_id] = [sequence]
         self._counters.arrived(sequence.request.request_id)
         if sequence.request.grammar is None:
-            self.scheduler.add(sequence)
+            self._scheduler.add(sequence)
         else:
             self.compiling.append(sequence)
 
@@ -77,7 +86,7 @@ class Sequences:
                 failed.append((sequence, f"structured_outputs: {error}"))
                 continue
             self.compiling.remove(sequence)
-            self.scheduler.add(sequence)
+            self._scheduler.add(sequence)
         return failed
 
     def wait_for_grammar(self, seconds: float) -> None:
@@ -95,9 +104,9 @@ class Sequences:
             sequence.status = Status.FINISHED
         else:
             waits = sequence.status is Status.WAITING
-            self.scheduler.finish(sequence, keep=keep)
+            self._scheduler.finish(sequence, keep=keep)
             if waits and not keep and sequence.request.beam_search and sequence.num_generated:
-                self.scheduler.paging.forget(sequence)
+                self._scheduler.paging.forget(sequence)
         request_id = sequence.request.request_id
         self._of[request_id].remove(sequence)
         if self._of[request_id]:
@@ -136,7 +145,7 @@ class Sequences:
         for sequence in sampled:
             if sequence.index and sequence.status is Status.WAITING:
                 siblings = self._of[sequence.request.request_id]
-                self.scheduler.fork(siblings[0], sequence)
+                self._scheduler.fork(siblings[0], sequence)
                 siblings.append(sequence)
 
     # -- beams -------------------------------------------------------------------------------
@@ -147,12 +156,12 @@ class Sequences:
         child.tokens = parent.tokens[:]
         if parent.logit_rules is not None:
             child.logit_rules = parent.logit_rules.forked()
-        placed = parent.status is Status.RUNNING and self.scheduler.fork(parent, child)
+        placed = parent.status is Status.RUNNING and self._scheduler.fork(parent, child)
         child.tokens.append(token)
         if not placed:
             child.cached_tokens, child.counted = parent.cached_tokens, True
             child.preempted = True
-            self.scheduler.add(child)
+            self._scheduler.add(child)
         self._of[parent.request.request_id].append(child)
         return child
 
@@ -160,7 +169,7 @@ class Sequences:
         """Its next token; it may wait, since it may have been preempted meanwhile."""
         waits = sequence.status is Status.WAITING
         if waits:
-            self.scheduler.waiting.remove(sequence)
+            self._scheduler.waiting.remove(sequence)
         sequence.tokens.append(token)
         if waits:
-            self.scheduler.add(sequence)
+            self._scheduler.add(sequence)

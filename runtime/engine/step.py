@@ -19,7 +19,7 @@ from coppice.runtime.requests.request import LATE, DeviceLost, Sequence, Status,
 from coppice.runtime.runner.batch import Batch, LateTokens
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.sampling.sampler import Sampled, Sampler, Sampling
-from coppice.runtime.schedule.scheduler import Chunk, Schedule
+from coppice.runtime.schedule.scheduler import Chunk, Schedule, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class Steps:
     def __init__(
         self,
         runner: ModelRunner,
+        scheduler: Scheduler,
         sequences: Sequences,
         searches: BeamSearches,
         *,
@@ -81,6 +82,7 @@ class Steps:
         overlap: bool,
     ) -> None:
         self._runner = runner
+        self._scheduler = scheduler
         self._sequences = sequences
         self._searches = searches
         self._counters = counters
@@ -115,9 +117,8 @@ class Steps:
         before, self._before = self._before, None
         if before is not None and before.abandoned:
             before = None
-        scheduler = self._sequences.scheduler
-        scheduler.late = before is not None
-        schedule = scheduler.schedule()
+        self._scheduler.late = before is not None
+        schedule = self._scheduler.schedule()
         if not schedule.chunks:
             if before is not None:
                 return outputs + self._commit(before)
@@ -200,7 +201,7 @@ class Steps:
     def _enter(self, step: Step) -> None:
         """What the step computes counts as computed: all that is queued later finds it there."""
         for chunk in _running(step.schedule):
-            self._sequences.scheduler.computed(chunk)
+            self._scheduler.computed(chunk)
         sequences = step.sequences
         self._sequences.enter(sequences)
         for sequence in sequences:
@@ -211,7 +212,7 @@ class Steps:
                 step.settle()  # who waits in the queue has all its tokens
             finally:
                 for sequence in placeless:
-                    self._sequences.scheduler.add(sequence)
+                    self._scheduler.add(sequence)
         seconds = time.perf_counter() - step.started
         self._counters.steps += 1
         for chunk in step.schedule.prefills():
@@ -232,7 +233,7 @@ class Steps:
         seconds = now - max(step.started, self._settled)
         self._settled = now
         schedule = step.schedule
-        self._sequences.scheduler.observe(schedule, seconds)
+        self._scheduler.observe(schedule, seconds)
         sequences = len(schedule.chunks)
         decodes = sequences - len(schedule.prefills())
         self._counters.stepped(sequences, decodes, schedule.rows(), seconds)
@@ -269,9 +270,7 @@ class Steps:
         if (fault := self._runner.fault()) is not None:
             self._lose(fault, error)
         targets = {copy.target for copy in schedule.copies}
-        without_copy = [
-            s for s in self._sequences.scheduler.running if not targets.isdisjoint(s.table)
-        ]
+        without_copy = [s for s in self._scheduler.running if not targets.isdisjoint(s.table)]
         sequences = [*(chunk.sequence for chunk in _running(schedule)), *without_copy]
         failed = dict.fromkeys(each.request.request_id for each in sequences)
         return [output for request_id in failed for output in self._end_failed(request_id, message)]
