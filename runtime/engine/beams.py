@@ -1,4 +1,4 @@
-"""The beams of searches as sequences: who goes on, who is forked, who ends."""
+"""Runs beam searches over sequences: which go on, which are forked, which end."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from coppice.runtime.schedule.paging import Paging
 logger = logging.getLogger(__name__)
 
 Continuations = list[tuple[int, float]]
-"""A beam's best next tokens with their logprobs, best first; forbidden ones are not among them."""
+"""A beam's best next tokens with their logprobs, best first, without forbidden ones."""
 
 
 class Found(NamedTuple):
-    """What the model says of a beam's next token."""
+    """What the model gives for a beam's next token."""
 
     continuations: Continuations
     raw: torch.Tensor | None  # logprobs by the model alone, float32 [vocabulary], if asked for
 
 
 class Trail(NamedTuple):
-    """The logprobs of a line's tokens, from the last one back; forks share what is behind them."""
+    """The logprobs of a line's tokens, from the last one back; forks share their common part."""
 
     before: Trail | None
     last: Logprobs  # of one token
 
     def whole(self) -> Logprobs:
-        """Those of all tokens, in order."""
+        """The logprobs of all tokens, in order."""
         parts, trail = [self.last], self.before
         while trail is not None:
             parts.append(trail.last)
@@ -56,37 +56,37 @@ class Trail(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What a step of the search asks for; the tokens are to be appended after the forks."""
+    """What a step of the search asks for. The forks come first, then the tokens."""
 
-    ended: list[Sequence]  # sequences on which a result ended; they may go on as well
+    ended: list[Sequence]  # sequences on which a result ended; they may continue as well
     dropped: list[Sequence]  # sequences that no beam continues
     forks: list[tuple[Sequence, int]]  # (parent, next token) of each beam that needs a new sequence
-    tokens: list[tuple[Sequence, int]]  # next token of each sequence that goes on
+    tokens: list[tuple[Sequence, int]]  # next token of each sequence that continues
 
 
 class BeamGroup:
     """The search of one request, and the sequence that carries each of its beams.
 
-    All beams of a step have the same length. One whose sequence was computed earlier than the
-    others' (they may have been preempted) waits for them.
+    All beams of a step have the same length. A sequence that is computed earlier than the others,
+    of which some may have been preempted, waits for them.
     """
 
     def __init__(self, search: BeamSearch, first: Sequence) -> None:
         self.search = search
         self.lines = [first]  # in the order of `search.beams`
-        self.error: str | None = None  # why the search can't go on
+        self.error: str | None = None  # why the search can't continue
         self._found: dict[int, Found] = {}  # by id of the sequence
         self._trails: list[Trail | None] = [None]  # of the lines
         self._ended: dict[tuple[int, ...], Trail] = {}  # of what has ended, by its tokens
-        self._told: tuple[int, ...] = ()  # the line that was the best when it was told last
+        self._reported: tuple[int, ...] = ()  # the best line that `news` returned last
 
     def take(self, sequence: Sequence, found: Found) -> None:
-        """The next tokens of one of its sequences are known."""
+        """Takes the possible next tokens of one of its sequences."""
         self._found[id(sequence)] = found
 
     @property
     def complete(self) -> bool:
-        """Whether they are known for all."""
+        """Whether the possible next tokens of all sequences are known."""
         return self.error is not None or all(id(line) in self._found for line in self.lines)
 
     def advance(self) -> Moves:
@@ -95,7 +95,7 @@ class BeamGroup:
         beams = self.search.advance([each.continuations for each in found])
         self._found = {}
         if self.search.params.logprobs is not None:
-            self._go_on_with_trails(found)
+            self._extend_trails(found)
         forks, tokens = [], []
         carried: set[int] = set()
         for beam in beams:
@@ -110,7 +110,7 @@ class BeamGroup:
         return Moves(ended, dropped, forks, tokens)
 
     def adopt(self, forked: list[Sequence]) -> None:
-        """`forked` are the new sequences, in the order of the step's forks."""
+        """Takes the new sequences, in the order of the step's forks."""
         lines, new, carried = [], iter(forked), set()
         for beam in self.search.beams:
             if beam.parent in carried:
@@ -121,20 +121,20 @@ class BeamGroup:
         self.lines = lines
 
     def news(self) -> Hypothesis | None:
-        """The best line so far, if it is another one than when this was asked last."""
+        """The best line so far, if it is not the one that the last call returned."""
         best = self.search.best()
-        if best is None or best.tokens == self._told:
+        if best is None or best.tokens == self._reported:
             return None
-        self._told = best.tokens
+        self._reported = best.tokens
         return best
 
     def logprobs(self, result: Hypothesis) -> Logprobs | None:
-        """Those of a result's tokens, if they were asked for."""
+        """The logprobs of a result's tokens, if they were asked for."""
         trail = self._ended.get(result.tokens)
         return None if trail is None else trail.whole()
 
-    def _go_on_with_trails(self, found: list[Found]) -> None:
-        """The logprobs of each token that a beam or a result has got in this step."""
+    def _extend_trails(self, found: list[Found]) -> None:
+        """Adds the logprobs of the token that each beam and result has got in this step."""
         search = self.search
         picks = [(beam.parent, beam.tokens) for beam in search.beams]
         picks += [(parent, result.tokens) for parent, result in search.ended]
@@ -157,7 +157,7 @@ class BeamGroup:
 
 
 class BeamSearches:
-    """The searches of all requests that are beam searches, and what they do to their sequences."""
+    """The searches of all beam search requests, applied to their sequences."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class BeamSearches:
         self._groups: dict[str, BeamGroup] = {}
 
     def check(self, params: BeamSearchParams) -> None:
-        """Raises ValueError for stop strings that nobody could find."""
+        """Raises ValueError for stop strings if the engine has no `watch_lines` to find them."""
         if params.sampling.stop_strings and self._watch_lines is None:
             raise ValueError(
                 f"stop must be token ids here (stop_token_ids), since the engine knows no text "
@@ -194,7 +194,7 @@ class BeamSearches:
         self._groups[request.request_id] = BeamGroup(search, first)
 
     def results(self, request_id: str) -> int | None:
-        """How many results a search is to give; None if the request is none."""
+        """How many results a search returns; None if the request is not a search."""
         group = self._groups.get(request_id)
         if group is None:
             return None
@@ -202,9 +202,9 @@ class BeamSearches:
         return params.beam_width if params.n is None else params.n
 
     def forget(self, request_id: str) -> None:
-        """The request is about to end before its search does; nothing if it is none of these.
+        """Drops a request's search before it is done; does nothing for other requests.
 
-        The results that there are stay in the tree.
+        The results that it has stay in the tree.
         """
         group = self._groups.pop(request_id, None)
         if group is not None:
@@ -242,10 +242,10 @@ class BeamSearches:
     def _scores(
         self, logits: torch.Tensor, sequences: list[Sequence], groups: list[BeamGroup]
     ) -> tuple[torch.Tensor, dict[int, str]]:
-        """What the tokens of each row count for, float32 [R, vocabulary], and what went wrong.
+        """The score of each row's tokens, float32 [R, vocabulary], and errors by row.
 
-        Penalties and the like act on logprobs, as in transformers. With one beam they act on the
-        logits, as in any greedy search.
+        Penalties and other rules act on logprobs, as in transformers. With one beam they act on
+        the logits, as in any greedy search.
         """
         temperatures = [group.search.params.temperature or 1.0 for group in groups]
         if any(each != 1 for each in temperatures):
@@ -266,8 +266,8 @@ class BeamSearches:
     def advance(self) -> list[StepOutput]:
         """Takes a step of each search whose beams are all computed.
 
-        Returns the results of those that end, and the best lines so far where they are asked for.
-        A search that fails ends with an error, and the others go on.
+        Returns the results of searches that end, and the best lines so far where they are asked
+        for. A search that fails ends with an error, and the others go on.
         """
         outputs = []
         for request_id, group in list(self._groups.items()):
@@ -275,7 +275,7 @@ class BeamSearches:
                 continue
             try:
                 outputs += self._advance(request_id, group)
-            except Exception as error:  # of a watch of lines, say, which is not the engine's own
+            except Exception as error:  # such as one in `watch_lines`, which others gave
                 logger.exception("a beam search failed; its request ends")
                 why = f"the search failed: {type(error).__name__}: {error}"
                 outputs += self._fail(request_id, group, why)

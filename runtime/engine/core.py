@@ -37,7 +37,7 @@ class Engine:
     """Serves one model from one KV cache. Token ids only: no text, no HTTP.
 
     Not thread-safe: one thread calls it. A step that fails ends the requests in it with an error,
-    and the engine goes on; but if the device does not compute any more, that step and all later
+    and the engine continues; but if the device does not compute any more, that step and all later
     calls that need it raise DeviceLost.
 
         engine = Engine(EngineConfig(model="path"))
@@ -135,8 +135,8 @@ class Engine:
         Requests reuse each other's KV only if `cache_salt` and `tenant` are equal. `priority` is
         the request's class under the scheduling policy "priority": the least number first.
 
-        Raises ValueError if it can't be served, and QueueFull if too much waits already; nothing is
-        queued then.
+        Raises ValueError if the request can't be served, and QueueFull if too much waits already;
+        nothing is queued then.
         """
         self._steps.check_device()
         self.intake.add(
@@ -175,10 +175,10 @@ class Engine:
         self._searches.begin(first, params)
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """Ends a request, or only its sequence `index`, whose reader has enough of it.
+        """Ends a request, or only its sequence `index`, which counts as stopped by its reader.
 
         Its pages are given back. What it computed stays in the tree; of a beam search, its prompt
-        and the results that it had. False if the request is unknown or has finished already.
+        and the results that it had. Returns False for an unknown request or one that has finished.
         """
         sequences = self._sequences.of(request_id)
         ended = [each for each in sequences if index is None or each.index == index]
@@ -225,8 +225,8 @@ class Engine:
     ) -> Pin:
         """Keeps a prefix in the cache until `pins.unpin`, or until it was unused for `ttl` seconds.
 
-        What of it is cached already is kept from now on, the rest once a request has computed it. A
-        pin of this name that keeps the same prefix is renewed. Raises PinRefused, a ValueError, if
+        The part that is cached already is kept from now on, the rest once a request has computed
+        it. A pin of this name with the same prefix is renewed. Raises PinRefused, a ValueError, if
         the name stands for another prefix, if `pin_budget` does not allow it, or if a request that
         was accepted could no longer be served beside it; ValueError for bad arguments.
         """

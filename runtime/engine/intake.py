@@ -103,11 +103,11 @@ class Intake:
         return sequence
 
     def namespace(self, cache_salt: str | None, tenant: str | None = None) -> Namespace:
-        """What keeps the tokens of requests with different salts or tenants apart."""
+        """The namespace of a request: tokens of different salts or tenants never match."""
         return Namespace(model=self._config.model, cache_salt=cache_salt, tenant=tenant)
 
     def would_fit(self, tokens: int) -> bool:
-        """Whether a request of so many tokens, prompt and output together, could be served now."""
+        """Whether a request of `tokens`, prompt and output together, could be served now."""
         return tokens <= self._longest(self._free_pages())
 
     def _free_pages(self) -> int:
@@ -115,7 +115,7 @@ class Intake:
         return self._pins.tree.pool.num_pages - self._pins.promised_pages()
 
     def _longest(self, pages: int) -> int:
-        """Tokens, prompt and output together, that a request may have in so many pages."""
+        """Tokens, prompt and output together, that a request may have in `pages`."""
         return min(self._max_model_len, pages * self._config.page_size)
 
     def _check_beams(
@@ -135,7 +135,7 @@ class Intake:
         needed = len(prompt_token_ids) // size + params.beam_width * own
         if needed > pages:
             raise ValueError(
-                f"beam_width: {params.beam_width} beams of {tokens} tokens behind this "
+                f"beam_width: {params.beam_width} beams of {tokens} tokens after this "
                 f"prompt take up to {needed} pages, the KV cache has {pages} that no pin keeps"
             )
 
@@ -156,8 +156,8 @@ class Intake:
         self.check_tokens("prompt token ids", prompt_token_ids)
 
     def check_tokens(self, what: str, token_ids: Seq[int]) -> None:
-        """Raises ValueError, in terms of `what`, for one that the vocabulary does not have."""
-        # An array has integers only, of which the least and the greatest need a look.
+        """Raises ValueError, naming `what`, for a token id that the vocabulary does not have."""
+        # An array holds integers only: its least and its greatest are enough.
         plain = isinstance(token_ids, array) and len(token_ids) > 0
         vocabulary = self._vocabulary
         for token in (min(token_ids), max(token_ids)) if plain else token_ids:

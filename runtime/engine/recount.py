@@ -1,4 +1,4 @@
-"""Whether an engine's pages, locks and sequences add up: recounted in tests, watched when idle."""
+"""Checks that an engine's pages, locks and sequences add up: by a recount, or briefly when idle."""
 
 from __future__ import annotations
 

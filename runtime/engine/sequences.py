@@ -1,4 +1,4 @@
-"""The unfinished sequences of all requests: how they begin, how more are forked, how they end."""
+"""The unfinished sequences of all requests: how they begin, are forked, and end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from coppice.runtime.schedule.scheduler import Scheduler
 class Sequences:
     """Every sequence that runs or waits, by its request.
 
-    A request begins with one. Its siblings (`n`) are forked off when its first token is sampled,
-    the beams of a search at any step.
+    A request begins with one. Its siblings (`n`) are forked when its first token is sampled, the
+    beams of a search at any step.
 
     Attributes:
         compiling: those that cannot be scheduled yet, since their grammar is not compiled.
@@ -41,11 +41,11 @@ class Sequences:
             yield from sequences
 
     def of(self, request_id: str) -> Seq[Sequence]:
-        """Those of one request (a copy); none if it is unknown."""
+        """The sequences of one request (a copy); none if it is unknown."""
         return tuple(self._of.get(request_id, ()))
 
     def longest(self) -> int:
-        """Most tokens that any request may grow to."""
+        """The most tokens that a request may grow to; 0 without requests."""
         return max((lines[0].request.max_length for lines in self._of.values()), default=0)
 
     def queued(self) -> tuple[int, int]:
@@ -58,12 +58,12 @@ class Sequences:
         return waiting.requests + len(compiling), waiting.tokens + tokens
 
     def next_arrival(self) -> int:
-        """The next serial number; sequences that are forked off have one too."""
+        """The next serial number; forked sequences get one too."""
         self._arrivals += 1
         return self._arrivals - 1
 
     def begin(self, sequence: Sequence) -> None:
-        """The first sequence of a request: it waits from now on."""
+        """Registers the first sequence of a request and queues it, once its grammar is compiled."""
         self._of[sequence.request.request_id] = [sequence]
         self._counters.arrived(sequence.request.request_id)
         if sequence.request.grammar is None:
@@ -72,9 +72,9 @@ class Sequences:
             self.compiling.append(sequence)
 
     def compiled(self) -> list[tuple[Sequence, str]]:
-        """Lets those whose grammar is compiled be scheduled; those whose grammar failed, and why.
+        """Queues the sequences whose grammar is compiled now.
 
-        O(sequences that wait for a grammar).
+        Returns those whose grammar failed, and why. O(sequences that wait for a grammar).
         """
         failed = []
         for sequence in list(self.compiling):
@@ -90,14 +90,14 @@ class Sequences:
         return failed
 
     def wait_for_grammar(self, seconds: float) -> None:
-        """Waits until a grammar is compiled or the time is over; not at all if there is none."""
+        """Waits until a grammar is compiled or the time is over; returns at once if none is due."""
         grammars = [each.request.grammar for each in self.compiling]
         wait([each for each in grammars if each is not None], seconds, FIRST_COMPLETED)
 
     def end(self, sequence: Sequence, reason: str, *, keep: bool = True) -> bool:
-        """A sequence has ended, for one of `FINISH_REASONS`; `keep` as in `Paging.leave`.
+        """Ends a sequence for one of `FINISH_REASONS`; `keep` as in `Paging.leave`.
 
-        True if it was its request's last one.
+        Returns whether it was its request's last one.
         """
         if sequence in self.compiling:
             self.compiling.remove(sequence)
@@ -118,10 +118,10 @@ class Sequences:
     # -- siblings ----------------------------------------------------------------------------
 
     def with_siblings(self, sampled: list[Sequence]) -> list[int]:
-        """Lets the siblings of requests for several sequences be sampled from the prompt's logits.
+        """Adds the siblings of a request's first sequence, sampled from the prompt's logits too.
 
-        Makes them where they do not exist yet, puts them behind the first one in `sampled`, and
-        returns the row of the logits of each of these. They come in by `enter`.
+        Makes those that do not exist yet and inserts them after the first one in `sampled`; returns
+        the row of the logits for each entry of `sampled`. `enter` gives them their pages.
         """
         if all(each.forked for each in sampled):
             return list(range(len(sampled)))
@@ -141,7 +141,7 @@ class Sequences:
         return sequence
 
     def enter(self, sampled: Seq[Sequence]) -> None:
-        """Those of `sampled` that are new siblings go on from what the first one has computed."""
+        """Forks the new siblings among `sampled` from their request's first sequence."""
         for sequence in sampled:
             if sequence.index and sequence.status is Status.WAITING:
                 siblings = self._of[sequence.request.request_id]
@@ -151,7 +151,7 @@ class Sequences:
     # -- beams -------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, token: int) -> Sequence:
-        """A new sequence of the same request: all tokens of `parent`, then `token`."""
+        """Makes a sequence of the same request with all tokens of `parent`, then `token`."""
         child = self._forked(parent.request, parent.index)
         child.tokens = parent.tokens[:]
         if parent.logit_rules is not None:
@@ -166,7 +166,7 @@ class Sequences:
         return child
 
     def append(self, sequence: Sequence, token: int) -> None:
-        """Its next token; it may wait, since it may have been preempted meanwhile."""
+        """Appends its next token. The sequence may wait, if it was preempted meanwhile."""
         waits = sequence.status is Status.WAITING
         if waits:
             self._scheduler.waiting.remove(sequence)

@@ -1,4 +1,4 @@
-"""The engine's step: compute what is scheduled, sample, commit; end whatever fails in it."""
+"""The engine's step: compute what is scheduled, sample, commit; requests of a failed step end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GRAMMAR_WAIT_SECONDS = 0.01
 
 
 class Step:
-    """A step whose forward pass is queued, and the tokens that come of it.
+    """A step whose forward pass is queued, and the tokens that it will give.
 
     `sequences` are those that get a token. Until `settle` the last token of each is `LATE`.
     """
@@ -48,7 +48,7 @@ class Step:
 
     @property
     def abandoned(self) -> bool:
-        """Whether everything in it was aborted meanwhile."""
+        """Whether all its sequences have ended meanwhile."""
         live = any(sequence.status is not Status.FINISHED for sequence in self.sequences)
         return not (live or _running(self.schedule))
 
@@ -64,10 +64,10 @@ class Step:
 
 
 class Steps:
-    """Makes the steps of one engine, over the sequences that it has.
+    """Makes the steps of one engine over its sequences.
 
     With `overlap` a step is scheduled and queued on the device before the tokens of the one before
-    it are here; docs/gpu-steps.md tells what that takes. Without, each is committed at once.
+    it have arrived (docs/gpu-steps.md). Without, each step is committed at once.
     """
 
     def __init__(
@@ -92,20 +92,20 @@ class Steps:
         self._sampler = Sampler(runner.model_config.eos_token_ids)
         if runner.device.type == "cpu":
             compiled_choice()  # now, and not in the first step that samples
-        self._before: Step | None = None  # its tokens are late
-        self._settled = 0.0  # when the tokens of the last step were here
-        self._untold: list[StepOutput] = []  # by a call that was interrupted
-        self._lost: str | None = None  # why the device is of no more use
+        self._before: Step | None = None  # its tokens have not arrived yet
+        self._settled = 0.0  # when the tokens of the last step arrived
+        self._undelivered: list[StepOutput] = []  # of a call that was interrupted
+        self._lost: str | None = None  # why the device can't be used any more
 
     def make(self) -> list[StepOutput]:
         """Schedules, runs and commits one mixed batch; [] when there is nothing to do.
 
-        With overlap what is committed is the batch before. If it fails, the requests in it end with
-        an error; an exception that is none of `Exception` goes on from there. Raises DeviceLost,
-        and all requests have ended, if the device does not compute any more.
+        With overlap it commits the batch before. If the batch fails, its requests end with an
+        error; an exception outside `Exception`, such as an interrupt, is raised after that. If the
+        device does not compute any more, all requests end and DeviceLost is raised.
         """
         self.check_device()
-        outputs, self._untold = self._untold, []
+        outputs, self._undelivered = self._undelivered, []
         refused = [
             output
             for sequence, why in self._sequences.compiled()
@@ -129,12 +129,12 @@ class Steps:
             batch, logits = self._runner.run(schedule, None if before is None else before.late)
         except BaseException as error:
             failure = error
-        self._accounts.settle_batch()  # a device computes meanwhile
+        self._accounts.settle_batch()  # while the device computes
         if before is not None:
             try:
                 outputs += self._commit(before)
             except BaseException:
-                self._untold = outputs
+                self._undelivered = outputs
                 raise
         if failure is None:
             try:
@@ -142,10 +142,10 @@ class Steps:
             except BaseException as error:
                 failure = error
         if failure is not None:
-            # Copies that were to be made may be missing: nothing of this step can be resumed.
+            # Page copies may not have been made: nothing of this step can be resumed.
             failed = self._fail(schedule, failure)
             if not isinstance(failure, Exception):
-                self._untold = [each for each in outputs if each.request_id in self._sequences]
+                self._undelivered = [each for each in outputs if each.request_id in self._sequences]
                 raise failure
             outputs += failed
             logger.error(
@@ -165,9 +165,9 @@ class Steps:
         return outputs + self._commit(step)
 
     def end(self, sequence: Sequence, reason: str, *, keep: bool = True) -> None:
-        """A sequence has ended; so has its request, if it was the last one.
+        """Ends a sequence, and its request with its last one.
 
-        Of a beam search none ends by this but with all others.
+        Of a beam search, all sequences must be ended together.
         """
         self._searches.forget(sequence.request.request_id)
         self._sequences.end(sequence, reason, keep=keep)
@@ -176,7 +176,7 @@ class Steps:
     def _sample(
         self, schedule: Schedule, start: float, batch: Batch, logits: torch.Tensor
     ) -> Step | None:
-        """Chooses tokens for sequences that have not ended meanwhile; None: all have."""
+        """Chooses tokens for the sequences that have not ended meanwhile; None if all have."""
         chunks = _running(schedule)
         self._counters.late_rows += len(schedule.chunks) - len(chunks)
         if not chunks:
@@ -199,7 +199,7 @@ class Steps:
         return Step(schedule, start, sequences, self._sampler.sample(logits, sequences))
 
     def _enter(self, step: Step) -> None:
-        """What the step computes counts as computed: all that is queued later finds it there."""
+        """Counts the step's chunks as computed: steps run in order, so later ones find their KV."""
         for chunk in _running(step.schedule):
             self._scheduler.computed(chunk)
         sequences = step.sequences
@@ -209,7 +209,7 @@ class Steps:
         placeless = [sequence for sequence in sequences if sequence.preempted]
         if placeless:  # forks that found no place
             try:
-                step.settle()  # who waits in the queue has all its tokens
+                step.settle()  # the queue must know all tokens of a sequence in it
             finally:
                 for sequence in placeless:
                     self._scheduler.add(sequence)
@@ -219,17 +219,17 @@ class Steps:
             self._counters.prefilled(chunk.sequence, chunk.count, seconds)
 
     def _commit(self, step: Step) -> list[StepOutput]:
-        """Takes the tokens of a step; who ends by its own gives back its pages."""
+        """Takes the tokens of a step; a sequence that its token ends gives back its pages."""
         try:
             sampled = step.settle()
-        except Exception as error:  # the device's, about anything since the tokens before
+        except Exception as error:  # of the device, which may report anything since the last tokens
             logger.exception("the tokens of a step did not come; the requests in it end")
             return self._fail(step.schedule, error)
         except BaseException:  # an interrupt: the next call waits for them again
             self._before = step
             raise
         now = time.perf_counter()
-        # The device came to it when it was queued, or when it was through with the one before.
+        # The device began it when it was queued, or when the step before it was done.
         seconds = now - max(step.started, self._settled)
         self._settled = now
         schedule = step.schedule
@@ -263,7 +263,7 @@ class Steps:
     def _fail(self, schedule: Schedule, error: BaseException) -> list[StepOutput]:
         """Ends the requests of a step that failed; only what was committed before stays cached.
 
-        Raises DeviceLost if more than the step has failed.
+        Raises DeviceLost if the device itself has failed.
         """
         self._counters.failed_steps += 1
         message = f"the step failed: {type(error).__name__}: {error}"
@@ -281,18 +281,18 @@ class Steps:
             raise DeviceLost(self._lost)
 
     def _lose(self, fault: str, error: BaseException) -> NoReturn:
-        """Ends all requests: nothing that the device holds can be trusted, or be read."""
+        """Ends all requests: what the device holds can neither be trusted nor read."""
         self._lost = (
             f"the device has failed, and its process has to end: {fault} "
             f"(found by {type(error).__name__} in a step)"
         )
-        self._before, self._untold = None, []
+        self._before, self._undelivered = None, []
         for request_id in dict.fromkeys(each.request.request_id for each in self._sequences):
             self._end_failed(request_id, self._lost)
         raise DeviceLost(self._lost) from error
 
     def _end_failed(self, request_id: str, message: str) -> list[StepOutput]:
-        """Ends a request; an error for each of its results, those not yet begun included."""
+        """Ends a request with an error for each of its results, those not yet begun included."""
         sequences = self._sequences.of(request_id)
         first = sequences[0]
         results = self._searches.results(request_id)
@@ -306,5 +306,5 @@ class Steps:
 
 
 def _running(schedule: Schedule) -> list[Chunk]:
-    """The chunks whose sequences have not ended since."""
+    """The chunks whose sequences have not ended since they were scheduled."""
     return [chunk for chunk in schedule.chunks if chunk.sequence.status is Status.RUNNING]

@@ -1,7 +1,7 @@
 """The one object that counts what an engine does: cumulative since its start, never reset.
 
-A gauge that the next batch overwrites says nothing about the batches between two looks at it. So
-everything is counted since the start, and times go into histograms; a reader takes rates and
+A gauge that the next batch overwrites says nothing about the batches between two readings. So
+everything is counted since the start, and times are kept in histograms; a reader takes rates and
 quantiles from the difference of two snapshots.
 """
 
@@ -30,7 +30,7 @@ class EngineCounters:
         computed_tokens: of prefill chunks, those of resumptions included.
         generated_tokens: that were sampled.
         preemptions: sequences that lost their pages to others.
-        evicted_tokens: that had to make room.
+        evicted_tokens: that had to make room for others.
         rounded_off_tokens: that were cached after a hit, continued as the prompt does, and were
             computed all the same; at least, since only the next node is compared. The tree matches
             token by token, so this must stay 0.
@@ -118,7 +118,7 @@ class EngineCounters:
             self.itl.add(now - last, times)
 
     def evicted(self, tokens: int, age: float | None) -> None:
-        """`tokens` made room, which had been unused for `age` seconds; None: unknown."""
+        """`tokens` were evicted that had been unused for `age` seconds; None: unknown."""
         self.evicted_tokens += tokens
         if age is not None:
             self.eviction_age.add(age, tokens)

@@ -16,10 +16,10 @@ def _scale(first: float, last: float, steps: Sequence[float]) -> tuple[float, ..
 
 
 SHORT_SECONDS = _scale(0.0005, 20.0, (1, 1.5, 2, 3, 5, 7))
-"""Bounds for what takes a step or so."""
+"""Bounds for times of about a step."""
 
 LONG_SECONDS = _scale(0.001, 2000.0, (1, 2, 3, 5, 7))
-"""Bounds for what requests wait for."""
+"""Bounds for times of whole requests."""
 
 AGES = (1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0, 7200.0, 14400.0,
         43200.0, 86400.0, 259200.0, 604800.0)  # fmt: skip
@@ -53,10 +53,10 @@ class Histogram:
         return self.total / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """The value that `share` (0 to 1) of all are at most, as exact as its bucket is narrow.
+        """The value that `share` (0 to 1) of all values do not exceed.
 
-        Values are taken as spread evenly over their bucket. None without values; values above all
-        bounds count as the last bound. Raises ValueError for a share outside of 0 .. 1.
+        Values count as spread evenly over their bucket, those above all bounds as the last bound.
+        None without values. Raises ValueError for a share outside of 0 .. 1.
         """
         if not 0 <= share <= 1:
             raise ValueError(f"share must be from 0 to 1, got {share}")
@@ -73,7 +73,7 @@ class Histogram:
         return self.bounds[-1]
 
     def since(self, earlier: Histogram) -> Histogram:
-        """What came after `earlier`, a state of the same histogram; all if it began anew since.
+        """What was added after `earlier`, a state of the same histogram; all if it was begun anew.
 
         Raises ValueError if the buckets are others.
         """
@@ -85,7 +85,7 @@ class Histogram:
         return Histogram(self.bounds, counts, self.total - earlier.total)
 
     def cumulative(self) -> tuple[int, ...]:
-        """Values up to each bound, and last all of them: as Prometheus wants them."""
+        """Values up to each bound, and last all of them, as Prometheus expects."""
         return tuple(accumulate(self.counts))
 
 
@@ -100,7 +100,7 @@ class Buckets:
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Counts `value` so many times."""
+        """Counts `value`, `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 

@@ -1,4 +1,4 @@
-"""Tells the cache's accounting what happens to sequences: admitted, left, evicted for."""
+"""The accounts of prompts: why their tokens were hit or computed, from admission to leaving."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.requests.request import Sequence
 
 RECENT_REQUESTS = 64
-"""Requests of which it is remembered one by one why their tokens missed."""
+"""The last requests, for which the causes of misses are kept one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCauses:
-    """Why the prompt of one request was computed as far as it was not hit.
+    """Why the tokens of one request's prompt were computed, where they were not hit.
 
     Attributes:
-        request_id: the name under which the engine ran it.
-        namespace: the one it was matched in.
+        request_id: its name in the engine.
+        namespace: of the tree, in which it was matched.
         seconds_ago: when it was admitted.
         prompt_tokens: the hit ones and those of all causes.
         hit_tokens: whose KV was reused.
-        causes: the computed ones, by cause; those that there were.
+        causes: the computed ones by cause; only causes that occurred.
         evicted_idle_seconds: how long before the request its evicted tokens had been used last.
-        evicted_seconds: how long before it they went, if that is known.
-        divergence: where the tree went another way, in tokens; None: it did not, or had gone.
+        evicted_seconds: how long before it they were evicted, if that is known.
+        divergence: after how many tokens the tree differed from it; None: nowhere, or evicted.
         before: the last tokens up to there.
-        difference: what follows in the prompt and in the tree, up to where they meet again.
+        difference: what follows in the prompt and in the tree, up to where they agree again.
     """
 
     request_id: str
@@ -78,22 +78,22 @@ class PromptAccounts:
         self._counters = counters
         self._accounting = Accounting(pool_tokens, now=clock())
         self._uses = Timeline()  # the tree's logical clock in seconds
-        self._evicted_tokens = 0  # of which the accounting was told
+        self._evicted_tokens = 0  # that were recorded
         self._recent: deque[_Recent] = deque(maxlen=RECENT_REQUESTS)
 
     def admitted(self, sequence: Sequence, tree: RadixTree, match: Match, in_flight: int) -> None:
-        """`sequence`, which holds `match`, is about to be computed from its end on."""
+        """Accounts a sequence that holds `match` and will be computed from its end on."""
         now = self._clock()
         self.evictions(tree, now)
         self._uses.record(tree.clock, now)
         tokens = sequence.tokens.tobytes()
         assert sequence.hold is not None and sequence.hold.node is not None
         node, here = sequence.hold.node, match.length * TOKEN_BYTES
-        behind = node.children.get(tokens[here : here + TOKEN_BYTES])
-        if behind is not None and not sequence.private:
+        following = node.children.get(tokens[here : here + TOKEN_BYTES])
+        if following is not None and not sequence.private:
             rest = tokens[here : sequence.hit_limit * TOKEN_BYTES]
-            same = common_prefix(rest, 0, behind.edge) // TOKEN_BYTES
-            self._counters.rounded_off_tokens += min(same, behind.length)
+            same = common_prefix(rest, 0, following.edge) // TOKEN_BYTES
+            self._counters.rounded_off_tokens += min(same, following.length)
         sequence.account = self._accounting.request(
             tokens,
             sequence.request.namespace,
@@ -108,14 +108,14 @@ class PromptAccounts:
             self._recent.append(_Recent(sequence.request.request_id, sequence.account))
 
     def forked(self, sequence: Sequence) -> None:
-        """`sequence` goes on from what another one of its request has computed."""
+        """Accounts a sequence that continues from what another one of its request has computed."""
         tokens = sequence.tokens[: sequence.computed].tobytes()
         sequence.account = self._accounting.request(
             tokens, sequence.request.namespace, sequence.computed, kind="same", now=self._clock()
         )
 
     def left(self, sequence: Sequence, tree: RadixTree, computed: int) -> None:
-        """`sequence` leaves; its first `computed` tokens were computed and entered in the tree."""
+        """Accounts a sequence that leaves with its first `computed` tokens entered in the tree."""
         now = self._clock()
         self.evictions(tree, now)
         self._uses.record(tree.clock, now)
@@ -130,12 +130,12 @@ class PromptAccounts:
             self._accounting.finish(account, added, now=now)
 
     def cleared(self, tree: RadixTree) -> None:
-        """The tree was emptied on purpose, or replaced by this one, which is empty."""
+        """Notes that the tree was emptied on purpose, or replaced by this empty one."""
         self._evicted_tokens = tree.evicted_tokens
         self._accounting.reset()
 
     def settle_batch(self) -> bool:
-        """Processes a part of what was told, if there is enough (see `Accounting`)."""
+        """Processes a part of what was recorded, if there is enough (see `Accounting`)."""
         return self._accounting.settle_batch()
 
     def snapshot(self) -> CacheAccounts:
@@ -158,7 +158,7 @@ class PromptAccounts:
         return PrefixSavings(tree, uses=self._uses, now=now)
 
     def evictions(self, tree: RadixTree, now: float | None = None) -> None:
-        """Tells of what was evicted since the last call; to be called at least once a step. O(1).
+        """Records what was evicted since the last call; to be called at least once a step. O(1).
 
         What was evicted between two calls counts as old as the last of it.
         """
@@ -180,7 +180,7 @@ def _kind(sequence: Sequence) -> Kind:
 
 
 class _Recent:
-    """One of the last requests. What became of its prompt is looked up once, when it is asked."""
+    """One of the last requests. What became of its prompt is looked up at the first call."""
 
     __slots__ = ("_account", "_causes", "_request_id")
 

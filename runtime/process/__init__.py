@@ -1,4 +1,4 @@
-"""The engine behind a channel, in a process of its own.
+"""The engine in a process of its own, reached through a channel.
 
 The front uses `messages`, `channel` and `loop.engine_main`; `service` lists what it may ask.
 """

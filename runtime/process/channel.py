@@ -16,7 +16,7 @@ class Channel:
     """Sends and receives picklable objects, in order.
 
     A thread of its own pickles and writes, so that neither a large object nor a slow reader at the
-    other end holds up whoever sends; what piles up meanwhile goes out in one write.
+    other end delays the sender; what accumulates meanwhile is sent in one write.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -27,18 +27,18 @@ class Channel:
         self._writer.start()
 
     def send(self, item: Any) -> None:
-        """Queues an object. It is pickled later: don't change it any more."""
+        """Queues an object, which is pickled later: do not change it any more."""
         self._outbox.put(item)
 
     def wait(self, timeout: float) -> bool:
-        """Waits for so many seconds at most; whether `receive` returns at once then."""
+        """Waits for at most `timeout` seconds; returns whether `receive` would return at once."""
         try:
             return self._connection.poll(timeout)
         except OSError:
             return True
 
     def receive(self) -> list[Any]:
-        """Waits for what the other end sent. Raises EOFError once that end is closed."""
+        """Waits for objects from the other end. Raises EOFError once that end is closed."""
         try:
             received: list[Any] = pickle.loads(self._connection.recv_bytes())
         except (OSError, EOFError) as error:
@@ -67,7 +67,7 @@ class Channel:
             try:
                 if items:
                     self._connection.send_bytes(pickle.dumps(items, pickle.HIGHEST_PROTOCOL))
-            except OSError:  # the other end is gone; whoever receives here learns of it too
+            except OSError:  # the other end is gone; `receive` here reports it
                 return
             if last:
                 return

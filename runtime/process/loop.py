@@ -1,6 +1,6 @@
-"""The engine's step loop behind a channel: calls come in, answers and each step's outputs go out.
+"""The engine's step loop at a channel: calls come in, answers and each step's outputs go out.
 
-This is what runs in the engine's own process; `messages` tells what travels.
+It runs in the engine's own process; `messages` lists what is sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coppice.runtime.requests.request import DeviceLost
 
 logger = logging.getLogger(__name__)
 
-#: With what a process ends whose device has failed for good.
+#: The exit status of a process whose device has failed for good.
 LOST_STATUS = 3
 
 
@@ -42,9 +42,9 @@ class EngineLoop:
         self._stopping = False
 
     def run(self) -> None:
-        """Until the other end says so, or is gone; closes the channel.
+        """Runs until the other end asks it to end, or is gone; closes the channel.
 
-        Raises what a broken step raises; if that is DeviceLost, the other end has been told.
+        Raises what a broken step raises; a DeviceLost is sent to the other end before.
         """
         config = self._engine.model_config
         self._channel.send(
@@ -79,7 +79,7 @@ class EngineLoop:
                 self._wake.notify()
 
     def _take_calls(self) -> bool:
-        """Answers all calls, waiting for one if there is nothing to step; False: time to end."""
+        """Answers all calls, waiting for one if there is nothing to step; False if it is to end."""
         with self._wake:
             while not (self._calls or self._stopping or self._engine.has_unfinished()):
                 self._wake.wait()
@@ -90,7 +90,7 @@ class EngineLoop:
             try:
                 result, failed = self._service.call(method, args, kwargs), False
                 if result is not None:
-                    pickle.dumps(result)  # here, where it can still be answered with an error
+                    pickle.dumps(result)  # here, where a failure can still be answered
             except Exception as error:
                 result, failed = _portable(error), True
                 if number is None:
@@ -101,7 +101,7 @@ class EngineLoop:
 
 
 def _portable(error: Exception) -> Exception:
-    """The exception itself if it survives a pipe, else its words."""
+    """The exception itself if it can be pickled, else a RuntimeError with its words."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -112,13 +112,13 @@ def _portable(error: Exception) -> Exception:
 def engine_main(config: EngineConfig, connection: Connection, more: Mapping[str, Any]) -> None:
     """The main function of the engine's process; `more` are further arguments of `Engine`.
 
-    A model that can't be loaded is answered with the exception in the place of `Ready`. A step that
-    breaks ends the process with an error, so that whoever started it sees that and starts another;
-    so does a device that has failed for good, with `LOST_STATUS`.
+    If the model can't be loaded, the exception is sent instead of `Ready`. A step that breaks ends
+    the process with an error, so that its parent sees that and starts another; so does a device
+    that has failed for good, with `LOST_STATUS`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    faulthandler.enable()  # a crash in native code says on stderr where it was called from
+    faulthandler.enable()  # a crash in native code prints its call stack
     channel, status = Channel(connection), 0
     try:
         engine = Engine(config, **more)
@@ -134,5 +134,5 @@ def engine_main(config: EngineConfig, connection: Connection, more: Mapping[str,
             status = LOST_STATUS
     logging.shutdown()
     # Nothing is left to be saved. An orderly end would run the destructors of native libraries
-    # whose threads still wait, and now and then one of them aborts the process over that.
+    # whose threads still wait, and sometimes one of them aborts the process because of that.
     os._exit(status)

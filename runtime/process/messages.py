@@ -1,4 +1,4 @@
-"""What travels between an engine's process and whoever started it; plain, and known without torch.
+"""The messages between an engine's process and its parent: plain data, which needs no torch.
 
 in    (number, method, args, kwargs)   one of the calls of `EngineService`; number None: nobody
                                        waits for the answer
@@ -18,7 +18,7 @@ from typing import Any
 from coppice.runtime.requests.request import StepOutput
 
 # A dataclass takes ten times as long to pickle as the tuple of its fields. Most outputs are new
-# tokens of a sequence that goes on: those travel without the fields that say nothing.
+# tokens of a sequence that continues: they are sent without the fields that are empty then.
 _FIELDS = [each.name for each in fields(StepOutput)]
 _whole_row = attrgetter(*_FIELDS)
 _SHORT = ("request_id", "index", "new_token_ids", "num_prompt_tokens", "cached_tokens")
@@ -27,7 +27,7 @@ _short_row = attrgetter(*_SHORT)
 
 @dataclass(frozen=True)
 class Ready:
-    """What the other side should know of an engine that has been loaded."""
+    """What the parent needs to know of an engine that has been loaded."""
 
     memory: str  # the arithmetic of its memory
     max_model_len: int  # tokens, prompt and output together
@@ -36,13 +36,13 @@ class Ready:
 
 @dataclass(frozen=True)
 class Leaving:
-    """The last word of a process that cannot go on: another one may."""
+    """The last message of a process that cannot continue; another one may."""
 
     reason: str
 
 
 def step_row(output: StepOutput) -> tuple[Any, ...]:
-    """An output as it travels."""
+    """An output as it is sent."""
     whole = (
         output.finish_reason is not None
         or output.logprobs is not None
@@ -53,7 +53,7 @@ def step_row(output: StepOutput) -> tuple[Any, ...]:
 
 
 def is_short(row: tuple[Any, ...]) -> bool:
-    """Whether the row only says which request, which sequence of it, and its new tokens."""
+    """Whether a row has only the request, the sequence, its new tokens and counts of the prompt."""
     return len(row) == len(_SHORT)
 
 

@@ -24,8 +24,8 @@ MAX_PENALTY = 30.0
 class BeamSearchParams:
     """How to search; field names as in vLLM, meanings as in transformers' `generate`.
 
-    What changes the tokens' scores acts on their logprobs, as in transformers, and those are not
-    normalised again; with one beam on the logits, as in any greedy search.
+    Penalties and other rules act on the tokens' logprobs, which are not normalised again, as in
+    transformers; with one beam they act on the logits, as in any greedy search.
 
     Attributes:
         beam_width: beams that are kept.
@@ -44,13 +44,13 @@ class BeamSearchParams:
             its text has, as in `SamplingParams`.
         presence_penalty, frequency_penalty, repetition_penalty, logit_bias, allowed_token_ids,
         bad_words, bad_words_token_ids, logits_processors: as in `SamplingParams`.
-        structured_outputs: the form that every result must have, but for one that `max_tokens` or
+        structured_outputs: the form that every result must have, except one that `max_tokens` or
             a stop of the user's cuts short. Each beam is at its own place in the grammar, and ends
             where the grammar does.
-        logprobs: of each token of a result, its own and so many of the most probable ones; -1: all.
-            Of the model's logits, before temperature and all else.
-        best_so_far: whether each step tells the best line as it is then, for streaming.
-        sampling: those that sampling has too, checked, with `n` as the number of results.
+        logprobs: of each token of a result, its own and those of this many most probable ones; -1:
+            all. Of the model's logits, before temperature and all else.
+        best_so_far: whether each step reports the best line as it is then, for streaming.
+        sampling: the parameters that sampling has too, checked, with `n` as the number of results.
 
     Raises ValueError with the name, the value and what is allowed.
     """
@@ -126,7 +126,7 @@ SHARED_WITH_SAMPLING = tuple(
     for name in BeamSearchParams.__dataclass_fields__
     if name in SamplingParams.__dataclass_fields__ and name != "n"
 )
-"""Parameters of a search that mean what they mean in `SamplingParams`."""
+"""Parameters of a search with the meaning that they have in `SamplingParams`."""
 
 
 def _is_integer(value: object) -> bool:

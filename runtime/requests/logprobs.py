@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the most probable ones beside them."""
+"""Log-probabilities of chosen tokens and of the most probable ones at their places."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Logprobs:
         return len(self.logprobs)
 
     def __getitem__(self, places: slice | np.ndarray) -> Logprobs:
-        """Those of some places: views for a slice, copies for indices int [m]."""
+        """The entries of some places: views for a slice, copies for indices int [m]."""
         return Logprobs(
             self.logprobs[places],
             self.ranks[places],
@@ -47,7 +47,7 @@ class Logprobs:
 
     @staticmethod
     def joined(parts: Sequence[Logprobs]) -> Logprobs:
-        """Those of one part behind the other; at least one, all with the same k."""
+        """The entries of all parts in order; at least one part, all with the same k."""
         return Logprobs(
             np.concatenate([each.logprobs for each in parts]),
             np.concatenate([each.ranks for each in parts]),

@@ -1,4 +1,4 @@
-"""The log-probabilities of one request's prompt: which are known, and which rows give the others.
+"""Log-probabilities of one request's prompt: which are known, and which rows give the others.
 
 A prompt token's logprobs come from the row of the token before it. Of a prompt's hit nothing is
 computed, so its rows are missing; a request for prompt logprobs therefore hits only as far as they
@@ -40,8 +40,8 @@ class LogprobStore(Protocol):
 class PromptLogprobs:
     """The logprobs of one request's prompt, as far as they are known.
 
-    With `store` they are looked up there and entered as they come; it has to keep as many
-    alternatives as are asked for. Those before `start` are not wanted, and count as known.
+    With `store` they are looked up there, and entered as they are computed; it must keep as many
+    alternatives as are asked for. Those before `start` are not wanted and count as known.
     """
 
     __slots__ = ("count", "known", "store", "_entries", "_namespace", "_start", "_tokens", "_top")
@@ -72,7 +72,7 @@ class PromptLogprobs:
     def limit(self, length: int) -> int:
         """The longest hit that leaves the missing rows to be computed, at most `length` tokens.
 
-        Looks up what has become known meanwhile. O(tokens of the prompt).
+        Looks up what other requests have stored meanwhile. O(tokens of the prompt).
         """
         if self.known < self.count and self.store is not None:
             self.known = self.store.read(self._tokens, self._namespace, self.known, self._entries)
@@ -83,7 +83,7 @@ class PromptLogprobs:
         return range(max(start, self.known - 1), min(start + count, self.count - 1))
 
     def extend(self, entries: Logprobs) -> None:
-        """Those of the next tokens, in order."""
+        """Adds the logprobs of the next tokens, in order."""
         entries.copy_to(self._entries, slice(self.known, self.known + len(entries)))
         self.known += len(entries)
 
@@ -94,7 +94,7 @@ class PromptLogprobs:
             self.store.store(tokens, self._namespace, self._entries[: self.known], self._start)
 
     def result(self) -> Logprobs:
-        """Those of all prompt tokens; the first one, and those before the start, mean nothing."""
+        """The logprobs of all prompt tokens; the first and those before the start mean nothing."""
         assert self.known == self.count, "the prompt is not computed yet"
         entries = self._entries
         return Logprobs(

@@ -32,9 +32,9 @@ class Unfinished(RuntimeError):
 
 
 class DeviceLost(RuntimeError):
-    """The device has failed for good: whatever its process asks of it is answered with an error.
+    """The device has failed for good: every later use of it in this process fails.
 
-    That is so after some errors of CUDA, until the process has ended.
+    Some errors of CUDA have this effect until the process ends.
     """
 
 
@@ -64,17 +64,17 @@ class Forkable(Protocol):
     """What the sampler keeps for one sequence, such as its place in a grammar."""
 
     def forked(self) -> Forkable:
-        """The same for a sequence that goes on from the same tokens."""
+        """The same for a sequence that continues from the same tokens."""
         ...
 
 
 class Sequence:
     """One line of tokens that is being extended, and the pages that hold its KV.
 
-    `tokens[:computed]` have their KV in the pages of `table`. Whatever is beyond is to be computed:
-    all of the prompt at first, the token that was sampled last while decoding, everything since the
-    last hit after a preemption. So prefill, decode and resumption are one thing: compute the next
-    tokens, and sample one when the end of `tokens` is reached.
+    `tokens[:computed]` have their KV in the pages of `table`. The others are to be computed: all of
+    the prompt at first, the token that was sampled last while decoding, everything after the hit
+    when it resumes. So prefill, decode and resumption are one operation: compute the next tokens,
+    and sample one when the end of `tokens` is reached.
     """
 
     __slots__ = ("request", "tokens", "computed", "status", "hold", "table", "cached_tokens",
@@ -84,7 +84,7 @@ class Sequence:
     def __init__(self, request: Request, index: int = 0, arrival: int | None = None) -> None:
         self.request = request
         self.index = index  # of the sequence within the request
-        # Serial number, unique among sequences; those that are forked off have later ones.
+        # Serial number, unique among sequences; forked ones have later numbers.
         self.arrival = request.arrival if arrival is None else arrival
         self.forked = False  # whether its siblings exist already
         self.tokens = array("i", request.prompt_token_ids)
@@ -93,30 +93,30 @@ class Sequence:
         self.hold: Hold | None = None  # its lock in the tree, while running
         self.table = array("i")  # its page table, while running
         self.cached_tokens = -1  # hit of its first admission; -1 before
-        self.counted = False  # in the report: once its first chunk is computed
+        self.counted = False  # by `EngineCounters`, with its first chunk
         self.admitted = -1  # serial number of its last admission
         self.preempted = False  # waits to be resumed
         self.account: RequestAccount | None = None  # of its last admission; None without accounts
-        self.token_at = 0.0  # when it was last given a token, by the clock of the stats; 0 before
-        self.private = False  # keeps out of the tree until it ends (see Scheduler)
+        self.token_at = 0.0  # when it last got a token, by the clock of `EngineCounters`; 0 before
+        self.private = False  # stays out of the tree until it ends (see Scheduler)
         self.prompt_logprobs: PromptLogprobs | None = None  # None: not asked for
         self.logit_rules: Forkable | None = None  # the sampler's; made when it is first sampled
 
     @property
     def late(self) -> bool:
-        """Whether its last token has been sampled and has not come back from the device yet."""
+        """Whether its last token has been sampled, but not read from the device yet."""
         return self.tokens[-1] == LATE
 
     @property
     def remaining(self) -> int:
-        """Tokens whose KV is still to be computed before the next one can be sampled."""
+        """Tokens whose KV must be computed before the next one can be sampled."""
         return len(self.tokens) - self.computed
 
     @property
     def hit_limit(self) -> int:
-        """Most tokens that it may hit: all but the last, which needs logits.
+        """The most tokens that it may hit: all but the last, which needs logits.
 
-        Less if rows before the last are needed for logprobs of the prompt.
+        Fewer if rows before the last are needed for logprobs of the prompt.
         """
         last = len(self.tokens) - 1
         return last if self.prompt_logprobs is None else self.prompt_logprobs.limit(last)
@@ -126,10 +126,10 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt_token_ids)
 
     def ending(self, eos_token_ids: Container[int]) -> tuple[str | None, int | None]:
-        """Whether its last token, which was sampled, ends it: finish reason and stop reason."""
+        """Finish and stop reason, if its last token, which was sampled, ends it; else None."""
         request, tokens = self.request, self.tokens
         params, token = request.params, tokens[-1]
-        # Nearly every token is none of these, and this is asked for each.
+        # This runs for each token, and nearly none of them ends a sequence.
         ends = token in eos_token_ids or (params.stop_token_ids and token in params.stop_ids)
         if ends and self.num_generated >= params.min_tokens:
             if not params.ignore_eos and token in eos_token_ids:
@@ -143,12 +143,12 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class BestLine:
-    """The best line of a beam search as it is after a step; the next one may be another."""
+    """The best line of a beam search after a step; the next step may have another one."""
 
     token_ids: tuple[int, ...]  # all that was generated
     score: float
     cumulative_logprob: float
-    finish_reason: str | None  # None: it goes on
+    finish_reason: str | None  # None: it continues
     stop_reason: int | str | None
 
 
@@ -160,7 +160,7 @@ class StepOutput:
     request_id: str
     index: int  # of the sequence within the request, or of a beam search's result
     new_token_ids: tuple[int, ...]
-    finish_reason: str | None  # None: goes on; "stop", "length", "abort" or "error"
+    finish_reason: str | None  # None: it continues; "stop", "length", "abort" or "error"
     # The stop token id that ended it, if one of the user's did; of a beam search's result, which
     # ends for stop strings by itself, also the string.
     stop_reason: int | str | None
@@ -170,7 +170,7 @@ class StepOutput:
     score: float | None = None  # of a beam search's result
     cumulative_logprob: float | None = None  # of a beam search's result: the sum of its tokens'
     num_results: int | None = None  # of a beam search that ends; all come in one step
-    best_so_far: BestLine | None = None  # of a beam search that goes on, if asked for
+    best_so_far: BestLine | None = None  # of a beam search that continues, if asked for
     logprobs: Logprobs | None = None  # of the new tokens, if asked for
     prompt_logprobs: Logprobs | None = None  # of the prompt, with its first new token
 
@@ -184,7 +184,7 @@ class StepOutput:
         error: str | None = None,
         logprobs: Logprobs | None = None,
     ) -> StepOutput:
-        """What happened to `sequence`, whose new tokens are appended already."""
+        """The output of `sequence`, to which the new tokens have been appended."""
         request, cached = sequence.request, sequence.cached_tokens
         # Arguments by their places: by name they take half as long again.
         made = cls(

@@ -53,21 +53,21 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Sequences per request: each is sampled by itself from the prompt on, which they share."""
+    """Sequences per request: all share the prompt, and each is sampled independently."""
     best_of: int | None = None
-    """So many are sampled, and the `n` with the highest logprob per token returned, best first."""
+    """Sequences to sample, of which the `n` with the highest logprob per token are returned."""
     temperature: float = 1.0
-    """Logits are divided by it; below 1e-5, as 0, it takes the most probable token (greedy)."""
+    """Logits are divided by it; 0, or less than 1e-5, takes the most probable token (greedy)."""
     top_p: float = 1.0
     """Only the most probable tokens that together reach this probability; in (0, 1]."""
     top_k: int = 0
-    """Only so many of the most probable tokens; 0 or -1: all."""
+    """Only this many of the most probable tokens; 0 or -1: all."""
     min_p: float = 0.0
     """Only tokens at least this fraction as probable as the most probable one; in [0, 1]."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens that were generated before; from -2 to 2."""
+    """Subtracted from the logits of tokens that were generated before; from -2 to 2."""
     frequency_penalty: float = 0.0
-    """Taken from them once for each time that they were generated; from -2 to 2."""
+    """Subtracted once for each time that a token was generated; from -2 to 2."""
     repetition_penalty: float = 1.0
     """Logits of tokens in prompt and output are divided by it if positive, else multiplied.
 
@@ -80,7 +80,7 @@ class SamplingParams:
     """Words that must not be generated: a token that would complete one is forbidden.
 
     Each counts with and without a space before it; kept as a tuple. The engine itself knows no
-    text: there they are `bad_words_token_ids`."""
+    text, and takes `bad_words_token_ids`."""
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
     """Token sequences that must not be completed; kept as a tuple of tuples."""
     logits_processors: Sequence[LogitsProcessor] | None = None
@@ -88,17 +88,17 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the text must have; tokens that would leave it are forbidden."""
     logprobs: int | None = None
-    """Log-probabilities to return for each generated token: its own, and so many of the most
+    """Log-probabilities to return for each generated token: its own, and those of this many most
     probable ones; -1: all. Of the model's logits, before temperature, penalties and filters."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first, given the tokens before it."""
     prompt_logprobs_start: int = 0
     """Only for the prompt's tokens from this place on; those before it need not be computed."""
     seed: int | None = None
-    """Makes a request repeatable, whatever else is in the batch; None: the engine draws one."""
+    """Makes a request repeatable, whatever else is in the batch; None: the engine draws a seed."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None: up to the model's length. An
-    answer that would be longer than the context ends there, with finish reason ``length`` too.
+    """Most tokens to generate; None: up to the model's length. A text that reaches the end of the
+    context ends there, also with finish reason ``length``.
     """
     min_tokens: int = 0
     """Fewest tokens before an end-of-sequence token, stop token or stop string may end it."""
@@ -107,7 +107,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the sequence; kept as a tuple."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
     include_stop_str_in_output: bool = False
     """Whether the text keeps the stop string that ended it."""
     skip_special_tokens: bool = True
@@ -164,14 +164,14 @@ class SamplingParams:
             raise ValueError(
                 f"structured_outputs must be a StructuredOutputsParams, got {shown(form)}"
             )
-        # The form says where the text ends.
+        # The form determines where the text ends.
         if self.ignore_eos:
             raise ValueError("ignore_eos must be False with structured_outputs, got True")
         if self.min_tokens:
             raise ValueError(f"min_tokens must be 0 with structured_outputs, got {self.min_tokens}")
 
     def check_vocabulary(self, size: int) -> None:
-        """Raises ValueError if it names tokens that a vocabulary of `size` tokens has not."""
+        """Raises ValueError if it names tokens that a vocabulary of `size` tokens does not have."""
         named: tuple[tuple[str, Iterable[int]], ...] = (
             ("stop_token_ids", self.stop_ids),
             ("logit_bias", self.logit_bias or ()),

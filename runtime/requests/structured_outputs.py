@@ -18,8 +18,8 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 class StructuredOutputsParams:
     """The form that a text must have; exactly one of the first five is set. The names are vLLM's.
 
-    Raises ValueError with the name, the value and what is allowed. Whether a schema, expression or
-    grammar is a good one is found by `grammars.check`, since that takes longer.
+    Raises ValueError with the name, the value and what is allowed. Schemas, expressions and
+    grammars themselves are checked by `grammar_source.check`, since that takes longer.
     """
 
     json: str | Mapping[str, Any] | None = None

@@ -1,7 +1,8 @@
-"""Beam search over token scores: which beams go on, which have ended, when nothing can improve.
+"""Beam search over token scores: which beams continue, which have ended, when it is done.
 
 The rules are those of transformers' `generate(num_beams=...)`, so that sequences and scores are the
-same on the same weights. No model, no pages: the engine brings each beam's best continuations.
+same on the same weights. It knows no model and no pages: each step is given the best continuations
+of each beam.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from coppice.runtime.requests.beam_search_params import BeamSearchParams
 
 
 class LineWatch(Protocol):
-    """Watches one line of generated tokens for an end that no token alone tells: a stop string."""
+    """Watches one line of generated tokens for an end that takes several tokens: a stop string."""
 
     def follow(self, token: int) -> tuple[LineWatch, str | None]:
-        """The watch of the line with one token more, and what ended it there; this one stays."""
+        """The watch of the line with one more token, and what ended it there; changes nothing."""
 
 
 WatchLines = Callable[[BeamSearchParams, Sequence[int]], LineWatch]
-"""Makes the watch of a search's beginning behind a prompt. Engines know no text: who does gives
-them this."""
+"""Makes the watch of a search's beginning, after a prompt. The engine knows no text: its user, who
+does, gives it this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,13 @@ class Hypothesis:
     tokens: tuple[int, ...]  # the one that ended it included
     score: float  # sum of logprobs over length to the power of the length penalty
     cumulative_logprob: float
-    finish_reason: str | None  # "stop" or "length"; None: it goes on
+    finish_reason: str | None  # "stop" or "length"; None: it continues
     stop_reason: int | str | None = None  # the stop string, or the user's stop token
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A line that goes on."""
+    """A line that continues."""
 
     parent: int  # index of the beam of the step before that it continues
     tokens: tuple[int, ...]  # generated so far
@@ -48,7 +49,7 @@ class Beam:
 
 
 class BeamSearch:
-    """The search of one request. `beams` go on; `finished` are the results so far, best first.
+    """The search of one request. `beams` continue; `finished` are the results so far, best first.
 
     search = BeamSearch(params, stop_ids={2}, max_tokens=32)
     while not search.done:
@@ -69,9 +70,9 @@ class BeamSearch:
         self.beams: list[Beam] = [Beam(0, (), 0.0, watch)]
         self.finished: list[Hypothesis] = []
         self.done = False
-        # What the last step ended and is a result so far, each with the beam that it ended on.
+        # The results that the last step added, each with the beam that it ended on.
         self.ended: list[tuple[int, Hypothesis]] = []
-        self.beaten: list[Hypothesis] = []  # results until then that the last step made none
+        self.beaten: list[Hypothesis] = []  # earlier results that the last step displaced
         self._stop_ids = stop_ids
         # One beam is a greedy search: what it reaches first is the result.
         self._stops_early = params.early_stopping is True or params.beam_width == 1
@@ -80,13 +81,13 @@ class BeamSearch:
     def continuations(self) -> int:
         """How many continuations of each beam `advance` needs.
 
-        With as many per stop token as there are beams, `beam_width` of them go on at least, unless
+        With `beam_width` of them for each stop token, at least `beam_width` beams continue, unless
         stop strings end them.
         """
         return max(2, 1 + len(self._stop_ids)) * self.params.beam_width
 
     def advance(self, continuations: Sequence[Sequence[tuple[int, float]]]) -> list[Beam]:
-        """Takes one step; returns the beams that go on, none if the search is done.
+        """Takes one step; returns the beams that continue, none if the search is done.
 
         Args:
             continuations: for each beam its best (token, logprob), best first: at least
@@ -145,7 +146,7 @@ class BeamSearch:
     def _follow(
         self, beam: Beam, token: int, length: int
     ) -> tuple[LineWatch | None, str | None, int | str | None]:
-        """The watch behind `token`, and what ends the line there: finish reason, stop reason."""
+        """The watch after `token`, and what ends the line there: finish reason, stop reason."""
         if token in self._stop_ids:
             return None, "stop", token if token in self.params.stop_token_ids else None
         watch = beam.watch

@@ -1,4 +1,4 @@
-"""Forms of a text as grammars in llguidance's own form, and whether there is such a form."""
+"""Forms of a text as grammars in llguidance's own format, and whether they are valid."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llguidance import LLMatcher, grammar_from
 
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 
-# Without a bound a model that likes white space would never come to the end.
+# Without a bound, a model that prefers white space would never reach the end.
 _WHITESPACE = r"[ \t\n\r]{0,64}"
 
 
@@ -27,7 +27,7 @@ def check(params: StructuredOutputsParams) -> None:
 
 
 def source(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own form."""
+    """The grammar in llguidance's own format."""
     kind = params.kind
     if kind in ("json", "json_object"):
         schema = params.json if kind == "json" else '{"type": "object"}'

@@ -1,7 +1,7 @@
 """Grammars, compiled with llguidance, and the masks of tokens that they allow.
 
 A grammar is compiled once, in a thread of its own since that may take long; every sequence has a
-copy of the compiled matcher, which is told the sequence's tokens and says which may come next.
+copy of the compiled matcher, which takes the sequence's tokens and knows which may come next.
 
 References: Moskal et al., llguidance; Koo et al. 2024, Automata-based constraints for language
 model decoding.
@@ -37,7 +37,7 @@ class CompiledGrammar:
 
     Attributes:
         matcher: at its beginning; sequences use copies.
-        vocabulary: tokens that its masks speak of, those beyond the model's included.
+        vocabulary: tokens that its masks cover, those beyond the model's included.
     """
 
     matcher: LLMatcher
@@ -45,7 +45,7 @@ class CompiledGrammar:
 
 
 class Grammars:
-    """Compiles forms for one tokenizer; the last ones are kept.
+    """Compiles grammars for one tokenizer; the last `MAX_COMPILED` are kept.
 
     Args:
         tokenizer: a directory with the tokenizer's files; it is read when first needed.
@@ -112,7 +112,7 @@ class GrammarState:
         self._consumed = 0
 
     def forked(self) -> GrammarState:
-        """That of a sequence that goes on from the same tokens."""
+        """The state of a sequence that continues from the same tokens."""
         other = copy(self)
         other.matcher = self.matcher.deep_copy()
         return other
@@ -129,7 +129,7 @@ def forbid_other_tokens(logits: torch.Tensor, states: Seq[tuple[int, GrammarStat
     """Sets to -inf, in the row of each state, the tokens that its grammar does not allow next.
 
     `logits` float32 [R, vocabulary] is changed in place. Masks of several rows are computed in
-    parallel; a state that fails says so afterwards by `matcher.is_error()`. All states are of one
+    parallel; if one failed, its `matcher.is_error()` is true afterwards. All states are of one
     vocabulary, which may have more tokens than the model.
     """
     masks = allocate_token_bitmask(len(states), states[0][1].vocabulary)

@@ -12,17 +12,17 @@ from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.prompt_logprobs import PromptLogprobs
 from coppice.runtime.requests.request import Request
 
-# Of so many prompt tokens logprobs are remembered, with so many alternatives: 11 MB at most.
+# At most this many prompt tokens are kept, with this many alternatives each: 11 MB.
 KNOWN_TOKENS = 65_536
 KNOWN_TOP = 20
 
 
 class KnownLogprobs:
-    """Prompt logprobs of earlier requests, by prefix: a radix tree whose pages are places in it.
+    """Prompt logprobs of earlier requests, by prefix: a radix tree, whose pages index into arrays.
 
-    Keeps `KNOWN_TOP` alternatives a token, of at most `capacity` tokens; the least recently used go
-    first, from the ends of prefixes. A prompt of more tokens is not kept, nor are requests served
-    from here that ask for more alternatives.
+    Keeps at most `capacity` tokens with `KNOWN_TOP` alternatives each; the least recently used are
+    evicted first, from the ends of prefixes. A longer prompt is not kept, and requests for more
+    alternatives are not served from here.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class KnownLogprobs:
         return match.length
 
     def store(self, tokens: bytes, namespace: Hashable, entries: Logprobs, start: int = 0) -> None:
-        """Enters those of all `tokens`. O(tokens).
+        """Enters the logprobs of all `tokens`. O(tokens).
 
-        The first `start` ones of `entries` mean nothing: they have to be here already, else nothing
-        is entered.
+        The first `start` of `entries` mean nothing: they must be here already, else nothing is
+        entered.
         """
         if self.tree is None:
             self.tree = RadixTree(PagePool(self._capacity, 1))

@@ -1,4 +1,4 @@
-"""What requests ask for that changes logits: penalties, biases, bans, grammars, own functions.
+"""The rules by which requests change logits: penalties, biases, bans, grammars, functions.
 
 Every row of a batch follows its own rules. They are gathered into flat arrays of (row, token,
 value), so that each kind is one operation over the batch, and rows without rules are not touched.
@@ -22,7 +22,7 @@ from coppice.runtime.sampling.grammars import CompiledGrammar, GrammarState, for
 
 
 class TokenCounts:
-    """The distinct tokens of a sequence, and how often each was generated; kept up by the token.
+    """The distinct tokens of a sequence, and how often each was generated; updated token by token.
 
     `prompt` tokens are listed with the count 0, where they matter.
     """
@@ -74,13 +74,13 @@ class BadWords:
                 self._by_last.setdefault(start[-1], []).append((start, word[-1]))
 
     def completing(self, tokens: array[int]) -> list[int]:
-        """The tokens that would complete a word of more than one token behind `tokens`."""
+        """The tokens that would complete a word of more than one token after `tokens`."""
         words = self._by_last.get(tokens[-1], ()) if self._by_last else ()
         return [last for start, last in words if tokens[-len(start) :] == start]
 
 
 class LogitRules:
-    """What one sequence's parameters do to its logits, made ready for use at every token."""
+    """The rules of one sequence's parameters, prepared for use at every token."""
 
     __slots__ = ("allowed", "bad_words", "bias", "biased", "counts", "empty", "grammar",
                  "processors")  # fmt: skip
@@ -107,7 +107,7 @@ class LogitRules:
         self.empty = not (penalised or bias or allowed or words or self.processors or self.grammar)
 
     def forked(self) -> LogitRules:
-        """The rules of a sequence that goes on from the same tokens."""
+        """The rules of a sequence that continues from the same tokens."""
         if self.counts is None and self.grammar is None:
             return self  # what never changes is shared
         other = copy(self)
@@ -119,7 +119,7 @@ class LogitRules:
 def _wants_prompt(processor: LogitsProcessor) -> bool:
     try:
         parameters = inspect.signature(processor).parameters.values()
-    except (TypeError, ValueError):  # a function of C that tells nothing
+    except (TypeError, ValueError):  # a C function without a signature
         return False
     required = [
         each
@@ -130,7 +130,7 @@ def _wants_prompt(processor: LogitsProcessor) -> bool:
     return len(required) == 3
 
 
-#: Why a row of which no token may be chosen has none.
+#: The error of a row in which no token may be chosen.
 NO_CHOICE = (
     "no token is left to choose: allowed_token_ids, bad_words, min_tokens, structured_outputs and "
     "logits_processors rule them all out, or a processor made a logit infinite or NaN"
@@ -150,7 +150,7 @@ def apply_rules(
     """
     errors, strict = change_logits(logits, sequences, eos_token_ids, rows)
     for row in errors:
-        logits[row] = 0.0  # the others are still to be sampled, and nothing may trip over this one
+        logits[row] = 0.0  # the other rows are still to be sampled, which this one must not disturb
     if not strict:
         return errors, strict, torch.empty(0, dtype=torch.bool, device=logits.device)
     (index,) = send([np.array(strict, np.int64)], logits.device)

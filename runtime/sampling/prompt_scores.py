@@ -12,7 +12,7 @@ import torch
 from coppice.runtime.requests.prompt_logprobs import PromptLogprobs
 from coppice.runtime.sampling.logprob_rows import log_probabilities, of_tokens
 
-# Logits are made of so many rows at a time: of 4,096 rows and 150,000 tokens they are 2.4 GB.
+# Logits are computed for this many rows at a time: for 4,096 rows of 150,000 they take 2.4 GB.
 SLICE_ROWS = 256
 
 

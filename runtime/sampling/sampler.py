@@ -25,11 +25,11 @@ class Sampled:
 
     tokens: list[int]
     logprobs: list[Logprobs | None]  # of the row's token, if asked for
-    errors: dict[int, str]  # rows whose token means nothing, and why
+    errors: dict[int, str]  # rows whose token is not valid, and why
 
 
 class Sampling:
-    """Tokens that are being chosen for the rows of a step: on the device, and on their way here."""
+    """Tokens that are being chosen for the rows of a step, on the device and on their way to us."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Sampling:
         self._fetched = Fetched([tokens, choice, *found])
 
     def read(self) -> Sampled:
-        """Waits until they are here."""
+        """Waits until the tokens have arrived."""
         tokens, choice, *found = self._fetched.wait()
         errors = dict(self._errors)
         for row, there_is_one in zip(self._strict, choice.tolist(), strict=True):
@@ -64,7 +64,7 @@ class Sampling:
 
 
 class _Rows:
-    """What the parameters of a batch's sequences say, for as long as the batch stays the same.
+    """The parameters of a batch's sequences as arrays, kept while the batch stays the same.
 
     Attributes:
         sequences: one for each row of logits; the others are by rows.
@@ -117,8 +117,8 @@ class Sampler:
 
         Logprobs are of the logits as they come. Then the rules of the rows are applied (see
         `apply_rules`), then temperature, top-k, top-p, min-p. Does not wait for the device, unless
-        a logits processor does. While the sequences are those of the call before, Python does
-        little for each of them.
+        a logits processor does. While the sequences are those of the last call, little Python runs
+        for each of them.
         """
         if self._rows.sequences != sequences:
             self._rows = _Rows(sequences, logits.shape[1])
@@ -144,16 +144,16 @@ def _rows(tensor: torch.Tensor, rows: Seq[int]) -> torch.Tensor:
 def uniform_number(sequence: Sequence) -> float:
     """A number in [0, 1) that depends on seed, sequence index and position alone.
 
-    The number at a position is that of SplitMix64 (Steele, Lea and Flood, Fast splittable
-    pseudorandom number generators, OOPSLA'14) so many steps from where seed and index begin: no
-    state to keep, to copy on a fork, or to rewind.
+    It is the number that SplitMix64 (Steele, Lea and Flood, Fast splittable pseudorandom number
+    generators, OOPSLA'14), begun from seed and index, gives after as many steps as the position:
+    there is no state to keep, to copy on a fork, or to rewind.
     """
     key, length = np.array([_key(sequence)], np.uint64), np.array([len(sequence.tokens)], np.uint64)
     return float(_uniform(key, length)[0])
 
 
 def _key(sequence: Sequence) -> int:
-    """Where the numbers of a sequence begin."""
+    """The state with which the numbers of a sequence begin."""
     return xxhash.xxh3_64_intdigest(struct.pack("<qq", sequence.request.seed, sequence.index))
 
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: the queue, admission, pages of a sequence, and what a step may cost.
+"""Whose turn it is: the queue, admission, the pages of sequences, and the time of steps.
 
 `runtime.engine` and `runtime.offline` use it.
 """

@@ -1,4 +1,4 @@
-"""A sequence's dealings with tree and pool: hit, admission, growth, commit, leave. No tensors."""
+"""Pages of sequences, from the tree and its pool: hit, admit, grow, commit, leave. No tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PageCopy:
 
 
 def copy_batches(copies: Iterable[PageCopy]) -> Iterator[list[PageCopy]]:
-    """The copies in order, in as few batches as can each be made in any order.
+    """The copies in order, in few batches whose copies can each be made in any order.
 
-    A page that a copy reads may be given away before it is made, and be the target of a later one.
+    A page that one copy reads may be given away before that, and be the target of a later copy.
     """
     batch: list[PageCopy] = []
     read: set[int] = set()
@@ -41,8 +41,8 @@ def copy_batches(copies: Iterable[PageCopy]) -> Iterator[list[PageCopy]]:
 class Paging:
     """Moves sequences in and out of the pages of one tree.
 
-    Of a running sequence's table, the pages before `hold.length // page_size` are kept by its lock
-    in the tree; the ones from there on are its own, and it alone writes to them.
+    In a running sequence's page table, the pages before `hold.length // page_size` are kept by its
+    lock in the tree; those from there on are its own, and it alone writes to them.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class Paging:
         self.accounts = accounts if enable_prefix_caching else None
 
     def match(self, sequence: Sequence) -> Match:
-        """Its longest cached prefix, up to `Sequence.hit_limit`: some rows are needed anyway.
+        """The longest cached prefix of a sequence, at most `Sequence.hit_limit` tokens.
 
-        A private sequence, and every one while caching is off, matches nothing.
+        A private sequence matches nothing, nor does any while caching is off.
         """
         hidden = sequence.private or not self.caching
         tokens = b"" if hidden else sequence.tokens.tobytes()
         return self.tree.match(tokens, sequence.request.namespace, sequence.hit_limit)
 
     def cached(self, sequence: Sequence) -> int:
-        """Its first tokens that are in the tree, whether or not it may hit them all."""
+        """How many of its first tokens are in the tree, whether or not it may hit them all."""
         if sequence.private or not self.caching:
             return 0
         return self.tree.match(sequence.tokens.tobytes(), sequence.request.namespace).length
@@ -84,7 +84,7 @@ class Paging:
     ) -> PageCopy | None:
         """Locks the hit and takes pages for the next `count` tokens.
 
-        `in_flight` tokens behind the hit are being computed by another sequence, for the accounts.
+        `in_flight` tokens after the hit are being computed by another sequence, for the accounts.
         Returns the page to copy, if the hit ends inside a page that others may read or write.
         Raises OutOfPages, with nothing changed, if the pages can't be had.
         """
@@ -106,7 +106,7 @@ class Paging:
         return copy
 
     def fork(self, parent: Sequence, child: Sequence) -> PageCopy | None:
-        """Lets `child`, which has no pages, go on from all that `parent` has computed.
+        """Lets `child`, which has no pages, continue from all that `parent` has computed.
 
         Both share every full page; of a partly filled last one the child gets a copy of its own,
         which is returned and must be made before the next step. Raises OutOfPages, with nothing
@@ -149,7 +149,7 @@ class Paging:
         return sequence.computed - (node.end if node is not None else 0)
 
     def commit(self, sequence: Sequence, count: int) -> None:
-        """The KV of its next `count` tokens is in its pages now.
+        """Counts the next `count` tokens of a sequence as computed: their KV is in its pages.
 
         Chunks of a prefill enter the tree at once, so that others can hit them; tokens that are
         decoded one by one enter when the sequence leaves.
@@ -159,9 +159,9 @@ class Paging:
             self._insert(sequence)
 
     def enter(self, sequence: Sequence) -> None:
-        """Enters all that a beam has computed as a draft that is wanted: a result ends there.
+        """Enters all that a beam has computed as a draft that is wanted, since a result ends there.
 
-        Others may beat it: `settle` it when that is known.
+        Other results may beat it: call `settle` when that is known.
         """
         if sequence.hold is not None:  # else it waits, and has left that as a draft already
             self._insert(sequence)
@@ -170,7 +170,7 @@ class Paging:
             self.tree.want(match)
 
     def settle(self, line: array[int], namespace: Hashable, *, keep: bool) -> None:
-        """A result that was entered with these tokens stays for good, or is beaten and goes."""
+        """Keeps a result that was entered with these tokens, or drops it since others beat it."""
         match = self.tree.match(line, namespace)
         if match.length == len(line):  # else it was evicted
             self.tree.unwant(match)
@@ -180,15 +180,15 @@ class Paging:
             self.tree.drop(match)
 
     def leave(self, sequence: Sequence, *, keep: bool = True, copied: bool = True) -> None:
-        """Gives back its pages and its lock; what it computed stays in the tree.
+        """Gives back a sequence's pages and its lock; what it computed stays in the tree.
 
-        With `keep=False` (the step that wrote to its pages has failed, or the beam comes to
-        nothing) only what was entered before stays, and of that no draft. `copied=False`: its last
+        With `keep=False` (the step that wrote to its pages has failed, or no result continues the
+        beam) only what was entered before stays, and of that no draft. `copied=False`: its last
         page is still to be copied from its parent's, which has entered all that it could.
         """
         assert sequence.hold is not None
-        # Forks of a private sequence go on with its pages: in the tree these would count as
-        # evictable, and evicting them would free nothing. The last to leave enters what it knows.
+        # Forks of a private sequence share its pages: in the tree these would count as evictable,
+        # and evicting them would free nothing. The last to leave enters what it has computed.
         refs = self.tree.pool.refs
         lone = not sequence.private or all(refs[page] == 1 for page in sequence.table)
         hold, table = sequence.hold, sequence.table
@@ -210,7 +210,7 @@ class Paging:
         sequence.computed = 0
 
     def forget(self, sequence: Sequence) -> None:
-        """A beam that waits comes to nothing: what it has left as a draft goes."""
+        """Drops what a waiting beam, which no result continues, has left as a draft."""
         self.tree.drop(self.tree.match(sequence.tokens, sequence.request.namespace))
 
     def _insert(self, sequence: Sequence) -> None:
@@ -232,5 +232,5 @@ class Paging:
 
 
 def _drafts(sequence: Sequence) -> bool:
-    """Whether what it computes behind its prompt may come to nothing, as a beam does."""
+    """Whether what it computes after its prompt may be dropped, as for a beam."""
     return sequence.request.beam_search and sequence.num_generated > 0

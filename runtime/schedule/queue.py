@@ -12,7 +12,7 @@ from coppice.radix.node import Root
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.schedule.queue_tree import MIN_SHARED_TOKENS, Rank, WaitingTree
 
-# What a sequence costs beside its uncached tokens, in tokens: it takes part in steps of its own.
+# What a sequence costs beside its uncached tokens, in tokens: it needs steps of its own.
 _OWN_WORK = 32
 
 _CLASS_BITS = 48
@@ -58,7 +58,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Class:
-    """What is known of the sequences of one priority class."""
+    """The waiting sequences of one priority class, and the work of all that ever waited."""
 
     tickets: SortedList  # of those that wait
     came: int = 0  # work of all that came, since the start
@@ -68,23 +68,23 @@ class _Class:
 class WaitingQueue(TreeListener):
     """Sequences that wait for admission.
 
-    First come those that were preempted, in order of arrival (of the best class that waits). Then
-    whoever has been overtaken by as much work as the bound allows, and else the order of the
-    policy:
+    First come those that were preempted, in order of arrival (of the best class that waits). Next
+    comes a sequence that has been overtaken by as much work as the bound allows. The others follow
+    in the order of the policy:
 
     - "lpm": the longest hit first, first come first served among equals.
-    - "dfs": at every branching of what waits, a cached branch before others, and of those the one
-      on which most sequences wait.
+    - "dfs": where the waiting sequences branch, a cached branch before others, and of those the
+      one on which most sequences wait.
     - "fcfs": in order of arrival.
     - "priority": by the requests' `priority`, the least number first; "lpm" within a class. A class
-      is served with what the better ones leave, and they may leave it nothing for as long as they
-      bring work: that is what classes are for, and no bound protects one from a better one. Within
-      a class the bound holds as in the other policies; work of other classes does not count.
+      gets what better classes leave, which may be nothing for as long as they bring work: no bound
+      protects a class from a better one. Within a class the bound holds as in the other policies;
+      work of other classes does not count.
 
     In every policy a sequence that shares tokens with one that is about to compute them waits to
-    hit them instead. The queue listens to the tree (`TreeListener`), keeps the order up to date one
-    path at a time, and costs the same at any length of the queue: every operation is O(tokens of
-    the sequence at memory speed + branches on its path x log).
+    hit them instead. The queue listens to the tree and updates its order one path at a time, at a
+    cost that does not depend on its length: every operation is O(tokens of the sequence at memory
+    speed + branches on its path x log).
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class WaitingQueue(TreeListener):
             policy: one of `SCHEDULING_POLICIES`.
             slack: work, in tokens, that may overtake anyone; one step's is a good choice.
             overtaking: what may overtake a sequence beyond that, as a fraction of the work that it
-                found before it: it waits at most about so much longer than first come first
-                served would let it. None: no bound.
+                found before it: it waits at most about that much longer than with first come,
+                first served. None: no bound.
 
         Raises ValueError if the policy is unknown.
         """
@@ -114,8 +114,8 @@ class WaitingQueue(TreeListener):
         self._trees: dict[Hashable, WaitingTree] = {}  # by namespace
         self._ranks: dict[Hashable, Rank] = {}  # of the trees, as listed
         self._order: SortedList = SortedList(key=lambda entry: entry[0])  # (rank, namespace)
-        # Preempted ones by class, request and sequence: so the first request's come before others,
-        # which matters if they all have to run for it to go on.
+        # Preempted ones by class, request and sequence: those of the first request come before
+        # others, which matters if all of them have to run for it to continue.
         self._resuming: SortedDict = SortedDict()
         self._parked: dict[int, Sequence] = {}  # by ticket
         self._classes: dict[int, _Class] = {}
@@ -134,15 +134,16 @@ class WaitingQueue(TreeListener):
 
     @property
     def requests(self) -> int:
-        """How many wait to begin: none of their sequences ran, so each has one."""
+        """How many requests wait to begin: no sequence of them has run, so each has one."""
         return len(self._places)
 
     # -- coming and going --------------------------------------------------------------------
 
     def add(self, sequence: Sequence, hit: int, cached: int | None = None) -> None:
-        """A sequence waits that would hit `hit` tokens now.
+        """Adds a sequence that would hit `hit` tokens now.
 
-        `cached` of its tokens are in the tree: None for as many, more if it may not hit them all.
+        `cached` of its tokens are in the tree, more than `hit` if it may not hit them all; None:
+        `hit`.
         """
         ticket = self._ticket(sequence)
         if sequence.preempted:
@@ -160,14 +161,14 @@ class WaitingQueue(TreeListener):
         self._enter(place, hit if cached is None else cached)
 
     def park(self, sequence: Sequence) -> None:
-        """It was preempted with nothing to compute: it is not offered before it is added anew.
+        """Keeps a sequence that was preempted with nothing to compute, until it is added anew.
 
-        That is a beam that waits for the others of its search.
+        Such a sequence is a beam that waits for the others of its search; it is not offered.
         """
         self._parked[self._ticket(sequence)] = sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes it out: it was admitted, or has ended, or is to be added anew."""
+        """Takes a sequence out: it was admitted, has ended, or will be added anew."""
         ticket = self._ticket(sequence)
         if self._resuming.pop(self._resumption(sequence), None) is not None:
             return
@@ -194,7 +195,7 @@ class WaitingQueue(TreeListener):
         self._aside.append(place)
 
     def restore(self, cached: Callable[[Sequence], int]) -> None:
-        """Puts what was set aside back in the order; `cached` tells how much of one is cached."""
+        """Puts what was set aside back in the order; `cached` returns how much of one is cached."""
         for place in self._aside:
             self._enter(place, cached(place.sequence))
         self._aside.clear()
@@ -207,10 +208,10 @@ class WaitingQueue(TreeListener):
     # -- the next one ------------------------------------------------------------------------
 
     def next(self) -> tuple[Sequence, bool] | None:
-        """The sequence to admit next, and whether others may not pass it; it stays in the queue.
+        """The sequence to admit next, which stays in the queue, and whether none may pass it.
 
-        None if there is none, or if all wait for what running ones are about to compute, or are
-        parked.
+        None if no sequence waits, or if each is parked or waits for what a running one is about to
+        compute.
         """
         ticket = self._trees[self._order[0][1]].best() if self._order else None
         if self._resuming:
@@ -239,8 +240,9 @@ class WaitingQueue(TreeListener):
     # -- leaders -----------------------------------------------------------------------------
 
     def lead(self, sequence: Sequence, cached: int) -> None:
-        """It was admitted and is about to compute its tokens, of which the first `cached` are in
-        the tree already.
+        """Notes that an admitted sequence is about to compute its tokens.
+
+        The first `cached` of them are in the tree already.
         """
         namespace, tokens = sequence.request.namespace, sequence.tokens.tobytes()
         self._leading[sequence] = namespace, tokens
@@ -248,7 +250,7 @@ class WaitingQueue(TreeListener):
         self._list(namespace)
 
     def stop_leading(self, sequence: Sequence) -> None:
-        """It has computed them, or has left; nothing if it did not lead."""
+        """Notes that it has computed them, or has left; does nothing if it did not lead."""
         led = self._leading.pop(sequence, None)
         if led is not None:
             self._trees[led[0]].stop_leading(led[1])
@@ -260,13 +262,13 @@ class WaitingQueue(TreeListener):
         return len(self._leading)
 
     def in_flight(self, sequence: Sequence) -> int:
-        """Tokens behind a waiting sequence's hit that a leader is about to compute."""
+        """Tokens after a waiting sequence's hit that a leader is about to compute."""
         place = self._places.get(self._ticket(sequence))
         if place is None:
             return 0
         return self._trees[sequence.request.namespace].shared_with_leader(place.tokens)
 
-    # -- what the tree tells -----------------------------------------------------------------
+    # -- what the tree reports ---------------------------------------------------------------
 
     def stored(self, node: Node) -> None:
         namespace, tree = self._of(node)
@@ -293,7 +295,7 @@ class WaitingQueue(TreeListener):
         assert isinstance(node, Root)
         return node.namespace, self._trees.get(node.namespace)
 
-    # -- the books ---------------------------------------------------------------------------
+    # -- tickets and classes -----------------------------------------------------------------
 
     def _ticket(self, sequence: Sequence) -> int:
         request = sequence.request
@@ -318,7 +320,7 @@ class WaitingQueue(TreeListener):
         return self._trees[namespace]
 
     def _list(self, namespace: Hashable) -> None:
-        """Puts a namespace's tree in its place among the others; drops it when it is empty."""
+        """Moves a namespace's tree to its place among the others; drops it when it is empty."""
         tree = self._trees[namespace]
         before, rank = self._ranks.get(namespace), tree.rank()
         if before != rank:

@@ -46,8 +46,8 @@ class Branch:
         self.leaders = 0  # running sequences at or below it that are about to compute their tokens
         self.waiting = 0  # sequences that wait at or below it
         self.ending: SortedList | None = None  # arrivals of those that wait exactly at its end
-        # The best sequence at or below that may be admitted: its rank and its arrival. None: they
-        # all wait for leaders.
+        # Rank and arrival of the best sequence at or below that may be admitted. None: all of them
+        # wait for leaders.
         self.rank: Rank | None = None
         self.pick = -1
         self.oldest: float = NEVER  # least arrival that waits at or below, leaders or not
@@ -114,11 +114,11 @@ class WaitingTree:
         self._count(branch, waiting=-1)
 
     def lead(self, tokens: bytes, cached: int) -> None:
-        """A sequence runs and is about to compute its tokens: others that share them may wait."""
+        """Notes a running sequence that is about to compute its tokens: others may wait for it."""
         self._count(self._at(tokens, cached), leaders=1)
 
     def stop_leading(self, tokens: bytes) -> None:
-        """That sequence has computed its tokens, or has left."""
+        """Notes that this sequence has computed its tokens, or has left."""
         self._count(self._find(tokens), leaders=-1)
 
     def cached(self, tokens: bytes) -> int:
@@ -130,7 +130,7 @@ class WaitingTree:
         return hit
 
     def shared_with_leader(self, tokens: bytes) -> int:
-        """Tokens behind what can be hit of a waiting sequence's that a leader computes."""
+        """Tokens of a waiting sequence that a leader computes, after those that can be hit."""
         shared = 0
         for branch in self._path(tokens):
             if branch.leaders:
@@ -140,7 +140,7 @@ class WaitingTree:
     # -- the cache ---------------------------------------------------------------------------
 
     def stored(self, tokens: bytes) -> bool:
-        """All of these tokens can be hit from now on. Whether that changed anything here."""
+        """Notes that all of these tokens can be hit. Returns whether anything changed here."""
         changed = None
         for branch in self._path(tokens):
             if branch.cached < branch.length:
@@ -152,14 +152,14 @@ class WaitingTree:
         return changed is not None
 
     def evicted(self, tokens: bytes, length: int) -> bool:
-        """Of these tokens, which could be hit, only the first `length` can be from now on.
+        """Notes that of these tokens only the first `length` can still be hit.
 
-        Whether that changed anything here.
+        Returns whether anything changed here.
         """
         changed = None
         for branch in self._path(tokens):
             kept = max(0, length - branch.start)
-            # Where the edge goes its own way before that, other cached tokens may follow.
+            # Where the edge differs from the tokens before that, other cached tokens may follow.
             if branch.cached > kept and self._common(tokens, branch) > kept:
                 branch.cached, changed = kept, branch
         if changed is not None:
@@ -229,7 +229,7 @@ class WaitingTree:
         return upper
 
     def _count(self, branch: Branch, *, waiting: int = 0, leaders: int = 0) -> None:
-        """Changes the counts on a path, drops branches that nobody needs, and orders anew."""
+        """Changes the counts on a path, drops branches without sequences, and orders anew."""
         walk: Branch | None = branch
         while walk is not None:
             walk.waiting += waiting
@@ -245,10 +245,10 @@ class WaitingTree:
     # -- the order ---------------------------------------------------------------------------
 
     def _refresh(self, branch: Branch, *, only_waiting: bool = False) -> None:
-        """Puts a branch that has changed, and those above it, in their places anew.
+        """Updates the place of a branch that has changed, and of those above it.
 
-        If only what waits has changed, a branch whose best and oldest are the same ends it; not one
-        on a leader's path, of which branches above it look further down (`_oldest_free`).
+        If only waiting sequences have changed, this stops at a branch whose best and oldest are the
+        same, but not on a leader's path, where branches above look further down (`_oldest_free`).
         """
         while True:
             parent, first = branch.parent, branch.edge[:TOKEN_BYTES]
@@ -295,7 +295,7 @@ class WaitingTree:
                 branch.pick = int(arrival)
                 branch.rank = self._rank_of(branch, hit)
             return
-        # All of it is cached: its sequences hit at least so much, and children tell of more.
+        # All of it is cached: its sequences hit at least that much, and children know of more.
         if ending != NEVER:
             branch.pick = int(ending)
             branch.rank = self._rank_of(branch, branch.end)
@@ -312,12 +312,12 @@ class WaitingTree:
         return self._rank(hit, branch.pick, branch.waiting)
 
     def _oldest_free(self, branch: Branch, hit: int) -> float:
-        """Least arrival at or below a branch that need not wait for a leader, all with that hit."""
+        """Least arrival at or below a branch that need not wait for a leader; all with that hit."""
         if not branch.leaders:
             return branch.oldest
         if branch.end - hit >= MIN_SHARED_TOKENS:
             return NEVER
-        # A leader runs below, but goes its own way early: few children are on leaders' paths.
+        # A leader runs below, but leaves this path early: few children are on leaders' paths.
         free = branch.ending[0] if branch.ending else NEVER
         for oldest, first in branch.ages or ():
             if oldest >= free:

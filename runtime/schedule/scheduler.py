@@ -12,7 +12,7 @@ from coppice.runtime.schedule.paging import PageCopy, Paging
 from coppice.runtime.schedule.queue import WaitingQueue
 from coppice.runtime.schedule.step_times import StepTimes
 
-# So many sequences that do not fit now are passed in one step by ones that do.
+# In one step at most this many sequences that do not fit now are passed by ones that do.
 LOOK_PAST = 8
 
 
@@ -36,7 +36,7 @@ class Chunk:
 class Schedule:
     """What one step does: copy pages, in order, then compute the chunks in one mixed batch.
 
-    `short`: pages were missing, for which nobody was preempted since tokens are late.
+    `short`: pages were missing, and no sequence was preempted for them since tokens are late.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -58,23 +58,23 @@ class Scheduler:
 
     Every step is one mixed batch of at most `max_num_batched_tokens` tokens of at most
     `max_num_seqs` sequences: first a token for each sequence that decodes, then chunks of the
-    prompts in work, then whoever waits, longest hit first. With `max_step_stretch` so few prompt
-    tokens go with the decodes that the step takes at most so many times what they take alone.
+    prompts in work, then waiting sequences, longest hit first. With `max_step_stretch` a step takes
+    at most that many times as long as its decodes alone: it has accordingly few prompt tokens.
 
     When pages run out, a sequence may take those of one that was admitted after it, which is
-    preempted: its computed tokens enter the tree, and it resumes from whatever is left of them
-    then. Under "priority" those of worse classes count as admitted after those of better ones. The
-    one admitted first is therefore never preempted for another, and everything ends. Only
-    if it runs alone and still lacks pages (beside the page that its hit ends in it needs a copy of
-    it) it starts again as a *private* sequence, which locks nothing and can evict all the rest.
+    preempted: its computed tokens enter the tree, and it resumes from what is left of them then.
+    Under "priority" those of worse classes count as admitted after those of better ones. The
+    sequence admitted first is never preempted for another, so every request finishes. Only if it
+    runs alone and still lacks pages (it needs a copy of the page in which its hit ends, beside that
+    page) it starts again as a *private* sequence, which locks nothing and can evict all the rest.
 
-    Sequences whose last token is late (`Sequence.late`) are scheduled as if it did not end them;
-    one that ends by its length anyhow is not. While there are any (`late`) nobody is preempted:
-    some may have ended already, and a queue needs to know the tokens of those who wait in it. Who
-    lacks pages then waits until the tokens are here.
+    Sequences whose last token is late (`Sequence.late`) are scheduled as if it did not end them,
+    but not those that end by their length. While there are any (`late`) no sequence is preempted:
+    some may have ended already, and the queue needs all tokens of the sequences in it. A sequence
+    that lacks pages then waits until the tokens have arrived.
 
     Attributes:
-        late: whether tokens of running sequences are late; whoever makes the steps sets it.
+        late: whether tokens of running sequences are late; set by the step loop.
     """
 
     def __init__(
@@ -104,11 +104,12 @@ class Scheduler:
         self._times = StepTimes(stretch) if math.isfinite(stretch) else None
 
     def add(self, sequence: Sequence) -> None:
+        """Queues a sequence by how much of it is cached now."""
         cached = self.paging.cached(sequence)
         self.waiting.add(sequence, min(cached, sequence.hit_limit), cached)
 
     def move_to(self, tree: RadixTree) -> None:
-        """Goes on with another tree while nothing runs; who waits is queued anew."""
+        """Continues with another tree while nothing runs; waiting sequences are queued anew."""
         assert not self.running
         waiting = list(self.waiting)
         self.paging.tree = tree
@@ -142,8 +143,8 @@ class Scheduler:
             served = served and all_served
         if served or not self.running:
             self._admit(schedule, budget)
-        # Sequences may wait for others of their request that can't come in: the last request makes
-        # room, so that the first one can go on with all of its own.
+        # Sequences may wait for others of their request that can't be admitted: the last request
+        # makes room, so that the first one can continue with all of its sequences.
         while not (schedule.chunks or self.late) and self.running and len(self.waiting):
             self.preempt(max(self.running, key=lambda each: (each.request.arrival, each.admitted)))
             self._admit(schedule, budget)
@@ -156,7 +157,7 @@ class Scheduler:
     def _continue(
         self, sequences: list[Sequence], schedule: Schedule, budget: int
     ) -> tuple[int, bool]:
-        """Schedules running ones; the budget that is left, and whether all had their pages."""
+        """Schedules running sequences; returns the budget left, and whether all had their pages."""
         chunks, served, size = schedule.chunks, True, self.paging.page_size
         for sequence in sequences:
             computed = sequence.computed
@@ -175,7 +176,7 @@ class Scheduler:
         return budget, served
 
     def _prefill_budget(self, schedule: Schedule, prefilling: list[Sequence], budget: int) -> int:
-        """What is left for prompts beside the decodes that are scheduled."""
+        """The part of the budget that prompts may take beside the decodes that are scheduled."""
         if self._times is None or not schedule.chunks:
             return budget
         context = prefilling[0].computed if prefilling else 0
@@ -183,7 +184,7 @@ class Scheduler:
         return budget if allowed is None else min(budget, allowed)
 
     def observe(self, schedule: Schedule, seconds: float) -> None:
-        """Tells what a step took, so that `max_step_stretch` can be kept."""
+        """Learns from the time that a step took, so that `max_step_stretch` can be kept."""
         if self._times is not None:
             prefills = [(chunk.count, chunk.start) for chunk in schedule.prefills()]
             self._times.observe(len(schedule.chunks) - len(prefills), prefills, seconds)
@@ -191,7 +192,7 @@ class Scheduler:
     # -- running sequences -------------------------------------------------------------------
 
     def _grow(self, sequence: Sequence, count: int, schedule: Schedule) -> bool:
-        """Takes its pages, if need be from sequences admitted later; False: not in this step."""
+        """Takes a sequence's pages, if need be from later ones; False: not in this step."""
         while True:
             if self.paging.try_grow(sequence, count):
                 return True
@@ -213,14 +214,14 @@ class Scheduler:
                 return False
 
     def _turn(self, sequence: Sequence) -> tuple[int, int]:
-        """By which running sequences may take pages from one another: the least from the others."""
+        """The order in which running sequences may take pages: the lower from the higher."""
         by_class = self.waiting.policy == "priority"
         return sequence.request.priority if by_class else 0, sequence.admitted
 
     def _cheapest(self, victims: list[Sequence]) -> Sequence:
-        """The one whose return costs least: the worst class, then the fewest tokens to redo.
+        """The victim whose return costs least: of the worst class, with the fewest tokens to redo.
 
-        What it shares with others stays; the rest may be evicted before it resumes. Of equals the
+        What it shares with others stays; the rest may be evicted before it resumes. Of equals, the
         one with most work left, then the one admitted last.
         """
         return min(
@@ -234,10 +235,10 @@ class Scheduler:
         )
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Lets `child` go on from what the running `parent` has computed; it runs from now on.
+        """Lets `child` continue from what the running `parent` has computed; it runs from now on.
 
-        False if there is no place or no page for it: then give it its next token and `add` it; it
-        will hit what its parent has entered in the tree.
+        Returns False if there is no place or no page for it: then give it its next token and `add`
+        it; it will hit what its parent has entered in the tree.
         """
         child.cached_tokens = parent.cached_tokens
         child.counted = True  # as part of its request
@@ -251,7 +252,7 @@ class Scheduler:
                     self._forks[child] = copy
                 self._run(child)
                 return True
-        child.preempted = True  # it goes before new ones
+        child.preempted = True  # it comes before new ones
         return False
 
     def _run(self, sequence: Sequence) -> None:
@@ -291,9 +292,9 @@ class Scheduler:
     # -- waiting sequences -------------------------------------------------------------------
 
     def _admit(self, schedule: Schedule, budget: int) -> None:
-        """Admits whoever is next and fits, and a few that do fit behind one that does not.
+        """Admits the next sequences that fit; a few may pass one that does not fit.
 
-        Not those of a worse class: they would be preempted for it in the next step.
+        None of a worse class passes it: it would be preempted for the other in the next step.
         """
         looked_past = 0
         passed: Sequence | None = None
@@ -327,7 +328,7 @@ class Scheduler:
         self.waiting.restore(self.paging.cached)
 
     def _make_room(self, schedule: Schedule) -> None:
-        """Preempts running sequences of worse classes for one that waits and lacks a place."""
+        """Preempts running sequences of worse classes for a waiting one that lacks a place."""
         while (found := self.waiting.next()) is not None:
             sequence, _ = found
             worse = [each for each in self.running if self._worse(each, sequence)]
@@ -349,12 +350,12 @@ class Scheduler:
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = sequence.computed
         if sequence.remaining > 1 and not sequence.private and self.paging.caching:
-            limited = sequence.prompt_logprobs is not None  # its hit tells less than the tree has
+            limited = sequence.prompt_logprobs is not None  # its hit is shorter than what is cached
             cached = self.paging.cached(sequence) if limited else sequence.computed
             self.waiting.lead(sequence, cached)
 
     def computed(self, chunk: Chunk) -> None:
-        """The KV of a chunk is in its pages: what others can hit is entered in the tree."""
+        """Counts a chunk as computed; what others can hit is entered in the tree."""
         sequence = chunk.sequence
         if chunk.decode:
             sequence.computed += 1  # it enters the tree when it leaves: see `Paging.commit`
@@ -364,7 +365,7 @@ class Scheduler:
             self.waiting.stop_leading(sequence)
 
     def _fits(self, sequence: Sequence, match: Match) -> bool:
-        """Whether all of it and its next token fit, beside a page more for each one that runs.
+        """Whether all of it and its next token fit, with a page to spare for each running one.
 
         Only the pages of the first chunk are taken now; looking further ahead keeps a prompt from
         being admitted just to be preempted.

@@ -1,4 +1,4 @@
-"""What steps cost, learned as they run, so that prefills don't stall those who decode."""
+"""How long steps take, learned as they run, so that prefills do not stall decodes."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Iterable
 import numpy as np
 
 _KEPT = 0.95  # of the weight of each older step when a new one of its kind is seen
-LEAST_PREFILL = 16  # tokens a step may always prefill, so that prompts go on whatever they cost
-# A step counts as so many times what was expected at most: a machine that was suspended or stopped
-# meanwhile tells nothing about steps, and would keep prompts waiting for dozens of them.
+LEAST_PREFILL = 16  # tokens a step may always prefill, so that prompts advance whatever they cost
+# A step counts as at most this many times what was expected: the time of a machine that was
+# suspended meanwhile says nothing about steps, and would keep prompts waiting for dozens of them.
 _STRANGE = 4.0
-# What steps are made of, in units of which two steps usually differ by about one, and how
-# strongly each coefficient is pulled to 0, which decides what noise and steps that are alike leave
-# open: what comes with a prompt is laid on its tokens rather than on the constant, to be careful.
+# The terms of a step's time, in units by which two steps usually differ by about one, and how
+# strongly each coefficient is pulled to 0. The latter decides what noise and steps that are alike
+# leave open: to be careful, the cost of a prompt counts for its tokens before the constant.
 _UNITS = np.array([1.0, 16.0, 1.0, 64.0, 64.0 * 4096])
 _RIDGE = np.diag([1e-3, 1e-2, 0.1, 1e-2, 1e-2])
 
 
 class StepTimes:
-    """How many prompt tokens fit beside decodes if a step may take `stretch` times a decoding one.
+    """How many prompt tokens a step may add to decodes to take `stretch` times as long as without.
 
     Fits, by regularised least squares in which older steps count less and less,
 
         seconds = a + b * decoding sequences + c * (whether prompts go with them)
                   + d * prompt tokens + e * pairs of a prompt token and one that it attends to
 
-    with no coefficient below 0. The constant `c` matters: laid on the tokens, it would allow ever
-    fewer of them, which cost ever more each, until no prompt gets on. So does `e` at the end of a
-    long prompt.
+    with no coefficient below 0. The constant `c` matters: counted for the tokens, it would allow
+    fewer of them, each of which then costs more, until no prompt advances. So does `e` at the end
+    of a long prompt.
     """
 
     def __init__(self, stretch: float) -> None:
@@ -43,9 +43,9 @@ class StepTimes:
         self._coefficients: np.ndarray | None = None
 
     def observe(self, decodes: int, prefills: Iterable[tuple[int, int]], seconds: float) -> None:
-        """A step took so long, with so many decoding sequences, and prefills of (tokens, context).
+        """Learns from a step of `seconds` with `decodes` decoding sequences and these prefills.
 
-        The context is the tokens that were computed before.
+        A prefill is (tokens, context); the context is the tokens that were computed before.
         """
         tokens = pairs = 0.0
         for count, context in prefills:
@@ -60,10 +60,10 @@ class StepTimes:
         self._coefficients = None
 
     def prefill_tokens(self, decodes: int, context: int = 0) -> int | None:
-        """Most prompt tokens, behind so many, of a step with so many decodes; None: any number.
+        """Most prompt tokens of a step with `decodes`, `context` tokens into a prompt; None: any.
 
-        At least half of the time that is allowed is theirs, whatever the constant is: fewer would
-        put off the prompts and hardly shorten the step.
+        They get at least half of the time that is allowed, whatever the constant is: less would
+        delay the prompts and hardly shorten the step.
         """
         base, per_decode, mixed, per_token, per_pair = self._fit()
         alone = base + per_decode * decodes
@@ -74,7 +74,7 @@ class StepTimes:
         return max(LEAST_PREFILL, math.floor(max(spare - mixed, spare / 2) / each))
 
     def _fit(self) -> list[float]:
-        """The coefficients; one after another that would be negative is left out."""
+        """The coefficients; those that would be negative are left out one after another."""
         if self._coefficients is None:
             products, answers = self._products.sum(0), self._answers.sum(0)
             found = np.linalg.solve(products + _RIDGE, answers)
