@@ -28,7 +28,7 @@ SHOWN_NODES = 200
 """Most nodes of the tree that a report has."""
 
 MAX_POOL_TOKENS = 1 << 36
-"""The largest pool that can be replayed, if there is the memory for its books."""
+"""The largest pool that can be replayed, if there is memory to record its pages."""
 
 _ENGINE = EngineConfig(model="none")  # for its defaults
 _PARAMS = SamplingParams()
@@ -36,7 +36,7 @@ _PARAMS = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What can be chosen about a replay. Raises ValueError with the name and what is allowed."""
+    """The options of a replay. Raises ValueError with the name and what is allowed."""
 
     pool_tokens: int = 1_000_000
     page_size: int = _ENGINE.page_size
@@ -45,8 +45,8 @@ class ReplayOptions:
     accounted_tokens: int | None = None
     """The pool that the accounts are kept for: their curve reaches from a quarter to 16 times it.
 
-    None: the pool. For one without limit a sixteenth of it is better: the curve is sampled the more
-    thinly the further it reaches.
+    None: the pool. For a pool without limit a sixteenth of it is better: the further the curve
+    reaches, the more thinly it is sampled.
     """
 
     def __post_init__(self) -> None:
@@ -108,12 +108,12 @@ class Replay:
     """One replay over a fresh tree and pool.
 
     Requests arrive in the order of the trace. At most `concurrency` of them run, and as many of the
-    next ones wait in the scheduler's queue: it sees what an engine under load sees, admits the
+    next ones wait in the scheduler's queue, as in an engine under load: the scheduler admits the
     longest hit first, lets a request wait for a prefix that another is computing, mixes chunks and
     preempts. A step computes its chunks at once, and samples the tokens of the trace.
 
-    Without a model nothing takes time, so the clock of the accounts shows the time at which the
-    trace's last arrival was sent, and steps count by their order alone.
+    Without a model nothing takes time: the clock of the accounts is the time at which the trace's
+    last arrival was sent, and of steps only the order matters.
     """
 
     def __init__(self, options: ReplayOptions) -> None:
@@ -199,7 +199,7 @@ class Replay:
             sequence = chunk.sequence
             ends = chunk.count == sequence.remaining
             if id(sequence) in ahead:
-                # As if decoded one by one: these enter the tree when the sequence leaves.
+                # As if decoded one by one: these tokens enter the tree when the sequence leaves.
                 sequence.computed += chunk.count - 1
                 self._paging.commit(sequence, 1)
             else:
@@ -224,11 +224,11 @@ class Replay:
             self._decoding_only = False
 
     def _sample_ahead(self) -> set[int]:
-        """Turns the next step into as many as do nothing but decode; ids of who decodes in it.
+        """Merges the following steps that only decode into one; ids of the sequences in it.
 
-        While every running sequence decodes, and nobody who waits can be admitted, the following
-        steps are alike until a sequence ends, and are taken as one: this changes no hit, no
-        admission and no preemption. The tokens that are sampled on the way are given beforehand.
+        While every running sequence decodes, and no waiting one can be admitted, the following
+        steps are alike until a sequence ends, and are made as one: this changes no hit, no
+        admission and no preemption. The tokens that they would sample are appended before.
         """
         running, waiting = self._scheduler.running, self._scheduler.waiting
         if not running or any(sequence.remaining != 1 for sequence in running):
@@ -238,7 +238,7 @@ class Replay:
             pages += self.tree.evictable_pages
         elif not self._decoding_only:
             return set()  # the next step may admit one
-        # Else none of those who wait fitted, and none will as long as nothing is evicted: that may
+        # Else no waiting sequence fitted, and none will as long as nothing is evicted, which may
         # change their order.
         left = [
             len(self._outputs[sequence.request.request_id]) - sequence.num_generated
@@ -253,7 +253,7 @@ class Replay:
         return {id(sequence) for sequence in running}
 
     def _pages_for(self, steps: int) -> int:
-        """Pages that the running sequences lack for so many more tokens each."""
+        """Pages that the running sequences lack for `steps` more tokens each."""
         size = self.options.page_size
         return sum(
             max(0, -(-(sequence.computed + steps) // size) - len(sequence.table))
