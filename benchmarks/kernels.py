@@ -286,7 +286,8 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
     """From which length sharing pays: forced, beside the same batch without a stretch."""
     import torch
 
-    from coppice.kernels.cpu.attention import full_lanes
+    from coppice.kernels.cpu.attention.full_lanes import MOST_LANES, TILE
+    from coppice.kernels.cpu.code.simd import LANES
     from coppice.kernels.schedule.cost import CostModel
     from coppice.kernels.schedule.cpu import build_cpu_schedule, cpu_cost_model
 
@@ -297,9 +298,9 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
             heads,
             kv_heads,
             dim,
-            lanes=full_lanes.LANES,
-            most_lanes=full_lanes.MOST_LANES,
-            keys=full_lanes.TILE,
+            lanes=LANES,
+            most_lanes=MOST_LANES,
+            keys=TILE,
             threads=torch.get_num_threads(),
         )
         for batch in (2, 8, 32):
@@ -332,13 +333,13 @@ def _choice(batch: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
     import torch
 
     from coppice.kernels.sampling import choose as choice
-    from coppice.kernels.sampling.columns import COLUMNS
+    from coppice.kernels.sampling.columns import COLUMNS, MIN_P, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 
     logits = torch.randn(batch, vocabulary) * 4
     columns = np.ones((batch, COLUMNS))
-    columns[:, choice.TEMPERATURE] = 0.8
-    columns[:, choice.TOP_K], columns[:, choice.MIN_P] = vocabulary, 0
-    columns[:, choice.UNIFORM] = np.random.default_rng(0).random(batch)
+    columns[:, TEMPERATURE] = 0.8
+    columns[:, TOP_K], columns[:, MIN_P] = vocabulary, 0
+    columns[:, UNIFORM] = np.random.default_rng(0).random(batch)
     compiled = choice.compiled_choice
 
     def by_sorting() -> Any:
@@ -360,7 +361,7 @@ def _choice(batch: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
 
     rows = []
     for top_p in (0.95, 1.0):
-        columns[:, choice.TOP_P] = top_p
+        columns[:, TOP_P] = top_p
         shape = {"batch": batch, "vocabulary": vocabulary, "top_p": top_p}
         ways: dict[str, Callable[[], Any]] = {
             "sort and multinomial": by_sorting,
