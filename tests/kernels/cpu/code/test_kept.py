@@ -1,0 +1,121 @@
+"""Compiled code on disk: found by the next process, and renewed with all that it was made from."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba")
+
+from coppice.kernels.cpu.code import kept
+
+CALLER = """
+from coppice.called import double
+from coppice.kernels.cpu.code.kept import cfunc, njit
+from numba import types
+
+@njit
+def answer(x):
+    return double(x) + 1
+
+@cfunc(types.int64(types.int64))
+def by_address(x):
+    return double(x) + 1
+"""
+CALLED = """
+from coppice.constants import (
+    FACTOR,
+)
+from coppice.kernels.cpu.code.kept import njit
+
+@njit
+def double(x):
+    return FACTOR * x
+"""
+PROGRAM = """
+from coppice.caller import answer, by_address
+print(answer(5), by_address.ctypes(5))
+for counts in (answer.stats.cache_hits, answer.stats.cache_misses):
+    print(sum(counts.values()))
+print(by_address.cache_hits)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package of the same name with that module, in which one compiled function calls another."""
+    root = tmp_path / "coppice"
+    code = root / "kernels" / "cpu" / "code"
+    code.mkdir(parents=True)
+    for folder in (code, *list(code.parents)[:3]):
+        (folder / "__init__.py").touch()
+    shutil.copy(kept.__file__, code)
+    (root / "caller.py").write_text(CALLER)
+    (root / "called.py").write_text(CALLED)
+    (root / "constants.py").write_text("FACTOR = 2\n")
+    return root
+
+
+def run(package: Path, **environment: str) -> list[int]:
+    """The results of both functions; then hits and misses of the first, and hits of the second."""
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=package.parent,
+        env={**os.environ, **environment},
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return [int(each) for each in found.stdout.split()]
+
+
+def test_the_next_process_finds_compiled_code(package: Path) -> None:
+    assert run(package) == [11, 11, 0, 1, 0]
+    assert run(package) == [11, 11, 1, 0, 1]
+    assert any((package / "__pycache__").glob("caller.answer*.nbi"))
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [("called", "FACTOR * x", "FACTOR * x + 2"), ("constants", "FACTOR = 2", "FACTOR = 3")],
+)
+def test_a_change_of_what_is_called_renews_the_caller(
+    package: Path, module: str, old: str, new: str
+) -> None:
+    """Of the called function, and of a number that it takes from a third module."""
+    run(package)
+    file = package / f"{module}.py"
+    file.write_text(file.read_text().replace(old, new))
+    expected = 13 if module == "called" else 16
+    assert run(package) == [expected, expected, 0, 1, 0]
+    assert run(package) == [expected, expected, 1, 0, 1]
+
+
+def test_a_change_elsewhere_renews_nothing(package: Path) -> None:
+    (package / "other.py").write_text("from coppice.called import double\n")
+    run(package)
+    (package / "other.py").write_text("from coppice.caller import answer\n")
+    assert run(package) == [11, 11, 1, 0, 1]
+
+
+def test_code_is_kept_elsewhere_where_the_sources_cannot_be_written(
+    package: Path, tmp_path: Path
+) -> None:
+    """In the user's cache folder, or in the one that NUMBA_CACHE_DIR names."""
+    for folder in {each.parent for each in package.rglob("*.py")}:
+        (folder / "__pycache__").touch()  # a file: no folder of that name can be made
+    for variable in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR"):
+        place = {variable: str(tmp_path / variable)}
+        assert run(package, **place) == [11, 11, 0, 1, 0]
+        assert run(package, **place) == [11, 11, 1, 0, 1]
+        assert any((tmp_path / variable).rglob("caller.answer*.nbi"))
+
+
+def test_numbas_own_classes_are_taken_where_the_user_says_so(package: Path) -> None:
+    place = {"NUMBA_CACHE_LOCATOR_CLASSES": "InTreeCacheLocator"}
+    run(package, **place)
+    (package / "constants.py").write_text("FACTOR = 3\n")
+    assert run(package, **place)[0] == 11, "numba looks at the file of the function alone"
