@@ -99,7 +99,7 @@ def text_engine(checkpoint: Path) -> TextEngine:
 
 
 class EngineInThread:
-    """Stands for an `EngineProcess`: the same loop over the same channel, within reach of tests."""
+    """An `EngineProcess` in a thread: the same loop over the same channel, open to tests."""
 
     def __init__(self, text_engine: TextEngine) -> None:
         self.connection, self._theirs = Pipe()
@@ -128,7 +128,7 @@ class EngineInThread:
 
 @pytest.fixture
 def engine_client() -> Callable[..., EngineClient]:
-    """Makes the server's face of an engine that runs in a thread of the test; to be started."""
+    """Makes a client, to be started, of an engine that runs in a thread of the test."""
     from coppice.frontend.client.engine import EngineClient
 
     return lambda text_engine, **options: EngineClient(
@@ -189,7 +189,7 @@ TOOL_TEMPLATE = (
 )
 
 
-# As Llama 3.1 is told of tools, and as it writes calls.
+# As Llama 3.1 is shown tools, and as it writes calls.
 LLAMA_TEMPLATE = (
     "{% if tools %}<|system|>Respond with JSON for a function call: "
     '{"name": function name, "parameters": dictionary of argument name and its value}.\n'
@@ -209,7 +209,7 @@ def tool_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def llama_tool_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with tools as Llama knows them."""
+    """The same with tools as Llama takes them."""
     return _with_template(checkpoint, tmp_path_factory.mktemp("tiny-llama-tools"), LLAMA_TEMPLATE)
 
 
@@ -226,7 +226,7 @@ def _with_template(checkpoint: Path, folder: Path, template: str) -> Path:
 
 
 class LiveServer:
-    """A server with an event loop and a thread of its own, so that any client can be tried on it.
+    """A server with its own event loop and thread, so that any client can be tried on it.
 
     The model is named "tiny". `url` is where it is, without a slash at the end.
     """

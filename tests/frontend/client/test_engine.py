@@ -1,4 +1,4 @@
-"""The engine in its own process: requests, refusals, its death and its return."""
+"""The engine in its own process: requests, refusals, its death and its restart."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_a_model_that_cannot_be_loaded(checkpoint: Path, tokenizer: Tokeni
 
 
 def test_all_who_wait_for_the_process_learn_how_it_ended(checkpoint: Path) -> None:
-    """Only one of several threads at once gets its status from the system."""
+    """Of several threads that wait, the system gives its exit status to one only."""
     impossible = EngineConfig(model=str(checkpoint), max_model_len=4096)
     process = EngineProcess(impossible)
     assert process.wait(0.0) is None
@@ -149,7 +149,7 @@ async def test_a_step_that_breaks_is_a_death(
     engine_client: Callable[[TextEngine], EngineClient],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the engine itself raises, its state can't be trusted: it ends and is started again."""
+    """After an error of the engine itself, its state can't be trusted: it is started again."""
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
     engine = engine_client(text_engine)
     await engine.start()
@@ -175,7 +175,7 @@ async def test_a_device_that_has_failed_for_good(
     engine_client: Callable[[TextEngine], EngineClient],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine ends; whoever waits learns why, and another one is started."""
+    """The engine ends; all that wait get the reason, and another engine is started."""
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
     engine = engine_client(text_engine)
     await engine.start()

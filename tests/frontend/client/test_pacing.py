@@ -1,4 +1,4 @@
-"""What waits for a round, when rounds are due, and that streams carry the same either way."""
+"""What waits for a round, when rounds are due, and that streams are the same with and without."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_round_is_put_off_for_no_longer_than_allowed() -> None:
 
 @pytest.mark.parametrize("streams", [1, 10, 100, 400])
 def test_rounds_take_their_share_of_a_core(streams: int) -> None:
-    """In a simulation of an engine with steps of any length, 40 us a stream and round."""
+    """In a simulation of an engine with steps of any length, at 40 us per stream and round."""
     clock, rng = Clock(), random.Random(streams)
     rounds = Rounds(0.25, clock)
     begun, spent, came, longest = clock.now, 0.0, 0.0, 0.0
@@ -117,7 +117,7 @@ def test_rounds_take_their_share_of_a_core(streams: int) -> None:
 def all_deltas(
     text_engine: TextEngine, params: SamplingParams, beam: BeamSearchParams | None, seed: int
 ) -> tuple[dict[int, list[TextDelta]], ...]:
-    """Of each line: the deltas with every step, those with rounds at random, and the whole."""
+    """For each continuation: the deltas of every step, those of random rounds, and the whole."""
     engine, tokenizer = text_engine.engine, text_engine.tokenizer
     prompt = tokenizer.encode(PROMPT)
     at_once, in_rounds, whole = (Texts(tokenizer) for _ in range(3))
@@ -250,7 +250,7 @@ Start = Callable[..., EngineClient]
 async def client(
     text_engine: TextEngine, engine_client: Start, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Client]:
-    """Of a server whose streams get their first token, and all the others at the end."""
+    """A server whose streams get their first token at once, and all others at the end."""
     monkeypatch.setattr(client_module, "Rounds", Held)
     async with serving(engine_client(text_engine, longest_delay=1.0)) as client:
         yield client
@@ -332,7 +332,7 @@ async def test_rounds_are_written_to_who_waits(client: Client) -> None:
 
 
 async def test_streams_that_ended_are_gone(client: Client) -> None:
-    """They are no circles, which would wait for a collection while thousands of others come."""
+    """No circle keeps them until a garbage collection, while thousands of others come."""
     gc.collect()
     gc.disable()
     try:
@@ -376,7 +376,7 @@ async def test_what_waits_when_the_engine_dies_is_sent(
 async def test_a_reader_that_stops_at_the_end(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has read all but the end, which is more than the system takes for it: it is given up."""
+    """The unread end is more than the system buffers, so the stream is given up."""
     monkeypatch.setattr(event_stream, "STALLED_SECONDS", 0.2)
     gone: list[str] = []
     run = event_stream.EventStream.run

@@ -35,7 +35,7 @@ FIELDS = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
 
 class Scripted:
-    """A partner that says what it was told to, and remembers what it was asked."""
+    """A partner with given answers, which records what it was asked."""
 
     def __init__(self, *answers: str | Exception) -> None:
         self.usage = conversation.Usage(10, 4, 2)
@@ -95,7 +95,7 @@ def test_a_terminal_is_told_what_the_cache_did() -> None:
 
 
 def test_a_connection_that_breaks_is_no_crash(checkpoint: Path) -> None:
-    """Before the answer, in the middle of it, and where something else than such a server is."""
+    """Failures before the answer, in the middle of it, and of a server with another API."""
     ok, piece = b"HTTP/1.1 200 OK\r\n\r\n", b'data: {"choices": [{"delta": {"content": "so"}}]}\n\n'
     answers = [ok + b"welcome", b"", ok + piece + b'data: {"choi', ok + piece]
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -144,7 +144,7 @@ def test_in_a_terminal(served: Callable[..., str], checkpoint: Path) -> None:
         [coppice, "chat", served("--report-text"), "--max-tokens", "5"],
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
         env=os.environ | {"TERM": "xterm"},
-        # Whoever was started in the background of a shell ignores Ctrl-C, and so do its own.
+        # A process that a shell started in the background ignores Ctrl-C, and so do its children.
         preexec_fn=lambda: (
             fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -262,7 +262,7 @@ def test_serve_says_where_it_is_and_stops_in_order(checkpoint: Path, signum: int
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is found out before any model is loaded."""
+    """The command fails before any model is loaded."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

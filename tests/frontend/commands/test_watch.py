@@ -1,4 +1,4 @@
-"""`coppice report`: from a server, from a file, live, and what it says when it can't."""
+"""`coppice report`: from a server, from a file, live, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's handbooks: repeatable, unambiguous, and with an evaluation split of its own."""
+"""The demo's handbooks: repeatable, unambiguous, and with a separate evaluation split."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ async def test_keys_open_the_server(serving: Callable[..., Any]) -> None:
             assert (await client.ask("/v1/models", key=key))[0] == 200
         assert (await client.ask("/v1/models"))[0] == 401
         assert (await client.ask("/health"))[0] == 200
-        # What is the admins' is nobody else's, whether or not it exists.
+        # Other keys are refused on the admins' paths, whether or not the path exists.
         status, answer, _ = await client.ask("/cache/nothing", key="first")
         assert (status, answer["error"]["code"]) == (403, "forbidden")
         assert (await client.ask("/cache/nothing", key="root"))[0] == 404
@@ -108,7 +108,7 @@ async def test_isolated_keys_share_nothing(serving: Callable[..., Any]) -> None:
 
 
 async def test_reports_and_pins_of_isolated_keys(serving: Callable[..., Any]) -> None:
-    """They are the admins', and name a key by its name; the page itself is open."""
+    """Only admins see them, and they show a key's name; the page itself is open."""
     options = {"api_key": ("ann=a", "bob=b"), "admin_api_key": ("ops=o",), "isolate_keys": True}
     async with serving(**options) as client:
         for key in ("a", "a", "b"):

@@ -1,4 +1,4 @@
-"""Bodies that are large: read beside the event loop, and refused before they cost anything."""
+"""Large bodies: read outside the event loop, and refused before they cost much."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def url(text_engine: TextEngine, engine_client: Start) -> AsyncIterator[st
 async def test_ten_megabytes_of_ids_hold_up_nobody(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading does not go on before the others were served: on the loop it would never end."""
+    """Reading waits until the others were served: on the event loop, it would never end."""
     assert len(IDS) > 10**7
     others_were_served = threading.Event()
     read = json_bodies._large
@@ -91,7 +91,7 @@ async def test_ten_megabytes_of_ids_hold_up_nobody(
 
 
 async def large(body: bytes, check: Callable[[Any], Any] = lambda body: None) -> Any:
-    """What is made of a body that is read as a large one, by a model of 512 tokens."""
+    """The result for a body that is read as a large one, with a model of 512 tokens."""
 
     class Request:
         async def read(self) -> bytes:

@@ -1,4 +1,4 @@
-"""The description of the routes: what is in it, and that it is served."""
+"""The description of the routes: what it contains, and that it is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the usage says of cached tokens, echoed prompts, and streams cut inside of characters."""
+"""Usage with cached tokens, echoed prompts, and streams that are cut inside characters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BEAMS = {"use_beam_search": True, "beam_width": 3, "n": 2}
 def test_cached_tokens_are_counted_once_a_prompt(
     http: httpx.Client, more: dict[str, Any], streamed: bool
 ) -> None:
-    """However many continuations a prompt has, its tokens are counted once, hits likewise."""
+    """The tokens and hits of a prompt are counted once, however many continuations it has."""
 
     def ask(prompt: Any) -> tuple[int, int]:
         body = {"prompt": prompt, "cache_salt": f"{streamed} {more}"} | more
@@ -72,14 +72,14 @@ def test_cached_tokens_of_chats(http: httpx.Client) -> None:
     assert cached(post(http, CHAT, messages=talk, n=2)) == (count - 1, count)
     longer = [*talk, {"role": "assistant", "content": "So?"}, {"role": "user", "content": "Well!"}]
     hit, more = cached(stream(http, CHAT, messages=longer)[-1])
-    assert count - 2 <= hit < more  # all of the first question, as far as the template goes
+    assert count - 2 <= hit < more  # all of the first question and its template
     off = cached(post(http, CHAT, messages=talk, cache_salt="another"))
     assert off == (0, count)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_streams_never_cut_a_character(http: httpx.Client, path: str) -> None:
-    """Every one of these characters is several tokens; the pieces add up, none has half of one."""
+    """Each of these characters is several tokens; the pieces add up, none has half of one."""
     body: dict[str, Any] = {"guided_choice": [TEXT], "max_tokens": 300, "n": 2}
     body |= {"prompt": "x"} if path == COMPLETIONS else {"messages": [
         {"role": "user", "content": "x"}]}  # fmt: skip
@@ -129,7 +129,7 @@ def test_an_echo_stands_before_the_text(http: httpx.Client) -> None:
 
 
 def test_nothing_but_the_echo(http: httpx.Client) -> None:
-    """max_tokens 0 is for the logprobs of a text; the token behind it is no part of the answer."""
+    """max_tokens 0 is for the logprobs of a text; the generated token is not part of the answer."""
     more = {"echo": True, "logprobs": 2, "temperature": 0, "prompt": ["The key is", "東京"]}
     longer = post(http, COMPLETIONS, **more, max_tokens=1)
     only = post(http, COMPLETIONS, **more, max_tokens=0)

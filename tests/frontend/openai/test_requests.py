@@ -1,4 +1,4 @@
-"""Reading the API's requests: honoured, accepted where it asks for nothing, or refused by name."""
+"""The API's parameters: followed, accepted where they ask for nothing, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search from Python: outputs in order, best first, and refusals that leave nothing behind."""
+"""Beam search from Python: outputs in order, best first, and refusals without a trace."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_is_refused_leaves_nothing_behind(llm: LLM) -> None:
 def test_stop_strings_end_beams_as_in_transformers(
     llm: LLM, checkpoint: Path, width: int, early_stopping: bool
 ) -> None:
-    """Strings inside one token, over several, and at ends of tokens that go on behind them."""
+    """Strings inside one token, over several tokens, and in tokens that continue after them."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = llm.get_tokenizer()
     prompt = "Where is the key?"

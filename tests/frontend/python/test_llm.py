@@ -1,4 +1,4 @@
-"""The Python API: order, kinds of prompts, refusals that leave nothing behind, failures."""
+"""The Python API: order, kinds of prompts, refusals without a trace, failures."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_structured_outputs(llm: LLM) -> None:
 
 
 def test_a_text_goes_on_from_its_prompt() -> None:
-    """The demo's decoder drops the first space of what it is given; a form counts it too."""
+    """The demo's decoder drops the first space of its input; a form counts it, too."""
     llm = LLM("demo", kv_cache_tokens=1024)
     form = StructuredOutputsParams(choice=[" yes", " no"])
     held = SamplingParams(temperature=0.0, structured_outputs=form)

@@ -65,7 +65,7 @@ def test_a_score_is_the_sum_of_logprobs(llm: LLM, checkpoint: Path) -> None:
 def test_scoring_computes_only_the_text_and_the_token_before_it(llm: LLM) -> None:
     with llm.session(TEXT) as line:
         line.generate(sampled(1))
-        line.append(" and")  # so much is not cached yet
+        line.append(" and")  # these tokens are not cached yet
         missing = (
             len(line.token_ids)
             - llm._text_engine.engine.tree.match(
@@ -98,7 +98,7 @@ def test_open_sessions_stay_cached_and_closed_ones_may_go(llm: LLM) -> None:
 
 
 def test_sessions_end_in_any_order_and_leave_no_pin(llm: LLM) -> None:
-    """A fork may outlive what it was forked from, and nothing is computed again for that."""
+    """A fork may outlive its origin, and nothing is computed again for that."""
     pins = llm._text_engine.engine.pins
     root = llm.session(TEXT)
     root.generate(sampled(0))

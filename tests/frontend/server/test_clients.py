@@ -55,7 +55,7 @@ def connect(server: LiveServer, **more: Any) -> openai.AsyncOpenAI:
 
 
 def test_every_parameter_of_the_client_is_known(client: openai.OpenAI) -> None:
-    """Each is honoured or refused by name, so none may be unheard of."""
+    """Each is followed or refused by name, so all must be known."""
     calls = ((client.completions, CompletionBody), (client.chat.completions, ChatBody))
     for endpoint, body in calls:
         parameters = set(inspect.signature(endpoint.create).parameters)
@@ -128,7 +128,7 @@ def test_tools(client: openai.OpenAI) -> None:
     assert choice.message.tool_calls is not None
     (call,) = choice.message.tool_calls
     assert isinstance(call.function.parsed_arguments, Weather)
-    # The answer goes back as the client holds it, with the result behind it.
+    # The client's own message goes back, followed by the tool's result.
     talk = [*HELLO, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}]
     after = client.chat.completions.create(model="tiny", messages=talk, tools=TOOLS, max_tokens=2)
     assert after.usage is not None
@@ -233,7 +233,7 @@ async def test_litellm(tool_server: LiveServer) -> None:
         messages=HELLO, max_tokens=7, temperature=0, stream=True, **common
     )
     assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == text
-    # In an answer, in a stream, and back again as the client holds it, with the result behind it.
+    # In an answer, in a stream, and in the client's own message that goes back with a result.
     dictated: dict[str, Any] = {"tools": LOOSE, "extra_body": {"guided_choice": [CALL]}}
     wanted = {"place": "Paris", "days": 3}
     made = litellm.completion(messages=HELLO, max_tokens=300, **dictated, **common)

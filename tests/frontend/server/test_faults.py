@@ -1,4 +1,4 @@
-"""What goes wrong in production: each ends in a clear answer and a clean pool."""
+"""Faults of production: each ends in a clear answer and a clean pool."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_an_engine_that_is_killed(
 
 
 async def test_a_reader_that_is_slow(client: Client) -> None:
-    """It gets everything in the end, and holds up nobody meanwhile."""
+    """It gets everything in the end, and delays no other client meanwhile."""
     body = json.dumps(ENDLESS | {"stream": True, "logprobs": 5}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     with socket.socket() as slow:
@@ -148,7 +148,7 @@ async def test_a_reader_that_stopped(client: Client, monkeypatch: pytest.MonkeyP
 
 
 async def test_a_prompt_of_ten_megabytes(client: Client) -> None:
-    """Refused with a reason, after a look at no more of it than the model could take."""
+    """Refused with a reason, after reading no more of it than the model could take."""
     text = "The key is under the mat. " * 400_000
     looked_at = []
     encode = client.engine.tokenizer._ids
@@ -191,7 +191,7 @@ async def test_a_body_that_is_too_large(client: Client) -> None:
 
 
 async def test_a_pool_and_a_queue_that_are_full(checkpoint: Path, engine_client: Start) -> None:
-    """More than fits waits; more than may wait is refused and may come again."""
+    """What does not fit waits; what may not wait is refused, and may come again."""
     text_engine = TextEngine.load(
         EngineConfig(
             model=str(checkpoint), kv_cache_tokens=512, max_num_seqs=4, max_queued_requests=6
@@ -247,7 +247,7 @@ async def test_sigterm_under_load(checkpoint: Path) -> None:
 
 
 async def test_what_still_runs_when_the_time_to_drain_is_over_is_told(checkpoint: Path) -> None:
-    """Beside it: the greeting of a server with keys and a name, and what is not HTTP."""
+    """Also the greeting of a server with keys and a name, and the log of what is not HTTP."""
     command = [Path(sys.executable).parent / "coppice", "serve", checkpoint, "--port", "0"]
     server = subprocess.Popen(
         [*command, "--kv-cache-tokens", "8192", "--drain-timeout", "0.05", "--log-format", "json",

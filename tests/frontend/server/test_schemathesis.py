@@ -1,4 +1,4 @@
-"""Requests made up from /openapi.json: no answer is a failure, and each is as it is described."""
+"""Requests generated from /openapi.json: no answer is a failure, and each is as described."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def server(tool_checkpoint: Path, live_server: type[LiveServer]) -> Iterator[LiveServer]:
-    """Answers are short here, whatever is asked for."""
+    """Keeps answers short, whatever is asked for."""
     from coppice.frontend.text.engine import TextEngine
 
     config = EngineConfig(

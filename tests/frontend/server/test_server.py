@@ -1,4 +1,4 @@
-"""The server over a real socket: both endpoints, streams, refusals, vanishing clients, failures."""
+"""The server over a real socket: both endpoints, streams, refusals, lost clients, failures."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def client(text_engine: TextEngine, engine_client: Start) -> AsyncIterator
 
 @pytest.fixture(scope="module")
 def refusing(checkpoint: Path, live_server: type[LiveServer]) -> Iterator[httpx.Client]:
-    """A client of one server for many requests, none of which may leave anything behind."""
+    """A client of one server for many requests; at the end nothing may run or be held."""
     config = EngineConfig(model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8)
     server = live_server(TextEngine.load(config))
     headers = {"Content-Type": "application/json"}
@@ -206,7 +206,7 @@ async def test_a_chat_stream_spells_the_same_text(client: Client) -> None:
     ],
 )
 async def test_counts_with_every_chunk(client: Client, path: str, more: dict[str, Any]) -> None:
-    """They only grow, and end at those of the whole."""
+    """The counts only grow, and end at those of the whole answer."""
     body = {"model": "tiny", "max_tokens": 12, "ignore_eos": True, "temperature": 0.7} | more
     if "use_beam_search" in more:
         del body["temperature"]
@@ -222,7 +222,7 @@ async def test_counts_with_every_chunk(client: Client, path: str, more: dict[str
     for count in counts:
         assert count["total_tokens"] == count["prompt_tokens"] + count["completion_tokens"]
     assert chunks[-1]["choices"] == []
-    assert counts[-2] == counts[-1], "nothing comes behind the last text"
+    assert counts[-2] == counts[-1], "nothing comes after the last text"
     assert counts[-1]["prompt_tokens_details"]["cached_tokens"] > 0
     assert counts[0]["completion_tokens"] < counts[-1]["completion_tokens"]
     plain = await client.events(path, body | {"stream_options": {"include_usage": True}})
@@ -275,7 +275,7 @@ async def test_a_stop_string(client: Client, stream: bool) -> None:
 
 
 async def test_many_at_once(client: Client) -> None:
-    """More requests than sequences fit a step; the answers are those that each gets alone."""
+    """More requests than a step has room for; each answer is the one that it gets alone."""
     bodies = [
         GREEDY | {"prompt": f"{PROMPT} number {number}", "max_tokens": 3 + number % 5}
         for number in range(24)
@@ -534,7 +534,7 @@ async def test_the_best_line_of_a_beam_search_is_streamed_as_it_changes(
     body |= {"prompt": [PROMPT, "The key"]} if path == COMPLETIONS else {"messages": HELLO}
     body |= {"stream_options": {"include_usage": True}, "stream": True}
     chunks = await client.events(path, body)
-    told: dict[int, list[dict[str, Any]]] = {}
+    leaders: dict[int, list[dict[str, Any]]] = {}
     texts: dict[int, str] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -543,17 +543,17 @@ async def test_the_best_line_of_a_beam_search_is_streamed_as_it_changes(
             if "best_so_far" in choice:
                 assert not piece and choice["finish_reason"] is None
                 assert index not in texts or not texts[index], "before the results"
-                told.setdefault(index, []).append(choice["best_so_far"])
+                leaders.setdefault(index, []).append(choice["best_so_far"])
             else:
                 texts[index] = texts.get(index, "") + piece
     prompts = 2 if path == COMPLETIONS else 1
-    assert sorted(told) == [2 * number for number in range(prompts)], "under the first result"
+    assert sorted(leaders) == [2 * number for number in range(prompts)], "under the first result"
     del body["stream"], body["stream_options"]
     answer = await client.ok(path, body)
     whole = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
     assert [texts[index] for index in sorted(texts)] == whole
     assert chunks[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
-    for lines in told.values():
+    for lines in leaders.values():
         assert all(line["tokens"] > 0 and line["score"] < 0 for line in lines)
         assert all("e" not in line["text"] and "4" not in line["text"] for line in lines)
 

@@ -1,4 +1,4 @@
-"""Tokens to text piece by piece: the pieces add up, and none has a broken character in it."""
+"""Tokens to text piece by piece: the pieces add up, and none has a broken character."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPL
 
 
 def cut(data: bytes, borders: list[int]) -> list[bytes]:
-    """`data` in pieces that begin at the borders, wherever inside a character they fall."""
+    """`data` in pieces that begin at the borders, which may be inside a character."""
     marks = sorted({0, len(data), *(border % (len(data) + 1) for border in borders)})
     return [data[start:end] for start, end in itertools.pairwise(marks)]
 
 
 def pieces_of(decode: Decode, ids: list[int]) -> list[str]:
-    """What comes out token by token, the flushed rest last."""
+    """The pieces of text, one per token, and the flushed rest."""
     decoder = IncrementalDecoder(decode)
     pieces = [decoder.push((token,)) for token in ids]
     return [*pieces, decoder.flush()]
@@ -91,7 +91,7 @@ PARTS = st.lists(st.one_of(st.sampled_from(["▁", "▁the", "▁key", "s", "a"]
 
 @given(parts=PARTS)
 def test_a_byte_fallback_tokenizer(fallback_tokenizer: FastTokenizer, parts: list[str]) -> None:
-    """The decoder drops the first space and turns a byte run with a bad byte in it to U+FFFD."""
+    """The decoder drops the first space, and turns a run of bytes with a bad one into U+FFFD."""
     ids: list[int] = []
     for part in parts:
         known = fallback_tokenizer.token_to_id(part)
@@ -105,7 +105,7 @@ def test_a_byte_fallback_tokenizer(fallback_tokenizer: FastTokenizer, parts: lis
 def test_text_behind_other_text_keeps_its_space(
     fallback_tokenizer: FastTokenizer, words: list[str], cut: int
 ) -> None:
-    """Where the decoder would drop it: both together read as if they were one."""
+    """Where the decoder would drop it, prompt and continuation read as one text."""
     ids = [fallback_tokenizer.token_to_id(word) for word in words]
     before, behind = ids[:cut], ids[cut:]
     decoder = IncrementalDecoder(fallback_tokenizer.decode, before)
@@ -124,7 +124,7 @@ def test_where_a_text_goes_on_from() -> None:
     before = tokenizer.text_before(prompt)
     assert before == prompt[-len(before) :] and 1 < len(before) < len(prompt)
     assert IncrementalDecoder(tokenizer.decode, before).push(behind).startswith(" NK")
-    # An answer begins anew behind the mark of its speaker, but where it is held to a form.
+    # An answer after the mark of its speaker is a new text, unless it must have a form.
     chat = tokenizer.encode_chat([{"role": "user", "content": "Which?"}])
     assert tokenizer.text_before(chat) == tokenizer.text_before([]) == []
     exact = tokenizer.text_before(chat, exact=True)
@@ -143,7 +143,7 @@ def test_text_comes_as_soon_as_it_is_certain(tokenizer: Tokenizer) -> None:
 
 
 def test_the_whole_part_of_a_piece_does_not_wait() -> None:
-    """A token that completes one character and begins the next gives the first one out."""
+    """A token that completes one character and begins the next yields the first one."""
     tokens = ["é".encode()[:1], "é".encode()[1:] + "ü".encode()[:1], "ü".encode()[1:]]
     pieces = pieces_of(
         lambda ids: b"".join(tokens[i] for i in ids).decode(errors="replace"), [0, 1, 2]

@@ -16,7 +16,7 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 
 
 class ScriptedEngine:
-    """An engine that generates given tokens, some a step, and remembers who was aborted."""
+    """An engine that generates given tokens, step by step, and records what was aborted."""
 
     def __init__(self, steps: Iterable[tuple[int, ...]], finish: tuple[str, Any]) -> None:
         self.steps = list(steps)
@@ -106,7 +106,7 @@ def test_a_stop_string_ends_the_request_before_the_next_step(
 
 
 def test_a_stop_string_in_the_middle_of_many_new_tokens(tokenizer: Tokenizer) -> None:
-    """Tokens behind the one that completed it are no part of the result."""
+    """Tokens after the one that completed it are not part of the result."""
     ids = tuple(tokenizer.encode("the mat is at the door"))
     _, deltas = run(tokenizer, [ids], stop="mat")
     output = deltas[-1].output
@@ -179,7 +179,7 @@ def test_a_failed_step_tells_why(tokenizer: Tokenizer) -> None:
     "text", ["", "a", "The key 東京 🙂\n <|end|>x", " two  spaces ", "e\u0302"]
 )
 def test_tokens_are_those_of_transformers(tokenizer: Tokenizer, text: str) -> None:
-    """The short way to the encoder gives what the long one gives."""
+    """Encoding without transformers gives the same as with it."""
     assert tokenizer._encoder is not None
     for special, encode in ((True, tokenizer.encode), (False, tokenizer.encode_more)):
         wanted = tokenizer.wrapped(text, add_special_tokens=special)["input_ids"]

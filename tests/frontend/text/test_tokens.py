@@ -1,4 +1,4 @@
-"""Single tokens as text and bytes, for both ways in which vocabularies spell bytes."""
+"""Single tokens as text and bytes, for both ways in which vocabularies write bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in texts: found wherever the pieces end, and nothing else taken for one."""
+"""Calls in texts: found wherever the pieces end, and never where there is none."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_one_call_where_only_one_is_wanted(kind: type[ToolReader], text: str) ->
     [(HermesReader(parallel=True), hermes(TWO[0])), (LlamaReader(parallel=True), llama(TWO[0]))],
 )
 def test_arguments_come_as_they_are_written(reader: ToolReader, text: str) -> None:
-    """No more than the closing brace is waited for."""
+    """Arguments are handed on without waiting for more than the closing brace."""
     sent = 0
     for place, character in enumerate(text):
         for piece in reader.push(character):

@@ -1,4 +1,4 @@
-"""Tools over HTTP. What the model says is dictated to it, or held to the tools' schemas."""
+"""Tools over HTTP. The model's text is dictated, or must fit the tools' schemas."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_forced_calls_of_a_beam_search_fit_the_schema(http: httpx.Client, stream
 def test_forced_calls_fit_the_schema(
     http: httpx.Client, choice: Any, names: set[str], streamed: bool
 ) -> None:
-    """The random model would say anything; held to the grammar it makes calls that are valid."""
+    """The random model could write anything; with the grammar it writes valid calls."""
     tools = [WEATHER]
     for seed in range(3):
         more = {"tool_choice": choice, "tools": tools, "seed": seed, "parallel_tool_calls": False}
@@ -181,7 +181,7 @@ def test_forced_calls_fit_the_schema(
 
 
 def test_the_model_is_told_of_tools_and_results(http: httpx.Client) -> None:
-    """More prompt tokens with tools; and a whole exchange goes through the template."""
+    """Tools add prompt tokens, and the template takes a whole exchange."""
     first = chat(http, max_tokens=1)["usage"]["prompt_tokens"]
     assert first > chat(http, max_tokens=1, tool_choice="none")["usage"]["prompt_tokens"] + 100
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
@@ -244,7 +244,7 @@ def asked_tools(choice: Any, strict: bool, parallel: bool = True) -> Tools:
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_only_allowed_tools_may_be_called(mode: str) -> None:
-    """All are told of, so that the prompt stays the same; the grammar knows those allowed."""
+    """The prompt has all tools, so that it stays the same; the grammar has those allowed."""
     only_clock = {"type": "function", "function": {"name": CLOCK["function"]["name"]}}
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [only_clock]}}
     tools = asked_tools(choice, strict=False)
@@ -272,7 +272,7 @@ BETWEEN = {"hermes": "\n", "llama": "; "}
 def test_grammars_of_both_formats(
     name: str, forced: bool, tool_checkpoint: Any, tool_server: LiveServer
 ) -> None:
-    """What they let through and what not, asked of the compiled grammar itself."""
+    """What they accept and what not, as the compiled grammar decides it."""
     from coppice.runtime.sampling.grammars import Grammars
 
     format = FORMATS[name]
@@ -355,7 +355,7 @@ def test_text_in_the_format_of_llama(llama: tuple[httpx.Client, LiveServer], tex
 
 
 def test_forced_calls_in_the_format_of_llama(llama: tuple[httpx.Client, LiveServer]) -> None:
-    """They fit the schema; and the exchange goes back through the template."""
+    """They fit the schema, and the template takes the exchange."""
     http, _ = llama
     more = {"tool_choice": "required", "tools": [WEATHER], "parallel_tool_calls": False}
     for seed in range(2):
