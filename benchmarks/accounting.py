@@ -31,7 +31,7 @@ from common.tree_workloads import Work, requests_of, workload_f
 from coppice.radix import PagePool, RadixTree
 from coppice.radix.accounting.ledger import Accounting
 from coppice.radix.accounting.miss_ratio import FACTORS
-from coppice.radix.accounting.reuses import Uses
+from coppice.radix.accounting.reuses import Reuses
 from coppice.radix.accounting.seen.hashes import PrefixHasher, keys
 from tree import Accounts, serve
 
@@ -75,7 +75,7 @@ def measure(requests: Iterator[Work], pool_tokens: int) -> dict[str, Any]:
     }
 
 
-def _timed(uses: Uses) -> list[float]:
+def _timed(uses: Reuses) -> list[float]:
     """A list of one number: the seconds that recording uses and reading the curve take from now."""
     spent = [0.0]
 
@@ -88,7 +88,7 @@ def _timed(uses: Uses) -> list[float]:
 
         return timed
 
-    uses.tell = wrap(uses.tell)  # type: ignore[method-assign]
+    uses.record = wrap(uses.record)  # type: ignore[method-assign]
     uses.points = wrap(uses.points)  # type: ignore[method-assign]
     return spent
 

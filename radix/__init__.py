@@ -3,17 +3,18 @@
 Page ids and tokens only: no tensors, so that the tree can be used, simulated and fuzzed alone.
 Where to look:
 
-    the tree               tree, node, tokens, namespace; edges, eviction and drafts do its work;
-                           check recounts it
-    pages                  pool, pins, page_hashes, events
-    who is evicted first   policies, order; hit_density with history for "density"
-    why tokens missed      accounting, accounts, windows, causes, curve, near_misses; settling does
-                           the work, in batches, with hashes, anchors, memory, fingerprints, stamps
-    what saved the most    prefixes, timeline
-    what is compiled       compiled
+    tree, state       the tree and what it consists of; node, tokens and namespace are its nouns
+    edges, leaves,    do the tree's work: edges grow and split, leaves are evicted, drafts dropped
+    drafts
+    pins, recount     prefixes that stay cached; all counts compared with a full recount
+    pages/            the pool of reference-counted pages
+    eviction/         which leaf is evicted first
+    mirror/           events and page hashes, for other processes
+    accounting/       why tokens missed, what other sizes would hit, which prefixes saved the most
+    compiled          which modules are compiled
 """
 
-# `compiled` is the first, since it decides in which form the others come.
+# `compiled` comes first, since it decides in which form the others are imported.
 from coppice.radix import compiled as compiled
 from coppice.radix.accounting.accounts import CacheAccounts, Divergence, RequestAccount
 from coppice.radix.accounting.ledger import Accounting

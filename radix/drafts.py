@@ -1,9 +1,9 @@
-"""Drafts: what sequences that may come to nothing have entered in the tree, kept or let go.
+"""Drafts: what sequences that may come to nothing have entered in the tree, kept or dropped.
 
 A beam enters what it has computed when it forks, so that the two share it. Most beams die, and what
 they alone have entered is of no use to anybody: it leaves the tree with the last lock on it. What
 is left is the page inside which a beam A was forked, of which its child B has a copy to write on.
-Once nobody but B goes on from there, the copy does for both:
+Once only B continues from there, the copy serves both nodes:
 
     page        tokens                 before           A is dead
     p           x x x x a a . .        node of A        free
@@ -44,7 +44,7 @@ def drop(tree: TreeState, node: Node) -> None:
 def share_copies(tree: TreeState, node: Node | None) -> None:
     """Lets nodes that end inside a page use their only child's copy of it, from `node` upwards.
 
-    Nodes in whose end a sequence goes on keep theirs. O(nodes in that page).
+    Nodes in whose last page a sequence still writes keep theirs. O(nodes in that page).
     """
     size = tree.page_size
     while node is not None and node.parent is not None and node.end % size:
@@ -54,7 +54,7 @@ def share_copies(tree: TreeState, node: Node | None) -> None:
         page, before = child.pages[0], node.pages[-1]
         border = node.end - node.end % size
         if page != before:
-            if _goes_on(child, before, border + size):
+            if _continues_in(child, before, border + size):
                 return
             begins_here = node.start >= border
             owned = not (begins_here and node.parent.shares(before, border))
@@ -73,15 +73,16 @@ def share_copies(tree: TreeState, node: Node | None) -> None:
         node = node.parent
 
 
-def _goes_on(child: Node, page: int, end: int) -> bool:
-    """Whether a node below `child`, with its own copy, goes on in `page`, whose positions `end`.
+def _continues_in(child: Node, page: int, end: int) -> bool:
+    """Whether a node below `child`, which has a copy of its own, continues in `page`.
 
-    Its writer had the tail of what is above `child` (see `Node.shares`). O(nodes in the page).
+    The positions of the page end at `end`. The node's writer had the tail of what is above `child`
+    (see `Node.shares`). O(nodes in the page).
     """
     stack = [child]
     while stack:
         node = stack.pop()
-        if node.end < end:  # else its children begin behind the page
+        if node.end < end:  # else its children begin after the page
             for below in node.children.values():
                 if below.pages[0] == page:
                     return True

@@ -146,7 +146,7 @@ def _extend(
     Returns the node they end in.
 
     The references that the sequence has on full pages pass to the node; the partly filled last
-    page gets one more, since the sequence goes on writing there, unless it ends.
+    page gets one more, since the sequence continues to write there, unless it `ends`.
     """
     size = tree.page_size
     new_tokens = len(edge) // TOKEN_BYTES

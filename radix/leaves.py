@@ -10,7 +10,7 @@ from coppice.radix.tokens import TOKEN_BYTES
 
 
 def offer(tree: TreeState, node: Node) -> None:
-    """Enters an unlocked leaf into the order of eviction (an empty root goes at once)."""
+    """Enters an unlocked leaf into the order of eviction; removes a root that is empty."""
     if node.parent is None:
         assert isinstance(node, Root)
         del tree.roots[node.namespace]
@@ -20,17 +20,17 @@ def offer(tree: TreeState, node: Node) -> None:
 
 
 def available(tree: TreeState, match: Match) -> int:
-    """What `RadixTree.available_pages` tells."""
+    """What `RadixTree.available_pages` returns."""
     if match.epoch != tree.epoch:
         raise ValueError("match: the tree has changed since this match was made; match again")
     pages = tree.pool.free_pages + tree.evictable_pages
     node = match.node and match.node.ending(match.length)
-    behind = 0  # pages of the edge that lie wholly behind the hit
+    after = 0  # pages of the edge that lie wholly after the hit
     if node is not None:
-        behind = -(-node.end // tree.page_size) - -(-match.length // tree.page_size)
+        after = -(-node.end // tree.page_size) - -(-match.length // tree.page_size)
     while node is not None and not node.locks:
-        pages -= node.own_pages - behind
-        node, behind = node.parent, 0
+        pages -= node.own_pages - after
+        node, after = node.parent, 0
     return pages
 
 
@@ -44,7 +44,7 @@ def reclaim(tree: TreeState, count: int) -> array[int]:
         gone = array("i")
         while (wanted := missing - len(gone)) > 0 and (leaf := order.pop()) is not None:
             if (tail := order.tail(leaf)) < leaf.length:
-                # The page in which the tail begins goes as well, so that no crumb of it stays.
+                # The page in which the tail begins is evicted, too: a part of it is of no use.
                 begin = (leaf.end - tail) // tree.page_size - leaf.start // tree.page_size
                 wanted = min(wanted, len(leaf.pages) - begin)
             tree.last_evicted = leaf.stamp
@@ -55,14 +55,14 @@ def reclaim(tree: TreeState, count: int) -> array[int]:
                 gone = part
         if not gone:
             break
-        # Those that running sequences write to as well are not to be had: then more leaves go.
+        # Pages that running sequences write to as well are not freed: then more leaves are cut.
         pages = pages + pool.take_over(gone) if pages else pool.take_over(gone)
     tree.evicted_tokens += before - tree.cached_tokens
     return pages
 
 
 def empty(tree: TreeState) -> None:
-    """Takes everything out on purpose. Raises RuntimeError while any lock is held."""
+    """What `RadixTree.reset` does. Nothing was short of pages, so nothing counts as evicted."""
     if any(root.locks for root in tree.roots.values()):
         raise RuntimeError("reset: refused, since running sequences hold locks in the tree")
     listeners, tree.listeners = tree.listeners, []

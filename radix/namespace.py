@@ -25,9 +25,10 @@ class Namespace(NamedTuple):
 def encode_namespace(namespace: Hashable) -> bytes:
     """Bytes that stand for the namespace in hashes, equal in every process; None gives b"".
 
-    Each field goes in with its length, None apart from the empty string, so different namespaces
-    have different bytes. Raises ValueError for keys other than `Namespace` and None, and for fields
-    that are no text: the tree takes them, but nothing says how they read in another process.
+    Each field is encoded with its length, and None apart from the empty string, so different
+    namespaces have different bytes. Raises ValueError for keys other than `Namespace` and None, and
+    for fields that are no text: the tree takes them, but they have no encoding that other processes
+    share.
     """
     if namespace is None:
         return b""

@@ -54,8 +54,7 @@ class Pins:
     A pin is a promise about tokens: what of them is cached already is locked at once, the rest as
     soon as a request has computed it. Call `refresh` after every step, and before asking how things
     stand: it ends pins whose time has passed, and takes hold of what was computed since. A sequence
-    uses a prefix from its hit until it leaves. `clock` gives the seconds in which deadlines are
-    told.
+    uses a prefix from its hit until it leaves. `clock` gives the seconds of deadlines.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ def check(tree: RadixTree, sequences: Iterable[tuple[Hold, array[int]]] = ()) ->
     of tree and pool).
     """
     pool, size = tree.pool, tree.page_size
-    pool._check()
+    pool.check()
     references: Counter[int] = Counter()
     locks: Counter[int] = Counter()
     for hold, table in sequences:

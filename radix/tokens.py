@@ -13,7 +13,7 @@ TOKEN_BYTES = 4
 Tokens = bytes | bytearray | array | np.ndarray | Iterable[int]
 
 # Below this many bytes two blocks are compared as one big integer each: its lowest differing bit
-# tells where they part, without a Python loop over tokens.
+# is where they part, without a Python loop over tokens.
 _XOR_BYTES = 256
 
 

@@ -24,7 +24,7 @@ class RadixTree(TreeState):
 
         match = tree.match(tokens)           # changes nothing
         hold, table = tree.start(match)      # locks the path, and gives the pages of the hit
-        tree.claim_tail(hold)                # may it write behind the hit, or copy the page?
+        tree.claim_tail(hold)                # may it write after the hit, or copy the page?
         table += tree.allocate(n)            # evicts if need be
         ... KV of more tokens is written to the sequence's own pages ...
         tree.insert(hold, tokens, table)     # as often as wanted
@@ -39,8 +39,8 @@ class RadixTree(TreeState):
 
     A sequence that may come to nothing, such as a beam, inserts *drafts*. When the last of those
     that share them gives its lock back with `drop`, they leave the tree, and their pages are free
-    at once, unless `want` has named one. What anybody else hits, pins or inserts is a
-    draft no more.
+    at once, unless `want` was called for one. What anybody else hits, pins or inserts is a draft no
+    more.
 
     Costs: match O(tokens / memcmp speed + nodes on the path), lock and unlock O(nodes on the
     path), insert O(new tokens, and the edge of a leaf that grows), evict O(log nodes) for each leaf
@@ -83,7 +83,7 @@ class RadixTree(TreeState):
     def lock(self, match: Match, *, use: bool = True, draft: bool = False) -> Hold:
         """Locks the path of a match for a sequence, and marks it as just used.
 
-        A match that ends inside an edge splits it there: what lies behind the hit is not locked,
+        A match that ends inside an edge splits it there: what follows the hit is not locked,
         and the hit is counted where it ends. With `use=False` the lock counts neither as a hit nor
         as a use (a pin's). What is a draft stays one only with `draft`. Raises ValueError if the
         tree has changed since the match was made.
@@ -221,16 +221,16 @@ class RadixTree(TreeState):
         return table
 
     def available_pages(self, match: Match) -> int:
-        """Pages that `allocate` could give while this match is locked. O(nodes on the path)."""
+        """Pages that `allocate` could give if this match were locked. O(nodes on the path)."""
         return leaves.available(self, match)
 
     def claim_tail(self, hold: Hold) -> bool:
-        """Whether the sequence may write behind its hit, in the hit's partly filled last page.
+        """Whether the sequence may write after its hit, in the hit's partly filled last page.
 
         True takes a reference on that page for the sequence: it is the tail's sole writer from now
-        on, and whoever hits the same tokens later has to copy. False: the page has more tokens, or
-        another writer; copy it (its first `hold.length % page_size` slots are shared) to a page of
-        the sequence's own. Only for holds that end inside a page (ValueError otherwise).
+        on, and others that hit the same tokens later have to copy. False: the page has more tokens,
+        or another writer; copy it (its first `hold.length % page_size` slots are shared) to a page
+        of the sequence's own. Only for holds that end inside a page (ValueError otherwise).
         """
         if not hold.length % self.page_size:
             raise ValueError(
@@ -328,7 +328,7 @@ class RadixTree(TreeState):
             node.wanted -= 1
 
     def drop(self, match: Match) -> None:
-        """Lets drafts that end with a match go if nobody needs them. O(their pages).
+        """Drops drafts that end with a match if nobody needs them. O(their pages).
 
         For a sequence that has given its lock back without `drop`, since it was to come again.
         """

@@ -26,7 +26,7 @@ class Divergence(NamedTuple):
 
     @classmethod
     def at(cls, tokens: bytes, position: int, theirs: bytes) -> Divergence:
-        """The divergence of the prompt `tokens` from what goes on with `theirs`. O(1)."""
+        """The divergence of the prompt `tokens` from what continues with `theirs`. O(1)."""
         middle, shown = position * TOKEN_BYTES, SHOWN_TOKENS * TOKEN_BYTES
         return cls(
             position,
@@ -37,7 +37,7 @@ class Divergence(NamedTuple):
 
 
 class RequestAccount:
-    """What became of a prompt's tokens. Asking for a cause settles what is still pending."""
+    """What became of a prompt's tokens. To read a cause settles all requests that are pending."""
 
     __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
                  "hit_limit", "time", "finished", "tokens", "node", "place", "chain",
@@ -64,12 +64,12 @@ class RequestAccount:
         self.hit_tokens = hit_tokens
         self.in_flight_tokens = in_flight_tokens
         self.hit_limit = hit_limit
-        # What the tree has behind the hit. Later it may have what came after this request.
+        # What the tree has after the hit, read now: later requests add to it.
         here = hit_tokens * TOKEN_BYTES
         self.theirs = theirs if node is None else _beside(node, tokens[here : here + TOKEN_BYTES])
         self.time = time  # of the admission
         self.finished = False
-        # Until it is settled, the prompt; then its last tokens, behind its last whole block.
+        # Until it is settled, the prompt; then its last tokens, after its last whole block.
         self.tokens = tokens
         self.node = node  # until it is settled, where the hit ends
         self.place = place  # its serial number; -1 when settled
@@ -107,8 +107,8 @@ class RequestAccount:
 
     @property
     def divergence(self) -> Divergence | None:
-        """Where the hit ended, if the tree goes on there with something else."""
-        # A hit of all but the last token may go on with that token in the tree.
+        """Where the hit ended, if the tree continues there with something else."""
+        # A hit of all but the last token may continue with that token in the tree.
         if self.hit_tokens >= self.prompt_tokens - 1:
             return None
         tokens, begin = self.tokens, self.hit_tokens
@@ -141,7 +141,7 @@ class RequestAccount:
 
     @property
     def evicted_at(self) -> float | None:
-        """When its evicted tokens went; None if none were, or the accounting was not told."""
+        """When its evicted tokens were evicted; None if none were, or if that was not recorded."""
         self._count("evicted")
         return self._evicted[1] if self._evicted is not None else None
 

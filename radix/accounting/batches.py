@@ -26,7 +26,7 @@ from coppice.radix.tokens import TOKEN_BYTES
 
 
 class Growth:
-    """Tokens that a request has added behind its prompt."""
+    """Tokens that a request has added after its prompt."""
 
     __slots__ = ("account", "added", "time")
 
@@ -59,8 +59,8 @@ class Batch:
     salts: Hashes
     borders: Borders
     border_keys: Hashes
-    chains: list[int]  # of each item, behind its last whole block
-    tails: list[bytes]  # the tokens of each behind that
+    chains: list[int]  # of each item, after its last whole block
+    tails: list[bytes]  # the tokens of each after that
     anchors: Anchors
     anchor_keys: Hashes
 

@@ -18,7 +18,7 @@ class Prompts:
     tokens: Ints
     hit: Ints
     in_flight: Ints
-    hit_limit: Ints  # behind it all would have been computed again for prompt logprobs
+    hit_limit: Ints  # from here on all is computed in any case, for prompt logprobs
     content_from: Ints  # position where its anchors' starts are counted from
 
 
@@ -35,7 +35,7 @@ class Causes:
     cold: Ints
     ideal_tokens: Ints  # what an unlimited cache would have hit
     last_seen: Hashes  # when the longest known prefix was seen; 0 if none was
-    shared: NDArray[np.bool_]  # for each anchor, whether tokens behind it count as diverged
+    shared: NDArray[np.bool_]  # for each anchor, whether tokens after it count as diverged
 
 
 def split(
@@ -49,9 +49,9 @@ def split(
 ) -> Causes:
     """The causes of `prompts.tokens - prompts.hit` tokens each; their sum is exact.
 
-    `seen` and `elsewhere` tell for each border when the prefix that ends there was seen before in
+    `seen` and `elsewhere` have for each border when the prefix that ends there was seen before, in
     the prompt's own and in other namespaces; 0 is never. A seen prefix vouches for all shorter
-    ones. `seen_anchors` tells of which anchors the content was seen; between two of them all was.
+    ones. `seen_anchors` marks the anchors whose content was seen; between two of them all was.
     O(borders + anchors).
     """
     total, hit = prompts.tokens, prompts.hit
@@ -59,24 +59,24 @@ def split(
     found = (row >= 0) & (total > 0)
     known = np.where(found, borders.end[row], 0)
     last_seen = np.where(found, seen[row], np.uint64(0))
-    # What lies behind the last known border was not seen up to the next one. If the content at that
-    # border was, the prefix that was seen goes on to where content was seen no more.
+    # What follows the last known border was not seen up to the next one. If the content at that
+    # border was, the prefix that was seen continues to where content was seen no more.
     piece, begin = anchors.piece, anchors.start + prompts.content_from[anchors.piece]
     joined = seen_anchors.copy()  # to the next one, which was seen as well
     joined[:-1] &= seen_anchors[1:] & (piece[1:] == piece[:-1])
     joined[-1:] = False
     end = begin + np.where(joined, anchors.length, WINDOW)
-    behind = known[piece]
-    goes_on = seen_anchors & (begin <= behind) & (behind < end)
-    goes_on &= ((known > hit) | (hit == 0))[piece]
+    border = known[piece]
+    continued = seen_anchors & (begin <= border) & (border < end)
+    continued &= ((known > hit) | (hit == 0))[piece]
     extended = known.copy()
-    rows = np.flatnonzero(goes_on)
+    rows = np.flatnonzero(continued)
     if len(rows):
         lasts = np.flatnonzero(~joined)
         run_end = end[lasts[np.searchsorted(lasts, rows)]]
-        behind = behind[rows]
-        space = np.where(behind < FINE_BLOCKS * block_tokens, 1, COARSE) * block_tokens
-        extended[piece[rows]] = np.minimum(run_end, behind + space - 1)
+        border = border[rows]
+        space = np.where(border < FINE_BLOCKS * block_tokens, 1, COARSE) * block_tokens
+        extended[piece[rows]] = np.minimum(run_end, border + space - 1)
         extended = np.minimum(extended, total)
     paid = np.minimum(hit + prompts.in_flight, total)
     last = np.where(total - paid == 1, 1, 0)

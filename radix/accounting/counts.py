@@ -32,7 +32,7 @@ class Counts:
     prompt_logprobs: int = 0  # computed before, and again for the logprobs that were asked for
     evicted: int = 0  # computed before under the same prefix, and gone
     namespace: int = 0  # the same prefix is known under another namespace only
-    diverged: int = 0  # known content, but behind another prefix
+    diverged: int = 0  # known content, but after another prefix
     cold: int = 0  # never seen
     ideal_tokens: int = 0  # hit tokens of an unlimited cache
     evicted_idle: int = 0  # evicted tokens times the seconds since each was last used
@@ -96,7 +96,7 @@ class _Rolling:
         self.reserve(slots)
 
     def reserve(self, slots: int) -> None:
-        """Makes place for so many slots, more than there are."""
+        """Grows to `slots` slots, more than there are."""
         more = slots - len(self._sums)
         self._sums = np.append(self._sums, np.zeros((more, *self._sums.shape[1:]), np.int64), 0)
         self._numbers = np.append(self._numbers, np.full((more, self.BUCKETS), -1, np.int64), 0)
@@ -116,7 +116,7 @@ class _Rolling:
         self._sums[slots, at] += sums
 
     def sums(self, second: int) -> Ints:
-        """Of all slots, as of `second`. Shape (slots, columns)."""
+        """The sums of all slots as of `second`. Shape (slots, columns)."""
         now = second // self.bucket_seconds
         live = (self._numbers > now - self.BUCKETS) & (self._numbers <= now)
         return (self._sums * live[:, :, None]).sum(axis=1)

@@ -1,8 +1,8 @@
-"""Tells why tokens missed: each request's computed tokens by cause, and the sums of them all.
+"""The ledger of why tokens missed: each request's computed tokens by cause, and the sums.
 
-The accounting stands beside the tree. Whoever admits a request tells it the prompt and the hit;
-whoever ends one tells it the tokens that were added. It remembers, in fixed memory, hashes of what
-was ever seen: of prefixes at the borders of blocks, and of content wherever it is.
+The caller reports each admission with the prompt and its hit, and each end with the tokens that
+were added. The accounting remembers, in fixed memory, hashes of all that was seen: of prefixes at
+the borders of blocks, and of content at any offset.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from coppice.radix.accounting.settle import Settler
 from coppice.radix.node import Node
 from coppice.radix.tokens import TOKEN_BYTES
 
-# So many requests, or about so many of their tokens, are processed together: in a few milliseconds.
+# Requests, or about as many of their tokens, that are processed together: in a few milliseconds.
 _BATCH_REQUESTS = 256
 _BATCH_TOKENS = 1 << 19
 _LEAST_BATCH_TOKENS = 1 << 16
-# When so many batches wait, by tokens or requests, whoever adds to them processes one.
+# When this many batches wait, by tokens or requests, the call that adds to them processes one.
 _MOST_BATCHES = 4
 MOST_WAITING = _MOST_BATCHES * _BATCH_REQUESTS
 _NEAR_MISSES = 10
@@ -36,23 +36,22 @@ class Accounting:
     The causes of a prompt's computed tokens, from the end of the hit on; each token has one:
 
     - `last_token`: the only token left. It is computed for its logits (rule 9).
-    - `in_flight`: as many as the caller says that another request was computing.
+    - `in_flight`: as many as another request was computing, by the caller's report.
     - `evicted`: up to the longest prefix of the prompt that was seen in its namespace.
     - `prompt_logprobs`: those of them that no hit can save, since their logprobs were asked for.
     - `namespace`: up to the longest prefix that was seen in any other.
-    - `diverged`: content that was seen in the namespace, behind another prefix.
+    - `diverged`: content that was seen in the namespace, after another prefix.
     - `cold`: all else.
 
-    Prefixes are known at the first 32 multiples of `block_tokens`, at one of 8 behind these, and at
-    the ends of prompts and sequences. Where a seen prefix ends between, the tokens behind the last
+    Prefixes are known at the first 32 multiples of `block_tokens`, at one of 8 after these, and at
+    the ends of prompts and sequences. Where a seen prefix ends between, the tokens after the last
     border count as evicted as far as their content was seen; else as cold. Content is known by its
     anchors, one of about 25 tokens, so that some 25 tokens next to each difference count as cold,
     and known text of less than about 100 may not be found. The memory holds 16 times the pool's
     tokens, with 2.3 bytes a token of a large pool; what was seen before counts as never seen.
 
-    What is told is logged, and processed in order, many requests together: by `settle_batch`, for
-    which the caller chooses moments when nobody waits, when the log is full, or when anything is
-    asked.
+    Reports are logged, and processed in order, many requests together: by `settle_batch`, for which
+    the caller chooses moments when nobody waits, when the log is full, or when a result is read.
     """
 
     def __init__(self, pool_tokens: int, *, now: float) -> None:
@@ -77,7 +76,7 @@ class Accounting:
         """Bytes of the memory of what was seen."""
         return self._settler.nbytes
 
-    # -- telling -----------------------------------------------------------------------------
+    # -- recording ---------------------------------------------------------------------------
 
     def request(
         self,
@@ -98,13 +97,13 @@ class Accounting:
             tokens: its prompt as int32 bytes; with `kind` "preempted" all its tokens.
             namespace: the one it was matched in.
             hit_tokens: tokens whose KV is reused; less than all, but with `kind` "same".
-            in_flight_tokens: tokens behind the hit that another request was computing.
+            in_flight_tokens: tokens after the hit that another request was computing.
             hit_limit: where the tokens begin that are computed in any case, for logprobs of the
                 prompt; None if none were asked for.
             kind: "cross" for a request's first admission; "same" for a further sequence of it,
                 "preempted" for one that was admitted before. Only the first counts in rates.
-            theirs: some tokens that the tree has behind the hit's end (int32 bytes), to show where
-                the prompt went another way; not needed with `node`.
+            theirs: some tokens that the tree has after the hit's end (int32 bytes), to show where
+                the prompt diverged; not needed with `node`.
             node: the one that ends with the hit, if the caller has locked it. Then what hit is not
                 hashed again: its hashes are kept there.
             now: seconds.
@@ -133,7 +132,7 @@ class Accounting:
         return account
 
     def finish(self, account: RequestAccount, added: bytes, *, now: float) -> None:
-        """The request has ended, and the tree holds these tokens (int32 bytes) behind its prompt.
+        """The request has ended, and the tree holds these tokens (int32 bytes) after its prompt.
 
         Raises ValueError if it was finished before. O(1), and the processing later.
         """
@@ -151,9 +150,10 @@ class Accounting:
     ) -> None:
         """The request has ended with only the first `computed` tokens of its prompt in the tree.
 
-        What it alone would have computed behind counts as never seen again, but its causes stay as
-        they were told. `tokens` is the prompt as int32 bytes, as at its admission. Raises
-        ValueError if it was finished before, or if a size does not fit. O(1), and O(tokens) later.
+        What it alone would have computed after these counts as never seen again, but its causes
+        stay as they were settled. `tokens` is the prompt as int32 bytes, as at its admission.
+        Raises ValueError if it was finished before, or if a size does not fit. O(1), and O(tokens)
+        later.
         """
         if len(tokens) != account.prompt_tokens * TOKEN_BYTES:
             raise ValueError(
@@ -172,8 +172,8 @@ class Accounting:
     def evicted(self, last_used: float, *, now: float) -> None:
         """Tokens that were last used at `last_used` have been evicted.
 
-        From this an account tells when its evicted tokens went: when something as recently used
-        did, which is exact if eviction follows the last use, and an estimate if it does not. O(1).
+        From this an account knows when its evicted tokens were evicted: when something as recently
+        used was, which is exact if eviction follows the last use, else an estimate. O(1).
         """
         self._pass(now)
         self._settler.gone.record(last_used, now)
@@ -195,11 +195,11 @@ class Accounting:
         waiting = self._waiting
         waiting.append((item, tokens))
         self._waiting_tokens += tokens
-        # Memory is bounded: if nobody settles, whoever adds to a full log processes a batch of it.
+        # Memory is bounded: if nobody settles, the call that adds to a full log processes a batch.
         if self._waiting_tokens >= self._most_tokens or len(waiting) >= MOST_WAITING:
             self._settle_batch()
 
-    # -- asking ------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------
 
     def snapshot(self, *, now: float) -> CacheAccounts:
         """The accounts as of `now`. Settles what is pending; O(namespaces) besides."""
@@ -226,7 +226,7 @@ class Accounting:
     # -- processing --------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Processes all that was told. O(tokens of it)."""
+        """Processes all that was reported. O(tokens of it)."""
         while self._waiting:
             self._settle_batch()
 

@@ -33,12 +33,11 @@ class CurvePoint:
 class MissRatioCurve:
     """Counts the tokens that a pool of each of the sizes in `FACTORS` would have hit.
 
-    Times are stamps (`StampClock`). For each span of them the curve knows how many tokens were used
-    last in it: those that are used again move to the newest span. The sum of the newer spans tells
-    how many tokens were used within an age, which is about the same for all the requests that are
-    told of together. To hit a token, a pool must hold these and the prompt up to it, since LRU
-    gives up the end of a prompt first. When there are too many spans, the older ones are joined two
-    by two.
+    Times are stamps (`UseClock`). For each span of them the curve knows how many tokens were used
+    last in it: those that are used again move to the newest span. The sum of the newer spans is
+    the number of tokens used within an age, about the same for all the requests of a call. To hit a
+    token, a pool must hold these and the prompt up to it, since LRU evicts the end of a prompt
+    first. When there are too many spans, the older ones are joined two by two.
     """
 
     def __init__(self, pool_tokens: int) -> None:
@@ -93,7 +92,7 @@ class MissRatioCurve:
             ages: stamps from the end of the request that used a stretch last to the beginning of
                 the present one.
             begins: the stretches' first positions in their prompts.
-            ends: the positions behind their last ones.
+            ends: the positions after their last ones.
             prompt_tokens: all of them, known or not.
         """
         self._prompt_tokens += prompt_tokens

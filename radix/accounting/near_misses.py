@@ -23,7 +23,7 @@ class Difference:
     """What stood where a request diverged, and what stands there in the tree."""
 
     ours: tuple[int, ...]
-    theirs: tuple[int, ...]  # empty if the tree has let go of it
+    theirs: tuple[int, ...]  # empty if it was evicted from the tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class NearMiss:
     position: int  # tokens shared before the difference, at least
     before: tuple[int, ...]  # the last ones of these
     differences: tuple[Difference, ...]  # a few examples
-    tokens_after: int  # of known content behind the difference, a request, on average
+    tokens_after: int  # of known content after the difference, on average over the requests
     after: tuple[int, ...]  # the first ones of these
 
 
 @dataclass(slots=True)
 class Sighting:
-    """A request with known content behind another prefix."""
+    """A request with known content after another prefix."""
 
     namespace: Hashable
     sketch: Sequence[int]  # the smallest hashes of its known content

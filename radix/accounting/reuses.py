@@ -1,4 +1,4 @@
-"""Tells the miss-ratio curve which stretches of prompts were used, and when they were before."""
+"""Reports to the miss-ratio curve which stretches of prompts were used, and when before."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from coppice.radix.accounting.batches import Batch
 from coppice.radix.accounting.miss_ratio import CurvePoint, MissRatioCurve
 from coppice.radix.accounting.seen.hashes import Hashes, Ints, last_border
 
-# So many borders are told of together. It takes as many steps for one, each of which costs more
-# than a thousand of their numbers.
+# Borders that are reported together. The vector operations for one border cost more than what a
+# thousand of them add.
 _ROWS = 1 << 15
 
 
-class Uses:
+class Reuses:
     """Finds the stretches of several batches at once: what a piece uses of another one's use."""
 
     def __init__(self, curve: MissRatioCurve, block_tokens: int) -> None:
@@ -25,11 +25,17 @@ class Uses:
         self._rows = 0
         self._pieces: list[tuple[Ints, Hashes, Hashes, Ints, Ints, Ints, Ints]] = []
 
-    def tell(self, batch: Batch, begun: Hashes, stamps: Hashes, seen: Hashes, ideal: Ints) -> None:
-        """Its pieces were used at `stamps`; what ends at its borders was before at `seen` (0:
-        never), and an unlimited cache would have hit `ideal` tokens of each prompt.
+    def record(
+        self, batch: Batch, begun: Hashes, stamps: Hashes, seen: Hashes, ideal: Ints
+    ) -> None:
+        """The pieces of a batch were used. O(borders), but not at once.
 
-        `begun` are the stamps before the pieces. O(borders), but not at once.
+        Args:
+            batch: the pieces.
+            begun: the stamps before each piece.
+            stamps: the stamp of each piece's use.
+            seen: of each border, the stamp at which what ends there was used before; 0: never.
+            ideal: tokens of each prompt that an unlimited cache would have hit.
         """
         borders, prompts, lengths = batch.borders, batch.prompts.tokens, batch.lengths
         if not (counted := batch.counted).all():
@@ -47,12 +53,12 @@ class Uses:
                              batch.prompts.content_from, prompts, ideal))  # fmt: skip
 
     def points(self) -> tuple[CurvePoint, ...]:
-        """The curve of all that was told."""
+        """The curve of all that was recorded."""
         self._pass_on()
         return self._curve.points()
 
     def clear(self) -> None:
-        """The pool was emptied: nothing that was told of is there any more."""
+        """The pool was emptied: nothing that was recorded is in it any more."""
         self._pass_on()
         self._curve.clear()
 
@@ -87,7 +93,7 @@ class Uses:
         np.minimum(ends[:-1], hit[:-1], out=hit[:-1], where=goes_on)
         ages = begun[piece] - before
         # A hit that ends before the first border leaves no trace of its last use. It is taken for
-        # recent: a prefix is used at least as recently as whatever continues it.
+        # recent: a prefix is used at least as recently as what continues it.
         ideal[piece] = 0
         if len(at := ideal.nonzero()[0]):
             hit = np.append(hit, ideal[at])

@@ -1,4 +1,4 @@
-"""Processes what the accounting was told: hashes, looks up, splits by cause and adds up."""
+"""Processes recorded requests in batches: hashes, looks up, splits by cause and adds up."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from coppice.radix.accounting.causes import Causes, split
 from coppice.radix.accounting.counts import CAUSES, FIELDS, RollingCounts
 from coppice.radix.accounting.miss_ratio import FACTORS, MissRatioCurve
 from coppice.radix.accounting.near_misses import SHOWN_TOKENS, SKETCH, NearMisses, Sighting
-from coppice.radix.accounting.reuses import Uses
+from coppice.radix.accounting.reuses import Reuses
 from coppice.radix.accounting.seen.anchors import MEAN_GAP, WINDOW
-from coppice.radix.accounting.seen.content_table import FingerprintTable
+from coppice.radix.accounting.seen.content_table import ContentTable
 from coppice.radix.accounting.seen.hashes import Hashes, keys, namespace_salt
-from coppice.radix.accounting.seen.prefix_table import SeenTable
-from coppice.radix.accounting.seen.use_clock import StampClock
+from coppice.radix.accounting.seen.prefix_table import PrefixTable
+from coppice.radix.accounting.seen.use_clock import UseClock
 from coppice.radix.accounting.timeline import Timeline
 from coppice.radix.tokens import TOKEN_BYTES
 
@@ -32,17 +32,17 @@ class Settler:
     """What is remembered of requests, and the sums over them. Memory is fixed."""
 
     def __init__(self, pool_tokens: int, start: float) -> None:
-        """For a pool of so many tokens; `start` is the time in seconds from which is counted."""
+        """`start` is the time in seconds from which windows of counts are measured."""
         self.block_tokens = _block_tokens(pool_tokens)
-        self.uses = Uses(MissRatioCurve(pool_tokens), self.block_tokens)
+        self.uses = Reuses(MissRatioCurve(pool_tokens), self.block_tokens)
         self.counts = RollingCounts()
         self.near_misses = NearMisses()
         self.gone = Timeline()  # marks: last uses of what was evicted
         remembered = round(FACTORS[-1]) * pool_tokens
-        self._memory = SeenTable(max(_LEAST_ENTRIES, remembered // self.block_tokens))
-        self._contents = FingerprintTable(max(_LEAST_ENTRIES, remembered // MEAN_GAP))
+        self._memory = PrefixTable(max(_LEAST_ENTRIES, remembered // self.block_tokens))
+        self._contents = ContentTable(max(_LEAST_ENTRIES, remembered // MEAN_GAP))
         self._hasher = BatchHasher(self.block_tokens)
-        self._stamps = StampClock(pool_tokens)
+        self._stamps = UseClock(pool_tokens)
         self._start = start
         # The first namespace's keys have no salt. While it is the only one, none else is looked up.
         self._home: tuple[Hashable] | None = None
@@ -77,7 +77,7 @@ class Settler:
             batch.prompts, batch.borders, batch.anchors, seen, elsewhere, seen_anchors,
             self.block_tokens,
         )  # fmt: skip
-        self.uses.tell(batch, begun, stamps, seen, causes.ideal_tokens)
+        self.uses.record(batch, begun, stamps, seen, causes.ideal_tokens)
         missed = batch.counted & (causes.diverged >= _NEAR_MISS_TOKENS)
         for number in np.flatnonzero(missed).tolist():
             self._near_miss(batch, number, causes)
@@ -103,7 +103,7 @@ class Settler:
         if not self._salted:
             return self._memory.see(batch.border_keys, piece, stamps[piece]), None
         # All others than the first namespace enter their prefixes a second time, under one salt
-        # for them all; so those and the first's tell what any namespace has seen.
+        # for them all; these and the first's together are what any namespace has seen.
         rows = len(piece)
         both = np.concatenate(
             (batch.border_keys, keys(hashes, _ELSEWHERE), keys(hashes, np.uint64(0)))
@@ -130,13 +130,13 @@ class Settler:
             rows[:, _COLUMN[name]] = getattr(causes, name)
         rows[:, _COLUMN["evicted_idle"]] = (causes.evicted * idle).round()
 
-        told, namespaces, entered = [], [], stamps.tolist()
+        settled, namespaces, entered = [], [], stamps.tolist()
         for number, row in enumerate(rows.tolist()):
             account = batch.requests[number]
             if account is None:
                 continue
             account.settled(row, entered[number], batch.chains[number], batch.tails[number])
-            told.append(number)
+            settled.append(number)
             namespaces.append(account.namespace)
             if account.kind != "cross":
                 rows[number] = 0
@@ -147,9 +147,9 @@ class Settler:
             assert account is not None
             since = float(idle[number])
             gone = self.gone.time_of(account.time - since)
-            told_late = gone is None or gone > account.time
-            account.settled_evicted(since, None if told_late else gone)
-        self.counts.add(rows[told], namespaces, seconds[told].astype(np.int64).tolist())
+            unknown = gone is None or gone > account.time
+            account.settled_evicted(since, None if unknown else gone)
+        self.counts.add(rows[settled], namespaces, seconds[settled].astype(np.int64).tolist())
 
     def undo(self, item: Abandonment) -> None:
         """Forgets what only an abandoned prompt, which is settled, was to compute. O(tokens)."""
@@ -158,14 +158,14 @@ class Settler:
         batch = self._hasher.hash([account.as_it_was(item.tokens)], 0, self._salts_of([account]))
         unknown = sum(causes[name] for name in ("namespace", "diverged", "cold"))
         begin = max(account.prompt_tokens - unknown, item.computed)
-        behind = batch.borders.end > begin
-        gone = [batch.border_keys[behind]]
+        after = batch.borders.end > begin
+        gone = [batch.border_keys[after]]
         if batch.salts[0] and not causes["namespace"]:
-            gone.append(keys(batch.borders.hashes[behind], _ELSEWHERE))
+            gone.append(keys(batch.borders.hashes[after], _ELSEWHERE))
         self._memory.forget(np.concatenate(gone), account.stamp)
         if not causes["diverged"]:
-            behind = batch.anchors.start + account.hit_tokens + WINDOW > begin
-            self._contents.forget(batch.anchor_keys[behind])
+            after = batch.anchors.start + account.hit_tokens + WINDOW > begin
+            self._contents.forget(batch.anchor_keys[after])
 
     def _near_miss(self, batch: Batch, number: int, causes: Causes) -> None:
         account = batch.requests[number]
@@ -177,7 +177,7 @@ class Settler:
         after = int(anchors.start[shared[0]]) + account.hit_tokens
         divergence = account.divergence
         if divergence is None:
-            # The tree has let go of the other continuation; the memory knows where it began.
+            # The other continuation was evicted; what was seen still has where it began.
             position = min(int(causes.ideal_tokens[number]), after)
             divergence = Divergence.at(tokens[: after * TOKEN_BYTES], position, b"")
         self.near_misses.add(

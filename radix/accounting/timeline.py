@@ -8,7 +8,7 @@ from bisect import bisect_left
 class Timeline:
     """Pairs of a mark and the time it was reached, both growing; at most `limit` are kept.
 
-    When it is full, every second one of the older half goes: the past gets coarser with its age.
+    When it is full, every second one of the older half is dropped: the past gets coarser with age.
     """
 
     def __init__(self, limit: int = 4096) -> None:

@@ -15,7 +15,7 @@ _PRIOR = 2.0
 # estimation leaves is mostly that.
 _STEPS = 6.0
 
-# Of the waits that go on, at least so many are looked at, if there are more.
+# Of the waits that have not ended, a sample of at least this size is read, if there are more.
 _SAMPLE = 2048
 
 _AGES = 32  # age a belongs to the bucket a.bit_length(): 0, 1, 2 .. 3, 4 .. 7, ...
@@ -64,7 +64,7 @@ class ReuseTable:
     def learn(
         self, waiting: Iterable[Record], weight: int, now: int, half_life: float, elapsed: int
     ) -> None:
-        """Computes the densities anew, with the waits that go on; O(waiting).
+        """Computes the densities anew, with the waits that have not ended; O(waiting).
 
         Each of `waiting` stands for `weight` records. Old observations lose half their weight in
         `half_life` requests; `elapsed` of them have passed since the last time.
@@ -96,7 +96,7 @@ class ReuseTable:
 
     def _rate(self, waited: list[list[float]], prior: float) -> None:
         """Densities from hits and time; `prior` tokens is what an assumed rate weighs."""
-        # Nothing has waited for longer than this; behind it all lose worth with age alike.
+        # Nothing has waited for longer than this; beyond it all lose worth with age alike.
         known = 2 + max((age for row in waited for age in range(_AGES) if row[age]), default=0)
         known = min(known, _AGES)
         assumed = 0.25
@@ -128,7 +128,7 @@ class ReuseTable:
                 densities[bucket] = densities[bucket - 1] - round(_STEPS)
 
 
-# What is compared with LRU: windows of at least so many requests that enter at least half the
+# What is compared with LRU: windows of at least this many requests that enter at least half the
 # capacity; the first few only learn, so that a short run is plain LRU.
 _WINDOW = 64
 _FIRST_WINDOWS = 4
@@ -138,7 +138,7 @@ _LEAST, _MOST = 8, 64  # windows that LRU rules for after it has won
 
 
 class HitDensity(EvictionOrder):
-    """The leaf whose last tokens have the least hit density goes first, unless LRU does better.
+    """Evicts the leaf whose last tokens have the least hit density first, unless LRU does better.
 
     What tokens are worth is learned from how those before them fared (`ReuseTable`), evicted ones
     included: a bounded number of ghosts shows what would have been hit. A simulated LRU cache of

@@ -1,4 +1,4 @@
-"""The order of eviction: what a policy is told, and which unlocked leaf it gives up next."""
+"""The order of eviction: the interface of a policy, and the heap of leaves that policies use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coppice.radix.node import Node
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class EvictionOrder(ABC):
-    """Keeps the unlocked leaves of a tree in the order in which they should go.
+    """Keeps the unlocked leaves of a tree in the order in which they are to be evicted.
 
     The tree evicts leaves only, from their tails, and only as many pages as it needs; a policy
     decides which leaf is next. It may keep what it knows about a node in `node.policy_data`. All
@@ -34,7 +34,7 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def pop(self) -> Node | None:
-        """Takes out the leaf that should go next; None if there is no unlocked leaf.
+        """Takes out the leaf to evict next; None if there is no unlocked leaf.
 
         The tree evicts from its tail, and adds it again if something is left.
         """
@@ -58,22 +58,22 @@ class EvictionOrder(ABC):
         """`tokens` new tokens have been entered at the end of `node`, which is new or has grown."""
 
     def evicted(self, node: Node, tokens: int) -> None:  # noqa: B027
-        """The last `tokens` tokens of `node` are about to go; if they are all, the node does."""
+        """The last `tokens` tokens of `node` are about to leave; the node does if they are all."""
 
     def split(self, upper: Node, lower: Node) -> None:  # noqa: B027
         """`upper` has taken the first tokens of `lower`, and has the same `policy_data`."""
 
     def cleared(self) -> None:  # noqa: B027
-        """The tree was emptied on purpose: its evictions tell nothing."""
+        """The tree was emptied on purpose: a policy learns nothing from these evictions."""
 
 
 class LeafHeap:
     """Unlocked leaves by a key, maintained as they come and go and never rebuilt to evict.
 
     An entry is live while its node still is an unlocked leaf with the stamp it was entered with.
-    Locking a leaf or giving it children costs nothing here: the entry goes dead and is dropped
-    when it surfaces, or when dead ones outnumber the others. Every operation is O(log leaves),
-    amortised.
+    Locking a leaf or giving it children costs nothing here: the entry is dead from then on, and is
+    dropped when it surfaces, or when dead ones outnumber the others. Every operation is O(log
+    leaves), amortised.
     """
 
     __slots__ = ("_entries", "_limit", "_serial")
@@ -104,7 +104,7 @@ class LeafHeap:
         entries = self._entries
         while entries:
             _, _, stamp, node = heappop(entries)
-            # As `_live` says.
+            # The same test as `_live`.
             if node.stamp == stamp and not (node.locks or node.children or node.parent is None):
                 return node
         return None

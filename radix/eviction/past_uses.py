@@ -8,10 +8,10 @@ from collections.abc import Callable, Hashable
 from coppice.radix.node import Node, Root
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 
-# A ghost knows every 128th of its tokens and its first 8, to tell how far new tokens repeat it.
+# A ghost knows every 128th of its tokens and its first 8, to find how far new tokens repeat it.
 STRIDE = 128
 _HEAD = 8
-# A ghost for so many tokens of capacity, which costs about 3 bytes a token of it.
+# Tokens of capacity for each ghost: so ghosts cost about 3 bytes a token of the capacity.
 _TOKENS_A_GHOST = 256
 
 
@@ -64,7 +64,7 @@ class History:
         self._lru_tokens = 0
 
     def sample(self, size: int) -> tuple[list[Record], int]:
-        """Every n-th record, `size` to twice as many if there are so many; and n."""
+        """Every n-th record, and n: `size` to twice `size` records, or all if there are fewer."""
         step = max(1, len(self._records) // size)
         return [record for record in self._records[::step] if record.parent is not None], step
 
@@ -191,7 +191,7 @@ class History:
         return upper
 
     def evict(self, node: Node, tokens: int) -> None:
-        """The last `tokens` tokens of `node` are about to go: their records become ghosts."""
+        """The last `tokens` tokens of `node` are about to be evicted; they become ghosts."""
         edge, base, end = node.edge, node.start, node.end
         at = end - tokens
         record: Record = node.policy_data

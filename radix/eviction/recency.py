@@ -11,7 +11,7 @@ from coppice.radix.node import Node
 
 
 class LeastRecentlyUsed(EvictionOrder):
-    """The leaf that no request has used for longest goes first."""
+    """Evicts the leaf that no request has used for longest."""
 
     def __init__(self, capacity_tokens: int) -> None:
         super().__init__(capacity_tokens)
@@ -28,7 +28,7 @@ class LeastRecentlyUsed(EvictionOrder):
 
 
 class LeastFrequentlyUsed(EvictionOrder):
-    """The leaf that was hit least often goes first, the least recently used of equals.
+    """Evicts the leaf that was hit least often, and of equals the least recently used.
 
     What was hit often once stays for ever; that is what the policy is known for.
     """
@@ -48,7 +48,7 @@ class LeastFrequentlyUsed(EvictionOrder):
 
 
 class SegmentedLeastRecentlyUsed(EvictionOrder):
-    """Tokens that were used once go first, then those used again; each least recently used first.
+    """Evicts tokens that were used once before those used again; each least recently used first.
 
     SLRU (Karedla, Love and Wherry, "Caching strategies to improve disk system performance",
     Computer 27(3), 1994): new tokens are on probation, another use protects them. At most
@@ -57,7 +57,8 @@ class SegmentedLeastRecentlyUsed(EvictionOrder):
 
     A use counts although its tokens had been evicted, as in 2Q (Johnson and Shasha, "2Q: a low
     overhead high performance buffer management replacement algorithm", VLDB 1994). Without that,
-    where most tokens go before they are used again, few are ever protected, and stay for ever: on
+    where most tokens are evicted before they are used again, few are ever protected, and these stay
+    for ever: on
     Mooncake's conversation trace 9.9% of the tokens hit in a pool of 3M then, not 17.5%.
     """
 
@@ -133,7 +134,7 @@ class SegmentedLeastRecentlyUsed(EvictionOrder):
         self._count(record.last + age, record.length)
 
     def _count(self, last: int, tokens: int) -> None:
-        """So many protected tokens more, or less, were used last by request `last`."""
+        """Adds `tokens`, or subtracts, to the protected ones that request `last` used last."""
         if last > self._returned:
             self._protected_tokens += tokens
             if total := self._last_used.pop(last, 0) + tokens:

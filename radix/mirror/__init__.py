@@ -1,4 +1,4 @@
-"""Telling other processes what a tree holds: events, page by page, and hashes that name pages.
+"""What a tree holds, reported to other processes: events, page by page, and hashes that name pages.
 
 Other rooms use `events.PageEvents` and `page_hashes.page_hashes`, both through `coppice.radix`.
 """

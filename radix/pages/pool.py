@@ -18,7 +18,7 @@ MAX_PAGES = (1 << 30) - 1
 # From this many pages on, numpy's vector operations beat a Python loop.
 _VECTOR = 48
 
-# From so many runs on the counts of all pages are changed at once, not run by run.
+# From this many runs on, the counts of all pages are changed at once, not run by run.
 _MANY_RUNS = 6
 
 
@@ -27,15 +27,16 @@ class PagePool:
 
     A page has a reference count in `refs`; it is free exactly while that is not positive. Free
     pages are kept as runs of neighbours with boundary tags (Knuth, TAOCP 1, 2.5). Runs of 2**k ..
-    2**(k+1) - 1 pages hang in the doubly linked list of class k. So taking a run, and giving one
+    2**(k+1) - 1 pages are in the doubly linked list of class k. So taking a run, and giving one
     back with its neighbours joined, costs O(1), whatever the pool's size.
 
     Memory is 8 bytes a page: the counts, and the ids from which runs are copied. What is known of
     free runs lies there, too: the count of a run's first and of its last page is its length,
     negative; those between are 0. The id of the first is the link to the next run of the list, that
-    of the last the link to the run before; ids return when the run goes. A run of one page has no
-    second place for links. Its count, whose length is known to be 1, tells the run before: -(link +
-    2) - num_pages, less than that of any other run. A link is a run's first page, or -1.
+    of the last the link to the run before; ids return when the run is taken. A run of one page has
+    no second place for links. Its length is known to be 1, so its count has the link to the run
+    before: -(link + 2) - num_pages, less than that of any other run. A link is a run's first page,
+    or -1.
     """
 
     __slots__ = ("page_size", "num_pages", "free_pages", "refs", "_ids", "_first", "_classes")
@@ -254,7 +255,7 @@ class PagePool:
             counts = refs[start : start + length]
             alone = counts == _ONE * length
             if not alone and (least := min(counts)) <= 0:
-                # (A free page that equals the link of another is told by its own name.)
+                # (`pages` may equal links among the ids, so the page is named by its own number.)
                 page = counts.index(least)
                 page = pages[page] if len(runs) == 1 else start + page
                 raise ValueError(f"pages: {page} can't be released, {self._unused(page)}")
@@ -347,7 +348,7 @@ class PagePool:
             page += length or 1
         return runs
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Recounts the free pages; raises AssertionError on any mismatch. O(num_pages)."""
         free = {page for page, count in enumerate(self.refs) if count <= 0}
         assert self.free_pages == len(free), f"free_pages {self.free_pages}, recount {len(free)}"

@@ -1,7 +1,7 @@
 """Namespaces: structured keys that do not alias, and nothing to be learned of each other's entries.
 
 What a request costs is counted in lines of Python that run for it, in a process of its own with the
-sources of the tree, whether they are compiled here or not. So "takes as long" is said without a
+sources of the tree, whether they are compiled here or not. So "takes as long" is tested without a
 clock.
 """
 
@@ -93,7 +93,7 @@ for pages in (2000 // page_size, 500 // page_size):  # with room for all, and wi
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_others_have_cached_costs_no_line_more_or_less(policy: str, page_size: int) -> None:
-    """Nor do its hits, its pages, its evictions and its place among others tell anything."""
+    """Nor do its hits, pages, evictions and place among others show anything."""
     ran = subprocess.run(
         [sys.executable, "-P", "-c", RUN, policy, str(page_size)],
         env=os.environ | {"PYTHONPATH": str(ROOT), compiled.SWITCH: "1"},

@@ -17,7 +17,7 @@ class Clock:
 
 
 def run(tree: RadixTree, tokens: list[int], namespace: str | None = None) -> int:
-    """A request that comes and goes; returns its hit."""
+    """A request from beginning to end; returns its hit."""
     match = tree.match(tokens, namespace)
     hold = tree.lock(match)
     table = tree.page_table(hold)

@@ -50,7 +50,7 @@ DAMAGE: dict[str, Callable[[RadixTree, Hold, array[int]], object]] = {
     "cached_tokens": lambda tree, hold, table: setattr(tree, "cached_tokens", 0),
     "num_nodes": lambda tree, hold, table: setattr(tree, "num_nodes", tree.num_nodes + 1),
     "a lock lost": lambda tree, hold, table: setattr(_front(tree), "locks", 0),
-    "a lock left behind": lambda tree, hold, table: setattr(_leaf(tree, 60), "locks", 1),
+    "a lock that was left": lambda tree, hold, table: setattr(_leaf(tree, 60), "locks", 1),
     "own_pages": lambda tree, hold, table: setattr(_leaf(tree, 60), "own_pages", 1),
     "a length": lambda tree, hold, table: setattr(_leaf(tree, 60), "length", 2),
     "a start": lambda tree, hold, table: setattr(_leaf(tree, 60), "start", 5),

@@ -165,7 +165,7 @@ def test_common_prefix_of_long_lines_of_different_length() -> None:
 
 
 def test_the_second_difference_does_not_matter() -> None:
-    """Periodic lines: halving must not be fooled by blocks that are equal behind the difference."""
+    """Periodic lines: halving must not be fooled by blocks that are equal after the difference."""
     line = array("i", [1, 2, 3, 4] * (LONG // 4)).tobytes()
     for place in PLACES:
         other = bytearray(line)

@@ -517,7 +517,7 @@ def test_a_tail_that_others_have_continued_must_be_copied() -> None:
     cache(tree, [*range(6), 50])
     hold = tree.lock(tree.match([*range(6), 60]))
     assert not tree.claim_tail(hold)
-    # Not so behind the one who has continued.
+    # Not so after the one that has continued.
     other = tree.lock(tree.match([*range(6), 50, 61]))
     assert tree.claim_tail(other)
     check(tree, [(hold, array("i")), (other, tree.page_table(other))])
@@ -631,7 +631,7 @@ def test_a_page_that_a_fork_still_needs_outlives_its_eviction() -> None:
 
 
 def fork(run: Run, tokens: Sequence[int]) -> Run:
-    """A sequence that goes on from a draft of all that `run` has, with more tokens."""
+    """A sequence that continues from a draft of all that `run` has, with more tokens."""
     tree, size = run.tree, run.tree.page_size
     tree.insert(run.hold, run.tokens, run.table, draft=True)
     child = Run.__new__(Run)
@@ -657,7 +657,7 @@ def test_drafts_go_with_the_last_that_shares_them(page_size: int) -> None:
     evicted = tree.evicted_tokens
     tree.release(second.hold, second.table, drop=True)
     checked(tree, first, third)
-    assert matched(tree, second.tokens) == 24, "the fork that is left shares so many"
+    assert matched(tree, second.tokens) == 24, "the fork that is left shares these"
     assert tree.evictable_pages == 0, "what it alone had is free"
     tree.release(first.hold, first.table, drop=True)
     assert matched(tree, first.tokens) == 29
@@ -757,7 +757,7 @@ def two_in_one_page() -> tuple[RadixTree, Run, Run, Run]:
         p             0 .. 7, and 50 51 | 60 70    the parent's
         copy of p     50 51 60                     the fork's, and the first to enter 60
 
-    `waits` holds what both have behind the prompt.
+    `waits` holds what both have after the prompt.
     """
     tree = make_tree(page_size=8)
     parent = Run(tree, range(8))
@@ -836,7 +836,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
         after = [matched(tree, line) for line in lines]
         order += [number for number, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
         checked(tree)
-    # The back of line 3 has no page of its own: it goes with the next one that has.
+    # The back of line 3 has no page of its own: it is evicted with the next one that has.
     assert order == [1, 2, 3, 4, 0, 3]
 
 

@@ -1,6 +1,6 @@
 """The tree against a naive model and a simulated KV memory, under random interleavings.
 
-The model is a set of every cached prefix of every namespace; the memory says for each slot of each
+The model is a set of every cached prefix of every namespace; the memory has for each slot of each
 page which prefix's KV was last written there. After each operation everything is compared: what
 matches, how long, what a reader would find in the pages, who is locked, who was evicted before
 whom, and every count.
@@ -52,12 +52,12 @@ class Line:
     hold: Hold
     table: array[int]
     computed: int
-    owns_tail: bool  # may write behind `computed` in its last page; else it must copy that first
+    owns_tail: bool  # may write after `computed` in its last page; else it must copy that first
     names: list[int] = field(default_factory=list)
 
 
 class World:
-    """A tree, the sequences that use it, the memory behind its pages, and the naive model.
+    """A tree, the sequences that use it, the memory of its pages, and the naive model.
 
     A prefix is known by a number, its *name*: equal names, equal namespace and tokens.
     With `tidy_forks` a sequence is forked as `RadixTree.fork` asks: everything computed is
@@ -183,7 +183,7 @@ class World:
             if count > free + evictable:
                 assert self.snapshot() == before, "a failed allocation changed something"
             else:
-                assert not self.tidy_forks, "pages that were said to be evictable are not"
+                assert not self.tidy_forks, "pages that were counted as evictable are not"
                 self._settle(count)
             raise
         assert len(pages) == count == len(set(pages))
@@ -251,9 +251,9 @@ class World:
         line.names = self.names(line.namespace, line.tokens)
 
     def fork(self, line: Line, tokens: list[int], *, child_writes: bool) -> None:
-        """A child with the parent's computed tokens and other ones behind them.
+        """A child with the parent's computed tokens and other ones after them.
 
-        Unless forks are tidy, one of the two goes on writing in the unfinished page that they
+        Unless forks are tidy, one of the two continues to write in the unfinished page that they
         share, and the other copies it only when it writes.
         """
         if self.tidy_forks:

@@ -1,4 +1,4 @@
-"""Anchors: places that the content of a text chooses, by which it is known again wherever it is."""
+"""Anchors: places that depend only on the text around them, so that it is found at any offset."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ WINDOW = 8
 """Tokens from an anchor on that its hash is of."""
 
 REACH = 12
-"""An anchor is the least of so many tokens before and behind it."""
+"""An anchor is the least of this many tokens before and after it."""
 
 MEAN_GAP = 2 * REACH + 1
 """Tokens from one anchor to the next, on average, of text that does not repeat itself."""
 
 FINE_TOKENS = 2048
-"""Behind so many tokens of a piece only one anchor of four is kept."""
+"""After this many tokens of a piece only one anchor of four is kept."""
 
 _NEAR_TOKENS = FINE_TOKENS + REACH  # what decides about the places before
 _LEAST_BYTES = np.uint8(3)  # the byte of a quarter of all anchors is less
 
-# The beginnings of pieces are searched in groups of so many tokens.
+# The beginnings of pieces are searched in groups of this many tokens.
 _GROUP_TOKENS = 1 << 15
 _GAP = REACH  # places between pieces: no neighbourhood reaches across
 _BYTE = np.uint8(0x2D)
@@ -48,12 +48,12 @@ class AnchorFinder:
     """Finds the anchors of texts.
 
     A place is an anchor if a byte, mixed from its token and the one before, is less than those of
-    the `REACH` places before and not more than those of the `REACH` behind: a local minimum
+    the `REACH` places before and not more than those of the `REACH` after: a local minimum
     (Schleimer, Wilkerson and Aiken, "Winnowing", SIGMOD 2003, call for one in each window; local
     extrema as borders are from Bjorner, Blass and Gurevich, "Content-dependent chunking for
     differential compression, the local maximum approach", 2010). It depends on nothing further
     away, so an edit changes the anchors around it only; a common text of about 100 tokens has one
-    that both sides agree on, nearly always more. Behind `FINE_TOKENS` tokens of a piece only those
+    that both sides agree on, nearly always more. After `FINE_TOKENS` tokens of a piece only those
     with the least bytes are kept, about a quarter: who shares only 100 tokens there, of thousands,
     misses little, and these cost as much as all others, while few places can be one. Text that
     repeats itself at less than `REACH` tokens has one for each such stretch.
@@ -182,10 +182,10 @@ class AnchorFinder:
         width = count - REACH + 1
         np.minimum(least[:width], other[8 : 8 + width], out=least[:width])  # of 12
         inner = slice(REACH, count - REACH)
-        before, behind = self._masks[:, : count - 2 * REACH]
+        before, after = self._masks[:, : count - 2 * REACH]
         np.less(mixed[inner], least[: count - 2 * REACH], out=before)
-        np.less_equal(mixed[inner], least[REACH + 1 : count - REACH + 1], out=behind)
-        before &= behind
+        np.less_equal(mixed[inner], least[REACH + 1 : count - REACH + 1], out=after)
+        before &= after
         # Among eight places there is one at most, so words of eight are looked at: a third as many.
         mask = self._masks[0, : -(-len(before) // 8) * 8]
         mask[len(before) :] = False

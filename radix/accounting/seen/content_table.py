@@ -11,17 +11,17 @@ _WAYS = 8
 _HALF = np.uint64(32)
 _MARK_BITS = np.uint64(16)
 _MARK = np.uint64(2**16 - 1)
-# In the sort that finds equal keys of a call, the row's number takes the place of so many bits;
+# In the sort that finds equal keys of a call, the row's number takes the place of this many bits;
 # the mark is of the bits above.
 _ROW_BITS = np.uint64(23)
 _ROW = np.uint64((1 << 23) - 1)
 MAX_ROWS = 1 << 23
-"""Keys that one call of `FingerprintTable.see` can take."""
+"""Keys that one call of `ContentTable.see` can take."""
 
 _SLICE = 8192  # keys that are looked up at once
 
 
-class FingerprintTable:
+class ContentTable:
     """A set-associative table of 16-bit fingerprints of 64-bit keys.
 
     The key's upper half chooses one of the sets of eight, held in two words. A new one pushes out

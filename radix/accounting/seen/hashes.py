@@ -29,7 +29,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _INDEX = np.uint64(0x9E3779B97F4A7C15)
 _LENGTH = np.uint64(0xD1B54A32D192ED03)
 
-# Short pieces are hashed in groups of so many tokens.
+# Short pieces are hashed in groups of this many tokens.
 _GROUP_TOKENS = 1 << 15
 _LONG_TOKENS = 1 << 14
 
@@ -121,7 +121,7 @@ class PrefixHasher:
         return Blocks(sums, np.repeat(np.arange(len(rows)), rows), end, full, first_row, chain)
 
     def borders(self, blocks: Blocks, known: Sequence[array[int]]) -> Borders:
-        """Where prefixes are remembered: at each of the first 32 borders, at one of 8 behind them,
+        """Where prefixes are remembered: at each of the first 32 borders, at one of 8 after them,
         and at the ends of pieces.
 
         `known[i]` are the hashes at the borders before piece i, from its prompt's beginning on.

@@ -14,14 +14,14 @@ _LOW = np.uint64(2**32 - 1)
 _HALF = np.uint64(32)
 _MARK = 0 if sys.byteorder == "little" else 1  # the half of an entry with the key's mark
 _SLICE = 2048  # keys that are looked up at once
-# In the sort that finds equal keys of a batch, the row's number takes the place of so many bits.
+# In the sort that finds equal keys of a batch, the row's number takes the place of this many bits.
 _ROW_BITS = 23
 _ROW = np.uint64((1 << _ROW_BITS) - 1)
 MAX_ROWS = 1 << _ROW_BITS
-"""Keys that one call of `SeenTable.see` can take."""
+"""Keys that one call of `PrefixTable.see` can take."""
 
 
-class SeenTable:
+class PrefixTable:
     """A set-associative table of 64-bit keys and the stamp each was seen with last.
 
     An entry is one word: the stamp in the upper half, the key's lower half as a fingerprint in the

@@ -1,4 +1,4 @@
-"""The clock by which things are remembered: it counts tokens used, and tells when that was."""
+"""A clock that counts tokens used, and converts its stamps to seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from coppice.radix.accounting.seen.hashes import Hashes, Ints
 
 PER_POOL = 1 << 16
-"""Stamps that go by while a pool's worth of tokens is used."""
+"""Stamps that pass while a pool's worth of tokens is used."""
 
 LAST = 2**32 - 1
 """The last stamp there is."""
@@ -16,12 +16,12 @@ LAST = 2**32 - 1
 _KNOTS = 1 << 13
 
 
-class StampClock:
+class UseClock:
     """Stamps pieces of tokens with how many were used until their end, in parts of the pool.
 
     Stamps begin with 1 and do not decrease. Their times are kept for the last 8,192 of them at
-    most; when there are more, every second one of the older half goes, and times in between are
-    interpolated.
+    most; when there are more, every second one of the older half is dropped, and times in between
+    are interpolated.
     """
 
     def __init__(self, pool_tokens: int) -> None:
@@ -33,8 +33,9 @@ class StampClock:
         self._times = np.zeros(1)
 
     def stamp(self, tokens: Ints, times: NDArray[np.float64]) -> tuple[Hashes, Hashes]:
-        """For pieces of so many tokens, used one after another at `times`: the stamps before them,
-        and their own. O(pieces).
+        """The stamps before pieces of `tokens` tokens each, and their own. O(pieces).
+
+        The pieces were used one after another at `times`.
 
         Times are seconds since the start and do not decrease. Raises OverflowError, and changes
         nothing, when stamps run out, which takes 65,536 pools' worth of tokens.

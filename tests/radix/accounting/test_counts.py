@@ -22,7 +22,7 @@ def row(prompt: int, hit: int = 0) -> np.ndarray:
     return np.array([list(cells.values())])
 
 
-def told(counts: RollingCounts, second: int) -> tuple[int, int, int]:
+def sums(counts: RollingCounts, second: int) -> tuple[int, int, int]:
     windows = counts.overall(second)
     return (
         windows.last_minute.prompt_tokens,
@@ -34,16 +34,16 @@ def told(counts: RollingCounts, second: int) -> tuple[int, int, int]:
 def test_windows_expire() -> None:
     counts = RollingCounts()
     counts.add(row(100), [None], [5])
-    assert told(counts, 5) == (100, 100, 100)
-    assert told(counts, 64) == (100, 100, 100)
-    assert told(counts, 65) == (0, 100, 100)
-    assert told(counts, 599) == (0, 100, 100)
-    assert told(counts, 600) == (0, 0, 100)
+    assert sums(counts, 5) == (100, 100, 100)
+    assert sums(counts, 64) == (100, 100, 100)
+    assert sums(counts, 65) == (0, 100, 100)
+    assert sums(counts, 599) == (0, 100, 100)
+    assert sums(counts, 600) == (0, 0, 100)
     counts.add(row(7), [None], [605])
-    assert told(counts, 605) == (7, 7, 107)
+    assert sums(counts, 605) == (7, 7, 107)
     # The same bucket of the ring, much later.
     counts.add(row(1), [None], [605 + 6000])
-    assert told(counts, 6605) == (1, 1, 108)
+    assert sums(counts, 6605) == (1, 1, 108)
 
 
 def test_one_call_may_span_more_than_a_window() -> None:
@@ -53,7 +53,7 @@ def test_one_call_may_span_more_than_a_window() -> None:
     last = seconds[-1]
     minute = sum(second > last - 60 for second in seconds)
     ten = sum(second // 10 > last // 10 - 60 for second in seconds)
-    assert told(counts, last) == (minute, ten, len(seconds))
+    assert sums(counts, last) == (minute, ten, len(seconds))
 
 
 def test_against_a_plain_list() -> None:
@@ -96,7 +96,7 @@ def test_namespaces_beyond_the_limit_are_counted_together() -> None:
     names, others = counts.by_namespace(100)
     assert list(names) == list(range(MAX_NAMESPACES))
     assert others.since_start.prompt_tokens == 100
-    assert told(counts, 73)[2] == 10 * (MAX_NAMESPACES + 10)
+    assert sums(counts, 73)[2] == 10 * (MAX_NAMESPACES + 10)
 
 
 def test_a_namespace_takes_the_place_of_one_long_idle() -> None:
@@ -110,14 +110,14 @@ def test_a_namespace_takes_the_place_of_one_long_idle() -> None:
     assert 3 not in names
     assert names["new"].since_start.prompt_tokens == 1
     assert others.since_start.prompt_tokens == 11
-    assert told(counts, 660) == (2, 10 * (MAX_NAMESPACES - 1) + 2, 10 * MAX_NAMESPACES + 2)
+    assert sums(counts, 660) == (2, 10 * (MAX_NAMESPACES - 1) + 2, 10 * MAX_NAMESPACES + 2)
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b", "a"]])
 def test_no_row_changes_nothing(names: list[Hashable]) -> None:
     counts = RollingCounts()
     counts.add(np.zeros((0, len(FIELDS)), np.int64), [], [])
-    assert told(counts, 0) == (0, 0, 0)
+    assert sums(counts, 0) == (0, 0, 0)
     rows = np.concatenate([row(5)] * len(names))
     counts.add(rows, names, [1] * len(names))
-    assert told(counts, 1) == (5 * len(names),) * 3
+    assert sums(counts, 1) == (5 * len(names),) * 3

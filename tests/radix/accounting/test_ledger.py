@@ -31,7 +31,7 @@ def length(tokens: bytes) -> int:
 
 
 class Story:
-    """Requests told to an accounting, a second apart."""
+    """Requests reported to an accounting, a second apart."""
 
     def __init__(self, pool_tokens: int = 2000) -> None:
         self.accounting = Accounting(pool_tokens, now=100.0)
@@ -136,7 +136,7 @@ def test_when_the_evicted_tokens_were_last_used_and_went() -> None:
     assert account.evicted_at == 107.0
     later = story.request(text(2, 100))
     assert later.evicted_idle_seconds == 20.0
-    assert later.evicted_at is None  # nobody told of it
+    assert later.evicted_at is None  # nobody reported it
     cold = story.request(text(3, 100))
     assert cold.evicted_idle_seconds is None
     assert cold.evicted_at is None
@@ -239,7 +239,7 @@ def test_what_was_never_computed_of_a_prompt_was_not_seen(
     gone = story.request(prompt, 20, namespace)
     story.accounting.abandoned(gone, prompt, computed, now=story.now)
     assert gone.finished
-    assert causes(gone) == {"evicted": 12, "cold": 300}, "what it missed stays told"
+    assert causes(gone) == {"evicted": 12, "cold": 300}, "its causes stay"
     again = story.request(prompt, 0, namespace)
     known = max(32, computed // BLOCK * BLOCK)
     found = causes(again)
@@ -310,7 +310,7 @@ def test_against_a_model_that_keeps_every_prompt(data: st.DataObject) -> None:
         tokens = data.draw(prompts(), "prompt")
         size = length(tokens)
         own = longest(tokens, seen.get(namespace, []))
-        others = [each for name, told in seen.items() if name != namespace for each in told]
+        others = [each for name, prefixes in seen.items() if name != namespace for each in prefixes]
         other = longest(tokens, others)
         # The tree has kept some part of what it had.
         hit = data.draw(st.integers(0, min(own, size - 1)), "hit")
@@ -331,7 +331,7 @@ def test_against_a_model_that_keeps_every_prompt(data: st.DataObject) -> None:
             assert found["last_token"] == 1
         else:
             assert found["last_token"] == 0
-            # Exact but for what lies behind the last border of a block.
+            # Exact but for what follows the last border of a block.
             reach = paid + found["evicted"]
             border = own // BLOCK * BLOCK
             assert max(paid, border) <= reach <= max(paid, border + BLOCK - 1)

@@ -42,13 +42,13 @@ def requests(seed: int, documents: int, count: int) -> list[list[int]]:
     return made
 
 
-def feed(curve: MissRatioCurve, told: list[tuple[list[int], bool]], batch: int) -> None:
+def feed(curve: MissRatioCurve, uses: list[tuple[list[int], bool]], batch: int) -> None:
     """A stamp for each request; `batch` of them at once."""
-    stamps: dict[int, int] = getattr(curve, "told", {})
-    curve.told = stamps  # type: ignore[attr-defined]
-    for first in range(0, len(told), batch):
+    stamps: dict[int, int] = getattr(curve, "stamps_of_blocks", {})
+    curve.stamps_of_blocks = stamps  # type: ignore[attr-defined]
+    for first in range(0, len(uses), batch):
         now, before, counts, ends = [], [], [], []
-        for blocks, counted in told[first : first + batch]:
+        for blocks, counted in uses[first : first + batch]:
             at = curve.now = getattr(curve, "now", 0) + 1  # type: ignore[attr-defined]
             now += [at] * len(blocks)
             counts += [counted] * len(blocks)
@@ -69,12 +69,12 @@ def feed(curve: MissRatioCurve, told: list[tuple[list[int], bool]], batch: int) 
 def test_against_the_exact_stack(batch: int, seed: int) -> None:
     curve = MissRatioCurve(100 * BLOCK)
     assert curve.points() == ()
-    told = [(blocks, at % 5 != 0) for at, blocks in enumerate(requests(seed, 60, 2000))]
+    uses = [(blocks, at % 5 != 0) for at, blocks in enumerate(requests(seed, 60, 2000))]
     exact = Exact(np.floor(np.array(FACTORS) * 100))
-    for blocks, yes in told:
+    for blocks, yes in uses:
         exact.refer(blocks, yes)
-    feed(curve, told, batch)
-    total = sum(len(blocks) for blocks, yes in told if yes)
+    feed(curve, uses, batch)
+    total = sum(len(blocks) for blocks, yes in uses if yes)
     rates = np.array([point.hit_rate for point in curve.points()])
     # The smallest pools hold but one or two requests.
     assert np.abs(rates - exact.hits / total).max() < 0.03
@@ -86,13 +86,13 @@ def test_against_the_exact_stack(batch: int, seed: int) -> None:
 
 
 def test_spans_are_joined_with_little_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [(blocks, True) for blocks in requests(2, 1500, 6000)]
+    uses = [(blocks, True) for blocks in requests(2, 1500, 6000)]
     fine = MissRatioCurve(4000 * BLOCK)
     monkeypatch.setattr("coppice.radix.accounting.miss_ratio._SPANS", 10**6)
-    feed(fine, told, 50)
+    feed(fine, uses, 50)
     monkeypatch.setattr("coppice.radix.accounting.miss_ratio._SPANS", 200)
     coarse = MissRatioCurve(4000 * BLOCK)
-    feed(coarse, told, 50)
+    feed(coarse, uses, 50)
     assert len(coarse._spans) <= 250 < len(fine._spans)
     assert coarse._live.sum() == fine._live.sum()
     rates = np.array([[point.hit_rate for point in each.points()] for each in (fine, coarse)])

@@ -1,4 +1,4 @@
-"""What the miss-ratio curve is told of: whole stretches, each with its last use."""
+"""What the miss-ratio curve gets: whole stretches, each with its last use."""
 
 from __future__ import annotations
 

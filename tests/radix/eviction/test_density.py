@@ -64,7 +64,7 @@ def path(node: Node) -> list[Record]:
 
 
 def check_history(tree: RadixTree) -> None:
-    """Records cover the nodes exactly, ghosts hang below, and every count is a recount."""
+    """Records cover the nodes exactly, ghosts are below them, and every count is a recount."""
     history = history_of(tree)
     records, _ = history.sample(1 << 30)
     live = []

@@ -81,7 +81,7 @@ def test_slru_puts_the_oldest_protected_on_probation_when_there_are_too_many() -
     tree.evict(1)
     assert cached(tree, A, B, C, D) == [8, 8, 8, 7], "24 tokens are protected, D is on probation"
     serve(tree, D)
-    # Too many: A returns to probation, as if used just then, and goes before what is protected.
+    # Too many: A returns to probation as if used just then, before what is protected.
     tree.evict(8)
     assert cached(tree, A, B, C, D) == [0, 8, 8, 8]
     tree.evict(8)

@@ -43,7 +43,7 @@ def test_a_fresh_pool_hands_out_one_run() -> None:
     assert list(pool.allocate(40)) == list(range(60, 100))
     assert pool.free_pages == 0
     assert pool.free_runs() == []
-    pool._check()
+    pool.check()
 
 
 def test_allocating_nothing_takes_nothing() -> None:
@@ -65,7 +65,7 @@ def test_after_continues_a_run() -> None:
     assert first[-1] + 1 == other[0]
     taken = pool.allocate(5, after=first[-1])
     assert list(taken) == list(range(taken[0], taken[0] + 5)), "a run, though elsewhere"
-    pool._check()
+    pool.check()
 
 
 def test_after_takes_what_there_is_and_the_rest_elsewhere() -> None:
@@ -74,14 +74,14 @@ def test_after_takes_what_there_is_and_the_rest_elsewhere() -> None:
     pool.release(pages[4:7])
     pool.release(pages[16:32])
     assert list(pool.allocate(6, after=3)) == [4, 5, 6, 16, 17, 18]
-    pool._check()
+    pool.check()
 
 
 def test_after_the_last_page_there_is_none() -> None:
     pool = PagePool(8, 16)
     pool.release(pool.allocate(8)[:3])
     assert list(pool.allocate(2, after=7)) == [0, 1]
-    pool._check()
+    pool.check()
 
 
 @pytest.mark.parametrize("after", [-2, 8, 1000])
@@ -100,7 +100,7 @@ def test_the_smallest_class_of_runs_that_fits_is_taken() -> None:
     pool.release(pages[20:40])  # a run of 20
     assert list(pool.allocate(4)) == [2, 3, 4, 5], "the long run stays whole"
     assert list(pool.allocate(16)) == list(range(20, 36))
-    pool._check()
+    pool.check()
 
 
 def test_scattered_pages_are_given_when_no_run_is_long_enough() -> None:
@@ -110,7 +110,7 @@ def test_scattered_pages_are_given_when_no_run_is_long_enough() -> None:
     assert pool.free_runs() == [(page, 1) for page in range(0, 16, 2)]
     assert sorted(pool.allocate(8)) == list(range(0, 16, 2))
     assert pool.free_pages == 0
-    pool._check()
+    pool.check()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_neighbours_are_joined_in_whatever_order_they_come_back(order: tuple[int
     parts = [pool.allocate(3), pool.allocate(4), pool.allocate(5)]
     for part in order:
         pool.release(parts[part])
-        pool._check()
+        pool.check()
     assert pool.free_runs() == [(0, 12)]
 
 
@@ -130,7 +130,7 @@ def test_pages_out_of_order_come_back_as_runs() -> None:
     pool.allocate(6)
     assert pool.release([5, 0, 1, 3, 2, 4]) == 6
     assert pool.free_runs() == [(0, 6)]
-    pool._check()
+    pool.check()
 
 
 def test_exhaustion_changes_nothing() -> None:
@@ -160,7 +160,7 @@ def test_a_page_returns_when_its_last_reference_goes() -> None:
     assert (pool.refs[pages[0]], pool.free_pages) == (1, 3)
     assert pool.release(pages[:1]) == 1
     assert pool.free_runs() == [(0, 4)]
-    pool._check()
+    pool.check()
 
 
 @pytest.mark.parametrize("count", [4, 47, 48, 100], ids=lambda count: f"{count}_pages")
@@ -174,7 +174,7 @@ def test_a_double_release_is_refused_and_changes_nothing(count: int) -> None:
         pool.release(pages)
     assert state(pool) == before
     assert pool.release(pages[:-1]) == count - 1
-    pool._check()
+    pool.check()
 
 
 def test_sharing_a_free_page_is_refused_and_changes_nothing() -> None:
@@ -211,7 +211,7 @@ def test_a_free_page_is_refused_where_its_link_stands_too() -> None:
         pool.release(array("i", [5, 9]))
     assert state(pool) == before
     assert pool.release(array("i", [5, 7])) == 2
-    pool._check()
+    pool.check()
 
 
 @pytest.mark.parametrize("count", [47, 48, 49, 500])
@@ -228,7 +228,7 @@ def test_many_pages_are_released_like_few(count: int) -> None:
     assert freed == count - len(shared)
     assert freed == sum(single.release((page,)) for page in pages.tolist())
     assert state(many) == state(single)
-    many._check()
+    many.check()
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -302,7 +302,7 @@ class PoolMachine(RuleBasedStateMachine):
     def verify(self) -> None:
         if not hasattr(self, "pool"):
             return
-        self.pool._check()
+        self.pool.check()
         counts = [self.references[page] for page in range(self.pool.num_pages)]
         assert [max(count, 0) for count in self.pool.refs] == counts
         assert self.pool.free_pages == counts.count(0)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from coppice.radix.accounting.seen.content_table import MAX_ROWS, FingerprintTable
+from coppice.radix.accounting.seen.content_table import MAX_ROWS, ContentTable
 
 
 def mixed(keys: list[int]) -> np.ndarray:
@@ -17,13 +17,13 @@ def mixed(keys: list[int]) -> np.ndarray:
     return hashes ^ hashes >> 29
 
 
-def see(table: FingerprintTable, keys: list[int], pieces: list[int] | None = None) -> list[bool]:
+def see(table: ContentTable, keys: list[int], pieces: list[int] | None = None) -> list[bool]:
     numbers = np.array(pieces if pieces is not None else [0] * len(keys), np.int64)
     return table.see(mixed(keys), numbers).tolist()
 
 
 def test_a_key_is_seen_from_the_next_piece_on() -> None:
-    table = FingerprintTable(1000)
+    table = ContentTable(1000)
     assert see(table, [1, 2, 3, 1, 2, 1], [0, 0, 0, 0, 1, 2]) == [False] * 4 + [True] * 2
     assert see(table, [3, 4]) == [True, False]
     assert see(table, []) == []
@@ -34,7 +34,7 @@ def test_a_key_is_seen_from_the_next_piece_on() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_against_a_set(seed: int) -> None:
     rng = random.Random(seed)
-    table, model = FingerprintTable(100_000), set()
+    table, model = ContentTable(100_000), set()
     for _ in range(20):
         keys, pieces, answers = [], [], []
         for piece in range(rng.randint(1, 30)):
@@ -47,7 +47,7 @@ def test_against_a_set(seed: int) -> None:
 
 
 def test_the_oldest_give_way() -> None:
-    table = FingerprintTable(8000)
+    table = ContentTable(8000)
     assert table.nbytes == 16_000
     for first in range(0, 40_000, 100):
         see(table, list(range(first, first + 100)))
@@ -58,7 +58,7 @@ def test_the_oldest_give_way() -> None:
 
 
 def test_keys_of_one_call_that_meet_in_a_set_are_all_entered() -> None:
-    table = FingerprintTable(8)
+    table = ContentTable(8)
     assert not any(see(table, list(range(8))))
     assert all(see(table, list(range(8))))
     assert not any(see(table, list(range(10, 18))))
@@ -66,7 +66,7 @@ def test_keys_of_one_call_that_meet_in_a_set_are_all_entered() -> None:
 
 
 def test_keys_are_forgotten() -> None:
-    table = FingerprintTable(1000)
+    table = ContentTable(1000)
     see(table, [1, 2, 3])
     table.forget(mixed([2, 9]))
     table.forget(mixed([]))
@@ -74,7 +74,7 @@ def test_keys_are_forgotten() -> None:
 
 
 def test_few_keys_are_taken_for_others() -> None:
-    table = FingerprintTable(20_000)
+    table = ContentTable(20_000)
     see(table, list(range(20_000)))
     assert sum(see(table, list(range(10**6, 10**6 + 20_000)))) < 20
 
@@ -82,7 +82,7 @@ def test_few_keys_are_taken_for_others() -> None:
 def test_sizes_are_checked() -> None:
     for capacity in (0, 2**34):
         with pytest.raises(ValueError, match=f"capacity must be in .* got {capacity}"):
-            FingerprintTable(capacity)
+            ContentTable(capacity)
     zeros = np.zeros(MAX_ROWS + 1, np.uint64)
     with pytest.raises(ValueError, match=f"keys: at most {MAX_ROWS} a call"):
-        FingerprintTable(8).see(zeros, zeros.view(np.int64))
+        ContentTable(8).see(zeros, zeros.view(np.int64))

@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from coppice.radix.accounting.seen.prefix_table import MAX_ROWS, SeenTable
+from coppice.radix.accounting.seen.prefix_table import MAX_ROWS, PrefixTable
 
 
 def see(
-    table: SeenTable,
+    table: PrefixTable,
     keys: list[int],
     pieces: list[int],
     times: list[int],
@@ -29,7 +29,7 @@ def see(
 
 
 def test_a_key_is_seen_from_the_next_call_on() -> None:
-    table = SeenTable(100)
+    table = PrefixTable(100)
     assert see(table, [2, 4, 6], [0, 0, 1], [5, 5, 6]) == [0, 0, 0]
     assert see(table, [4, 6, 8], [0, 0, 0], [9, 9, 9]) == [5, 6, 0]
     assert see(table, [4, 6, 8], [0, 0, 0], [10, 10, 10], [False] * 3) == [9, 9, 9]
@@ -39,12 +39,12 @@ def test_a_key_is_seen_from_the_next_call_on() -> None:
 
 
 def test_a_piece_finds_what_earlier_pieces_entered_but_not_its_own() -> None:
-    table = SeenTable(100)
+    table = PrefixTable(100)
     assert see(table, [2, 2, 4, 2, 4], [0, 0, 1, 2, 2], [5, 5, 6, 7, 7]) == [0, 0, 0, 5, 6]
 
 
 def test_a_row_that_only_looks_enters_nothing() -> None:
-    table = SeenTable(100)
+    table = PrefixTable(100)
     found = see(table, [2, 2, 4, 2], [0, 1, 1, 2], [5, 6, 6, 7], [False, True, False, False])
     assert found == [0, 0, 0, 6]
     assert see(table, [2, 4], [0, 0], [8, 8]) == [6, 0]
@@ -53,7 +53,7 @@ def test_a_row_that_only_looks_enters_nothing() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_against_a_dictionary(seed: int) -> None:
     rng = random.Random(seed)
-    table, model, time = SeenTable(40_000), {}, 0
+    table, model, time = PrefixTable(40_000), {}, 0
     for _ in range(20):
         keys, pieces, times, writes, expected = [], [], [], [], []
         for piece in range(rng.randint(1, 30)):
@@ -73,7 +73,7 @@ def test_against_a_dictionary(seed: int) -> None:
 
 
 def test_the_oldest_entries_give_way() -> None:
-    table = SeenTable(64)
+    table = PrefixTable(64)
     assert table.nbytes == 64 * 8
     for key in range(1000):
         see(table, [key], [0], [key + 1])
@@ -85,13 +85,13 @@ def test_the_oldest_entries_give_way() -> None:
 
 
 def test_keys_of_one_call_that_meet_in_a_set_are_all_entered() -> None:
-    table = SeenTable(4)
+    table = PrefixTable(4)
     assert see(table, [2, 4, 6, 8], [0] * 4, [1] * 4) == [0] * 4
     assert see(table, [2, 4, 6, 8], [0] * 4, [2] * 4) == [1] * 4
 
 
 def test_keys_are_forgotten_if_nobody_saw_them_since() -> None:
-    table = SeenTable(100)
+    table = PrefixTable(100)
     see(table, [2, 4, 6], [0, 0, 1], [5, 5, 6])
     mixed = np.array([2, 4, 6, 8], np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
     see(table, [4], [0], [7])
@@ -103,7 +103,7 @@ def test_keys_are_forgotten_if_nobody_saw_them_since() -> None:
 def test_sizes_are_checked() -> None:
     for capacity in (0, 2**34):
         with pytest.raises(ValueError, match=f"capacity must be in .* got {capacity}"):
-            SeenTable(capacity)
+            PrefixTable(capacity)
     zeros = np.zeros(MAX_ROWS + 1, np.uint64)
     with pytest.raises(ValueError, match=f"keys: at most {MAX_ROWS} a call"):
-        SeenTable(4).see(zeros, zeros.view(np.int64), zeros)
+        PrefixTable(4).see(zeros, zeros.view(np.int64), zeros)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coppice.radix.accounting.seen.use_clock import LAST, PER_POOL, StampClock
+from coppice.radix.accounting.seen.use_clock import LAST, PER_POOL, UseClock
 
 
-def stamp(clock: StampClock, tokens: list[int], times: list[float]) -> list[int]:
+def stamp(clock: UseClock, tokens: list[int], times: list[float]) -> list[int]:
     return clock.stamp(np.array(tokens), np.array(times))[1].tolist()
 
 
 def test_a_pool_of_tokens_takes_so_many_stamps() -> None:
-    clock = StampClock(PER_POOL * 10)
+    clock = UseClock(PER_POOL * 10)
     begins, ends = clock.stamp(np.array([5, 5, 5, 25]), np.array([0.0, 1.0, 2.0, 3.0]))
     assert begins.tolist() == [1, 1, 2, 2]
     assert ends.tolist() == [1, 2, 2, 5]
@@ -24,26 +24,26 @@ def test_a_pool_of_tokens_takes_so_many_stamps() -> None:
 
 
 def test_stamps_of_tiny_pools_count_tokens() -> None:
-    clock = StampClock(3)
+    clock = UseClock(3)
     assert stamp(clock, [2, 1, 7], [0.0, 0.5, 0.75]) == [3, 4, 11]
 
 
 def test_old_times_get_coarser_but_stay_near() -> None:
-    clock = StampClock(PER_POOL)
+    clock = UseClock(PER_POOL)
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.integers(1, 5, 50_000)).astype(float)
     for first in range(0, len(times), 100):
         part = times[first : first + 100]
         clock.stamp(np.ones(len(part), np.int64), part)
     assert len(clock._stamps) <= 8192 + 100
-    told = clock.time_of(np.arange(2, 50_002, dtype=np.uint64))
-    assert (told[-4000:] == times[-4000:]).all()
-    assert np.abs(told - times).max() < 300
-    assert (np.diff(told) > 0).all()
+    found = clock.time_of(np.arange(2, 50_002, dtype=np.uint64))
+    assert (found[-4000:] == times[-4000:]).all()
+    assert np.abs(found - times).max() < 300
+    assert (np.diff(found) > 0).all()
 
 
 def test_stamps_run_out_and_begin_anew() -> None:
-    clock = StampClock(1)
+    clock = UseClock(1)
     stamp(clock, [LAST - 2], [1.0])
     with pytest.raises(OverflowError):
         stamp(clock, [1, 1], [2.0, 2.0])
@@ -55,4 +55,4 @@ def test_stamps_run_out_and_begin_anew() -> None:
 
 def test_sizes_are_checked() -> None:
     with pytest.raises(ValueError, match="pool_tokens must be at least 1, got 0"):
-        StampClock(0)
+        UseClock(0)
