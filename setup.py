@@ -40,7 +40,7 @@ def extensions() -> list[Extension]:
             target_dir="build/mypyc",
             group_name="coppice.radix.compiled",
         )
-    except SystemExit:  # it has said why
+    except SystemExit:  # it has printed why
         print("coppice: mypyc refuses the tree, which is not compiled", file=sys.stderr)
         return []
     for extension in made:
@@ -49,7 +49,7 @@ def extensions() -> list[Extension]:
 
 
 class BuildAll(build_ext):
-    """Builds all of the modules or none, and leaves beside them which sources they came from."""
+    """Builds all of the modules or none, and records beside them which sources they came from."""
 
     def run(self) -> None:
         super().run()

@@ -1,4 +1,4 @@
-"""The core of the tree as compiled code, where it was built, and never out of step with its source.
+"""The core of the tree as compiled code, used where it was built from the present sources.
 
 `setup.py` compiles `MODULES` with mypyc: the same Python, about half the time a request. Where it
 could not (no C compiler, no mypyc), or where sources have changed since, they run as they are. All
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
 
     def mypyc_attr(**_: bool) -> Any:
-        """Says something to the compiler only."""
+        """A setting for the compiler; without effect where the source runs."""
         return lambda cls: cls
 
 
