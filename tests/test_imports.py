@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,165 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
 )
 def test_the_check_sees_each_kind_of_trespass(room: str, source: str) -> None:
     assert broken_rules(room, source)
+
+
+# The order of sub-rooms, and of the modules that lie beside them: each may import what stands in
+# lines above its own, and nothing in its own line but itself.
+ORDER: dict[str, str] = {
+    "radix": """
+        compiled tokens namespace pages
+        node
+        eviction
+        state
+        leaves
+        drafts
+        edges
+        tree
+        pins recount accounting mirror
+    """,
+    "kernels": """
+        attention transfer
+        schedule
+        cpu triton
+        flashinfer sampling
+        backends
+    """,
+    "runtime": """
+        startup
+        requests
+        sampling schedule model
+        config
+        runner
+        engine
+        report
+        process offline
+    """,
+    "frontend": """
+        text
+        client
+        http
+        python openai
+        report
+        server
+        serve
+        replay demo
+        commands
+    """,
+}
+
+
+def module_graph(root: Path) -> dict[str, set[str]]:
+    """Each module below the rooms of `root`, and the modules that it imports, types included.
+
+    A module is named by its path, such as `radix.pages.pool`; a folder's name is its `__init__`.
+    """
+    files = {}
+    for room in ALLOWED:
+        for path in (root / room).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        graph[module] = imported = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.removeprefix("coppice.") for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                folder = node.module.removeprefix("coppice.")
+                names = {f"{folder}.{alias.name}" for alias in node.names}
+                imported |= names & files.keys() or {folder}
+        imported &= files.keys() - {module}
+    return graph
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[str]:
+    """A circle of the graph, its first node again at its end; [] if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [str(node) for node in error.args[1]]
+    return []
+
+
+def folder_graphs(graph: Mapping[str, set[str]]) -> dict[str, dict[str, set[str]]]:
+    """For each folder, which of its entries import which, through all that lies in them."""
+    folders: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for module, imported in graph.items():
+        ours = module.split(".")
+        for other in imported:
+            theirs = other.split(".")
+            depth = next(
+                (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
+                None,
+            )
+            if depth:  # else one is the folder of the other, or they are of two rooms
+                folders[".".join(ours[:depth])][ours[depth]].add(theirs[depth])
+    return {folder: dict(entries) for folder, entries in folders.items()}
+
+
+GRAPH = module_graph(ROOT)
+
+
+def test_no_module_imports_another_in_a_circle() -> None:
+    assert not circles(GRAPH)
+
+
+def test_no_two_entries_of_a_folder_import_each_other() -> None:
+    found = {folder: circles(entries) for folder, entries in folder_graphs(GRAPH).items()}
+    assert not {folder: circle for folder, circle in found.items() if circle}
+
+
+@pytest.mark.parametrize("room", sorted(ORDER))
+def test_sub_rooms_import_in_their_order(room: str) -> None:
+    levels = [line.split() for line in ORDER[room].strip().splitlines()]
+    level = {name: number for number, line in enumerate(levels) for name in line}
+    there = {module.split(".")[1] for module in GRAPH if module.startswith(f"{room}.")}
+    assert set(level) == there, "ORDER lists what is in the folder"
+    wrong = [
+        f"{entry} imports {other}"
+        for entry, others in folder_graphs(GRAPH).get(room, {}).items()
+        for other in others
+        if level[other] >= level[entry]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_checks_see_circles_and_types(tmp_path: Path) -> None:
+    def write(path: str, source: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(source, encoding="utf-8")
+
+    write("radix/__init__.py", "")
+    write("radix/a/__init__.py", "")
+    write("radix/a/one.py", "def f():\n    from coppice.radix.b.two import x")
+    write("radix/b/__init__.py", "")
+    write("radix/b/two.py", "x = 1")
+    write("radix/b/three.py", "from typing import TYPE_CHECKING")
+    assert not circles(module_graph(tmp_path))
+    write("radix/b/three.py", "if TYPE_CHECKING:\n    from coppice.radix.a import one")
+    graph = module_graph(tmp_path)
+    assert not circles(graph), "no module imports itself by way of others"
+    assert set(circles(folder_graphs(graph)["radix"])) == {"a", "b"}
+    write("radix/b/two.py", "import coppice.radix.b.three")
+    assert set(circles(module_graph(tmp_path))) == {"radix.a.one", "radix.b.two", "radix.b.three"}
+
+
+FOLDERS = sorted(path.parent for room in ALLOWED for path in (ROOT / room).rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("folder", [str(path.relative_to(ROOT)) for path in FOLDERS])
+def test_a_folder_is_small_and_says_what_it_is_for(folder: str) -> None:
+    path = ROOT / folder
+    text = ast.get_docstring(ast.parse((path / "__init__.py").read_text(encoding="utf-8")))
+    assert text and text.split("\n")[0].endswith("."), "one sentence says what the folder is for"
+    entries = [
+        each.name.split(".")[0]
+        for each in path.iterdir()
+        if each.suffix not in (".so", ".digest") and each.name not in ("__init__.py", "__pycache__")
+    ]
+    assert len(entries) <= 15, sorted(entries)
+    repeated = [name for name in entries if path.name in (name, *name.split("_"))]
+    assert not repeated, f"{repeated} repeat the name of their folder"
 
 
 def test_kernels_is_no_more_than_a_name() -> None:
