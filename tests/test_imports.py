@@ -133,6 +133,7 @@ ORDER: dict[str, str] = {
     "runtime": """
         startup
         requests
+        metrics
         sampling schedule model
         config
         runner
@@ -141,12 +142,14 @@ ORDER: dict[str, str] = {
         process offline
     """,
     "frontend": """
+        errors
+        strict
         text
         client
         http
-        python openai
+        openai
         report
-        server
+        python server
         serve
         replay demo
         commands
