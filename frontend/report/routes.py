@@ -27,7 +27,7 @@ _COMPRESSED = 1 << 12  # bytes from which a report is worth compressing
 
 def report_schema() -> dict[str, Any]:
     """The JSON Schema of the report."""
-    source = files("coppice.frontend.report").joinpath("cache_report.schema.json")
+    source = files("coppice.frontend.report").joinpath("schema.json")
     schema: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
     return schema
 
