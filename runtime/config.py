@@ -21,10 +21,10 @@ def _option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that can be chosen about an engine.
+    """All options of an engine.
 
-    Each field's `metadata["help"]` says what it does, for the command line. Raises ValueError with
-    the name, the value and what is allowed.
+    The `metadata["help"]` of each field describes it, for the command line. Raises ValueError that
+    names the option, its value and what is allowed.
     """
 
     model: str
@@ -41,45 +41,45 @@ class EngineConfig:
     quantization: str | None = _option(
         None, "8-bit weights and activations: int8 on a CPU, fp8 (e4m3) on a GPU"
     )
-    page_size: int = _option(16, "tokens a page of the KV cache holds")
+    page_size: int = _option(16, "tokens that a page of the KV cache holds")
     kv_cache_tokens: int | None = _option(None, "size of the KV cache in tokens")
     kv_cache_memory_fraction: float | None = _option(
         None,
-        "size of the KV cache as a fraction of the memory that the weights, on a GPU a step too, "
-        "leave available; without it 0.4 of main memory, 0.9 of a GPU's",
+        "size of the KV cache as a fraction of the memory that is available after the weights are "
+        "loaded (on a GPU, less what a step takes); default: 0.4 on a CPU, 0.9 on a GPU",
     )
     kv_cache_dtype: str = _option(
         "auto",
         f"type of the KV cache: {', '.join(KV_CACHE_DTYPES)}; auto is that of the weights, fp8 "
-        "(e4m3) takes a byte a number, on a GPU",
+        "(e4m3, one byte a number) needs a GPU",
     )
     max_model_len: int | None = _option(None, "longest prompt and output together, in tokens")
     max_num_seqs: int = _option(64, "most sequences in one step")
     max_num_batched_tokens: int = _option(1024, "most tokens in one step")
     enable_prefix_caching: bool = _option(True, "reuse the KV of prefixes seen before")
     scheduling_policy: str = _option(
-        "lpm", f"who is admitted next: {', '.join(SCHEDULING_POLICIES)}"
+        "lpm", f"order in which waiting requests are admitted: {', '.join(SCHEDULING_POLICIES)}"
     )
     overtaking: float | None = _option(
         None,
-        "work that may overtake a waiting request, as a fraction of what it found before it; "
-        "without it, or inf, there is no bound",
+        "work that later requests may do before a waiting one, as a fraction of the work that was "
+        "there before it came; default: no bound, as with inf",
     )
     max_step_stretch: float | None = _option(
         None,
-        "most that prefills may stretch a step, as a multiple of what its decodes take alone; "
-        "without it, or inf, there is no limit",
+        "time that a step with prefills may take, as a multiple of what its decodes take alone; "
+        "default: no limit, as with inf",
     )
     max_queued_requests: int | None = _option(
-        None, "requests that may wait to begin; more are refused"
+        None, "most requests that wait to begin; further ones are refused"
     )
     max_queued_tokens: int | None = _option(
-        None, "tokens of all requests that may wait to begin; more are refused"
+        None, "most tokens of the requests that wait to begin; further requests are refused"
     )
     eviction_policy: str = _option(
-        "lru", f"what goes first when pages run out: {', '.join(POLICIES)}"
+        "lru", f"what is evicted first when pages run out: {', '.join(POLICIES)}"
     )
-    pin_budget: float = _option(0.25, "most of the KV cache that pins may keep, as a fraction")
+    pin_budget: float = _option(0.25, "largest fraction of the KV cache that pins may keep")
     attention_backend: str = _option(
         "auto",
         "attention kernels: auto, cpu, triton, flashinfer or reference; auto is cpu on a CPU, on a "
@@ -87,21 +87,23 @@ class EngineConfig:
     )
     deterministic: bool = _option(
         False,
-        "answers that hang neither on the rest of the batch nor on hits, bit for bit, with the "
-        "triton backend; attention shares no reads, products are slower",
+        "answers that depend neither on the rest of the batch nor on cache hits, bit for bit; with "
+        "the triton backend only, slower: attention shares no reads, products have one tile size",
     )
     async_scheduling: bool | None = _option(
         None,
-        "schedule and queue a step before the tokens of the one before it have come back from the "
-        "device (see docs/gpu-steps.md); without it on a GPU only",
+        "schedule a step and queue it on the device before the tokens of the previous one have "
+        "come back (see docs/gpu-steps.md); default: on a GPU only",
     )
-    enforce_eager: bool = _option(False, "no CUDA graphs: every step runs kernel by kernel")
+    enforce_eager: bool = _option(
+        False, "no CUDA graphs: every step launches its kernels one by one"
+    )
     cuda_graph_sizes: tuple[int, ...] | None = _option(
         None,
-        "numbers of sequences whose decoding steps are captured as CUDA graphs, on a GPU; without "
-        "it a choice up to max_num_seqs",
+        "numbers of sequences for which decoding steps are captured as CUDA graphs, on a GPU; "
+        "default: a choice of sizes up to max_num_seqs",
     )
-    seed: int = _option(0, "seed of dummy weights and of requests that bring none")
+    seed: int = _option(0, "seed of dummy weights, and of requests without a seed of their own")
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:

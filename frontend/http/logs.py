@@ -17,9 +17,9 @@ _encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def configure(log_format: str) -> None:
-    """Sends all log records of this process to standard error, as "text" or "json" lines.
+    """Writes all log records of this process to standard error, as "text" or "json" lines.
 
-    A record's fields come along as `extra={"fields": {...}}`.
+    A caller passes the fields of a record as `extra={"fields": {...}}`.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if log_format == "json" else _Text())
@@ -31,7 +31,7 @@ def configure(log_format: str) -> None:
 
 
 def _briefly(record: logging.LogRecord) -> bool:
-    """What is not HTTP is a line, not a traceback: whoever scans ports sends a lot of it."""
+    """Makes one line of the traceback for bytes that are not HTTP: port scans send many."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         what = str(error.message or "")
@@ -63,14 +63,14 @@ class _Json(logging.Formatter):
 
 
 class _Text(logging.Formatter):
-    _when = (0, "")  # the second of the last line, and how it is written
+    _when = (0, "")  # the last line's second, and its text
 
     def format(self, record: logging.LogRecord) -> str:
         second = int(record.created)
         if second != self._when[0]:
             self._when = second, time.strftime("%H:%M:%S", time.localtime(second))
         words = [self._when[1], record.levelname.lower(), record.getMessage()]
-        # A value that could break the line, or begin one that looks like another, is quoted.
+        # A value that could break the line, or look like the beginning of another, is quoted.
         words += [f"{name}={_value(value)}" for name, value in _fields(record).items()]
         line = " ".join(words)
         if record.exc_info:

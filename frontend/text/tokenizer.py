@@ -30,22 +30,22 @@ def model_source(model: str) -> str:
     return str(DEMO_MODEL) if model == "demo" else model
 
 
-_CUT = 64  # more tokens than cutting a text can add to it
-_BEFORE = 4  # tokens that a text goes on from
+_CUT = 64  # more tokens than a cut can add to a text
+_BEFORE = 4  # tokens of a prompt that the text after it continues
 
 
 class Tokenizer:
-    """The model's tokenizer, reduced to what the engine's front needs.
+    """The model's tokenizer, reduced to what the frontend needs.
 
-    One that leaves nothing open is read without transformers (see `plain_tokenizer`), which then
-    comes when something asks for it: a chat template that is filled, mostly.
+    A plain one is read without transformers (see `plain_tokenizer`), whose own tokenizer is loaded
+    when something needs it, usually to fill a chat template.
 
     Args:
         path: a local directory with the tokenizer's files.
         without_torch: for a process that computes nothing; see `leave_out_torch`.
 
     Attributes:
-        vocabulary: how many tokens there are, those that were added included.
+        vocabulary: the number of tokens, added ones included.
         special_tokens: the texts of the special tokens that the tokenizer names.
         chat_template: nothing, the template's text, or several of them by name.
 
@@ -73,18 +73,18 @@ class Tokenizer:
             self._take(self.wrapped)
             added = self.wrapped.added_tokens_decoder
         self._special = {token for token, each in added.items() if each.special}
-        # Behind it every token is decoded as it is.
+        # After it every token is decoded as it is.
         self.anchor = self._ids("a", add_special_tokens=False)
 
     def _take(self, wrapped: PreTrainedTokenizerBase) -> None:
-        """Finds out what of transformers' tokenizer can be done without it."""
+        """Takes from transformers' tokenizer what can be called without it."""
         from transformers import PreTrainedTokenizerFast
 
         # Every token of every stream is decoded: what transformers does around the library's own
         # decoder takes three times as long as that.
         plain = getattr(type(wrapped), "_decode", None) is PreTrainedTokenizerFast._decode
         self._direct = wrapped.backend_tokenizer if plain else None
-        # The same of what it does around the encoder, which holds up all other threads besides.
+        # What it does around the encoder is as slow, and holds up all other threads.
         own = getattr(type(wrapped), "_encode_plus", None)
         plain = own is not None and own is PreTrainedTokenizerFast._encode_plus
         self._encoder = wrapped.backend_tokenizer if plain else None
@@ -94,7 +94,7 @@ class Tokenizer:
 
     @property
     def wrapped(self) -> PreTrainedTokenizerBase:
-        """transformers' tokenizer, loaded if it was not yet. Any thread may ask for it."""
+        """transformers' tokenizer, loaded at the first use, which may be in any thread."""
         with self._loading:
             if self._wrapped is None:
                 if self._without_torch:
@@ -103,10 +103,10 @@ class Tokenizer:
             return self._wrapped
 
     def load_wrapped_soon(self) -> None:
-        """Has a thread load it, so that whoever asks for it later does not wait."""
+        """Loads `wrapped` in a thread, so that a later use of it does not wait."""
 
         def load() -> None:
-            with suppress(ValueError):  # it is told to those who ask
+            with suppress(ValueError):  # the first use of it raises the same
                 _ = self.wrapped
 
         if self._wrapped is None:
@@ -143,7 +143,7 @@ class Tokenizer:
             length *= 2
 
     def encode_more(self, text: str) -> list[int]:
-        """Token ids of text that goes on behind other text: no special tokens are added.
+        """Token ids of text that continues other text: no special tokens are added.
 
         Raises:
             ValueError: as `encode` does.
@@ -175,12 +175,12 @@ class Tokenizer:
         )
 
     def text_before(self, prompt_token_ids: Sequence[int], *, exact: bool = False) -> list[int]:
-        """The last tokens of a prompt, as far as the text behind it goes on from them.
+        """The last tokens of a prompt, as far as the text after it continues them.
 
-        Some decoders drop the space at the beginning of what they are given. A text that goes on
-        from other text keeps it, so that prompt and text together read as they were meant; one
-        behind a special token, as an answer behind the mark of its speaker, begins anew, unless it
-        must be `exact`, as one that is held to a form.
+        Some decoders drop the space at the beginning of what they are given. A text that continues
+        other text keeps its space, so that prompt and text together read as they were meant. A text
+        after a special token, such as an answer after the mark of its speaker, begins anew, unless
+        it must be `exact`, as structured outputs must.
         """
         last: list[int] = []
         for token in reversed(prompt_token_ids[-_BEFORE:]):
@@ -206,8 +206,8 @@ class Tokenizer:
             messages: of the OpenAI API's roles; `content` is a string, or a list of parts of type
                 "text", which are joined.
             longest: messages of far more tokens are refused (see `check_length`).
-            tools: what the model is told of, as the API writes them.
-            add_generation_prompt: whether the beginning of an answer stands at the end.
+            tools: the tools that the model may call, as the API writes them.
+            add_generation_prompt: whether the beginning of an answer is added at the end.
             continue_final_message: leave the last message open, so that the answer goes on with it.
             template_arguments: more variables for the chat template.
 
@@ -240,7 +240,7 @@ class Tokenizer:
                 return_dict=False,
                 **more,
             )
-        except Exception as error:  # a template is a program: it raises whatever it likes
+        except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"messages: the chat template refuses them: {error}") from error
         return list(ids)
 
@@ -265,7 +265,7 @@ def _load(path: str, *, plain: bool) -> PreTrainedTokenizerBase:
 
 @cache
 def _template_options() -> frozenset[str]:
-    """What the template's filling is called with, which variables may not be named like."""
+    """Names that variables for a template may not have: the arguments of filling it."""
     from transformers import PreTrainedTokenizerBase
 
     options = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters

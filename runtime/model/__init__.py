@@ -1,4 +1,4 @@
 """The network: its config, its weights, its layers, and where a model is found.
 
-`runtime.runner` uses it; the front uses `path`.
+The runner uses `config`, `config_file`, `decoder` and `weights`; the frontend uses `path`.
 """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward of one layer; ``Decoder`` norms what comes in and adds both."""
+    """Attention and feed-forward part of one layer; ``Decoder`` normalises and adds."""
 
     qk_norm: RMSNorm | None
 
@@ -77,7 +77,7 @@ class DecoderLayer(nn.Module):
         attention: AttentionBackend,
         prepared: Any,
     ) -> torch.Tensor:
-        """What the heads gathered, ``[T, num_heads * head_dim]``; writes keys and values."""
+        """The heads' results, ``[T, num_heads * head_dim]``; also writes keys and values."""
         heads = self.qkv(normed).view(normed.shape[0], -1, self.head_dim)
         qk_heads = self.num_heads + self.num_kv_heads
         qk, v = heads[:, :qk_heads], heads[:, qk_heads:]
@@ -206,14 +206,14 @@ class Decoder(nn.Module):
         prepared: Any,
         logit_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What the head reads, ``[R, hidden]``, of the rows that ``logit_rows`` names; None: all.
+        """The input of the head, ``[R, hidden]``, for the rows in ``logit_rows``; None: all rows.
 
-        A step that needs logits of many rows takes this, and makes the logits a few rows at a time.
+        A step that needs logits of many rows calls this, and makes the logits a few rows at a time.
 
-        ``token_ids``, ``positions`` (in the token's own sequence) and ``slots`` (where its KV goes,
+        ``token_ids``, ``positions`` (in the token's own sequence) and ``slots`` (of its KV,
         page * page_size + slot) are int64 ``[T]``; ``logit_rows`` is int64 ``[R]``, and R may be 0.
-        ``kv`` has the cache of each layer; ``prepared`` is what ``attention.prepare`` made of this
-        step's plan. Run it under ``torch.inference_mode()``; without, it is slower, not wrong.
+        ``kv`` has the cache of each layer; ``prepared`` is what ``attention.prepare`` returned for
+        this step's plan. Run it under ``torch.inference_mode()``; without, it is slower, not wrong.
         """
         angles = self.rope.angles(positions)
         x = self._embed(token_ids).to(self._dtype)

@@ -1,8 +1,8 @@
-"""The pieces that a decoder layer repeats: a packed linear projection, RMSNorm and SiLU.
+"""The parts of a decoder layer: packed linear projections, RMSNorm and SiLU.
 
 A projection can hold several projections of a checkpoint, one below the other (queries, keys and
-values; gate and up), so that one matrix product serves them all. It is filled part by part, each
-part straight from the checkpoint, so that no second copy of the weights ever exists.
+values; gate and up), so that one matrix product computes all of them. Each part is copied straight
+from the checkpoint, so that no second copy of the weights ever exists.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Linear(nn.Module):
     """``x [T, in_features] -> [T, out_features]``, in the type of its weights."""
 
     bias: nn.Parameter | None
-    #: The weight as ``pack`` laid it out.
+    #: The weight in the layout of ``pack``; None before, and where it has none.
     packed: PackedFloat | PackedInt8 | None = None
-    #: Whether a decoder with these projections has such a language-model head, too.
+    #: Whether a decoder with these projections has a language-model head of the same class.
     serves_head: ClassVar[bool] = True
     #: Whether its weight can be the embedding's own tensor.
     shares_embedding: ClassVar[bool] = True
-    #: What the weight is kept in, None for ``dtype``, which results and bias have.
+    #: The type of the weight; None for ``dtype``, the type of results and bias.
     kept: ClassVar[torch.dtype | None] = None
 
     def __init__(
@@ -55,9 +55,9 @@ class Linear(nn.Module):
         return float_products.multiply(x, cast("PackedFloat", self.packed), self.bias)
 
     def pack(self) -> None:
-        """Lays out a weight on a CPU as our own product wants it, where results are float32.
+        """Packs a weight for our own product: on a CPU, where results are float32.
 
-        The weight itself is given up then; an embedding as well is read in ``packed`` from then on.
+        The weight itself is deleted then, and an embedding that shares it is read from ``packed``.
         Call it when the weight is complete.
         """
         if self.weight.device.type == "cpu" and (self.kept or self.weight.dtype == torch.float32):
@@ -123,12 +123,12 @@ class SiluMul(nn.Module):
 
 
 def row_kernels_for(dtype: torch.dtype, device: torch.device) -> RowKernels | None:
-    """What works rows in float32 on a CPU; None elsewhere."""
+    """The kernels for single rows in float32 on a CPU; None elsewhere."""
     return row_kernels() if device.type == "cpu" and dtype == torch.float32 else None
 
 
 def gpu_rows(device: torch.device) -> ModuleType | None:
-    """The kernels that work rows on a GPU; None elsewhere, and where Triton is missing."""
+    """The kernels for single rows on a GPU; None elsewhere, and where Triton is missing."""
     if device.type != "cuda":
         return None
     try:

@@ -97,8 +97,8 @@ def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
 class RotaryEmbedding:
     """Cosines and sines for the positions of a step.
 
-    They are computed anew each step and shared by all layers. A table up to the model's length
-    would save some ten microseconds a step and cost up to 134 MB (131,072 positions, 128 wide).
+    They are computed in each step and shared by all layers. A table up to the model's length would
+    save about ten microseconds a step and take up to 134 MB (131,072 positions, 128 wide).
     """
 
     def __init__(self, config: RopeConfig, *, dtype: torch.dtype, device: torch.device) -> None:

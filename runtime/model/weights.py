@@ -1,4 +1,4 @@
-"""Weights: fill a decoder from a model's safetensors, or at random."""
+"""Fills a decoder with weights: from a model's safetensors files, or at random."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DTYPES = {
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# Bytes that are read through one mapping of a file.
+# Bytes that are read through one mapping of a file, at least.
 _READ_AT_ONCE = 1 << 23
 
 
@@ -46,9 +46,9 @@ def resolve_device(device: str) -> torch.device:
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The type to compute and cache in.
 
-    ``auto`` is float32 on a CPU, whose attention kernels compute in it (and without bfloat16 units
-    16-bit products are slower than 32-bit ones), elsewhere the checkpoint's declared type. Raises
-    ``ValueError`` for unknown names.
+    ``auto`` is float32 on a CPU, whose attention kernels compute in that type (and whose 16-bit
+    products are slower than 32-bit ones without bfloat16 units), elsewhere the type that the
+    checkpoint declares. Raises ``ValueError`` for unknown names.
     """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else config.torch_dtype
@@ -113,7 +113,7 @@ def load_decoder(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one tensor of a checkpoint goes: its shape there, and what puts it into the decoder."""
+    """Where one tensor of a checkpoint belongs: its shape, and what copies it to the decoder."""
 
     shape: tuple[int, ...]
     fill: Callable[[torch.Tensor], object]
@@ -208,7 +208,7 @@ def _tensor_files(path: Path) -> dict[str, Path]:
 
 
 def _half_type(files: dict[str, Path]) -> torch.dtype | None:
-    """The type of 16 bits that all matrices have, by the headers of their files; None if none."""
+    """The 16-bit type that all matrices in these files have, by their headers; None if none."""
     found = set()
     for file in set(files.values()):
         with _open(file) as tensors:
@@ -242,8 +242,8 @@ def _read_tensors(
         with _open(file) as tensors:
             held = set(tensors.keys())
         # Opened anew from time to time: a mapping keeps every page that was ever read through it,
-        # and one for the whole file would hold the weights a second time in the end. (For each
-        # tensor that would be a fifth of the time of loading.)
+        # so a single one would hold the weights a second time in the end. (Opening it for each
+        # tensor would take a fifth of the time of loading.)
         tensors, read = None, 0
         for name in sorted(names, key=lambda n: n == last):
             if name not in held:

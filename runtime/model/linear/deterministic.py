@@ -1,4 +1,4 @@
-"""Linear projections whose results for a token hang on nothing beside it, for `deterministic`."""
+"""Linear layers whose result for a row does not depend on the batch, for `deterministic`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Linear projections in 8 bits: int8 for CPUs, e4m3 floats for GPUs (W8A8, both dynamic).
 
 Weights have one scale an output row, activations one scale a token, chosen as the token comes. Both
-are symmetric, so that a token's result depends on nothing but itself: the same for a prompt
-computed whole, in chunks or on top of a cached prefix, whatever else is in the batch (of floats but
-for the order in which a product adds up, as without scales). torch's own dynamic linear takes one
-scale for all tokens of a call, which breaks that, and one token with large activations would cost
-all others their precision.
+are symmetric, so a token's result does not depend on other tokens: it is the same for a prompt
+computed whole, in chunks or after a cached prefix, whatever else is in the batch (with fp8, up to
+the order of the sums, as without scales). torch's own dynamic linear takes one scale for all tokens
+of a call, which breaks that, and a token with large activations would cost all others their
+precision.
 
 **int8**: a quarter of the bytes that a decode step has to read. The product is exact in int32.
 Against float32 the error of a product is about 1.1% of its norm, and that of the logits of 30
@@ -183,9 +183,9 @@ def linear_class(
 ) -> type[Linear]:
     """The class of projections for ``quantization``: None for float weights, ``int8`` or ``fp8``.
 
-    ``halves`` is the type of 16 bits that all of the checkpoint's weights have, if so: computed in
-    float32 on a CPU they are kept so, where such products can be compiled. ``deterministic`` asks
-    for products of a token that hang on no other one, which 8-bit weights do not have.
+    ``halves`` is the 16-bit type of the checkpoint's weights, if all have the same: on a CPU that
+    computes in float32 they stay in it, where such products can be compiled. ``deterministic`` asks
+    for products in which a row depends on no other row; there are none for 8-bit weights.
 
     Raises ``ValueError`` for other names and, by name, where the device, the type of the model or
     torch's product does not serve: ``int8`` on anything but a CPU whose int8 products are exact (on

@@ -1,4 +1,4 @@
-"""Linear projections with weights of 16 bits on a CPU: kept as they are, computed in float32."""
+"""Linear layers for 16-bit weights on a CPU, which are kept as they are; sums are float32."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from coppice.runtime.model.layers import Linear
 class HalfLinear(Linear):
     """``Linear`` in float32 whose weight is kept in bfloat16 ``[out_features, in_features]``.
 
-    A result is that of float32 weights but for the order in which it adds up; the memory is half,
-    and so is the reading, which is what a step of few tokens takes its time for.
+    A result equals that of float32 weights except for the order of its sums. It takes half the
+    memory and half the reading, which is what limits the speed of a step with few tokens.
     """
 
     kept = torch.bfloat16
