@@ -116,10 +116,10 @@ class CompiledLayers(Protocol):
 class Decoder(nn.Module):
     """The model. Its weights are empty until ``weights.load_decoder`` has filled them.
 
-    ``linear`` is the class of all projections, the language-model head included if it serves that;
-    ``embedding_dtype`` what the embedding is kept in, if not ``dtype``.
-    Tied embeddings are one tensor, unless the head is of another type than the embedding; once
-    that is packed, its rows are read there, and ``embedding`` is None.
+    ``linear`` is the class of all projections, and of the language-model head if it can be one;
+    ``embedding_dtype`` is the type of the embedding, if not ``dtype``. Tied embeddings are one
+    tensor, unless the head has another type than the embedding. Once such a tensor is packed, its
+    rows are read from the packed form and ``embedding`` is None.
 
     ``compiled`` runs the layers if it is given: the runner sets it, once the weights are packed.
     """

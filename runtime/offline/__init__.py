@@ -1,4 +1,4 @@
 """The tree and the scheduler without a model: replays of traces, and simulation.
 
-The front uses `replay`.
+The frontend uses `replay`.
 """

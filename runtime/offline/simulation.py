@@ -1,4 +1,8 @@
-"""The scheduler against a model of the machine: what requests would wait, without computing."""
+"""Simulates the scheduler on a model of a machine: how long requests wait, without computing.
+
+The benchmark of the scheduler uses it. It lives beside replays, below the frontend, since a command
+that simulates a trace can then be built on it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ _GENERATED = 1 << 30  # generated tokens lie above any vocabulary, and differ be
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a step costs, in seconds: a constant, and so much for each token it computes."""
+    """The time of a step, in seconds: a constant, and a part for each token that it computes."""
 
     step: float
     token: float
@@ -38,17 +42,17 @@ class Arrival:
     output: int  # tokens that it will generate, at least 1
     namespace: Hashable = None
     priority: int = 0
-    label: str = ""  # for whoever evaluates
+    label: str = ""  # by which results are grouped
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request."""
+    """How a request was served."""
 
     arrival: Arrival
     number: int  # its place among the arrivals
     hit_tokens: int = 0
-    first_token: float = 0.0  # time at which it was there, in seconds
+    first_token: float = 0.0  # its time, in seconds
     end: float = 0.0  # time of the last token so far
 
     @property
@@ -60,7 +64,7 @@ class Outcome:
 class Simulation:
     """Runs arrivals through the real scheduler and tree on a `Machine`, with a virtual clock.
 
-    What is generated are tokens that no prompt holds. A step costs what the machine says; nothing
+    Generated tokens occur in no prompt. A step takes the time that the machine gives it; nothing
     else takes time.
     """
 
@@ -81,8 +85,9 @@ class Simulation:
         self.now = 0.0
         self.steps = 0
         self.decoded = 0  # tokens, of all sequences
-        # How often there were so many seconds, to a millionth, between two tokens of a sequence.
-        self.gaps: Counter[tuple[str, float]] = Counter()  # by label and seconds
+        # Gaps between two tokens of a sequence, counted by label and length in seconds, rounded to
+        # a millionth.
+        self.gaps: Counter[tuple[str, float]] = Counter()
         self.tree = RadixTree(PagePool(-(-pool_tokens // page_size), page_size), eviction_policy)
         self.paging = Paging(self.tree, enable_prefix_caching=True)
         self.scheduler = Scheduler(
@@ -96,7 +101,7 @@ class Simulation:
         self._outcomes: dict[Sequence, Outcome] = {}
 
     def run(self, arrivals: Iterable[Arrival]) -> list[Outcome]:
-        """Serves all of them, in order of time; returns what became of each, in that order.
+        """Serves all of them, in order of time; returns the outcome of each, in that order.
 
         Raises ValueError if times decrease, or if one does not fit the pool.
         """
@@ -131,7 +136,7 @@ class Simulation:
         self.scheduler.add(sequence)
 
     def _step(self, until: float) -> list[Outcome]:
-        """A step, and those that must follow before `until`; what ended."""
+        """Runs a step, and the equal steps that follow before `until`; returns what ended."""
         schedule = self.scheduler.schedule()
         assert schedule.chunks, "nothing is scheduled, but requests are unfinished"
         seconds = self._spend(schedule)
@@ -157,7 +162,7 @@ class Simulation:
         return seconds
 
     def _sample(self, sequence: Sequence) -> Outcome | None:
-        """Its next token; what became of it, if that was the last."""
+        """Adds the sequence's next token; returns its outcome if that was the last one."""
         outcome, tokens = self._outcomes[sequence], sequence.tokens
         if len(tokens) > len(outcome.arrival.prompt):
             self._gap(outcome, self.now - outcome.end, 1)
@@ -176,11 +181,11 @@ class Simulation:
         self.gaps[outcome.arrival.label, round(seconds, 6)] += count
 
     def _repeat(self, schedule: Schedule, seconds: float, until: float) -> None:
-        """Repeats a step in which all that run decoded, as often as nothing else can happen.
+        """Repeats a step in which all running sequences decoded, until something else can happen.
 
-        Nobody was admitted in it, so nobody is before one ends, or another request comes: whoever
-        waits was kept out by the number of those that run, or by pages, of which there will be
-        less. The steps are the same as one by one; only their pages are taken at once.
+        No request was admitted in it, so none will be before one ends or another one comes: those
+        that wait were kept out by the number of running sequences, or by free pages, which become
+        fewer. The result is that of single steps; only the pages are taken at once.
         """
         sequences = [chunk.sequence for chunk in schedule.chunks]
         times = min(each.request.max_length - len(each.tokens) for each in sequences) - 1
