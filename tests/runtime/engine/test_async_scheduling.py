@@ -72,7 +72,7 @@ def run(engine, model):
     return outputs
 
 
-def told(outputs):
+def summary(outputs):
     """What a user sees of each sequence."""
     return {
         key: (
@@ -104,7 +104,7 @@ def test_a_step_is_queued_before_the_tokens_of_the_one_before_are_waited_for(
     while engine.has_unfinished():
         seen.append([token for output in engine.step() for token in output.new_token_ids])
         engine.check()
-    # The last token is known to be the last: nothing is queued behind it.
+    # The last token is known to be the last: nothing is queued after it.
     assert late_device.log == [
         "queue 0", "fetch 0",
         "queue 1", "wait 0", "fetch 1",
@@ -127,7 +127,7 @@ def test_what_ends_by_its_token_is_computed_once_too_often_and_counts_nowhere(
     for each, its_model in ((plain, plain_model), (engine, model)):
         for number, prompt in enumerate(prompts):
             each.add_request(str(number), prompt, ending)
-        found.append(told(run(each, its_model)))
+        found.append(summary(run(each, its_model)))
     assert found[0] == found[1]
     stopped = sum(each[1] == "stop" for each in found[1].values())
     assert stopped > 10 and all(
@@ -189,7 +189,7 @@ def test_whatever_looks_at_tokens_gets_the_same_ones(checkpoint, late_device, pa
     for each, its_model in ((plain, plain_model), (engine, model)):
         for number, (name, params) in enumerate(every_kind().items()):
             each.add_request(name, [5, 6, 7, 8, 9, 3 + number], params)
-        outputs = told(run(each, its_model))
+        outputs = summary(run(each, its_model))
         if pages == 12:  # hits hang on what had to go
             outputs = {key: seen[:-1] for key, seen in outputs.items()}
         found.append(outputs)
@@ -237,7 +237,7 @@ def test_aborts_take_back_what_is_on_its_way(checkpoint, late_device):
     engine.check()
     rest = run(engine, model)
     assert set(rest) == {("b", 1)}
-    # Of nine tokens two were told before.
+    # Two of nine tokens were returned before.
     assert len(rest["b", 1]) == 7 and rest["b", 1][-1].finish_reason == "length"
     engine.add_request("c", [5, 6, 7, 8, 9], GREEDY)
     engine.step()
@@ -304,7 +304,7 @@ def test_an_interrupt_while_tokens_are_waited_for_loses_none(checkpoint, late_de
     for each in (plain, engine):
         each.add_request("a", [5, 6, 7, 8, 9], GREEDY)
         each.add_request("b", [5, 6, 7, 8, 4], forks)
-    expected, outputs = told(run(plain, plain_model)), {}
+    expected, outputs = summary(run(plain, plain_model)), {}
     wait, calls = LateFetch.wait, [0]
 
     def interrupted(self):
@@ -325,7 +325,7 @@ def test_an_interrupt_while_tokens_are_waited_for_loses_none(checkpoint, late_de
         model.check_cache()
         model.poison()
     assert interrupts > 2
-    assert told(outputs) == expected
+    assert summary(outputs) == expected
 
 
 class Broken:

@@ -373,7 +373,7 @@ def test_a_step_is_one_forward_and_copies_a_page_for_each_beam_that_diverges(tin
     assert forked >= 5 and copied <= forked + 3
 
 
-def test_the_best_line_so_far_is_told_when_it_changes(tiny_checkpoint, eos):
+def test_the_best_line_so_far_is_reported_when_it_changes(tiny_checkpoint, eos):
     engine = make(tiny_checkpoint("llama"))
     params = BeamSearchParams(4, 12, stop_token_ids=(eos,), length_penalty=0.7, best_so_far=True)
     engine.add_beam_search("a", PROMPTS[1], params)
@@ -402,7 +402,7 @@ def union(size, lines):
     """Pages that hold lines of tokens which share what they have in common."""
     nodes = {tuple(line[:end]) for line in lines for end in range(1, len(line) + 1)}
     tails = {node for node in nodes if not len(node) % size}
-    # A line's unfinished last page is its own, unless another line goes on behind it.
+    # A line's unfinished last page is its own, unless another line continues after it.
     ends = {node for node in nodes if not any(other[:-1] == node for other in nodes)}
     return len(tails) + sum(len(node) % size != 0 for node in ends)
 

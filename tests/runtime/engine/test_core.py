@@ -154,7 +154,7 @@ def test_a_warm_request_has_the_logits_of_a_cold_one(tiny_checkpoint, family, pa
     prompt = PROMPTS[3]
     _, (cold,) = run(made, [prompt], one)
     _, (warm,) = run(made, [prompt], one)
-    # A third one diverges inside a page and is computed behind a copied page.
+    # A third one diverges inside a page and is computed after a copied page.
     other = [*prompt[:50], 1, *prompt[51:]]
     run(made, [other], one)
     made.reset_cache()
@@ -391,7 +391,7 @@ def test_reset_is_refused_while_requests_run(tiny_checkpoint):
     assert make_report(made).pages_free == make_report(made).pages_total
 
 
-def test_the_memory_arithmetic_is_told(tiny_checkpoint):
+def test_the_memory_arithmetic_is_reported(tiny_checkpoint):
     made = engine(tiny_checkpoint("llama"), kv_cache_tokens=160)
     config = made.model_config
     each = 2 * config.num_layers * 16 * config.num_kv_heads * config.head_dim * 4

@@ -2,7 +2,7 @@
 
     COPPICE_SCHEDULES=20000 pytest tests/runtime/engine/test_random_schedules.py --timeout 0
 
-runs so many instead of a few; the seed in a failure's message repeats it.
+runs that many instead of a few; the seed in a failure's message repeats it.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def test_graphs_and_overlap_give_the_tokens_without(tiny_checkpoint, page_size):
 
 
 def test_pages_are_freed_and_reused_while_the_gpu_is_behind(tiny_checkpoint):
-    """Short requests in a pool of few pages; whoever read another's KV would say other tokens."""
+    """Short requests in a pool of few pages; reading another's KV would give other tokens."""
     found = []
     for overlap in (False, True):
         engine = make_engine(

@@ -80,7 +80,7 @@ def test_deterministic_answers_have_the_bits_of_a_cold_lone_request(tiny_checkpo
 
 
 def test_an_8_bit_cache_is_near_the_whole_one(tiny_checkpoint, monkeypatch):
-    """What rounding keys and values to 3 bits behind the point costs, and no more."""
+    """What rounding keys and values to 3 bits after the point costs, and no more."""
     path = tiny_checkpoint("llama")
     monkeypatch.setattr(kv_scales, "CALIBRATION_TOKENS", 64)
     prompt = make_prompts(STEM)[1]

@@ -56,7 +56,7 @@ def greedy(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> list[li
 def lines_and_bits(
     engine: Engine, prompts: Sequence[list[int]], tokens: int, **options: Any
 ) -> list[tuple[list[int], bytes]]:
-    """Tokens and the logprobs' bytes of each line of each prompt; greedy unless told otherwise."""
+    """Tokens and the logprobs' bytes of each line of each prompt; greedy by default."""
     params = {"temperature": 0.0, "logprobs": 2, "max_tokens": tokens, "ignore_eos": True}
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, SamplingParams(**(params | options)))

@@ -1,6 +1,6 @@
 """Random schedules: an engine with a fake model under requests, aborts, pins, failures and resets.
 
-`RandomSchedule(seed, checkpoint).run()` does one. All that is random follows from the seed.
+`RandomSchedule(seed, checkpoint).run()` does one. The seed determines everything random.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_STEPS = 3000  # of one schedule: far more than any needs that makes progre
 
 
 class _Broken:
-    """A logits processor that fails once so many tokens were generated."""
+    """A logits processor that fails once `after` tokens were generated."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -155,7 +155,7 @@ class RandomSchedule:
             self.step()
             steps += 1
             assert steps < _MOST_STEPS, "no progress"
-        assert not self.live, "requests whose end nobody told"
+        assert not self.live, "requests whose end was not reported"
         assert not self.engine.scheduler.running
         assert not len(self.engine.scheduler.waiting)
         assert self.engine.step() == []

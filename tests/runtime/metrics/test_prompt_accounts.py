@@ -50,7 +50,7 @@ class Loop:
             self.turn()
 
     def turn(self) -> None:
-        """A step in which whoever has computed all of its tokens samples one."""
+        """A step in which each sequence that has computed all of its tokens samples one."""
         for chunk in self.scheduler.schedule().chunks:
             sequence = chunk.sequence
             self.scheduler.computed(chunk)
@@ -161,7 +161,7 @@ def test_what_an_aborted_prompt_did_not_compute_was_not_seen() -> None:
         loop.accounts.cleared(loop.paging.tree)
 
 
-def test_what_is_computed_again_for_prompt_logprobs_is_told() -> None:
+def test_what_is_computed_again_for_prompt_logprobs_is_counted() -> None:
     loop = Loop(256, max_num_batched_tokens=128)
     prompt = list(range(1, 65))
     loop.add(prompt)
@@ -191,7 +191,7 @@ def test_top_prefixes_tell_for_how_long_they_were_idle() -> None:
     assert prefix.idle_seconds == 100.0
 
 
-def test_the_last_requests_are_told_one_by_one() -> None:
+def test_the_last_requests_are_reported_one_by_one() -> None:
     loop = Loop(256)
     shared = list(range(1, 101))
     loop.add([*shared, 901, 902, 903, 904])

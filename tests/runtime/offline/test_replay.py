@@ -147,7 +147,7 @@ def test_preempted_sequences_come_to_their_end() -> None:
     assert counts.preempted_tokens > 0
 
 
-# -- what it tells -----------------------------------------------------------------------------
+# -- what it reports ---------------------------------------------------------------------------
 
 
 def test_stretches_add_up_to_the_whole() -> None:

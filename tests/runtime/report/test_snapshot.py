@@ -13,7 +13,6 @@ from coppice.radix import Match
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.engine.sequences import Sequence
-from coppice.runtime.process.service import EngineService
 from coppice.runtime.report.gather import make_report, make_stats
 from coppice.runtime.report.snapshot import EngineStats
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
@@ -155,36 +154,12 @@ def test_nothing_is_lost_to_page_rounding(
     assert run(engine).rounded_off_tokens == 30 % 16
 
 
-# -- pins as plain data ------------------------------------------------------------------------
-
-
-def test_pins_are_told_as_plain_data(make: Callable[..., Engine]) -> None:
-    engine = make()
-    service = EngineService(engine)
-    engine.add_request("a", PROMPT, params(1))
-    run(engine)
-    put = service.put_pin("handbook", PROMPT[:20], ttl=60)
-    assert (put.num_tokens, put.cached_tokens, put.ttl) == (20, 20, 60)
-    assert put.seconds_left == pytest.approx(60, abs=1)
-    assert service.put_pin("handbook", PROMPT[:20]).ttl is None, "the same prefix: renewed"
-    with pytest.raises(ValueError, match="there is a pin named 'handbook' already"):
-        service.put_pin("handbook", PROMPT[:21])
-    with pytest.raises(ValueError, match="prompt_token_ids must be integers from 0 to 319"):
-        service.put_pin("bad", [1, 320])
-    with pytest.raises(ValueError, match="ttl must be more than 0"):
-        service.put_pin("handbook", PROMPT[:20], ttl=0)
-    (listed,) = service.list_pins()
-    assert pickle.loads(pickle.dumps(listed)) == listed
-    assert (listed.name, listed.cached_tokens) == ("handbook", 20)
-
-
 def test_the_report_is_plain_data(make: Callable[..., Engine]) -> None:
     engine = make()
-    service = EngineService(engine)
     for request in "ab":
         engine.add_request(request, PROMPT, params(2), cache_salt="secret")
         run(engine)
-    service.put_pin("p", PROMPT[:9])
+    engine.pin("p", PROMPT[:9])
     report = pickle.loads(pickle.dumps(make_report(engine)))
     assert report.hit_tokens == report.counts.hit_tokens == len(PROMPT) - 1
     assert [pin.name for pin in report.pins] == ["p"]

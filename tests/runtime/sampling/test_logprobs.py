@@ -343,7 +343,7 @@ def test_a_bad_start_is_refused(tiny_checkpoint, options, message):
 def test_the_best_of_a_row_are_those_of_all(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     scores = torch.randn(5, width, generator=generator)
-    scores[1, -3:] = 9  # behind the last whole chunk, or at its end
+    scores[1, -3:] = 9  # after the last whole chunk, or at its end
     scores[2, width // 2 :] = -torch.inf
     scores[3] = 1.5  # all alike
     for count in (1, 8, 10):

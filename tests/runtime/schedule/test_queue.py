@@ -57,7 +57,7 @@ class World:
         return self.tree.match(each.tokens, each.request.namespace).length
 
     def shared(self, each: Sequence) -> int:
-        """Tokens behind its hit that a leader computes."""
+        """Tokens after its hit that a leader computes."""
         lengths = [
             common_prefix(each.tokens.tobytes(), 0, leader.tokens.tobytes()) // 4
             for leader in self.leading
@@ -150,7 +150,7 @@ def test_what_is_set_aside_is_not_offered_from_a_leaders_path():
         4 .. 7        `free` goes its own way here: 8 tokens are not worth waiting for
         8 .. 16       `bound` shares these 17 tokens with the leader: it waits for them
 
-    To the branch 4 .. 7, behind whose beginning the leader computes 13 tokens only, `bound` is the
+    To the branch 4 .. 7, after whose beginning the leader computes 13 tokens only, `bound` is the
     one to offer, with or without `free`; from the root it is 17, too many to be offered.
     """
     queue = WaitingQueue(RadixTree(PagePool(64, 4)), "lpm", slack=10**9, overtaking=None)
