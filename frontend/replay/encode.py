@@ -9,7 +9,7 @@ from coppice import __version__
 from coppice.frontend.replay.trace import Trace
 from coppice.frontend.report.encode import Names, encode
 from coppice.frontend.report.words import Decode, Report
-from coppice.runtime.offline.replay import ReplayReport
+from coppice.runtime.offline.replay import ReplayOptions, ReplayReport
 from coppice.runtime.report.snapshot import CAUSES
 
 SCHEMA = "coppice.replay"
@@ -19,22 +19,9 @@ VERSION = 1
 _COUNTED = ("requests", "prompt_tokens", "hit_tokens", "ideal_tokens", *CAUSES)
 
 
-def replay_report(
-    trace: Trace, report: ReplayReport, decode: Decode, *, unlimited: bool
-) -> dict[str, Any]:
-    """All that a replay has shown, as JSON takes it (see docs/cache-report.md).
-
-    Args:
-        trace: what was replayed.
-        report: the snapshot at its end.
-        decode: token ids to text that people read.
-        unlimited: whether the pool was chosen to hold everything.
-    """
-    stretches = report.stretches
+def encode_plan(trace: Trace, options: ReplayOptions, *, unlimited: bool) -> dict[str, Any]:
+    """What is replayed and how; `unlimited`: the pool was chosen to hold everything."""
     return {
-        "schema": SCHEMA,
-        "version": VERSION,
-        "coppice": __version__,
         "trace": {
             "file": trace.path.name,
             "format": trace.format,
@@ -42,7 +29,24 @@ def replay_report(
             "prompt_tokens": trace.prompt_tokens,
             "output_tokens": trace.output_tokens,
         },
-        "options": asdict(report.options) | {"unlimited": unlimited},
+        "options": asdict(options) | {"unlimited": unlimited},
+    }
+
+
+def encode_replay(plan: Report, report: ReplayReport, decode: Decode) -> dict[str, Any]:
+    """All that a replay has shown, as JSON takes it (see docs/cache-report.md).
+
+    Args:
+        plan: what was replayed and how, from `encode_plan`.
+        report: the snapshot at its end.
+        decode: token ids to text that people read.
+    """
+    stretches = report.stretches
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "coppice": __version__,
+        **plan,
         "seconds": report.accounts.seconds,
         **encode(report, Names(decode)),
         "over_time": {
@@ -54,8 +58,9 @@ def replay_report(
     }
 
 
-def describe(trace: Report, options: Report) -> str:
-    """What is replayed and how, in a few short phrases."""
+def describe(plan: Report) -> str:
+    """What is replayed and how, in a few short phrases; `plan` has the keys of `encode_plan`."""
+    trace, options = plan["trace"], plan["options"]
     requests, concurrency = trace["requests"], options["concurrency"]
     size = options["page_size"]
     tokens = -(-options["pool_tokens"] // size) * size  # whole pages

@@ -48,7 +48,7 @@ def render_page(report: Report) -> str:
         charts["prefix"] = prefix_chart(nodes)
     parts = {
         "title": escape(f"Replay of {report['trace']['file']}"),
-        "subtitle": escape(describe(report["trace"], report["options"])),
+        "subtitle": escape(describe(report)),
         "tiles": _tiles(report),
         "memory": escape(
             "The pool held everything: no other size would hit more."

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from coppice.frontend.replay.encode import describe, replay_report
+from coppice.frontend.replay.encode import describe, encode_plan, encode_replay
 from coppice.frontend.replay.trace import Encode, Trace, read_trace
 from coppice.frontend.report.terminal import render_totals
 from coppice.frontend.report.words import token_text
@@ -61,19 +61,19 @@ def run(
             f"pool must have at least {trace.longest:,} tokens, for the request of "
             f"{path}:{trace.longest_line}, got {pool_tokens:,}"
         )
-    report = replay(console, trace, options)
-    shown = replay_report(trace, report, token_text(loaded), unlimited=pool_tokens is None)
+    plan = encode_plan(trace, options, unlimited=pool_tokens is None)
     console.print(Text(trace.path.name, "bold"), soft_wrap=True)
-    console.print(Text(describe(shown["trace"], shown["options"])))
+    console.print(Text(describe(plan)))
     console.print()
-    console.print(render_totals(shown, full=True))
+    report = encode_replay(plan, replay(console, trace, options), token_text(loaded))
+    console.print(render_totals(report, full=True))
     if json_file is not None:
-        _write(json_file, json.dumps(shown, indent=1, ensure_ascii=False) + "\n")
+        _write(json_file, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         console.print(Text(f"JSON: {json_file}"), soft_wrap=True)
     if html_file is not None:
         from coppice.frontend.replay.page import render_page  # takes a while to import
 
-        _write(html_file, render_page(shown))
+        _write(html_file, render_page(report))
         console.print(Text(f"page: {html_file}"), soft_wrap=True)
 
 

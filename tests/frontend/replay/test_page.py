@@ -165,9 +165,11 @@ def test_every_chart_is_drawn_and_fits(opened: Any, width: int, scheme: str) -> 
     assert window.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_the_tiles_say_what_the_json_says(opened: Any, made: tuple[Path, dict[str, Any]]) -> None:
-    window, said = opened(), made[1]
-    counts = said["counts"]["since_start"]
+def test_the_tiles_have_the_figures_of_the_json(
+    opened: Any, made: tuple[Path, dict[str, Any]]
+) -> None:
+    window, report = opened(), made[1]
+    counts = report["counts"]["since_start"]
     assert window.text("#tile-hit_rate") == f"{counts['hit_rate']:.1%}"
     assert window.text("#tile-ideal") == f"{counts['ideal_hit_rate']:.1%}"
     assert window.text("#tile-requests") == f"{counts['requests']:,}"
@@ -177,22 +179,22 @@ def test_the_tiles_say_what_the_json_says(opened: Any, made: tuple[Path, dict[st
     }
     assert exact == {
         "saved": counts["hit_tokens"],
-        "evicted": said["pool"]["evicted_tokens"],
-        "pool": said["options"]["pool_tokens"],
+        "evicted": report["pool"]["evicted_tokens"],
+        "pool": report["options"]["pool_tokens"],
     }
     for cause, tokens in counts["causes"].items():
         assert (f"{tokens:,} tokens" in window.text(".causes")) or not tokens, cause
 
 
 def test_the_charts_show_the_jsons_figures(opened: Any, made: tuple[Path, dict[str, Any]]) -> None:
-    window, said = opened(), made[1]
+    window, report = opened(), made[1]
 
     def data(chart: str, trace: int, key: str) -> list[float]:
         return window.page.evaluate(
             f"Array.from(document.getElementById('chart-{chart}').data[{trace}].{key})"
         )
 
-    curve, over_time = said["curve"]["points"], said["over_time"]
+    curve, over_time = report["curve"]["points"], report["over_time"]
 
     def rates(column: str) -> list[float]:
         pairs = zip(over_time[column], over_time["prompt_tokens"], strict=True)
@@ -200,7 +202,7 @@ def test_the_charts_show_the_jsons_figures(opened: Any, made: tuple[Path, dict[s
 
     assert data("curve", 0, "x") == [point["pool_tokens"] for point in curve]
     assert data("curve", 0, "y") == [point["hit_rate"] for point in curve]
-    achieved = said["counts"]["since_start"]["hit_rate"]
+    achieved = report["counts"]["since_start"]["hit_rate"]
     assert data("curve", 1, "y") == [achieved]
     assert data("rate", 0, "y") == rates("ideal_tokens")
     assert data("rate", 1, "y") == rates("hit_tokens")

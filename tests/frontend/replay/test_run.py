@@ -59,14 +59,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return captured.err
 
 
-def test_the_report_says_what_the_json_says(
+def test_the_terminal_has_the_figures_of_the_json(
     token_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "report.json"
     out = run(capsys, token_trace, "--pool", 1600, "--page-size", 8, "--json", file)
-    said = json.loads(file.read_text())
-    counts = said["counts"]["since_start"]
-    assert counts["requests"] == said["trace"]["requests"] == 120
+    report = json.loads(file.read_text())
+    counts = report["counts"]["since_start"]
+    assert counts["requests"] == report["trace"]["requests"] == 120
     assert 0 < counts["hit_rate"] < counts["ideal_hit_rate"] < 1
     for number in (
         "120 requests · pool of 1,600 tokens · pages of 8 · lru · one after another",
@@ -74,7 +74,7 @@ def test_the_report_says_what_the_json_says(
         f"{counts['hit_tokens']:,}",
         f"{counts['hit_rate']:.1%}",
         f"{counts['ideal_hit_rate']:.1%}",
-        f"{said['pool']['evicted_tokens']:,}",
+        f"{report['pool']['evicted_tokens']:,}",
         "With twice the memory your hit rate would be",
         "Near misses",
         "Top shared prefixes",
@@ -88,20 +88,20 @@ def test_the_report_says_what_the_json_says(
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in out, "no colours and no progress bar in a file"
 
-    assert said["options"] == {
+    assert report["options"] == {
         "pool_tokens": 1600, "page_size": 8, "eviction_policy": "lru", "concurrency": 1,
         "accounted_tokens": None, "unlimited": False,
     }  # fmt: skip
-    over_time = said["over_time"]
+    over_time = report["over_time"]
     assert len({len(column) for column in over_time.values()}) == 1
     assert sum(over_time["requests"]) == over_time["finished"][-1] == 120
     assert sum(over_time["hit_tokens"]) == counts["hit_tokens"]
-    assert sum(over_time["evicted_tokens"]) == said["pool"]["evicted_tokens"]
-    assert over_time["at"][-1] == said["seconds"] == 238
-    assert {each["name"] for each in said["namespaces"]} == {"default", "second"}
-    assert said["near_misses"]
-    assert said["requests"]["finished"]["length"] == 120
-    top = said["prefixes"][0]
+    assert sum(over_time["evicted_tokens"]) == report["pool"]["evicted_tokens"]
+    assert over_time["at"][-1] == report["seconds"] == 238
+    assert {each["name"] for each in report["namespaces"]} == {"default", "second"}
+    assert report["near_misses"]
+    assert report["requests"]["finished"]["length"] == 120
+    top = report["prefixes"][0]
     assert top["tokens_saved"] > 0
     assert top["pages"] == -(-top["tokens"] // 8)
     assert 0 <= top["idle_seconds"] <= 238
@@ -116,12 +116,12 @@ def test_an_unlimited_pool_reaches_the_ideal(
     assert "× 0.0156 " in out, "the curve reaches from a 64th of the pool"
     assert "× 1 " in out
     assert "twice the memory" not in out
-    said = json.loads(file.read_text())
-    counts = said["counts"]["since_start"]
-    assert said["pool"]["evicted_tokens"] == 0
+    report = json.loads(file.read_text())
+    counts = report["counts"]["since_start"]
+    assert report["pool"]["evicted_tokens"] == 0
     # The ideal is known at borders of blocks, of 16 tokens in a pool of this size.
     assert counts["hit_rate"] == pytest.approx(counts["ideal_hit_rate"], abs=0.05)
-    assert said["options"]["accounted_tokens"] == said["options"]["pool_tokens"] // 16
+    assert report["options"]["accounted_tokens"] == report["options"]["pool_tokens"] // 16
 
 
 def test_options_reach_the_replay(
@@ -130,8 +130,8 @@ def test_options_reach_the_replay(
     def rate(*options: object) -> float:
         file = tmp_path / "report.json"
         run(capsys, token_trace, "--json", file, *options)
-        said = json.loads(file.read_text())
-        return said["counts"]["since_start"]["hit_rate"]
+        report = json.loads(file.read_text())
+        return report["counts"]["since_start"]["hit_rate"]
 
     assert rate("--pool", 800) < rate("--pool", 1600) < rate()
     assert rate("--pool", 1600, "--eviction-policy", "lfu") != rate("--pool", 1600)
@@ -169,11 +169,11 @@ def test_mooncakes_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         )
     )
     run(capsys, path, "--json", file)
-    said = json.loads(file.read_text())
-    assert said["trace"]["format"] == "mooncake"
+    report = json.loads(file.read_text())
+    assert report["trace"]["format"] == "mooncake"
     # The second shares two blocks, the third two and what the first had of the third block.
-    assert said["counts"]["since_start"]["hit_tokens"] == 1024 + (3 * 512 - 100)
-    assert said["seconds"] == 2
+    assert report["counts"]["since_start"]["hit_tokens"] == 1024 + (3 * 512 - 100)
+    assert report["seconds"] == 2
 
 
 def test_texts_are_read_and_shown_by_the_tokenizer(
@@ -303,9 +303,9 @@ def test_what_twice_the_memory_would_bring(token_trace: Path) -> None:
     def sentence(pool: int, limit: int | None = None) -> str:
         some = read_trace(token_trace, limit=limit) if limit else trace
         accounts = replay(console, some, ReplayOptions(pool)).accounts
-        said = memory_sentence(accounts, "lru")
-        assert not said or f"{accounts.overall.since_start.hit_rate:.1%}" in said
-        return said
+        report = memory_sentence(accounts, "lru")
+        assert not report or f"{accounts.overall.since_start.hit_rate:.1%}" in report
+        return report
 
     assert ", not " in sentence(1600)
     assert "would still be" in sentence(16_000)
@@ -317,9 +317,9 @@ def test_the_json_has_the_parts_of_a_servers_report(
 ) -> None:
     file = tmp_path / "report.json"
     run(capsys, token_trace, "--pool", 1600, "--json", file)
-    said, schema = json.loads(file.read_text()), report_schema()
-    assert (said["schema"], said["version"]) == ("coppice.replay", 1)
-    shared = {name: part for name, part in said.items() if name not in REPLAYS_OWN}
+    report, schema = json.loads(file.read_text()), report_schema()
+    assert (report["schema"], report["version"]) == ("coppice.replay", 1)
+    shared = {name: part for name, part in report.items() if name not in REPLAYS_OWN}
     servers = {"model", "at", "uptime_seconds", "latency_seconds"}
     assert set(schema["properties"]) - servers - REPLAYS_OWN == set(shared)
     jsonschema.validate(shared, schema | {"required": sorted(shared)})

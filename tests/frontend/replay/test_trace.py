@@ -14,7 +14,7 @@ from coppice.runtime.offline.replay import ReplayRequest
 
 
 def encode(text: str, prompt: bool) -> list[int]:
-    """A token a character, behind one for the beginning of a prompt."""
+    """A token for each character, after one for the beginning of a prompt."""
     return [1] * prompt + [ord(character) for character in text]
 
 

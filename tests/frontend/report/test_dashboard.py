@@ -363,8 +363,8 @@ def test_it_says_when_the_server_does_not_answer(opened: Callable[..., Window]) 
     sync_api.expect(window.page.locator("#trouble")).to_contain_text("the engine died")
     window.page.unroute("**/cache/report")
     window.page.wait_for_selector("#trouble", state="hidden")
-    told = "Failed to load resource"  # the browser tells of each answer that failed
-    window.complaints[:] = [each for each in window.complaints if not each.startswith(told)]
+    failed = "Failed to load resource"  # what the browser reports for each such answer
+    window.complaints[:] = [each for each in window.complaints if not each.startswith(failed)]
 
 
 def test_it_asks_for_a_key_where_one_is_needed(browser: Any, url: str) -> None:

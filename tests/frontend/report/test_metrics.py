@@ -107,7 +107,7 @@ def test_answers_that_never_were_are_told_as_0(url: str) -> None:
     name = "coppice_http_responses_total"
     for status in ("500", "504"):
         assert value(found, name, route="/v1/completions", status=status, method="POST") == 0
-    # The server may have answered others so. (One that is not told of would be an error.)
+    # The server may have answered others so. (One that was not announced would be an error.)
     for status in ("429", "499", "503"):
         assert value(found, name, route="/v1/completions", status=status, method="POST") >= 0
     path = "/cache/pins/{name}"
@@ -154,12 +154,12 @@ async def test_without_an_engine_the_rest_is_still_told() -> None:
 
 def test_every_metric_is_in_the_documentation(url: str) -> None:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    told = set(re.findall(r"`(coppice_\w+)", text))
+    documented = set(re.findall(r"`(coppice_\w+)", text))
     kinds = {"counter": "_total", "gauge": "", "histogram": ""}
     families = parser.text_string_to_metric_families(httpx.get(url + "/metrics").text)
     there = {f"{family.name}{kinds[family.type]}" for family in families
              if family.name.startswith("coppice_")}  # fmt: skip
-    assert told == there
+    assert documented == there
 
 
 # -- the dashboard -----------------------------------------------------------------------------
@@ -299,9 +299,9 @@ def test_the_dashboard_asks_only_for_metrics_that_there_are(url: str) -> None:
             if not selector.metric.startswith("coppice_"):  # others export it too
                 assert ("coppice_engine_up", "instance", "job") in selector.only_of, query
             used.add(selector.metric)
-    told = {re.sub(r"_(bucket|sum|count|created)$", "", s.name) for s in found}
+    counted = {re.sub(r"_(bucket|sum|count|created)$", "", s.name) for s in found}
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in used}
-    missing = {name for name in told if name.startswith("coppice_")} - shown
+    missing = {name for name in counted if name.startswith("coppice_")} - shown
     # What stays as it was at the start.
     assert missing == {"coppice_engine_info", "coppice_page_size_tokens"}
 

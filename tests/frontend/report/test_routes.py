@@ -206,7 +206,7 @@ class Counted:
     def __init__(self, checkpoint: Path, seconds: float) -> None:
         engine = Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512))
         self.service = EngineService(engine)
-        self.seconds = seconds  # that a look at the tree is said to take
+        self.seconds = seconds  # that finding the tree is reported to take
         self.asked: list[bool] = []  # for the report, with its tree or without
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:

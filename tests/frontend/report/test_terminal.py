@@ -109,7 +109,7 @@ def test_before_the_first_hit() -> None:
 
 
 def piece(tokens: int) -> str:
-    """What is shown of a prefix of so many tokens."""
+    """What is shown of a prefix of this length."""
     report = replace(REPORT, tree=TreeReport((shared(tokens, 2, 9),), ()))
     return excerpt(encode(report, Names(decode))["prefixes"][0])
 
@@ -174,7 +174,7 @@ ACCOUNTS = CacheAccounts(
 )
 
 
-def told(accounts: CacheAccounts, policy: str = "lru") -> str:
+def full_report(accounts: CacheAccounts, policy: str = "lru") -> str:
     report = replace(REPORT, accounts=accounts, eviction_policy=policy, evicted_tokens=1)
     text = printed(replace(report, page_size=2000), full=True)
     assert max(map(len, text.splitlines())) <= 80
@@ -183,7 +183,7 @@ def told(accounts: CacheAccounts, policy: str = "lru") -> str:
 
 
 def test_rates_and_causes() -> None:
-    text = told(ACCOUNTS)
+    text = full_report(ACCOUNTS)
     for number in ("48.0%", "75.0%", "57.7%", "60,000,000", "38.4%", "3,000,000", "999,000"):
         assert number in text, number
     assert "was cached; idle for 2 min 5 s" in text
@@ -195,19 +195,21 @@ def test_rates_and_causes() -> None:
 
 
 def test_the_curve_in_a_sentence() -> None:
-    assert "With twice the memory your hit rate would be 61.0%, not 48.0%." in told(ACCOUNTS)
+    assert "With twice the memory your hit rate would be 61.0%, not 48.0%." in full_report(ACCOUNTS)
     flat = tuple(replace(point, hit_rate=0.4) for point in ACCOUNTS.curve)
-    assert "would still be 48.0%." in told(replace(ACCOUNTS, curve=flat))
-    other = " ".join(told(ACCOUNTS, "slru").split())
+    assert "would still be 48.0%." in full_report(replace(ACCOUNTS, curve=flat))
+    other = " ".join(full_report(ACCOUNTS, "slru").split())
     assert "the hit rate of lru would be 58.0%, not 45.0%: the curve is that of lru" in other
     steep = tuple(replace(p, hit_rate=p.hit_rate * 2 - 0.45) for p in ACCOUNTS.curve)
-    assert "would be 74.0%, not" in told(replace(ACCOUNTS, curve=steep))
+    assert "would be 74.0%, not" in full_report(replace(ACCOUNTS, curve=steep))
     steeper = tuple(replace(p, hit_rate=p.hit_rate * 3 - 0.9) for p in ACCOUNTS.curve)
-    assert "would be 75.0%, not" in told(replace(ACCOUNTS, curve=steeper)), "the ideal at most"
+    assert "would be 75.0%, not" in full_report(replace(ACCOUNTS, curve=steeper)), (
+        "the ideal at most"
+    )
 
 
 def test_near_misses_show_both_sides() -> None:
-    text = told(ACCOUNTS)
+    text = full_report(ACCOUNTS)
     assert (
         text.count("37 requests computed 1,234,567 tokens again, since they differ after 900") == 3
     )
@@ -220,7 +222,7 @@ def test_near_misses_show_both_sides() -> None:
 
 
 def test_accounts_of_nothing() -> None:
-    text = told(Accounting(32_000, now=0.0).snapshot(now=1.0))
+    text = full_report(Accounting(32_000, now=0.0).snapshot(now=1.0))
     assert "No prompt token was computed yet." in text
     assert "No near misses" in text
     assert "twice the memory" not in text
