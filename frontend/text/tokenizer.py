@@ -208,7 +208,7 @@ class Tokenizer:
             longest: messages of far more tokens are refused (see `check_length`).
             tools: the tools that the model may call, as the API writes them.
             add_generation_prompt: whether the beginning of an answer is added at the end.
-            continue_final_message: leave the last message open, so that the answer goes on with it.
+            continue_final_message: leave the last message open, so that the answer continues it.
             template_arguments: more variables for the chat template.
 
         Raises:

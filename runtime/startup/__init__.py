@@ -1,4 +1,4 @@
 """What makes a start fast and small: imports that are left out, memory that is given back.
 
-Each module says what it gains and which versions of a library it was checked with.
+Each module gives what it gains and the versions of libraries that it was measured with.
 """

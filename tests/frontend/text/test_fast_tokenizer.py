@@ -32,7 +32,7 @@ TEXTS = (
 
 
 def llama3(fast: FastTokenizer) -> FastTokenizer:
-    """As Llama 3 has it: a token before each text, by the processor behind the model."""
+    """As Llama 3 has it: a token before each text, added by the post-processor."""
     end = fast.token_to_id("<|end|>")
     fast.post_processor = processors.Sequence(
         [
@@ -86,8 +86,8 @@ def written(
     path.mkdir(exist_ok=True)
     fast.save(str(path / "tokenizer.json"))
     (path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
-    (path / "tokenizer_config.json").write_text(json.dumps(said))
+    declared = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
+    (path / "tokenizer_config.json").write_text(json.dumps(declared))
     return path
 
 
