@@ -25,9 +25,9 @@ def select_backend(
 
     Names: ``auto``, ``cpu``, ``triton``, ``flashinfer``, ``reference`` (slow, for tests). On a GPU
     ``auto`` is ``flashinfer`` where that covers the ``case``, if one is given, else ``triton``, and
-    the log says why. ``deterministic`` asks for results that hang neither on the rest of the batch
-    nor on what was cached, which ``triton`` offers. Other names, a device that the backend does not
-    run on, a case that it does not cover, and a backend that cannot be deterministic raise
+    the log gives the reason. ``deterministic`` asks for results that depend neither on the rest of
+    the batch nor on what was cached; ``triton`` offers it. Other names, a device that the backend
+    does not run on, a case that it does not cover, and a backend that cannot be deterministic raise
     ``ValueError``.
     """
     names = ("auto", "cpu", "triton", "flashinfer", "reference")

@@ -1,7 +1,7 @@
-"""How small arrays of a step reach the device and come back, without the host waiting for it.
+"""Transfers of a step's small arrays to the device and back, without the host waiting for it.
 
-A copy from ordinary memory makes the host wait until the device has come to it, behind everything
-that is queued already; one from pinned memory is queued like a kernel, and the host goes on.
+A copy from ordinary memory makes the host wait until the device has finished all that is queued
+before it. A copy from pinned memory is queued like a kernel, and the host continues.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tenso
 class Landing:
     """Arrays at fixed places of the device's memory, which graphs read; written in one transfer.
 
-    A step may fill them in part: of all but the last what is left is zero, of the last it is what
-    was there before.
+    A step may fill them in part: the rest of the last array keeps its former contents, the rest of
+    the others becomes zero.
     """
 
     def __init__(self, arrays: Sequence[tuple[tuple[int, ...], DTypeLike]], memory: torch.Tensor):
@@ -65,7 +65,7 @@ class Landing:
     def put(self, arrays: Sequence[np.ndarray]) -> bool:
         """Queues their transfer; False, and nothing, if one has more rows than there is room for.
 
-        They have the types and shapes that were announced, but for the number of rows.
+        They have the types and shapes given to the constructor, except for the number of rows.
         """
         room = zip(arrays, self._shapes, strict=True)
         if any(len(array) > shape[0] for array, (shape, _) in room):
@@ -77,10 +77,10 @@ class Landing:
 
 
 class Fetched:
-    """Tensors on their way back from the device, queued behind what computes them.
+    """Tensors on their way back from the device, queued after what computes them.
 
-    They are copied into pinned memory; an event that is recorded behind the copies tells when they
-    are there. Nothing may change the tensors before that but what is queued on the same stream.
+    They are copied into pinned memory; an event recorded after the copies reports their arrival.
+    Until then only operations queued on the same stream may change the tensors.
     """
 
     __slots__ = ("_event", "_here")
@@ -108,7 +108,7 @@ class Fetched:
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where arrays of so many bytes begin behind each other, and where the last one ends."""
+    """Where arrays of these numbers of bytes begin, one after another, and where the last ends."""
     rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     return [int(start) for start in np.cumsum([0, *rounded])]
 

@@ -116,7 +116,7 @@ def check_fixed(plan: AttentionPlan, size: int, page_size: int, num_pages: int) 
 
 
 def check_copy(num_pages: int, src: Sequence[int], dst: Sequence[int]) -> None:
-    """Refuse a list of page copies whose result would hang on their order: ``ValueError``."""
+    """Refuse a list of page copies whose result would depend on their order: ``ValueError``."""
     if len(src) != len(dst):
         raise ValueError(f"dst has {len(dst)} pages; it must have {len(src)} as src has")
     for name, pages in (("src", src), ("dst", dst)):

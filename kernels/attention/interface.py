@@ -1,4 +1,4 @@
-"""What every attention backend does, and the plan of a step that it is given.
+"""The interface of every attention backend, and the plan of a step that it takes.
 
 The cache of one layer is two tensors, keys and values, each contiguous
 ``[num_pages, page_size, num_kv_heads, head_dim]``. The token at position ``t`` of a sequence lives
@@ -320,12 +320,12 @@ class AttentionBackend(ABC):
     def fixed_plans(
         self, sizes: Sequence[int], *, page_size: int, num_pages: int, max_pages: int
     ) -> Sequence[Sequence[FixedPlan]] | None:
-        """Plans for graphs of decoding steps with so many sequences each; None: not offered.
+        """Plans for graphs of decoding steps, for each number of sequences in ``sizes``.
 
-        Of each size there may be several, for steps of different kinds: the first that can load a
-        step's plan is meant. A page table has at most ``max_pages`` of the ``num_pages`` of the
-        cache. ``attend`` takes each in the place of what ``prepare`` returns. They may share
-        memory: of all of them one is loaded at a time.
+        None: the backend has none. A size may have several plans, for steps of different kinds: a
+        step uses the first that can load its plan. A page table has at most ``max_pages`` of the
+        ``num_pages`` of the cache. ``attend`` takes a fixed plan in place of the result of
+        ``prepare``. The plans may share memory, since only one is loaded at a time.
         """
         return None
 

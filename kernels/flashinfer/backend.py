@@ -1,6 +1,6 @@
 """The attention backend for an NVIDIA GPU that calls FlashInfer's kernels (Ye et al. 2025, MLSys).
 
-``flashinfer_levels`` cuts a step into levels. Each shared level runs through FlashInfer's prefill
+``levels`` cuts a step into levels. Each shared level runs through FlashInfer's prefill
 wrapper and its fa2 kernels, which pack the query heads of a KV head with the queries and split long
 ranges of keys; fa3 does neither. The last level of decoding sequences runs through the decode
 wrapper where few query heads share a KV head, else through the prefill wrapper: its fa2 kernels are
@@ -11,7 +11,7 @@ FlashInfer's log-sum-exps are to base 2, its plans default to float16, and its p
 of the scores: all of it is given or turned here. K and V are written, rotated and copied by our own
 Triton kernels: FlashInfer rotates and appends to the cache by two kernels, so that keys go to
 memory and back between them (its one fused kernel for 16-bit caches is for two head counts only),
-and its RMSNorm does what ``triton_rows`` does.
+and its RMSNorm does the same as that of ``triton.rows``.
 """
 
 from __future__ import annotations

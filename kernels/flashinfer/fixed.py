@@ -1,15 +1,15 @@
 """FlashInfer's wrappers for CUDA graphs: plans of decoding steps in fixed places on the device.
 
-A wrapper in FlashInfer's graph mode keeps its number of groups and its arrays' addresses, and its
-grids follow from them. So the levels of a graph are fixed: each covers all rows, has as many groups
-as it ever may, of which those that a step lacks have no rows, and a level that a step lacks has one
-group without pages. Launches of such a level cost what they cost, hence several plans of every
-size: one without shared levels, for the steps in which nothing pays, and others with some. A step
-takes the one with the fewest levels that has all of its own. Of a tree that is deeper than any, the
-levels that save the most are shared; what the others share is read by each sequence.
+A wrapper in FlashInfer's graph mode keeps its number of groups and the addresses of its arrays, and
+its grids follow from them. So the levels of a graph are fixed. Each covers all rows and has the
+greatest number of groups; groups that a step lacks have no rows, and a level that a step lacks has
+one group without pages. The launches of such a level take time all the same, hence several plans of
+every size: one without shared levels, for steps in which sharing does not pay, and others with
+some. A step takes the plan with the fewest levels that has all of its own. Of a tree with more
+levels than any plan, the levels that save the most are shared, and each sequence reads the rest.
 
-All plans share their memory, since one of them is loaded at a time, and a load is queued behind the
-replay before it.
+All plans share their memory: only one is loaded at a time, and a load is queued after the last
+replay.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MOST_PAGES = 2**20
 
 
 def num_groups(size: int) -> int:
-    """Groups of a shared level over so many rows: one that shares, and the rows beside it, fit."""
+    """Groups of a shared level over ``size`` rows: one that shares, and the rows beside it, fit."""
     return min(size, max(3, size // _ROWS_A_GROUP))
 
 
@@ -155,7 +155,7 @@ class FixedWrappers(Wrappers):
 
 
 class _Choices:
-    """What the plan that was loaded last shares: reckoned once for all graphs that may take it."""
+    """The shared levels of the plan loaded last, chosen once for all graphs that may take it."""
 
     def __init__(self) -> None:
         self._plan: AttentionPlan | None = None
@@ -175,7 +175,7 @@ class _Choices:
 
 
 class FlashInferFixedPlan(FixedPlan):
-    """A plan in fixed places, for each kind of layer, with so many shared ``levels``.
+    """A plan in fixed places, for each kind of layer, with a number of shared ``levels``.
 
     It takes the steps that would share at most as many, and the ``deepest`` of its size all steps
     whose sequences lie in depth-first order.
@@ -275,20 +275,20 @@ class FlashInferFixedPlan(FixedPlan):
         return replace(schedule, shared=padded)
 
     def _whole(self, level: Level) -> Level:
-        """The level over all rows: those that lie before and behind it have no pages."""
+        """The level over all rows: those before and after it have no pages."""
         ends = [level.first_row + level.query_indptr]
-        before, behind = int(level.first_row > 0), int(ends[0][-1] < self._size)
+        before, after = int(level.first_row > 0), int(ends[0][-1] < self._size)
         if before:
             ends.insert(0, np.zeros(1, np.int32))
-        if behind:
+        if after:
             ends.append(np.full(1, self._size, np.int32))
         return Level(
             first_row=0,
             query_indptr=np.concatenate(ends).astype(np.int32),
-            page_indptr=np.pad(level.page_indptr, (before, behind), mode="edge"),
+            page_indptr=np.pad(level.page_indptr, (before, after), mode="edge"),
             page_indices=level.page_indices,
-            last_page_len=np.pad(level.last_page_len, (before, behind)),
-            kv_len=np.pad(level.kv_len, (before, behind)),
+            last_page_len=np.pad(level.last_page_len, (before, after)),
+            kv_len=np.pad(level.kv_len, (before, after)),
             causal=False,
         )
 
@@ -319,7 +319,7 @@ def _better_half(level: SharedLevel) -> SharedLevel:
 
 
 def _with_groups(level: Level, groups: int) -> Level:
-    """With so many groups, of which the last have no rows and no pages."""
+    """The level with this number of groups, of which the last have no rows and no pages."""
     more = groups - len(level.kv_len)
     return replace(
         level,

@@ -1,4 +1,4 @@
-"""What FlashInfer's wrappers are given for a plan: the batch's tree, cut into levels.
+"""The batch's tree, cut into levels as FlashInfer's wrappers take them.
 
 FlashInfer reads keys by groups: the rows of a group, which lie side by side in the batch, read one
 list of pages. A level is one launch, a list of groups. Every sequence belongs to one group of each
@@ -217,8 +217,8 @@ def _own_pages(
     runs = []
     for each in shared:
         at, members = each.begin // size, each.members
-        behind = members[cursor[members] < at]
-        runs.append((behind, cursor[behind], np.full(len(behind), at)))
+        before = members[cursor[members] < at]
+        runs.append((before, cursor[before], np.full(len(before), at)))
         cursor[members] = each.end // size
         left_out[members] += each.end - each.begin
     everyone = np.arange(plan.num_sequences)

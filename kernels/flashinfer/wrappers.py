@@ -1,9 +1,9 @@
-"""FlashInfer's wrappers for layers of one kind: they are given a step's levels, and run them.
+"""FlashInfer's wrappers for layers of one kind: they plan the levels of a step, and run them.
 
 **Order on the device.** A plan of FlashInfer's fills pinned memory that its wrapper keeps, and
-queues a copy of it. Before the next one the host waits for the event behind that copy. What the
-copy overwrites on the device is read by the runs that were queued before it, so plans and runs must
-be queued on one stream.
+queues a copy of it. Before the next plan the host waits for the event after that copy. Runs that
+were queued before the copy read what it overwrites on the device, so plans and runs must be queued
+on one stream.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from coppice.kernels.transfer import send, stage
 #: What FlashInfer's documentation recommends for the partial results of one launch.
 WORKSPACE_BYTES = 128 * 2**20
 
-# From so many query heads of a KV head on, decoding is faster on tensor cores; below, the decode
-# wrapper's own kernel is there for any number of them.
+# From this number of query heads of a KV head on, decoding is faster on tensor cores; below, the
+# decode wrapper's own kernel serves any number of them.
 _TENSOR_CORE_GROUP = 4
 
 

@@ -1,4 +1,4 @@
-"""What is read once: which rows walk which keys, at which cost, in which pieces.
+"""The schedule of attention: which keys are read once for several rows, and in which pieces.
 
-The backends use it; other rooms do not.
+The backends use it; the runner takes `cpu` for the compiled layers and a constant of `items`.
 """

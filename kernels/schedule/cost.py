@@ -17,8 +17,8 @@ import numpy as np
 from coppice.kernels.attention.interface import AttentionPlan
 from coppice.kernels.schedule.tiles import Tile, Tiles
 
-# The estimates below are for an H100, reckoned from its data sheet and not measured yet;
-# `cpu_schedule` has the CPU's.
+# The estimates below are for an H100, from its data sheet and not measured yet; `schedule.cpu` has
+# those of a CPU.
 
 # One more kernel in the queue costs about 3 microseconds of idle chip, at 3.3 TB/s.
 LAUNCH_BYTES = 10_000_000
@@ -31,7 +31,7 @@ START_KEYS = 64
 # The splits that are tried. Below 256 keys a program is mostly start and partial result.
 SPLITS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
-# From so many waves of programs on, the last one's being half empty does not matter.
+# From this number of waves of programs on, it does not matter that the last one is half empty.
 _MANY_WAVES = 8
 
 
@@ -82,14 +82,14 @@ class CostModel:
         return self.merge_work * 2 * 4 * self.group * self.kv_heads * (self.head_dim + 1)
 
     def key_work(self, rows: np.ndarray) -> np.ndarray:
-        """What a key of an item of so many rows takes, in those of a lone row.
+        """The time of a key in an item of each of these numbers of rows, relative to a lone row.
 
-        The same, wherever reading is all that takes time.
+        It is 1 wherever only reading takes time.
         """
         return np.ones(rows.shape)
 
     def reads(self, rows: np.ndarray) -> np.ndarray:
-        """How often so many rows read the keys that they share, weighted with the work of each."""
+        """How often each of these numbers of rows reads its shared keys, weighted with the work."""
         blocks = np.where(rows <= self.few_rows, 1, -(-rows // self.many_rows))
         return blocks * self.parts * self.key_work(-(-rows // blocks))
 
@@ -122,14 +122,14 @@ class Tasks:
 
     @classmethod
     def of(cls, plan: AttentionPlan, shared: tuple[SharedRange, ...]) -> Tasks:
-        """What sequences walk alone before and behind the shared ranges, between which those lie.
+        """The shared ranges, and what sequences walk alone before and after these.
 
         O(rows + members) in numpy.
         """
         size = np.diff(plan.query_start).astype(np.int64)
         context = plan.context_len.astype(np.int64)
         everyone = np.arange(plan.num_sequences)
-        # Every member's ranges in the order of keys, and behind them the end of its own.
+        # Every member's ranges in the order of keys, and after them the end of its own.
         members = np.concatenate([*(each.members for each in shared), everyone]).astype(np.int64)
         lengths = np.array([len(each.members) for each in shared], np.int64)
         begins = np.array([each.begin for each in shared], np.int64)
@@ -138,11 +138,11 @@ class Tasks:
         end = np.concatenate([np.repeat(ends, lengths), context])
         order = np.argsort(members, kind="stable")
         reached = _before(members, order, end, 0)
-        # What is left between a range and the one before it, and behind the last.
+        # What is left between a range and the one before it, and after the last.
         shared_entries = int(lengths.sum())
-        behind = np.flatnonzero((reached < begin) | (np.arange(len(members)) >= shared_entries))
-        alone = members[behind]
-        begins = np.concatenate([begins, reached[behind]])
+        after = np.flatnonzero((reached < begin) | (np.arange(len(members)) >= shared_entries))
+        alone = members[after]
+        begins = np.concatenate([begins, reached[after]])
         heads = np.concatenate([[each.members[0] for each in shared], alone]).astype(np.int64)
         sequences = np.concatenate([members[:shared_entries], alone])
         lengths = np.concatenate([lengths, np.ones(len(alone), np.int64)])
@@ -157,7 +157,7 @@ class Tasks:
             np.add.reduceat(size[sequences], np.cumsum(lengths) - lengths),
             plan.page_indptr[heads[sort]].astype(np.int64),
             begins[sort],
-            np.concatenate([ends, begin[behind]])[sort],
+            np.concatenate([ends, begin[after]])[sort],
         )
 
 
@@ -178,9 +178,9 @@ def choose_shared(
     """The stretches to read once for all rows below them, parents before children.
 
     From the root down, a stretch is shared where that saves more bytes than its partial results
-    cost. What it saves is reckoned against its keys being read by the groups below it. A stretch
-    that is not shared goes on with its children: they share it, each for its own members. With a
-    window, only sequences all of whose rows see all of the stretch can share it. O(members) in
+    cost. The alternative to compare with is that the groups below it read its keys. A stretch that
+    is not shared passes to its children: each shares it for its own members. With a window, only
+    sequences all of whose rows see all of the stretch can share it. O(members) in
     numpy, with a Python loop over stretches.
     """
     stretches = sorted(plan.stretches, key=lambda s: s.first_page)
@@ -224,7 +224,7 @@ def choose_shared(
         reads[up] += (shared_reads[index] if once else reads[index]) - own[index]
 
     cursor = np.zeros(plan.num_sequences, np.int64)
-    reached = [0] * len(stretches)  # where members stand behind it, if they are alike
+    reached = [0] * len(stretches)  # where members stand after it, if they are alike
     chosen = []
     for index, stretch in enumerate(stretches):
         up = parent[index]

@@ -1,4 +1,4 @@
-"""What a tree schedule costs and how it is dealt out among the threads of a CPU."""
+"""The cost of a tree schedule on a CPU, and its distribution among threads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from coppice.kernels.schedule.cost import START_KEYS, CostModel, SharedRange, ch
 from coppice.kernels.schedule.items import TreeSchedule, build_tree_schedule
 from coppice.kernels.schedule.tiles import Tile, Tiles
 
-# What the first call for partial results costs, in bytes that could have been read meanwhile: some
-# microseconds for the merge's memory and its call.
+# The cost of the first partial results, in bytes that could have been read meanwhile: some
+# microseconds for the memory and the call of the merge.
 _LAUNCH_BYTES = 50_000
 
 # Keys of few lanes times KV heads from which work is shared among threads: below, waking them takes
@@ -22,18 +22,18 @@ _LAUNCH_BYTES = 50_000
 _SHARED_FROM = 2048
 
 
-# A key takes a whole vector of lanes so much longer than few of them, for which memory is waited
-# for (`few_lanes`): 66 ns for a head of 64, not 40.
+# How much longer a key takes with a whole vector of lanes than with few lanes, which wait for
+# memory: 66 ns for a head of 64 instead of 40.
 _VECTOR_WORK = 1.5
 
-# Tokens by which sequences may grow behind a schedule: what each thread has to do, and how long a
-# range is, hardly changes meanwhile.
+# Tokens by which sequences may grow after a schedule is made: until then the work of each thread
+# and the lengths of ranges hardly change.
 _MOST_GROWTH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class CpuCostModel(CostModel):
-    """A processor with vectors of so many ``lanes``: it computes as long as it reads."""
+    """A processor with vectors of ``lanes``: computing takes it as long as reading."""
 
     lanes: int = 1
 
@@ -112,7 +112,7 @@ def build_cpu_schedule(plan: AttentionPlan, window: int | None, model: CpuCostMo
 
 
 def _shares(cost: np.ndarray, threads: int) -> np.ndarray:
-    """Where the tasks are cut, int64 ``[threads + 1]``, so that every thread has like work."""
+    """Where the tasks are cut, int64 ``[threads + 1]``, so that all threads have similar work."""
     ends = np.cumsum(cost)
     if ends[-1] < _SHARED_FROM:
         threads = 1
@@ -125,9 +125,10 @@ def _shares(cost: np.ndarray, threads: int) -> np.ndarray:
 class GrowingSchedule:
     """The schedule of a step in which all decode, for the steps after it.
 
-    While the same keys are read together and each sequence has only grown, the items that end where
-    a sequence ended end later. For one sequence that takes a sixth of what a schedule takes, which
-    is longer than a layer does. The sequences of a step may be others than before, as beams are.
+    While the same keys are read together and each sequence has only grown, just the items that end
+    where a sequence ended get a later end. For one sequence that takes a sixth of the time of a new
+    schedule, which takes longer than a layer. The sequences of a step may differ from those before,
+    as those of beams do.
     """
 
     __slots__ = ("_growing", "_plan", "_schedule", "_sequence", "_table")
@@ -143,10 +144,10 @@ class GrowingSchedule:
         self._table = np.searchsorted(plan.page_indptr, items[:, 2], side="right") - 1
 
     def schedule(self, plan: AttentionPlan, model: CpuCostModel) -> CpuSchedule | None:
-        """That of a later plan; None if it is none of such a step.
+        """The schedule of a later plan; None if a new one is needed.
 
-        O(items + rows), and O(members) where stretches were looked for again. ``model`` is the one
-        that the first schedule was made with.
+        O(items + rows), and O(members) where the plan has new stretches. ``model`` is that of the
+        first schedule.
         """
         before, tree = self._plan, self._schedule.tree
         if (

@@ -7,11 +7,11 @@ Everything that a step attends to is items of one kind::
 
 A decoding sequence is one row over all its keys, a chunk of prefill many rows over the cached
 prefix and themselves, a shared stretch the rows of all sequences below it over its keys. A long
-range is split among programs. A row that has one item is done with it; the others' partial results
-are merged by log-sum-exp. ``tree_cost`` decides what to share and how finely to split.
+range is split among programs. A row that has one item is done with it; the partial results of the
+other rows are merged by log-sum-exp. ``cost`` decides what to share and how finely to split.
 
-Nothing here knows values: a schedule hangs on the plan, the window and the shape of heads, and
-serves all layers of a step that have the same.
+A schedule depends on the plan, the window and the shape of heads, and on no values. It serves all
+layers of a step that have the same window and shape.
 """
 
 from __future__ import annotations

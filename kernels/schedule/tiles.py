@@ -1,4 +1,4 @@
-"""How much of the work a program of a Triton kernel holds at once, by type and width.
+"""The tiles of Triton kernels: how much work a program holds at once, by type and width.
 
 The sizes are those that ``tests/kernels/triton/test_compiles.py`` finds free of spills on sm_90.
 """
@@ -13,7 +13,7 @@ class Tile:
     """``queries`` packed rows by ``keys`` keys at a time, computed by ``warps`` warps.
 
     ``stages`` tiles of keys are in flight. ``resident`` programs fit on a multiprocessor, by their
-    registers and shared memory. A program works so many KV ``heads``.
+    registers and shared memory. A program computes this number of KV ``heads``.
     """
 
     queries: int
@@ -40,7 +40,7 @@ class Tiles:
 def choose_tiles(
     head_dim: int, itemsize: int, group: int = 1, *, deterministic: bool = False
 ) -> Tiles:
-    """The tiles for heads that wide, queries of ``itemsize`` bytes, so many to a KV head.
+    """The tiles for heads of this width, queries of ``itemsize`` bytes, ``group`` to a KV head.
 
     Float32 products run outside the tensor cores, whose rounding of float32 is not wanted, and hold
     much in registers: its tiles are small. ``deterministic`` has one tile for everything.
@@ -92,8 +92,8 @@ class ProductTile:
 
 
 def product_tile(itemsize: int) -> ProductTile:
-    """The one tile of products whose results must not hang on the number of rows.
+    """The one tile of products whose results must not depend on the number of rows.
 
-    Few rows wait for the weight: 64 of them are as few as a warp group multiplies at once.
+    It has 64 rows, the fewest that a warp group multiplies at once: few rows wait for the weight.
     """
     return ProductTile(32, 32, 32, 4, 2) if itemsize == 4 else ProductTile(64, 128, 64, 4, 4)

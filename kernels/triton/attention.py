@@ -2,7 +2,7 @@
 
 Flash attention over pages (Dao et al. 2022, Kwon et al. 2023): an online softmax in float32, in
 powers of two, over tiles of keys that are found through the page table. A program takes one work
-item of ``tree_schedule`` for one KV head. Its queries are rows of the batch times the query heads
+item of ``schedule.items`` for one KV head. Its queries are rows of the batch times the query heads
 of that KV head, packed as one matrix, so that decoding too runs on tensor cores.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Columns of ``tree_schedule.Launch.items``.
+#: Columns of ``schedule.items.Launch.items``.
 ITEM_FIELDS = tl.constexpr(8)
 
 
@@ -89,10 +89,10 @@ def _walk(
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tl.tensor:
-    """So many tiles of keys from ``first`` on, of which those in ``begin .. end`` are real.
+    """``tiles`` tiles of keys from ``first`` on, of which the keys in ``begin .. end`` are real.
 
-    Before tile number ``gap_at``, ``gap`` keys are left out. ``rest`` and ``q_rest`` are those of
-    the head's elements behind BLOCK_D, where REST_D says that there are any.
+    Before tile number ``gap_at``, ``gap`` keys are left out. ``rest`` and ``q_rest`` are for the
+    head's elements after BLOCK_D, if REST_D is above 0.
     """
     for tile in range(tiles):
         start = first + tile * KEYS
@@ -102,7 +102,7 @@ def _walk(
         real = (key >= begin) & (key < end)
         page = tl.load(table + key // PAGE_SIZE, mask=real, other=0).to(tl.int64)
         at = (page * PAGE_SIZE + key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
-        # What is not real is never read: a page that nobody owns may hold anything.
+        # Keys that are not real are never read: a page without an owner may hold anything.
         k = _load_part(k_cache, at, real, 0, HEAD_DIM, BLOCK_D, q.dtype, UPCAST)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST_D:
@@ -180,7 +180,7 @@ def attend_items(
 
     ``out [T, Hq, D]`` and ``lse [T, Hq]`` take the rows whose slot is -1; the others go to their
     slot of ``partial_out`` float32 and ``partial_lse``, whose logarithms are to base 2. PARTIAL
-    says whether there are any. PHASED walks the tiles that need no mask by a loop of their own.
+    is whether there are any. PHASED walks the tiles that need no mask in a loop of their own.
     """
     parts: tl.constexpr = (GROUP + PACKED - 1) // PACKED
     unit = tl.program_id(0) % (KV_HEADS * parts)
@@ -214,8 +214,8 @@ def attend_items(
 
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.full([QUERIES], 0.0, tl.float32)
-    # Tiles lie at multiples of KEYS in the sequence, wherever the item begins: what a row adds up
-    # in which order does not hang on what it shares an item with.
+    # Tiles lie at multiples of KEYS in the sequence, wherever the item begins: the order in which a
+    # row adds up does not depend on the other rows of the item.
     first = begin // KEYS * KEYS
     tiles = (end - first + KEYS - 1) // KEYS
     gap_at, gap = tiles, 0

@@ -1,17 +1,17 @@
-"""The attention backend for an NVIDIA GPU, in Triton: it launches what ``tree_schedule`` plans.
+"""The attention backend for an NVIDIA GPU, in Triton: it launches the items of ``schedule.items``.
 
 On a CPU it runs only where Triton interprets its kernels (``TRITON_INTERPRET=1`` before the first
 import of triton), which is for tests: a tile takes milliseconds.
 
 **What is guaranteed.** Always: the same batch over the same cache gives the same bits, run after
-run, since no result hangs on the order in which programs finish. With ``deterministic``: a row's
-result hangs on its query and on the keys and values that it sees, and on nothing else: not on the
-rest of the batch, not on where chunks of prefill were cut, on pages or page ids, on what other
-sequences share, or on whether its prefix was computed in this step or found in the cache. To that
-end every row walks the same tiles of keys at the same positions in the same order, in one kernel
-with one tile shape, split at multiples of ``DETERMINISTIC_SPLIT`` keys; nothing is shared. It holds
-for one device, head shape, type and page size, and for attention alone: that the queries, keys and
-values have the same bits is up to whoever makes them.
+run, since no result depends on the order in which programs finish. With ``deterministic``: a
+row's result depends on its query and on the keys and values that it sees, and on nothing else: not
+on the rest of the batch, where chunks of prefill were cut, pages or page ids, what other sequences
+share, or whether its prefix was computed in this step or found in the cache. To that end every row
+walks the same tiles of keys at the same positions in the same order, in one kernel with one tile
+shape, split at multiples of ``DETERMINISTIC_SPLIT`` keys; nothing is shared. It holds for one
+device, head shape, type and page size, and for attention alone: the caller must give
+queries, keys and values with the same bits.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class TritonBackend(GpuBackend):
         dtype: torch.dtype,
         cache_dtype: torch.dtype,
     ) -> CostModel:
-        """What schedules for heads of that shape and those types are reckoned by."""
+        """The cost model of schedules for heads of that shape and those types."""
         group = heads // kv_heads
         tiles = choose_tiles(head_dim, dtype.itemsize, group, deterministic=self.deterministic)
         key_bytes = 2 * head_dim * cache_dtype.itemsize

@@ -110,8 +110,8 @@ class _Room:
 class TritonFixedPlan(FixedPlan):
     """A plan in fixed places, for each kind of layer; ``memory`` is shared by plans of all sizes.
 
-    Launches are in the graph already when a plan is loaded: sharing and splitting is reckoned
-    without their cost.
+    Launches are in the graph already when a plan is loaded: the choice of sharing and splitting
+    leaves out their cost.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class TritonFixedPlan(FixedPlan):
 
 
 def fixed_entries(size: int) -> int:
-    """Partial results that a graph has room for, of all heads each, for so many sequences."""
+    """Partial results, each of all heads, that a graph of ``size`` sequences has room for."""
     return _PARTS * size + _MORE_PARTS
 
 

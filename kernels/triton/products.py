@@ -1,9 +1,9 @@
-"""A linear projection on a GPU whose results for a row do not hang on the rows beside it.
+"""A linear projection on a GPU whose result for a row does not depend on the rest of the batch.
 
 Libraries choose a kernel by the number of rows, and each adds up in another order: a token gets
-other bits alone than in a batch, and other bits in a prefill than in the chunk behind a hit. This
-one has a single tile and walks the inputs in order, whatever the number of rows, as
-``deterministic`` engines need it. It gives away what a choice of kernels would gain.
+other bits alone than in a batch, and other bits in a prefill than in the chunk after a hit. This
+kernel has a single tile and adds the inputs in order, for any number of rows, as ``deterministic``
+engines need it. It is slower than the best kernel for each number of rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a decoder layer does to rows beside products and attention, each as one Triton kernel.
+"""The operations of a decoder layer beside products and attention, each as one Triton kernel.
 
-The residual addition with RMSNorm behind it, SiLU times up, and rows to 8-bit floats. torch takes
-two to five kernels for each, and every one of them reads and writes all of it.
+They are the residual addition followed by RMSNorm, SiLU times up, and the conversion of rows to
+8-bit floats. torch takes two to five kernels for each, and every one reads and writes all rows.
 """
 
 from __future__ import annotations

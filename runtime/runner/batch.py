@@ -1,7 +1,7 @@
 """A schedule as the model takes it: flat tokens, slots, page tables, shared stretches.
 
 A token that was sampled in the step before may still be on the device only (see `LateTokens`);
-its row says from where it is taken there. See docs/gpu-steps.md.
+the batch has its row there. See docs/gpu-steps.md.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Batch:
         return len(self.sampled) == len(self.token_ids) and not self.scored
 
     def send(self, device: torch.device, late: LateTokens | None = None) -> Inputs:
-        """Takes it over to the device in one transfer."""
+        """Sends the batch to the device in one transfer."""
         arrays = [self.token_ids, self.positions, self.slots, self.logit_rows, self.prompt_rows]
         *sent, rows, sources = send([*arrays, self.late_rows, self.late_from], device)
         if late is not None and len(self.late_rows):
@@ -73,10 +73,10 @@ class Batch:
         return Inputs(*sent)
 
     def padded(self, size: int, page: int) -> Batch:
-        """A decoding step of `size` sequences: those behind the real ones are of one token each.
+        """A decoding step of `size` sequences: those after the real ones have one token each.
 
-        Its KV goes to the first slot of `page`, where nobody else reads or writes: so they need no
-        treatment of their own anywhere, and change nothing of the others.
+        Their KV goes to the first slot of `page`, which no other sequence reads or writes: so they
+        need no special treatment anywhere, and do not change the results of the others.
         """
         plan, more = self.plan, size - len(self.token_ids)
         if not more:
@@ -101,7 +101,7 @@ class Batch:
 
 
 class BatchTree:
-    """The shared stretches of the batch before: looked for again only when they may be others.
+    """The shared stretches of the last batch: computed again only when they may have changed.
 
     While the same sequences run in the same order, and their page tables only grow at their ends,
     the stretches that were found are still shared. New pages are their sequence's own.
@@ -139,8 +139,8 @@ def build_batch(
 ) -> Batch:
     """Lays out the chunks of a schedule one after the other; `late` has tokens that are `LATE`.
 
-    `tree` remembers the stretches of the batch before. In a step in which all decode, Python does
-    little for each sequence: there may be hundreds, and the device waits.
+    `tree` keeps the stretches of the last batch. In a step in which all sequences decode, Python
+    does little for each: there may be hundreds, and the device waits.
     """
     chunks = schedule.chunks
     sequences = [chunk.sequence for chunk in chunks]

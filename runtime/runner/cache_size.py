@@ -1,4 +1,4 @@
-"""How large the KV cache may be, with the arithmetic that led there."""
+"""The size of the KV cache, with the arithmetic that leads to it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.sampling.prompt_scores import SLICE_ROWS
 
-#: Fraction of the available memory that the KV cache gets unless told otherwise. Main memory is
-#: everybody's; a GPU is the engine's own, but allocators and libraries need some beside it.
+#: Fraction of the available memory that the KV cache gets by default. Other programs need main
+#: memory, too; a GPU belongs to the engine, but allocators and libraries need some of its memory.
 CPU_FRACTION, GPU_FRACTION = 0.4, 0.9
 
 
-# What a step needs for one logit while it samples, at most: the logits in the model's type and in
+# Bytes that a step needs at most for one logit while it samples: logits in the model's type and in
 # float32, divided by their temperature, sorted with their places, as probabilities and their sums
 # in float64.
 _BYTES_A_LOGIT = 48
 
-# What the driver keeps of CUDA graphs: their kernels' arguments, by reckoning.
+# An estimate of the driver's memory for CUDA graphs: their kernels' arguments.
 _GRAPH_BYTES = 256 * 2**20
 
 
@@ -62,12 +62,12 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
 
 
 def step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that a step takes beside weights and KV cache, at most, by reckoning.
+    """An upper estimate of the bytes that a step takes beside weights and KV cache.
 
-    For each token the activations of the layer that has most of them at once: inputs, norm and
-    residual; queries, keys and values, as they come and rotated; the attention's result, with
-    partial ones in float32; gate, up and their product; in 8 bits what is multiplied. For each
-    sequence its logits.
+    For each token it counts the activations of a layer that exist at the same time: inputs, norm
+    and residual; queries, keys and values, before and after rotation; the result of attention, with
+    partial results in float32; gate, up and their product; the inputs of 8-bit products. For each
+    sequence it counts the logits.
     """
     queries = model.num_heads * model.head_dim
     qkv = queries + 2 * model.num_kv_heads * model.head_dim

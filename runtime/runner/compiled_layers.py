@@ -1,7 +1,7 @@
-"""A decoder's layers as one compiled call, for a CPU: what it has to be told.
+"""The layers of a decoder as one compiled call, for a CPU.
 
-``kernels/cpu/layer/stack.py`` runs all layers of a step at once. It takes addresses; they are
-gathered here, once, and the tensors behind them are kept.
+``kernels/cpu/layer/stack.py`` runs all layers of a step at once. It takes the addresses of weights
+and caches: they are gathered here, once, and the tensors are kept alive.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Steps in a row in which the threads waited for each other in vain before one does without them.
+# Consecutive steps in which the threads did not run at the same time, before one thread does all.
 _PATIENCE = 10
 
 
 class LayerStack(CompiledLayers):
-    """All layers of ``decoder``, whose weights are complete and packed, and stay where they are."""
+    """All layers of ``decoder``, whose weights are complete and packed, and are not moved."""
 
     def __init__(self, decoder: Decoder, attention: CpuBackend, layers: ModuleType) -> None:
         self._backend = attention
@@ -62,7 +62,7 @@ class LayerStack(CompiledLayers):
         self._compile()
 
     def _address(self, owner: Any, name: str) -> int:
-        """Of what a column names, a module or the scale or bias of one; 0 for none."""
+        """The address of what a column names: the weight, scale or bias of a module; 0 for none."""
         owned, _, part = (
             name.rpartition("_") if name.endswith(("_scale", "_bias")) else (name, "", "")
         )
@@ -187,7 +187,7 @@ class LayerStack(CompiledLayers):
         return bool(good)
 
     def _compile(self) -> None:
-        """Has the call compiled, or loaded from numba's cache: it is made with no layers."""
+        """Compiles the call, or loads it from numba's cache, by a call with no layers."""
         one, upto = np.ones(1, np.int32), np.array([0, 1], np.int32)
         plan = AttentionPlan(1, upto, one, upto, one - 1)
         model = cpu_cost_model(
@@ -227,7 +227,7 @@ def _panels_of(linear: Linear) -> Panels:
 
 
 def compile_layers(decoder: Decoder, attention: AttentionBackend) -> LayerStack | None:
-    """The layers compiled; None where they or the backend have what the compiled call lacks."""
+    """The compiled layers; None if the compiled call does not support them or the backend."""
     config = decoder.config
     if not isinstance(attention, CpuBackend) or not attention.compiles(
         config.num_heads, config.num_kv_heads
@@ -237,9 +237,9 @@ def compile_layers(decoder: Decoder, attention: AttentionBackend) -> LayerStack 
     if len(set(config.layers)) != 1 or any(each.packed is None for each in linears):
         return None
     try:
-        from coppice.kernels.cpu.layer import stack as layers_numba
+        from coppice.kernels.cpu.layer import stack
 
-        return LayerStack(decoder, attention, layers_numba)
+        return LayerStack(decoder, attention, stack)
     except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError
         _log.info("layers run operation by operation: %s: %s", type(error).__name__, error)
         return None

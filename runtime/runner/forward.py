@@ -132,7 +132,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, recorder: Recorder, sizes: Sequence[int] | None, max_num_seqs: int) -> None:
-        """Makes graphs for decoding so many sequences each, if the attention backend has plans."""
+        """Captures graphs of decoding steps, for each of ``sizes``, if the backend has plans."""
         sizes = graph_sizes(max_num_seqs) if sizes is None else sorted(sizes)
         plans = self.attention.fixed_plans(
             sizes,
@@ -167,8 +167,8 @@ class ModelRunner:
     def run(self, schedule: Schedule, late: LateTokens | None = None) -> tuple[Batch, torch.Tensor]:
         """Makes the copies, computes the chunks, and scores prompts where that was asked for.
 
-        Tokens that have not come back from the device are taken from `late`. Returns the batch and
-        the logits float32 [R, vocabulary] of its R `sampled` sequences.
+        `late` has the tokens that have not come back from the device. Returns the batch and the
+        logits float32 [R, vocabulary] of its R `sampled` sequences.
         """
         for copies in copy_batches(schedule.copies):
             self.attention.copy_pages(
@@ -205,8 +205,8 @@ class ModelRunner:
         """Why the device is of no more use to this process; None while it computes.
 
         After a kernel has failed (it read where nothing is, say) CUDA answers every call with that
-        error until the process ends. Other errors, such as a lack of memory, pass. To be asked
-        after a failure: waits for all that is queued.
+        error until the process ends. Other errors, such as a lack of memory, pass. Call it after a
+        failure: it waits for all that is queued.
         """
         if self.device.type != "cuda":
             return None

@@ -28,8 +28,8 @@ from coppice.runtime.schedule.scheduler import Schedule
 
 logger = logging.getLogger(__name__)
 
-# Capturing ends when it has taken so long, or so much of the memory that was free before it: the
-# largest sizes come first, and steps of fewer sequences are padded to the least there is.
+# Capturing ends after this time, or this fraction of the memory that was free before it: the
+# largest sizes come first, and steps of fewer sequences are padded to the smallest there is.
 CAPTURE_SECONDS = 60.0
 CAPTURE_FRACTION = 0.5
 
@@ -42,13 +42,13 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FixedPlan], torch.
 
 
 class Recorder(Protocol):
-    """What captures graphs: a GPU, or what plays one in tests."""
+    """Captures graphs: on a GPU, or in tests without one."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """What repeats `run`, and the tensor in which the result then is."""
+        """A function that repeats `run`, and the tensor that then has the result."""
 
     def free_bytes(self) -> int:
-        """Memory of the device that nobody has taken."""
+        """Free memory of the device."""
 
 
 class CudaRecorder:
