@@ -24,7 +24,9 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.path import resolve_model
 
 LAST_WORDS_SECONDS = 5.0  # to send the rest of the answers when the engine has ended
-YOUNG_OBJECTS = 20_000  # between garbage collections: hundreds of streams outlive each of them
+YOUNG_OBJECTS = (
+    20_000  # allocated between two garbage collections, each of which visits all live streams
+)
 
 
 def serve(
@@ -51,7 +53,7 @@ def serve(
     """
     path = resolve_model(model_source(config.model))
     source = path if tokenizer is None else resolve_model(model_source(tokenizer))
-    # First: a missing one is found sooner than a missing model.
+    # A missing tokenizer is found sooner than a missing model, so it is loaded first.
     loaded = Tokenizer(source, without_torch=True)
     own = replace(config, model=str(path))
     logs.configure(options.log_format)

@@ -76,7 +76,8 @@ class Server:
         )
 
     def application(self) -> web.Application:
-        """The application; run it with `handler_cancellation`, so that vanished clients count."""
+        """The application; run it with `handler_cancellation`, which aborts the requests of
+        clients that disconnect."""
         around = middlewares(self._access, self._options.cors_origin)
         app = web.Application(
             middlewares=[self._metrics.count, *around],

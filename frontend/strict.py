@@ -98,14 +98,14 @@ def between(low: float, high: float) -> Any:
 
 
 def read(model: type[Model], body: Any) -> Model:
-    """The checked body. A field that is null counts as not given, whatever its name.
+    """The checked body. A null field, known or not, counts as not given.
 
     Raises BadRequest, which names the parameter.
     """
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
-    if len(given) > len(model.model_fields):  # one is enough: there may be 100,000
+    if len(given) > len(model.model_fields):  # the error names one, and there may be 100,000
         known = {field.alias or name for name, field in model.model_fields.items()}
         unknown = next(name for name in given if name not in known)
         given = {unknown: given[unknown]}

@@ -22,7 +22,9 @@ from coppice.frontend.errors import BadRequest
 Checked = TypeVar("Checked")
 
 LARGE_BYTES = 64 * 2**10  # from here on a body is read in another thread
-MOST_VALUES = 2**19  # in a body: 256 prompts of 2,048 token ids, say; read in less than 0.1 s
+MOST_VALUES = (
+    2**19
+)  # in a body, for example 256 prompts of 2,048 token ids; read in less than 0.1 s
 _SLICE = 2**20  # bytes between two chances for other threads to run
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
@@ -60,7 +62,7 @@ class JsonBodies:
 
 def _large(raw: bytes, check: Callable[[Any], Checked], most: int) -> tuple[Any, Checked]:
     commas = sum(raw.count(b",", start, start + _SLICE) for start in range(0, len(raw), _SLICE))
-    if commas >= most:  # unless they are part of texts
+    if commas >= most:  # some may be part of texts
         commas -= sum(raw.count(b",", *found.span()) for found in _STRING.finditer(raw))
     if commas >= most:
         raise BadRequest(f"the body must have at most {most:,} JSON values, got {commas + 1:,}")

@@ -153,7 +153,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return web.json_response(error_body(str(error), kind="server_error"), status=500)
     except TimeoutError as error:
         return web.json_response(error_body(str(error), kind="timeout_error"), status=504)
-    except (ConnectionError, asyncio.CancelledError):  # the client is gone: no answer
+    except (ConnectionError, asyncio.CancelledError):  # the client has disconnected: no answer
         raise
     except Exception as error:
         log.exception("%s %s failed", request.method, request.path)

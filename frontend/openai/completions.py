@@ -42,7 +42,7 @@ LONG_BYTES = 256 * 2**10  # the size of a body from which its text is long work 
 
 
 class _Submitted(NamedTuple):
-    """A request on its way."""
+    """A request that is in the engine's queue."""
 
     asked: CompletionRequest
     prepared: Prepared

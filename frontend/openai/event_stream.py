@@ -61,7 +61,7 @@ class EventStream:
     async def run(self, deadline: float | None) -> web.StreamResponse:
         """Sends the whole answer, until the `deadline` on the event loop's clock at the latest.
 
-        Raises ConnectionError if the client is gone or has stopped reading.
+        Raises ConnectionError if the client has disconnected or stopped reading.
         """
         await self._response.prepare(self._request)
         note = self._request[NOTE]

@@ -172,7 +172,7 @@ class ChatBody(TextRequest, TemplateFields):
     modalities: Annotated[Any, Only(["text"])] = None
     moderation: Annotated[Any, Only()] = None
     prediction: Annotated[Any, Only()] = None
-    # Every shared prefix is found, and nothing outlives the process.
+    # The cache finds every shared prefix by itself, and lives as long as the process.
     prompt_cache_options: Annotated[Any, Only({"mode": "implicit"})] = None
     prompt_cache_retention: Annotated[Any, Only("in_memory")] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
@@ -210,7 +210,7 @@ class CompletionRequest:
 
     @property
     def needs_tokenizer(self) -> bool:
-        """Whether preparing it takes more than a look: False for plain token ids."""
+        """Whether preparing it needs the tokenizer or a grammar; False for plain token ids."""
         texts = any(isinstance(prompt, str) for prompt in self.prompts)
         return texts or bool(self.messages) or self.echo or self.has_grammar
 
@@ -235,7 +235,9 @@ def parse_completion(body: Any) -> CompletionRequest:
     values = _sampling(asked)
     if asked.logprobs is not None and asked.logprobs is not False:
         values["logprobs"] = asked.logprobs
-    if asked.best_of is not None and asked.best_of != asked.n:  # as many as n leave no choice
+    if (
+        asked.best_of is not None and asked.best_of != asked.n
+    ):  # with as many as n, all are returned
         if asked.stream:
             raise BadRequest(
                 f"best_of needs stream to be false, since the best are known at the end; "

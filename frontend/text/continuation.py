@@ -15,13 +15,13 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Continuation:
-    """One continuation as far as it has come.
+    """One continuation of a request, complete or not yet.
 
     Attributes:
         shown: whether a piece of it was handed out.
         kept: tokens that wait to be decoded.
         held: text that waits to be handed out.
-        cached_tokens: tokens of the prompt whose KV was reused, as far as that is known.
+        cached_tokens: tokens of the prompt whose KV was reused; 0 before the first output.
         completion: the result, once it has ended.
     """
 
@@ -59,9 +59,9 @@ class Continuation:
         return delta
 
     def advance(self, step: StepOutput, texts: TokenTexts) -> tuple[TextDelta, bool]:
-        """The delta of an output of the engine and of all that waited before it.
+        """The delta of an output of the engine, and of all that waited before it.
 
-        The second value is whether a stop string ended the text, which the engine cannot know.
+        The second value is whether a stop string ended the text: the engine does not know it yet.
         """
         new = [*self.kept, *step.new_token_ids]
         self.kept.clear()
@@ -113,7 +113,7 @@ class Continuation:
         for position, token in enumerate(new):
             self.token_ids.append(token)
             if logprobs:
-                offsets.append(len(self.stops.text))  # or where text begins that waits for it
+                offsets.append(len(self.stops.text))  # for a part of a character: where that begins
             if silent and position == len(new) - 1:
                 break
             piece = self.decoder.push((token,))
@@ -149,7 +149,7 @@ class Continuation:
 
     @property
     def mean_logprob(self) -> float:
-        """Per token; a continuation that failed is worse than any other."""
+        """Mean of its tokens' logprobs; minus infinity if it failed or has no token."""
         if self.completion is None or self.completion.finish_reason == "error":
             return -math.inf
         return sum(self._chosen()) / len(self.token_ids) if self.token_ids else -math.inf

@@ -1,4 +1,4 @@
-"""Tokens to text as they come, without broken characters, whatever bytes a token ends on.
+"""Tokens to text as they come, without broken characters where a token ends inside one.
 
 A tokenizer's `decode` is a function of the whole sequence: a character may be spread over several
 tokens, and some decoders treat the first token of what they are given differently (they drop the
@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-AGAIN = 8  # tokens that are decoded again before the context moves on, which costs a decoding too
+# Tokens that may be decoded again with each new one before the context moves on. Moving it costs a
+# decoding, too.
+AGAIN = 8
 
 
 class IncrementalDecoder:

@@ -49,7 +49,7 @@ class TextEngine:
         """
         path = resolve_model(model_source(config.model))
         source = path if tokenizer is None else resolve_model(model_source(tokenizer))
-        loaded = Tokenizer(source)  # first: a missing one is found sooner than a missing model
+        loaded = Tokenizer(source)  # first: it is found missing sooner than a model
         own = replace(config, model=str(path))
         watch = WatchStopStrings(str(source))
         return cls(Engine(own, tokenizer=source, watch_lines=watch), loaded)
@@ -93,7 +93,7 @@ class TextEngine:
         return self.engine.has_unfinished()
 
     def step(self) -> list[TextDelta]:
-        """Runs one step; returns what it did to each continuation in it."""
+        """Runs one step; returns what it added to each continuation in it."""
         deltas = []
         for output in self.engine.step():
             delta, stopped = self.texts.advance(output)

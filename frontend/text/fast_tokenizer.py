@@ -1,7 +1,7 @@
 """Reads plain tokenizers with the tokenizers library alone, without transformers around it.
 
-The demo model's tokenizer is there after 0.3 s of processor time and in 41 MB; transformers takes
-1.4 s and 74 MB, and with torch loaded 1.3 s more than without it (transformers 5.23, tokenizers
+The demo model's tokenizer is loaded in 0.3 s of processor time and 41 MB; transformers takes 1.4 s
+and 74 MB, and with torch loaded 1.3 s more than without it (transformers 5.23, tokenizers
 0.23). Where a model declares transformers' general class, that class wraps the `tokenizer.json` as
 it is, so the object that encodes and decodes can be had directly. Classes of single models build
 theirs anew from parts of the files. Those, and everything else that could change the object or that
@@ -18,8 +18,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-# Classes that take the file as it is, and the models for which transformers goes by that
-# declaration: of others it takes the models' own class, whatever is declared.
+# Declared classes that take the file as it is, and the models for which transformers uses the
+# declared class. For other models it uses the model's own class.
 _CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _MODELS = ("llama", "qwen3")
 
@@ -27,8 +27,8 @@ _NAMED = frozenset(
     ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 )
 _LISTED = frozenset(("extra_special_tokens", "additional_special_tokens"))
-# What else a config may have: the object depends on none of it. (`add_bos_token` and its like mean
-# nothing beside a tokenizer.json.)
+# Other fields that a config may have; none of them changes the object. (`add_bos_token` and
+# `add_eos_token` have no effect where there is a tokenizer.json.)
 _HARMLESS = frozenset(
     (
         "add_bos_token",
@@ -48,9 +48,9 @@ _HARMLESS = frozenset(
         "truncation_side",
     )
 )
-# More that transformers reads.
+# Further files that transformers reads.
 _MORE_FILES = ("added_tokens.json", "additional_chat_templates")
-#: Properties of almost all special tokens; transformers may add others anew, changed.
+# Properties of almost all special tokens; transformers may add others anew, changed.
 _USUAL = {
     "single_word": False,
     "lstrip": False,
@@ -98,7 +98,7 @@ def plain_tokenizer(path: Path) -> PlainTokenizer | None:
         backend = Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception:  # the library raises nothing narrower; transformers reports what is wrong
         return None
-    if backend.padding is not None:  # it names a token, which transformers takes for a special one
+    if backend.padding is not None:  # transformers makes its token a special one
         return None
     added = {
         index: {"content": token.content} | {name: getattr(token, name) for name in _USUAL}

@@ -82,7 +82,7 @@ class RequestOutput:
 
 @dataclass(slots=True)  # not frozen: made for each piece of each stream
 class TextDelta:
-    """What a step did to one continuation of a request.
+    """What a step, or several in a row, added to one continuation of a request.
 
     Attributes:
         text: new text that cannot become part of a stop string any more.
@@ -113,7 +113,7 @@ class TextDelta:
         return self.completion is None and self.best_so_far is None and not self.logprobs
 
     def follow(self, earlier: TextDelta) -> None:
-        """Puts what the same continuation did before in front."""
+        """Puts the delta of the same continuation that came just before in front."""
         self.text = earlier.text + self.text
         self.new_token_ids = earlier.new_token_ids + self.new_token_ids
         self.logprobs = earlier.logprobs + self.logprobs

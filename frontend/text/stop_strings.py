@@ -25,9 +25,8 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
         self._stop = tuple(stop)
-        self._longest = (
-            max(map(len, self._stop), default=1) - 1
-        )  # the most characters that begin one of them and are held back
+        # The most characters that begin one of them and are held back.
+        self._longest = max(map(len, self._stop), default=1) - 1
         self._include = include
         self._searched = 0  # no match ends before this place
         self._shown = 0

@@ -1,4 +1,4 @@
-"""Threads for the tokenizer, so that long work holds up neither the event loop nor short work."""
+"""Threads for the tokenizer, so that long work delays neither the event loop nor short work."""
 
 from __future__ import annotations
 
