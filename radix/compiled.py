@@ -1,8 +1,8 @@
 """The core of the tree as compiled code, used where it was built from the present sources.
 
-`setup.py` compiles `MODULES` with mypyc: the same Python, about half the time a request. Where it
-could not (no C compiler, no mypyc), or where sources have changed since, they run as they are. All
-or none of them: compiled classes have another layout.
+`setup.py` compiles `MODULES` with mypyc: the same Python takes about half the time per request.
+Without a C compiler or mypyc, or when a source has changed since, the sources run as they are.
+Either all modules run compiled or none, since compiled classes have another memory layout.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ MODULES = (
     "tree",
 )
 
-# Set to 1: neither builds nor uses compiled code.
+# If this environment variable is 1, compiled code is neither built nor used.
 SWITCH = "COPPICE_PURE_PYTHON"
 
-# Beside the modules: `digest` of the sources that were compiled.
+# File beside the modules with the `digest` of the sources that were compiled.
 RECORD = "compiled.digest"
 
 
@@ -79,7 +79,7 @@ class _Sources:
 def choose(package: str, folder: Path) -> None:
     """Hides compiled modules from the import of `package` in `folder` unless they are to be used.
 
-    Has to run before any of them is imported. A millisecond where there are compiled ones.
+    Must run before any of them is imported. Takes a millisecond if there are compiled modules.
     """
     record = folder / RECORD
     if not record.exists():

@@ -1,9 +1,9 @@
-"""Drafts: what sequences that may come to nothing have entered in the tree, kept or dropped.
+"""Drafts: tokens that only sequences which may be discarded have entered, kept or dropped.
 
-A beam enters what it has computed when it forks, so that the two share it. Most beams die, and what
-they alone have entered is of no use to anybody: it leaves the tree with the last lock on it. What
-is left is the page inside which a beam A was forked, of which its child B has a copy to write on.
-Once only B continues from there, the copy serves both nodes:
+When a beam forks, it enters the tokens it has computed, so that parent and child share them. Most
+beams die, and tokens that only they have entered are of no further use: these leave the tree with
+the last lock on them. If beam A was forked inside a page, its child B has a copy of that page to
+write on. Once only B continues from there, the copy serves both nodes:
 
     page        tokens                 before           A is dead
     p           x x x x a a . .        node of A        free
@@ -18,7 +18,7 @@ from coppice.radix.state import TreeState
 
 
 def keep(node: Node) -> None:
-    """What the path of `node` holds is no draft any more. O(drafts on the path)."""
+    """Marks the drafts on the path of `node` as ordinary nodes. O(drafts on the path)."""
     walk: Node | None = node
     while walk is not None and walk.draft:
         walk.draft = False
@@ -26,9 +26,10 @@ def keep(node: Node) -> None:
 
 
 def drop(tree: TreeState, node: Node) -> None:
-    """Takes `node` and those above it out of the tree, as far as they are drafts that nobody needs.
+    """Removes the draft `node`, and the drafts above it, as far as nothing needs them.
 
-    They have no locks, nobody wants them, and nothing is below. O(their pages).
+    Stops at the first node that is no draft, has children, or is locked or wanted. O(pages of the
+    removed nodes).
     """
     walk = node
     while walk.draft and not (walk.children or walk.locks or walk.wanted):
@@ -76,8 +77,8 @@ def share_copies(tree: TreeState, node: Node | None) -> None:
 def _continues_in(child: Node, page: int, end: int) -> bool:
     """Whether a node below `child`, which has a copy of its own, continues in `page`.
 
-    The positions of the page end at `end`. The node's writer had the tail of what is above `child`
-    (see `Node.shares`). O(nodes in the page).
+    `end` is the position after the page. The writer of such a node claimed the tail of a node above
+    `child` (see `Node.shares`). O(nodes in the page).
     """
     stack = [child]
     while stack:

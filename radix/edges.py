@@ -1,4 +1,4 @@
-"""How the edges of the tree grow, branch and part, and what that does to pages and counts.
+"""How the edges of the tree grow, branch and split, and what that does to pages and counts.
 
 `RadixTree.insert` and `lock` call these; the rules of references are those of `RadixTree`.
 """
@@ -12,13 +12,17 @@ from coppice.radix.node import Hold, Node
 from coppice.radix.state import TreeState
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 
-# Longer ones are entered as several nodes. Edges come and go for ever, and in the heap long ones of
-# all lengths would leave holes that no other fits: a third of all memory.
+# Longer edges are entered as several nodes. Edges are allocated and freed all the time, and long
+# ones of all lengths would fragment the heap: that took a third of all memory.
 EDGE_TOKENS = 1 << 13
 
 
 def descend(node: Node, query: bytes, at: int) -> tuple[Node, int]:
-    """Follows `query` from byte `at` on down from the end of `node`; returns where it ends."""
+    """Follows `query` (int32 bytes) from byte `at` on, down from the end of `node`.
+
+    Returns the node in which the match ends, and the byte after its last token. O(matched tokens at
+    memcmp speed + nodes passed).
+    """
     top = node
     while (child := node.children.get(query[at : at + TOKEN_BYTES])) is not None:
         edge = child.edge
@@ -33,7 +37,7 @@ def descend(node: Node, query: bytes, at: int) -> tuple[Node, int]:
 
 
 def refuse(begin: int, held: int, total: int, pages: int, size: int) -> None:
-    """Raises ValueError with what of an insert's sizes does not fit."""
+    """Raises ValueError for the size of an insert that does not fit."""
     if not 0 <= begin <= held:
         raise ValueError(f"begin must be in 0 .. {held}, what the hold covers, got {begin}")
     if total < held:
@@ -51,10 +55,10 @@ def enter(
     draft: bool,
     ends: bool,
 ) -> tuple[Node, int]:
-    """What `RadixTree.insert` does to the edges, for a hold that ends in `bottom`.
+    """Enters the tokens of `RadixTree.insert`, for a hold that ends in `bottom`.
 
-    With `ends`, the sequence leaves and writes no more. Returns the node in which the tokens end,
-    and how many of them were in the tree before. The caller moves the locks.
+    With `ends`, the sequence ends here and writes no more. Returns the node in which the tokens
+    end, and how many of them were in the tree before. The caller moves the locks.
     """
     held, total = hold.length, begin + len(query) // TOKEN_BYTES
     if not 0 <= begin <= held <= total <= len(table) * tree.page_size:
@@ -109,8 +113,8 @@ def extend(
     """
     while True:
         inside, room = matched % tree.page_size, EDGE_TOKENS
-        # A leaf that this sequence alone has used grows, so that chunks make no chain. One that
-        # was hit or is wanted keeps its end, since that is what was hit or is wanted.
+        # A leaf that only this sequence has used grows, so that chunks make no chain of nodes. One
+        # that was hit or is wanted keeps its end, which marks the prefix that was hit or is wanted.
         grows = (
             node is bottom
             and node.locks == 1
@@ -141,9 +145,9 @@ def _extend(
     ends: bool,
     grows: bool,
 ) -> Node:
-    """Enters the tokens `edge`, from position `matched` on, below `node`, or if it grows, there.
+    """Enters the tokens `edge`, the first at position `matched`, below `node`.
 
-    Returns the node they end in.
+    If `node` `grows`, they extend its edge instead. Returns the node they end in.
 
     The references that the sequence has on full pages pass to the node; the partly filled last
     page gets one more, since the sequence continues to write there, unless it `ends`.
@@ -170,7 +174,7 @@ def _extend(
             node.edge = node.edge[: node.length * TOKEN_BYTES]
         grown = Node(node, edge, matched, pages)
         grown.stamp = node.stamp
-        grown.draft = draft or node.draft  # what is above a draft `insert` keeps, and it with it
+        grown.draft = draft or node.draft  # `enter` keeps the whole path if this is no draft
         node.children[edge[:TOKEN_BYTES]] = grown
         grown.own_pages = 0
         tree.num_nodes += 1

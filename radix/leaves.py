@@ -35,7 +35,10 @@ def available(tree: TreeState, match: Match) -> int:
 
 
 def reclaim(tree: TreeState, count: int) -> array[int]:
-    """Evicts like `evict`, and returns the pages, with one reference each for the caller."""
+    """Evicts up to `count` pages as `RadixTree.evict` does, and hands them to the caller.
+
+    Returns them with one reference each; fewer than `count` only if all else is locked.
+    """
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
     order, pool, before = tree.order, tree.pool, tree.cached_tokens
@@ -44,7 +47,7 @@ def reclaim(tree: TreeState, count: int) -> array[int]:
         gone = array("i")
         while (wanted := missing - len(gone)) > 0 and (leaf := order.pop()) is not None:
             if (tail := order.tail(leaf)) < leaf.length:
-                # The page in which the tail begins is evicted, too: a part of it is of no use.
+                # The page in which the tail begins is evicted, too: part of a page frees nothing.
                 begin = (leaf.end - tail) // tree.page_size - leaf.start // tree.page_size
                 wanted = min(wanted, len(leaf.pages) - begin)
             tree.last_evicted = leaf.stamp
@@ -55,14 +58,14 @@ def reclaim(tree: TreeState, count: int) -> array[int]:
                 gone = part
         if not gone:
             break
-        # Pages that running sequences write to as well are not freed: then more leaves are cut.
+        # Pages that running sequences reference as well are not freed: then more leaves are cut.
         pages = pages + pool.take_over(gone) if pages else pool.take_over(gone)
     tree.evicted_tokens += before - tree.cached_tokens
     return pages
 
 
 def empty(tree: TreeState) -> None:
-    """What `RadixTree.reset` does. Nothing was short of pages, so nothing counts as evicted."""
+    """What `RadixTree.reset` does. The tokens do not count as evicted: no page was needed."""
     if any(root.locks for root in tree.roots.values()):
         raise RuntimeError("reset: refused, since running sequences hold locks in the tree")
     listeners, tree.listeners = tree.listeners, []
@@ -75,7 +78,7 @@ def empty(tree: TreeState) -> None:
 
 
 def cut(tree: TreeState, leaf: Node, count: int) -> array[int]:
-    """Takes up to `count` pages of its own off a leaf's tail, and if it has no more, the leaf.
+    """Removes up to `count` own pages from a leaf's tail, and the leaf when none of them is left.
 
     Returns the pages that no node covers any more, which still have the leaf's reference.
     """

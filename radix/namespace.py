@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 
 class Namespace(NamedTuple):
-    """A structured key, so that no two different ones can come out alike.
+    """A structured key: two are equal only if each of their fields is.
 
     Attributes:
         model: identity of the weights that compute the KV.
-        adapter: identity of an adapter on top of them; None without.
-        cache_salt: what a user sends along to keep a prompt's KV to itself; None without.
-        tenant: whose it is, where several share a server and nothing of the cache; None without.
+        adapter: identity of an adapter on top of them, or None.
+        cache_salt: string that a request sends to share KV only with those that send the same, or
+            None.
+        tenant: name of the tenant, on a server whose tenants share no KV, or None.
     """
 
     model: str = ""
@@ -23,12 +24,12 @@ class Namespace(NamedTuple):
 
 
 def encode_namespace(namespace: Hashable) -> bytes:
-    """Bytes that stand for the namespace in hashes, equal in every process; None gives b"".
+    """The bytes of a namespace in hashes, equal in every process; None gives b"".
 
     Each field is encoded with its length, and None apart from the empty string, so different
     namespaces have different bytes. Raises ValueError for keys other than `Namespace` and None, and
-    for fields that are no text: the tree takes them, but they have no encoding that other processes
-    share.
+    for fields that are not strings: the tree takes any hashable key, but these have no encoding
+    that is the same in every process.
     """
     if namespace is None:
         return b""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from coppice.radix.tokens import TOKEN_BYTES
 
-new_tuple = tuple.__new__  # takes half of what a named tuple's own does
+new_tuple = tuple.__new__  # takes half the time of a named tuple's own constructor
 
 
 class Node:
@@ -40,17 +40,17 @@ class Node:
         self.locks = 0  # sequences that hold this node or one below it
         self.stamp = 0  # the tree's clock when it was last used
         self.hits = 0  # locks that matched this node to its end
-        # Entered by sequences that may come to nothing, and used by no other so far: it leaves the
-        # tree with the last of them. All that is below a draft is one, too.
+        # Entered by sequences that may be discarded, such as beams, and used by no other so far: it
+        # leaves the tree with the last of them. All nodes below a draft are drafts.
         self.draft = False
-        self.wanted = 0  # calls of `want` that hold for it: not dropped, does not grow
+        self.wanted = 0  # calls of `RadixTree.want` in force; then it is not dropped or extended
         self.policy_data: Any = None  # what the eviction policy knows about it
-        # Of the full pages whose last token is on this edge, and in a root, of its namespace; None
-        # without a stream of events.
+        # uint64 hashes of the full pages whose last token is on this edge; in a root, of its
+        # namespace. None unless a stream of events is attached.
         self.hashes: array[int] | None = None
-        # Of the prefixes that end at the borders of the accounts' blocks, from the root on; None
-        # until a hit that ended here was accounted. Only nodes that were hit have them, and these
-        # do not grow; eviction may leave more of them than there are borders.
+        # uint64 hashes of the prefixes that end at block borders, from the root on, for accounting.
+        # None until a hit that ended here was processed. Nodes that were hit do not grow, but an
+        # eviction may leave more hashes than there are borders.
         self.borders: array[int] | None = None
 
     @property
@@ -134,8 +134,8 @@ class Match(NamedTuple):
 class Hold:
     """A sequence's lock on the path of its first `length` tokens; it moves on as it inserts.
 
-    The pages of a sequence's table up to `length // page_size` are kept for it by this lock; the
-    ones from there on it references itself (see `RadixTree`).
+    This lock keeps the pages of the sequence's table before index `length // page_size`; the
+    sequence itself references the later ones (see `RadixTree`).
     """
 
     __slots__ = ("namespace", "node", "length")

@@ -1,4 +1,4 @@
-"""What a radix tree consists of, which its helpers work on, and who listens to its changes."""
+"""The state of a radix tree, which the modules beside it change, and listeners to its changes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TreeListener:
     """
 
     def opened(self, root: Root) -> None:
-        """The first tokens of a namespace may follow below `root`, which is not in the tree yet.
+        """A namespace is about to get `root`, which is not in the tree yet.
 
-        Raises ValueError to refuse the namespace, and nothing has changed.
+        May raise ValueError to refuse the namespace; then nothing changes.
         """
 
     def stored(self, node: Node) -> None:
@@ -31,7 +31,7 @@ class TreeListener:
         """`upper` has taken the first tokens of the edge of `lower`, its only child."""
 
     def evicted(self, node: Node, length: int) -> None:
-        """Only the first `length` tokens of the edge of `node` will be left; none: no node."""
+        """`node` is about to be cut to its first `length` tokens; with 0 it leaves the tree."""
 
     def cleared(self) -> None:
         """The tree was emptied on purpose; `evicted` was not called for what it held."""
@@ -63,5 +63,5 @@ class TreeState:
 
     @property
     def evictable_pages(self) -> int:
-        """Pages that only the cache holds: as many are freed if all of it is evicted."""
+        """Pages that only the cache holds: evicting all that is not locked frees them."""
         return self.cached_pages - self.locked_pages

@@ -12,8 +12,8 @@ TOKEN_BYTES = 4
 
 Tokens = bytes | bytearray | array | np.ndarray | Iterable[int]
 
-# Below this many bytes two blocks are compared as one big integer each: its lowest differing bit
-# is where they part, without a Python loop over tokens.
+# Blocks of up to this many bytes are compared as one big integer each: their lowest differing bit
+# is in the first token that differs, which no Python loop over tokens has to find.
 _XOR_BYTES = 256
 
 

@@ -30,17 +30,17 @@ class RadixTree(TreeState):
         tree.insert(hold, tokens, table)     # as often as wanted
         tree.finish(hold, tokens, table)     # once more, and gives back its pages and its lock
 
-    Who references a page: each node that covers it, and each sequence that may write to it or
-    alone knows it. The hit's pages, and those that a sequence has inserted, are kept for it by its
-    lock, one count a node instead of one a page: so taking and leaving a prefix of 100,000 tokens
-    costs the depth of the path, not its pages. In other words: of a sequence's page table, the
-    pages before index `hold.length // page_size` belong to the lock, the ones from there on carry
-    a reference of the sequence.
+    A page is referenced by each node that covers it, and by each sequence that may write to it or
+    has not inserted it yet. The hit's pages, and those that a sequence has inserted, are kept for
+    it by its lock, with one count for each node instead of one for each page: so taking and leaving
+    a prefix of 100,000 tokens costs the depth of the path, not its pages. In other words: of a
+    sequence's page table, the pages before index `hold.length // page_size` belong to the lock, and
+    the later ones carry a reference of the sequence.
 
-    A sequence that may come to nothing, such as a beam, inserts *drafts*. When the last of those
-    that share them gives its lock back with `drop`, they leave the tree, and their pages are free
-    at once, unless `want` was called for one. What anybody else hits, pins or inserts is a draft no
-    more.
+    A sequence that may be discarded, such as a beam, inserts *drafts*. When the last sequence that
+    shares them gives its lock back with `drop`, they leave the tree, and their pages are free at
+    once, unless `want` was called for one. A draft that another sequence hits or inserts, or that a
+    pin keeps, becomes an ordinary node.
 
     Costs: match O(tokens / memcmp speed + nodes on the path), lock and unlock O(nodes on the
     path), insert O(new tokens, and the edge of a leaf that grows), evict O(log nodes) for each leaf
@@ -56,7 +56,7 @@ class RadixTree(TreeState):
         self.listeners.append(listener)
 
     def remove_listener(self, listener: TreeListener) -> None:
-        """Ends that. Raises ValueError if it does not listen."""
+        """Ends the reports to `listener`. Raises ValueError if it was not added."""
         self.listeners.remove(listener)
 
     # -- matching ----------------------------------------------------------------------------
@@ -85,8 +85,8 @@ class RadixTree(TreeState):
 
         A match that ends inside an edge splits it there: what follows the hit is not locked,
         and the hit is counted where it ends. With `use=False` the lock counts neither as a hit nor
-        as a use (a pin's). What is a draft stays one only with `draft`. Raises ValueError if the
-        tree has changed since the match was made.
+        as a use (a pin's). Drafts on the path stay drafts only with `draft`. Raises ValueError if
+        the tree has changed since the match was made, or if a listener refuses the namespace.
         """
         node = self._end_of(match, draft)
         if use:
@@ -150,8 +150,7 @@ class RadixTree(TreeState):
     def unlock(self, hold: Hold, *, use: bool = True, drop: bool = False) -> None:
         """Gives the lock back; the path counts as just used, unless `use` is False.
 
-        With `drop`, drafts at its end that nobody needs any more leave the tree. O(nodes on the
-        path).
+        With `drop`, drafts at its end that nothing else needs leave the tree. O(nodes on the path).
         """
         node = self._held(hold)
         hold.node = None
@@ -181,7 +180,7 @@ class RadixTree(TreeState):
     def finish(self, hold: Hold, tokens: Tokens, table: array[int], *, begin: int = 0) -> None:
         """`insert` and `release` in one, for a sequence that ends with these tokens.
 
-        The table means nothing afterwards.
+        The table is not to be used afterwards. Raises ValueError as `insert` does.
         """
         # The two calls would take a reference on the tail and locks on new nodes only to give them
         # back: 4 to 14 % more instructions a request (workloads A to D of `benchmarks/tree.py`).
@@ -222,7 +221,10 @@ class RadixTree(TreeState):
         return table
 
     def available_pages(self, match: Match) -> int:
-        """Pages that `allocate` could give if this match were locked. O(nodes on the path)."""
+        """Pages that `allocate` could give if this match were locked. O(nodes on the path).
+
+        Raises ValueError if the tree has changed since the match was made.
+        """
         return leaves.available(self, match)
 
     def claim_tail(self, hold: Hold) -> bool:
@@ -285,13 +287,13 @@ class RadixTree(TreeState):
     ) -> Inserted:
         """Enters the tokens of a sequence whose KV is computed; continues from its hold.
 
-        `tokens` are all tokens of the sequence from position `begin` on, which the hold has
-        reached, or from 0; `table` is its whole page table, with at least `ceil(end / page_size)`
+        `tokens` are the tokens of the sequence from position `begin` on, which is at most
+        `hold.length`; `table` is its whole page table, with at least `ceil(end / page_size)`
         pages. What another sequence has inserted meanwhile is not entered twice: the table is
         changed in place to the tree's pages there, and the duplicates return to the pool.
         Afterwards the hold covers all tokens, and the references of the pages that it covers in
-        full have passed to the tree. With `draft`, what is new is a draft; else nothing of what it
-        holds is one any more.
+        full have passed to the tree. With `draft`, new nodes are drafts; without, no node on the
+        path remains one.
 
         O(new tokens + new nodes). Raises ValueError if a size does not fit.
         """
@@ -313,10 +315,10 @@ class RadixTree(TreeState):
     # -- drafts ------------------------------------------------------------------------------
 
     def want(self, match: Match) -> None:
-        """A draft that ends with a match may be wanted when nobody holds it any more.
+        """Keeps a draft that ends with a match when the last sequence that shares it ends.
 
-        It is not dropped before `unwant` was called as often; like all that nobody holds it may be
-        evicted, and after that nobody wants it. O(nodes on the path).
+        It is not dropped until `unwant` was called as often as `want`. It may be evicted while no
+        lock holds it; this takes back every `want` of it. O(nodes on the path).
         """
         hold = self.lock(match, use=False, draft=True)
         assert hold.node is not None
@@ -324,24 +326,25 @@ class RadixTree(TreeState):
         self.unlock(hold, use=False)
 
     def unwant(self, match: Match) -> None:
-        """Takes one `want` back, if it still counts; `drop` or `lock` the match then. O(1)."""
+        """Takes one `want` back, if it is still in force; then `drop` or `lock` the match. O(1)."""
         if (node := match.exact()) is not None and node.wanted:
             node.wanted -= 1
 
     def drop(self, match: Match) -> None:
-        """Drops drafts that end with a match if nobody needs them. O(their pages).
+        """Drops the drafts that end with a match, as far as nothing needs them. O(their pages).
 
-        For a sequence that has given its lock back without `drop`, since it was to come again.
+        For a sequence that gave its lock back without `drop` to continue later, and will not.
         """
-        if (node := match.exact()) is not None:  # else it is somebody else's, who may come again
+        if (node := match.exact()) is not None:  # else another sequence may still continue it
             drafts.drop(self, node)
 
     # -- evicting ----------------------------------------------------------------------------
 
     def evict(self, count: int) -> int:
-        """Frees up to `count` pages: what the policy gives up first, each leaf from its tail.
+        """Frees up to `count` pages, in the order of the policy, each leaf from its tail.
 
-        Returns how many pages were freed: less than `count` only if all else is locked.
+        Returns the number of pages freed: less than `count` only if all else is locked. Raises
+        ValueError for a negative count. O(log nodes) for each leaf touched, amortised.
         """
         return self.pool.release(leaves.reclaim(self, count))
 
@@ -349,12 +352,12 @@ class RadixTree(TreeState):
         """Empties the tree. Raises RuntimeError while any lock is held."""
         leaves.empty(self)
 
-    # -- looking -----------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------
 
     def hit_nodes(self) -> Iterator[Node]:
         """All nodes that were hit, parents first. O(those, and their children).
 
-        A hit counts for the whole path, so that none of them lies below one that was not.
+        A hit counts for the whole path, so no node that was hit lies below one that was not.
         """
         waiting: list[Node] = list(self.roots.values())
         while waiting:

@@ -1,4 +1,5 @@
-"""Why tokens missed: each request's computed tokens by cause, and what other caches would hit.
+"""Why tokens missed: each request's computed tokens by cause, and what other pools would hit.
 
-Other rooms use `ledger.Accounting`, its results in `accounts` and `counts`, and `top_prefixes`.
+Other rooms use `ledger.Accounting`, its results in `accounts` and `counts`, and
+`top_prefixes.PrefixSavings`.
 """

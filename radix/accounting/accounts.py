@@ -1,4 +1,4 @@
-"""The nouns of the cache's accounts: of one request, and of the cache as a whole."""
+"""The accounts of one request, and of the cache as a whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Divergence(NamedTuple):
 
 
 class RequestAccount:
-    """What became of a prompt's tokens. To read a cause settles all requests that are pending."""
+    """The tokens of a prompt by hit and cause. Reading a cause settles all pending requests."""
 
     __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
                  "hit_limit", "time", "finished", "tokens", "node", "place", "chain",
@@ -81,7 +81,14 @@ class RequestAccount:
         self._evicted: tuple[float, float | None] | None = None
 
     def settled(self, row: list[int], stamp: int, chain: int, tail: bytes) -> None:
-        """Fills in what the accounting found."""
+        """Fills in the counts (in the order of `FIELDS`), and what later tokens continue from.
+
+        Args:
+            row: the counts.
+            stamp: the one its prefixes were entered with.
+            chain: hash of the prompt's whole blocks.
+            tail: the tokens after these, int32 bytes.
+        """
         self._row, self.stamp, self.chain = row, stamp, chain
         hit = self.hit_tokens
         begin = max(0, hit - SHOWN_TOKENS) * TOKEN_BYTES
@@ -93,7 +100,7 @@ class RequestAccount:
         self._evicted = idle, at
 
     def as_it_was(self, tokens: bytes) -> RequestAccount:
-        """A copy that can be hashed once more: of its admission with the prompt `tokens`."""
+        """A copy as it was at the admission, with the prompt `tokens`, to be hashed again."""
         return RequestAccount(
             self.namespace, self.kind, self.prompt_tokens, self.hit_tokens, self.in_flight_tokens,
             self.hit_limit, b"", self.time, tokens, None, -1, self._settle,
@@ -147,7 +154,7 @@ class RequestAccount:
 
 
 def _beside(node: Node, first: bytes) -> bytes:
-    """The newest tokens below a node that do not begin with `first`. O(1)."""
+    """The first tokens of the newest edge below a node that does not begin with `first`. O(1)."""
     children = node.children
     for token in reversed(children):
         if token != first:
@@ -165,6 +172,6 @@ class CacheAccounts:
     pool_tokens: int
     overall: Windows
     namespaces: dict[Hashable, Windows]
-    other_namespaces: Windows  # those beyond the number that is counted one by one, together
-    curve: tuple[CurvePoint, ...]  # LRU's, since the start; what was achieved is in `overall`
+    other_namespaces: Windows  # those that are not counted separately, together
+    curve: tuple[CurvePoint, ...]  # of LRU, since the start; the actual hit rate is in `overall`
     near_misses: tuple[NearMiss, ...]

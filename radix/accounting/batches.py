@@ -163,7 +163,7 @@ def _known_borders(end: Node, count: int, block_tokens: int) -> array[int]:
 
 
 def _keep(node: Node, count: int, known: array[int], hashed: Blocks, piece: int) -> None:
-    """Leaves the first `count` hashes in the node where the hit ended, if it has fewer."""
+    """Stores the first `count` hashes in the node where the hit ended, if it has fewer."""
     if node.borders is None or count > len(node.borders):
         row = int(hashed.first_row[piece])
         fresh = hashed.hashes[row : row + count - len(known)]

@@ -1,4 +1,4 @@
-"""Splits the computed tokens of prompts by cause, given what was seen before; each has one."""
+"""Splits the computed tokens of prompts by cause, given what was seen before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """Tokens by cause; in the order of precedence they follow the hit, but the last two mix."""
+    """Tokens of each prompt by cause. Each token has one: the first that applies, in this order."""
 
     last_token: Ints
     in_flight: Ints
@@ -47,12 +47,12 @@ def split(
     seen_anchors: NDArray[np.bool_],
     block_tokens: int,
 ) -> Causes:
-    """The causes of `prompts.tokens - prompts.hit` tokens each; their sum is exact.
+    """The computed tokens of each prompt by cause; they add up to `prompts.tokens - prompts.hit`.
 
-    `seen` and `elsewhere` have for each border when the prefix that ends there was seen before, in
-    the prompt's own and in other namespaces; 0 is never. A seen prefix vouches for all shorter
-    ones. `seen_anchors` marks the anchors whose content was seen; between two of them all was.
-    O(borders + anchors).
+    `seen` and `elsewhere` have for each border the stamp with which the prefix that ends there was
+    seen before, in the prompt's own and in other namespaces; 0 is never. If a prefix was seen, so
+    were all shorter ones. `seen_anchors` marks the anchors whose content was seen; the tokens
+    between two of them count as seen, too. O(borders + anchors).
     """
     total, hit = prompts.tokens, prompts.hit
     row = _last(seen, borders.first_row)

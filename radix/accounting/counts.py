@@ -10,27 +10,27 @@ import numpy as np
 from coppice.radix.accounting.seen.hashes import Ints
 
 MAX_NAMESPACES = 64
-"""Namespaces that are counted by themselves; all further ones are counted together."""
+"""Namespaces that are counted separately; all further ones are counted together."""
 
-_SLOTS = 8  # of these, and one for all further ones, at first
+_SLOTS = 8  # at first: one for each of 7 namespaces, and one for all further ones
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Tokens of prompts by what became of them.
 
-    `prompt_tokens == hit_tokens + computed_tokens`, and the computed ones are split by cause, each
-    having one. These are of requests' first admissions. Tokens that a request reuses of its own
-    sequences, or computes again after a preemption, stand apart and flatter no rate.
+    `prompt_tokens == hit_tokens + computed_tokens`, and each computed token has one cause. These
+    are of requests' first admissions. Tokens that a request reuses of its own sequences, or that
+    come back after a preemption, are counted apart, so that they do not raise the hit rate.
     """
 
     requests: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
-    last_token: int = 0  # needed for its logits, all before it was there
+    last_token: int = 0  # computed for its logits, though all before it hit
     in_flight: int = 0  # another request was computing them
     prompt_logprobs: int = 0  # computed before, and again for the logprobs that were asked for
-    evicted: int = 0  # computed before under the same prefix, and gone
+    evicted: int = 0  # computed before under the same prefix, and evicted since
     namespace: int = 0  # the same prefix is known under another namespace only
     diverged: int = 0  # known content, but after another prefix
     cold: int = 0  # never seen
@@ -85,7 +85,7 @@ class Windows:
 
 
 class _Rolling:
-    """For each slot, sums over the last 60 buckets of some seconds, the present one included."""
+    """For each slot, sums over the last 60 buckets of `bucket_seconds`, with the present one."""
 
     BUCKETS = 60
 
@@ -128,9 +128,9 @@ class _Rolling:
 class RollingCounts:
     """Adds rows of counts, and sums them by window and namespace.
 
-    Memory is bounded: the first `MAX_NAMESPACES` namespaces are counted by themselves. A further
+    Memory is bounded: the first `MAX_NAMESPACES` namespaces are counted separately. A further
     one takes the place of one that had no request in the last ten minutes, whose counts then pass
-    to "all others"; without such it is one of those others. Seconds are counted from any start.
+    to "all others"; if there is none, it is counted with these. Seconds are counted from any start.
     """
 
     _OTHERS = 0  # the slot of all further namespaces
@@ -194,7 +194,7 @@ class RollingCounts:
         )
 
     def by_namespace(self, second: int) -> tuple[dict[Hashable, Windows], Windows]:
-        """Each namespace that is counted by itself, and all others together."""
+        """Each namespace that is counted separately, and all others together, as of `second`."""
         minute, ten_minutes = self._minute.sums(second), self._ten_minutes.sums(second)
 
         def of(slot: int) -> Windows:

@@ -56,10 +56,10 @@ class MissRatioCurve:
         self._until = np.zeros(1)  # and in it or before it
 
     def use(self, stamps: Hashes, tokens: Ints, before: Hashes, moved: Ints) -> None:
-        """Tokens were used at `stamps`, which do not decrease; `moved` of them each had been used
-        last at `before` (at least 1).
+        """Counts uses of tokens. O(stamps + before x log spans + spans).
 
-        O(stamps + before x log spans + spans). The stamps of a call share a few hundred spans.
+        `tokens[i]` were used at `stamps[i]`, which do not decrease; of all these, `moved[j]` had
+        been used last at `before[j]`, at least 1. The stamps of a call share a few hundred spans.
         """
         if not len(stamps):
             return
@@ -86,14 +86,16 @@ class MissRatioCurve:
         self._live, self._until = live, live.cumsum()
 
     def prompts(self, ages: Hashes, begins: Ints, ends: Ints, prompt_tokens: int) -> None:
-        """Of `prompt_tokens` tokens some were known, in stretches. O(stretches x log spans).
+        """Counts prompts of `prompt_tokens` tokens, of which some stretches had been used before.
+
+        O(stretches x log spans).
 
         Args:
             ages: stamps from the end of the request that used a stretch last to the beginning of
                 the present one.
             begins: the stretches' first positions in their prompts.
             ends: the positions after their last ones.
-            prompt_tokens: all of them, known or not.
+            prompt_tokens: tokens of all prompts.
         """
         self._prompt_tokens += prompt_tokens
         used = self._until[-1] - np.interp(self._spans[-1] - ages, self._spans, self._until)

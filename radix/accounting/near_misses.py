@@ -11,7 +11,7 @@ SHOWN_TOKENS = 48
 """Tokens that are kept of each text: before a divergence, on both sides of it, and after it."""
 
 SKETCH = 8
-"""Hashes that stand for the content a request shares: the smallest ones."""
+"""Hashes that represent the content a request shares: the smallest ones."""
 
 MAX_GROUPS = 64
 _EXAMPLES = 4
@@ -20,7 +20,7 @@ _RESYNC = 4  # equal tokens that end a difference
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What stood where a request diverged, and what stands there in the tree."""
+    """The tokens of a request where it diverged, and those of the tree there."""
 
     ours: tuple[int, ...]
     theirs: tuple[int, ...]  # empty if it was evicted from the tree
@@ -50,7 +50,7 @@ class Sighting:
     namespace: Hashable
     sketch: Sequence[int]  # the smallest hashes of its known content
     cost: int  # tokens of it
-    position: int
+    position: int  # tokens shared before the divergence
     before: bytes
     ours: bytes
     theirs: bytes
@@ -74,8 +74,8 @@ class NearMisses:
     content the smallest few are kept (a bottom-k sketch, Broder 1997), so that the order of the
     content does not matter, nor where the prompts diverged; a quarter of them must be the group's.
     When all places are taken, a new group takes that of the one with the lowest cost and its cost
-    with it, so that whatever keeps costing rises above the rest (Metwally et al., "Space-Saving",
-    ICDT 2005); what is reported is only what a group has cost itself.
+    with it, so that a group that keeps costing rises above the rest (Metwally et al.,
+    "Space-Saving", ICDT 2005); reports have only what a group has cost itself.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class NearMisses:
         return len(self._groups)
 
     def add(self, sighting: Sighting) -> None:
-        """O(1), and O(groups) for one that is new."""
+        """Adds a request to its group, or to a new one. O(1), and O(groups) for a new one."""
         names = sighting.sketch[:SKETCH]
         found = [self._by_name[name] for name in names if name in self._by_name]
         group = max(found, key=lambda each: sum(other is each for other in found), default=None)

@@ -1,4 +1,4 @@
-"""Reports to the miss-ratio curve which stretches of prompts were used, and when before."""
+"""Reports to the miss-ratio curve which stretches of prompts were used, and when last before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROWS = 1 << 15
 
 
 class Reuses:
-    """Finds the stretches of several batches at once: what a piece uses of another one's use."""
+    """Finds the stretches of several batches at once: tokens that were last used together."""
 
     def __init__(self, curve: MissRatioCurve, block_tokens: int) -> None:
         self._curve = curve
@@ -58,11 +58,12 @@ class Reuses:
         return self._curve.points()
 
     def clear(self) -> None:
-        """The pool was emptied: nothing that was recorded is in it any more."""
+        """The pool was emptied: what was recorded can no longer be hit."""
         self._pass_on()
         self._curve.clear()
 
     def _pass_on(self) -> None:
+        """Reports the recorded pieces to the curve."""
         if not self._rows:
             return
         seen = self._seen[: self._rows]
@@ -92,8 +93,8 @@ class Reuses:
         np.minimum(begins, hit, out=begins)
         np.minimum(ends[:-1], hit[:-1], out=hit[:-1], where=goes_on)
         ages = begun[piece] - before
-        # A hit that ends before the first border leaves no trace of its last use. It is taken for
-        # recent: a prefix is used at least as recently as what continues it.
+        # For a hit that ends before the first border no last use is known. It is taken for recent:
+        # a prefix is used at least as recently as what continues it.
         ideal[piece] = 0
         if len(at := ideal.nonzero()[0]):
             hit = np.append(hit, ideal[at])

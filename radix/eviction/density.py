@@ -9,10 +9,10 @@ from coppice.radix.eviction.order import EvictionOrder, LeafHeap
 from coppice.radix.eviction.past_uses import History, Record
 from coppice.radix.node import Node
 
-# Observations that an assumed rate weighs, in records of mean length.
+# The weight of an assumed rate, in observations of records of mean length.
 _PRIOR = 2.0
-# Densities that differ by less than a sixth count as equal, and recency decides: what the noise of
-# estimation leaves is mostly that.
+# Densities that differ by less than a sixth count as equal, and recency decides: such differences
+# are mostly noise of the estimate.
 _STEPS = 6.0
 
 # Of the waits that have not ended, a sample of at least this size is read, if there are more.
@@ -37,12 +37,11 @@ class ReuseTable:
     (`_waited`, token-requests). From these follows the rate of hits of a token at each age, and
     from the rates its *density*: the most hits a request that keeping it from now on can earn, over
     all ages at which one could stop: max over T of P(hit within T) / E(time until hit or T), as a
-    logarithm in whole steps.
-    That is the Gittins index of the wait; LHD (Beckmann, Chen and Cidon, NSDI 2018) has the same
-    quotient with the policy's own evictions as the end.
+    logarithm in whole steps. That is the Gittins index of the wait; LHD (Beckmann, Chen and Cidon,
+    NSDI 2018) has the same quotient with the policy's own evictions as the end.
 
-    Rates of classes and ages seen little lean on those of all classes, and these on the age before:
-    half the rate at twice the age. So a table that knows nothing orders by recency.
+    Where a class has few observations at an age, its rate is drawn to that of all classes, and this
+    to half the rate at half the age. So a table without observations orders by recency.
     """
 
     def __init__(self) -> None:
@@ -96,7 +95,7 @@ class ReuseTable:
 
     def _rate(self, waited: list[list[float]], prior: float) -> None:
         """Densities from hits and time; `prior` tokens is what an assumed rate weighs."""
-        # Nothing has waited for longer than this; beyond it all lose worth with age alike.
+        # Nothing has waited for longer than this; beyond it all densities fall alike with age.
         known = 2 + max((age for row in waited for age in range(_AGES) if row[age]), default=0)
         known = min(known, _AGES)
         assumed = 0.25
@@ -134,7 +133,7 @@ _WINDOW = 64
 _FIRST_WINDOWS = 4
 _MEMORY = 0.85  # weight of the windows before in each
 _MARGIN = 0.002  # LRU's lead in hits that counts
-_LEAST, _MOST = 8, 64  # windows that LRU rules for after it has won
+_LEAST, _MOST = 8, 64  # windows for which LRU decides after it has won
 
 
 class HitDensity(EvictionOrder):
@@ -142,8 +141,8 @@ class HitDensity(EvictionOrder):
 
     What tokens are worth is learned from how those before them fared (`ReuseTable`), evicted ones
     included: a bounded number of ghosts shows what would have been hit. A simulated LRU cache of
-    the same size runs beside it (`History`); while it has more hits than the tree, leaves go by
-    recency, for longer each time it wins.
+    the same size runs beside it (`History`); while that has more hits than the tree, leaves are
+    evicted by recency, for longer each time LRU wins.
 
     Costs beyond the heap of leaves: O(records on the path) a request, O(1) an evicted leaf, and
     amortised O(1) for learning anew and sorting the leaves again now and then.
@@ -181,10 +180,7 @@ class HitDensity(EvictionOrder):
         return self._leaves.pop()
 
     def tail(self, leaf: Node) -> int:
-        """How many tokens at the end of a leaf share its key: what lies before may be worth more.
-
-        At least 1 and at most its length.
-        """
+        """Tokens at the end of a leaf that share its key; those before may be worth more."""
         return leaf.end - max(leaf.policy_data.start, leaf.start)
 
     def used(self, node: Node, clock: int) -> None:

@@ -40,14 +40,14 @@ class EvictionOrder(ABC):
         """
 
     def tail(self, leaf: Node) -> int:
-        """How many tokens at the end of a popped leaf may go before `pop` is asked again.
+        """Tokens at the end of a popped leaf that may be evicted before `pop` is called again.
 
         At least 1 and at most its length, the default: all of it shares one place in the order.
         """
         return leaf.length
 
     def used(self, node: Node, clock: int) -> None:  # noqa: B027
-        """A request has hit the tokens up to the end of `node`; stamps and hits are the old ones.
+        """A request has hit the tokens up to the end of `node`; it is not stamped yet.
 
         Args:
             node: end of the path that was hit; the root after a miss.
@@ -58,7 +58,7 @@ class EvictionOrder(ABC):
         """`tokens` new tokens have been entered at the end of `node`, which is new or has grown."""
 
     def evicted(self, node: Node, tokens: int) -> None:  # noqa: B027
-        """The last `tokens` tokens of `node` are about to leave; the node does if they are all."""
+        """The last `tokens` tokens of `node` will be evicted now; `node`, too, if they are all."""
 
     def split(self, upper: Node, lower: Node) -> None:  # noqa: B027
         """`upper` has taken the first tokens of `lower`, and has the same `policy_data`."""
@@ -68,7 +68,7 @@ class EvictionOrder(ABC):
 
 
 class LeafHeap:
-    """Unlocked leaves by a key, maintained as they come and go and never rebuilt to evict.
+    """Unlocked leaves by a key, kept up to date as they change and never rebuilt to evict.
 
     An entry is live while its node still is an unlocked leaf with the stamp it was entered with.
     Locking a leaf or giving it children costs nothing here: the entry is dead from then on, and is
@@ -110,7 +110,7 @@ class LeafHeap:
         return None
 
     def _compact(self) -> None:
-        """Drops dead and double entries; as many additions as are left paid for it."""
+        """Drops dead and double entries. O(1) for each addition since the last time."""
         entries = {id(entry[3]): entry for entry in self._entries if _live(entry)}
         self._entries = list(entries.values())
         heapify(self._entries)

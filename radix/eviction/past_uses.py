@@ -1,4 +1,4 @@
-"""What became of the tokens of a tree: their uses, cached or evicted, and what LRU would hold."""
+"""The past of a tree's tokens: their uses, cached or evicted, and what LRU would hold."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class History:
         return [record for record in self._records[::step] if record.parent is not None], step
 
     def _compact(self) -> None:
-        """Drops dead entries; half as many new ones as are left pay for the next time."""
+        """Drops dead entries. O(1) for each entry added since the last time."""
         self._records = [record for record in self._records if record.parent is not None]
         ghosts = (ghost for ghost in self._ghosts if not ghost.live and ghost.parent is not None)
         self._ghosts = deque(dict.fromkeys(ghosts))
@@ -290,7 +290,7 @@ def _samples(edge: bytes, start: int, end: int, base: int) -> bytes:
 
 
 def _repeated(ghost: Record, edge: bytes, at: int, base: int, end: int) -> int:
-    """How many of the ghost's tokens the edge repeats from `at` on, to a STRIDE or so."""
+    """The number of the ghost's tokens that the edge repeats from `at` on, within a STRIDE."""
     end = min(end, at + ghost.length)
     head = _head(edge, at - base, end - base)
     if not head.startswith(ghost.head[: len(head)]):

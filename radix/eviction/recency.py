@@ -30,7 +30,7 @@ class LeastRecentlyUsed(EvictionOrder):
 class LeastFrequentlyUsed(EvictionOrder):
     """Evicts the leaf that was hit least often, and of equals the least recently used.
 
-    What was hit often once stays for ever; that is what the policy is known for.
+    Its known weakness: what was hit often in the past stays cached, though no request needs it now.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
@@ -58,8 +58,8 @@ class SegmentedLeastRecentlyUsed(EvictionOrder):
     A use counts although its tokens had been evicted, as in 2Q (Johnson and Shasha, "2Q: a low
     overhead high performance buffer management replacement algorithm", VLDB 1994). Without that,
     where most tokens are evicted before they are used again, few are ever protected, and these stay
-    for ever: on
-    Mooncake's conversation trace 9.9% of the tokens hit in a pool of 3M then, not 17.5%.
+    cached: on Mooncake's conversation trace, 9.9% of the tokens then hit in a pool of 3M tokens
+    instead of 17.5%.
     """
 
     PROTECTED = 0.8
@@ -69,10 +69,10 @@ class SegmentedLeastRecentlyUsed(EvictionOrder):
         self._probation = LeafHeap()
         self._protected = LeafHeap()
         self._history = History(capacity_tokens, self._use)
-        # Protected is what was used again, and last after this request.
+        # Protected tokens were used more than once, the last time after this request.
         self._returned = 0
         self._protected_tokens = 0
-        self._last_used: dict[int, int] = {}  # those of them by the request of their last use
+        self._last_used: dict[int, int] = {}  # protected tokens by the request that used them last
         self._clock = 0
 
     def __iter__(self) -> Iterator[Node]:
@@ -90,7 +90,7 @@ class SegmentedLeastRecentlyUsed(EvictionOrder):
         return leaf if leaf is not None else self._protected.pop()
 
     def tail(self, leaf: Node) -> int:
-        """How many tokens at the end of a leaf share a segment: at least 1, at most its length."""
+        """Tokens at the end of a leaf that are in one segment."""
         return leaf.end - max(leaf.policy_data.start, leaf.start)
 
     def used(self, node: Node, clock: int) -> None:

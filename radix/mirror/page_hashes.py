@@ -1,6 +1,6 @@
 """Page hashes: names for cached pages that mean the same in every process, for routers and events.
 
-The hash of page i of a prompt stands for all its tokens up to the page's end: it is the xxh3 hash
+The hash of page i of a prompt identifies all its tokens up to the page's end: it is the xxh3 hash
 of the hash before it and the page's own tokens, and the chain begins with a hash of the namespace.
 Only full pages have one.
 """

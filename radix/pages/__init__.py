@@ -1,4 +1,4 @@
-"""Who owns which page: ids with reference counts, handed out in runs.
+"""The pool of pages: ids with reference counts, handed out in runs of neighbours.
 
 Other rooms use `pool.PagePool` and `errors.OutOfPages`, both through `coppice.radix`.
 """

@@ -13,7 +13,7 @@ _ONE = array("i", [1])
 _ZERO = array("i", [0])
 
 MAX_PAGES = (1 << 30) - 1
-"""Pages that a pool can have: ids, counts and links are 32 bits wide, and some stand for two."""
+"""Pages that a pool can have: ids, counts and links have 32 bits, and some encode two values."""
 
 # From this many pages on, numpy's vector operations beat a Python loop.
 _VECTOR = 48
@@ -28,15 +28,17 @@ class PagePool:
     A page has a reference count in `refs`; it is free exactly while that is not positive. Free
     pages are kept as runs of neighbours with boundary tags (Knuth, TAOCP 1, 2.5). Runs of 2**k ..
     2**(k+1) - 1 pages are in the doubly linked list of class k. So taking a run, and giving one
-    back with its neighbours joined, costs O(1), whatever the pool's size.
+    back with its neighbours joined, costs O(1) in pools of any size.
 
-    Memory is 8 bytes a page: the counts, and the ids from which runs are copied. What is known of
-    free runs lies there, too: the count of a run's first and of its last page is its length,
+    Memory is 8 bytes for each page: the counts, and the ids from which runs are copied. The same
+    arrays describe the free runs: the count of a run's first and of its last page is its length,
     negative; those between are 0. The id of the first is the link to the next run of the list, that
     of the last the link to the run before; ids return when the run is taken. A run of one page has
     no second place for links. Its length is known to be 1, so its count has the link to the run
     before: -(link + 2) - num_pages, less than that of any other run. A link is a run's first page,
     or -1.
+
+    Raises ValueError for a size below 1, and for more than `MAX_PAGES` pages.
     """
 
     __slots__ = ("page_size", "num_pages", "free_pages", "refs", "_ids", "_first", "_classes")
@@ -60,7 +62,7 @@ class PagePool:
     # -- free runs ---------------------------------------------------------------------------
 
     def _length(self, tag: int) -> int:
-        """Of the run that has this count at an end."""
+        """The length of the run that has this count at an end."""
         return -tag if tag >= -self.num_pages else 1
 
     def _link(self, start: int, length: int) -> None:
@@ -108,7 +110,7 @@ class PagePool:
                 self._classes &= ~(1 << size_class)
 
     def _set_before(self, start: int, before: int) -> None:
-        """Says which run comes before the one at `start` in its list."""
+        """Records which run comes before the one at `start` in its list."""
         tag = self.refs[start]
         if tag < -self.num_pages:
             self.refs[start] = -before - 2 - self.num_pages
@@ -155,7 +157,7 @@ class PagePool:
         self.refs[start:begin] = _ONE * count
         return ids[start:begin]
 
-    # -- the public face ---------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------
 
     def allocate(self, count: int, after: int = -1) -> array[int]:
         """`count` pages with one reference each, as few runs of neighbours as can be found fast.
@@ -195,8 +197,8 @@ class PagePool:
             if length >= need:
                 taken = self._take(start, length, need)
                 return pages + taken if pages else taken
-            # All of a run that heads its list: what _take does, without the general case. A pool
-            # that is always full is in pieces, and this loop is where that is felt.
+            # All of a run that heads its list: what `_take` does, without the general case. A pool
+            # that is always full is fragmented, and spends much of its time in this loop.
             end = start + length
             follower = firsts[size_class] = ids[start]
             if follower >= 0:
@@ -271,10 +273,10 @@ class PagePool:
         return freed
 
     def take_over(self, pages: array[int]) -> array[int]:
-        """Like `release`, but the pages that nobody else references stay allocated: the caller's.
+        """Like `release`, but pages without other references stay allocated, for the caller.
 
-        Returns those, in order, with one reference each. For pages that are known to be allocated.
-        O(pages) at memory speed.
+        Returns those, in order, with one reference each. Does not check that the pages are
+        allocated. O(pages) at memory speed.
         """
         if len(pages) < _VECTOR:
             sole = array("i")

@@ -1,4 +1,4 @@
-"""The compiled core of the tree: it does what its sources do, and is never older than they are."""
+"""The compiled core of the tree: it does what its sources do, and is used only if they match."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coppice.radix import compiled
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# A tight pool, all policies, hits that end anywhere, drafts and forks; prints what came of it all.
+# A tight pool, all policies, hits that end anywhere, drafts; prints a digest of all results.
 RUN = """
 import hashlib, random
 from array import array
@@ -95,7 +95,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def hides(folder: Path) -> bool:
-    """Whether the compiled modules of `folder` are passed over."""
+    """Whether the sources of `folder` are imported instead of compiled modules."""
     before = len(sys.meta_path)
     compiled.choose("grove", folder)
     if len(sys.meta_path) == before:

@@ -1,4 +1,4 @@
-"""Random operations by the ten thousand, with recounts on the way, and nothing left at the end.
+"""Tens of thousands of random operations with recounts, after which nothing is left.
 
     COPPICE_FUZZ_OPERATIONS=1000000 .venv/bin/pytest tests/radix/test_fuzz.py
 

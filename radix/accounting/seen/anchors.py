@@ -12,7 +12,7 @@ from coppice.radix.accounting.seen.hashes import Hashes, Ints, Tokens
 from coppice.radix.tokens import TOKEN_BYTES
 
 WINDOW = 8
-"""Tokens from an anchor on that its hash is of."""
+"""Tokens that an anchor's hash covers, from the anchor on."""
 
 REACH = 12
 """An anchor is the least of this many tokens before and after it."""
@@ -23,7 +23,7 @@ MEAN_GAP = 2 * REACH + 1
 FINE_TOKENS = 2048
 """After this many tokens of a piece only one anchor of four is kept."""
 
-_NEAR_TOKENS = FINE_TOKENS + REACH  # what decides about the places before
+_NEAR_TOKENS = FINE_TOKENS + REACH  # those that decide about the first `FINE_TOKENS` places
 _LEAST_BYTES = np.uint8(3)  # the byte of a quarter of all anchors is less
 
 # The beginnings of pieces are searched in groups of this many tokens.
@@ -54,8 +54,8 @@ class AnchorFinder:
     differential compression, the local maximum approach", 2010). It depends on nothing further
     away, so an edit changes the anchors around it only; a common text of about 100 tokens has one
     that both sides agree on, nearly always more. After `FINE_TOKENS` tokens of a piece only those
-    with the least bytes are kept, about a quarter: who shares only 100 tokens there, of thousands,
-    misses little, and these cost as much as all others, while few places can be one. Text that
+    with the least bytes are kept, about a quarter: they are found faster, since few places can be
+    one, and a text of 100 tokens that is missed there is a small part of the piece. Text that
     repeats itself at less than `REACH` tokens has one for each such stretch.
     """
 
@@ -130,7 +130,7 @@ class AnchorFinder:
     def _far(
         self, pieces: Sequence[Tokens], skipped: Sequence[int], lengths: Ints
     ) -> tuple[Hashes, Ints, Ints]:
-        """The anchors from `FINE_TOKENS` on. Whatever may outdo one has as little a byte."""
+        """The anchors from `FINE_TOKENS` on: only places with small bytes can be or prevent one."""
         numbers = np.flatnonzero(lengths >= FINE_TOKENS + WINDOW)
         begin = FINE_TOKENS - REACH
         found, values, windows = [], [], []
@@ -166,7 +166,7 @@ class AnchorFinder:
         return self._hash(np.concatenate(windows)[kept]), piece[kept], start[kept]
 
     def _fit(self, count: int) -> None:
-        """Makes the buffers at least so long."""
+        """Makes the buffers at least `count` long."""
         if self._bytes.shape[1] < count:
             self._bytes = np.empty((4, count * 5 // 4 & -8), np.uint8)
             self._masks = np.empty((2, count * 5 // 4 & -8), np.bool_)
@@ -186,7 +186,7 @@ class AnchorFinder:
         np.less(mixed[inner], least[: count - 2 * REACH], out=before)
         np.less_equal(mixed[inner], least[REACH + 1 : count - REACH + 1], out=after)
         before &= after
-        # Among eight places there is one at most, so words of eight are looked at: a third as many.
+        # Among eight places there is at most one anchor, so eight are tested as one word.
         mask = self._masks[0, : -(-len(before) // 8) * 8]
         mask[len(before) :] = False
         words = mask.view("<u8")
@@ -212,7 +212,7 @@ def _windows(tokens: NDArray[np.uint32]) -> NDArray[np.void]:
 
 
 def _mix(tokens: NDArray[np.uint32], low: NDArray[np.uint8], mixed: NDArray[np.uint8]) -> None:
-    """The low bytes of tokens, and of each mixed with that of the one before: more costs more."""
+    """The low byte of each token, and the same mixed with that of the token before."""
     np.copyto(low, tokens, casting="unsafe")
     np.multiply(low, _BYTE, out=mixed)
     mixed[1:] ^= low[:-1]

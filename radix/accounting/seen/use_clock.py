@@ -35,10 +35,9 @@ class UseClock:
     def stamp(self, tokens: Ints, times: NDArray[np.float64]) -> tuple[Hashes, Hashes]:
         """The stamps before pieces of `tokens` tokens each, and their own. O(pieces).
 
-        The pieces were used one after another at `times`.
-
-        Times are seconds since the start and do not decrease. Raises OverflowError, and changes
-        nothing, when stamps run out, which takes 65,536 pools' worth of tokens.
+        The pieces were used one after another at `times`, in seconds since the start. Raises
+        OverflowError, and changes nothing, when stamps run out, which takes 65,536 pools' worth of
+        tokens.
         """
         used = np.cumsum(tokens)
         used += self._tokens

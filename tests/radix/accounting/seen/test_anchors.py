@@ -1,4 +1,4 @@
-"""Anchors: where a plain search finds them, and at the same content wherever it stands."""
+"""Anchors: as a plain search finds them, and the same for the same content at any offset."""
 
 from __future__ import annotations
 

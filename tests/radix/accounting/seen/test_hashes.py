@@ -1,4 +1,4 @@
-"""Hashes of prefixes and of content: equal for equal tokens, wherever the borders fall."""
+"""Hashes of prefixes: equal for equal tokens, in any batch and from any known border on."""
 
 from __future__ import annotations
 
