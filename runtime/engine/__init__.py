@@ -1,4 +1,4 @@
 """The step: requests come in, a batch is scheduled, run and committed, tokens go out.
 
-The front uses `core.Engine`; `runtime.report` and `runtime.process` use it too.
+The frontend uses `core.Engine`; `runtime.report` and `runtime.process` use it too.
 """

@@ -1,4 +1,4 @@
-"""How a request comes in: checked, made a sequence of, and handed on to the scheduler."""
+"""Checks each new request, makes its first sequence and queues it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Intake:
         Raises ValueError if the request can't be served, and QueueFull if too much waits already;
         nothing is queued then.
         """
-        self._pins.refresh()  # no step has done that while there was nothing to do
+        self._pins.refresh()  # no step does that while the engine is idle
         if request_id in self._sequences:
             raise ValueError(
                 f"request_id must be unique among running requests, got {request_id!r}"
@@ -111,7 +111,7 @@ class Intake:
         return tokens <= self._longest(self._free_pages())
 
     def _free_pages(self) -> int:
-        """Pages that no pin keeps, nor will keep once its tokens are cached."""
+        """Pages that no pin keeps now or will keep once its tokens are cached."""
         return self._pins.tree.pool.num_pages - self._pins.promised_pages()
 
     def _longest(self, pages: int) -> int:
@@ -157,7 +157,7 @@ class Intake:
 
     def check_tokens(self, what: str, token_ids: Seq[int]) -> None:
         """Raises ValueError, naming `what`, for a token id that the vocabulary does not have."""
-        # An array holds integers only: its least and its greatest are enough.
+        # An array holds integers only: checking its least and its greatest is enough.
         plain = isinstance(token_ids, array) and len(token_ids) > 0
         vocabulary = self._vocabulary
         for token in (min(token_ids), max(token_ids)) if plain else token_ids:

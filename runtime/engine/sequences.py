@@ -1,4 +1,4 @@
-"""The unfinished sequences of all requests: how they begin, are forked, and end."""
+"""The unfinished sequences of all requests, which begin, are forked and end here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from coppice.runtime.schedule.scheduler import Scheduler
 class Sequences:
     """Every sequence that runs or waits, by its request.
 
-    A request begins with one. Its siblings (`n`) are forked when its first token is sampled, the
-    beams of a search at any step.
+    A request begins with one sequence. Its siblings (`n`) are forked when its first token is
+    sampled, the beams of a search at any step.
 
     Attributes:
         compiling: those that cannot be scheduled yet, since their grammar is not compiled.
@@ -51,7 +51,7 @@ class Sequences:
     def queued(self) -> tuple[int, int]:
         """How many requests wait to begin, and how many tokens their prompts have.
 
-        Preempted sequences, and siblings and beams that lack a place, are of requests that began.
+        Preempted sequences, siblings and beams without a place do not count: their requests began.
         """
         waiting, compiling = self._scheduler.waiting, self.compiling
         tokens = sum(len(each.tokens) for each in compiling)
@@ -90,7 +90,7 @@ class Sequences:
         return failed
 
     def wait_for_grammar(self, seconds: float) -> None:
-        """Waits until a grammar is compiled or the time is over; returns at once if none is due."""
+        """Waits for a grammar for at most `seconds`; returns at once if none is being compiled."""
         grammars = [each.request.grammar for each in self.compiling]
         wait([each for each in grammars if each is not None], seconds, FIRST_COMPLETED)
 
@@ -118,10 +118,10 @@ class Sequences:
     # -- siblings ----------------------------------------------------------------------------
 
     def with_siblings(self, sampled: list[Sequence]) -> list[int]:
-        """Adds the siblings of a request's first sequence, sampled from the prompt's logits too.
+        """Adds new siblings to the sequences of a step, to be sampled from the same logits.
 
-        Makes those that do not exist yet and inserts them after the first one in `sampled`; returns
-        the row of the logits for each entry of `sampled`. `enter` gives them their pages.
+        Inserts them in `sampled` after the first sequence of their request; returns the row of the
+        logits for each entry of `sampled`. `enter` gives them their pages.
         """
         if all(each.forked for each in sampled):
             return list(range(len(sampled)))
@@ -166,7 +166,7 @@ class Sequences:
         return child
 
     def append(self, sequence: Sequence, token: int) -> None:
-        """Appends its next token. The sequence may wait, if it was preempted meanwhile."""
+        """Appends a beam's next token; one that was preempted meanwhile is queued anew with it."""
         waits = sequence.status is Status.WAITING
         if waits:
             self._scheduler.waiting.remove(sequence)

@@ -1,4 +1,4 @@
-"""The one object that counts what an engine does: cumulative since its start, never reset.
+"""Counts what an engine does, from its start and without a reset.
 
 A gauge that the next batch overwrites says nothing about the batches between two readings. So
 everything is counted since the start, and times are kept in histograms; a reader takes rates and
@@ -24,23 +24,23 @@ class EngineCounters:
     Times are in seconds; `clock` gives seconds and never goes back.
 
     Attributes:
-        requests: whose first chunk was computed; the next two are of these.
-        prompt_tokens: of their prompts.
+        requests: those whose first chunk was computed.
+        prompt_tokens: of these requests.
         hit_tokens: prompt tokens whose KV was reused, at a request's first admission.
         computed_tokens: of prefill chunks, those of resumptions included.
         generated_tokens: that were sampled.
-        preemptions: sequences that lost their pages to others.
-        evicted_tokens: that had to make room for others.
-        rounded_off_tokens: that were cached after a hit, continued as the prompt does, and were
-            computed all the same; at least, since only the next node is compared. The tree matches
-            token by token, so this must stay 0.
+        preemptions: how often a sequence lost its pages to another.
+        evicted_tokens: dropped from the cache to make room.
+        rounded_off_tokens: cached after a hit, equal to the prompt's next tokens, and computed all
+            the same; a lower bound, since only the next node is compared. The tree matches token by
+            token, so this must stay 0.
         late_rows: rows of sequences that had ended, which was known only after they were computed.
         steps, failed_steps: that ran, and that failed.
         prefill_seconds, decode_seconds: the steps' time, divided by each step's share of rows.
-        finished: requests by the reason their last sequence ended for.
+        finished: requests by the reason for which their last sequence ended.
         refused: requests by the limit of the queue that was full.
         queue: from a request's arrival to the step with its first chunk.
-        ttft: from arrival to the first token; searches, which have none before their end, are out.
+        ttft: from arrival to the first token; not of beam searches, which have none until they end.
         itl: between tokens of a sequence, preemptions included.
         request: from arrival to the end, aborted requests included.
         step, step_tokens, step_sequences: of each step that ran.
@@ -75,13 +75,13 @@ class EngineCounters:
         self.eviction_age = Buckets(AGES)
 
     def arrived(self, request_id: str) -> None:
-        """A request was accepted."""
+        """Records when a request was accepted."""
         self._arrivals[request_id] = self._clock()
 
     def prefilled(self, sequence: Sequence, count: int, seconds: float) -> None:
-        """`count` tokens of a prefill are in a step that began `seconds` ago.
+        """Counts `count` tokens of a prefill in a step that began `seconds` ago.
 
-        With its first chunk a request is counted.
+        A request is counted with its first chunk.
         """
         self.computed_tokens += count
         if not sequence.counted:
@@ -94,7 +94,7 @@ class EngineCounters:
             self.queue.add(max(0.0, waited))
 
     def stepped(self, sequences: int, decodes: int, tokens: int, seconds: float) -> None:
-        """A step ran: of its `sequences`, `decodes` computed one token, all of them `tokens`."""
+        """Counts a step of `tokens` tokens; `decodes` of its `sequences` computed one each."""
         self.prefill_seconds += seconds * (tokens - decodes) / tokens
         self.decode_seconds += seconds * decodes / tokens
         self.step.add(seconds)
@@ -102,7 +102,7 @@ class EngineCounters:
         self.step_sequences.add(sequences)
 
     def sampled(self, sequences: Iterable[Sequence]) -> None:
-        """Each of these got a token.
+        """Counts the time since the last token of each sequence, which has just got another.
 
         O(sequences). Most got their last ones in the same step, so there are few times to count.
         """
@@ -118,12 +118,12 @@ class EngineCounters:
             self.itl.add(now - last, times)
 
     def evicted(self, tokens: int, age: float | None) -> None:
-        """`tokens` were evicted that had been unused for `age` seconds; None: unknown."""
+        """Counts evicted `tokens`, which had been unused for `age` seconds; None: unknown."""
         self.evicted_tokens += tokens
         if age is not None:
             self.eviction_age.add(age, tokens)
 
     def ended(self, request_id: str, reason: str) -> None:
-        """The last sequence of a request has ended, for one of `FINISH_REASONS`."""
+        """Counts a request whose last sequence has ended, for one of `FINISH_REASONS`."""
         self.request.add(self._clock() - self._arrivals.pop(request_id))
         self.finished[reason] += 1

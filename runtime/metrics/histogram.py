@@ -23,7 +23,7 @@ LONG_SECONDS = _scale(0.001, 2000.0, (1, 2, 3, 5, 7))
 
 AGES = (1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0, 7200.0, 14400.0,
         43200.0, 86400.0, 259200.0, 604800.0)  # fmt: skip
-"""Bounds, in seconds, for how long a cached token lies unused."""
+"""Bounds, in seconds, for how long a cached token is unused."""
 
 COUNTS = tuple(float(1 << power) for power in range(17))
 """Bounds for tokens or sequences in a step."""
@@ -55,7 +55,7 @@ class Histogram:
     def quantile(self, share: float) -> float | None:
         """The value that `share` (0 to 1) of all values do not exceed.
 
-        Values count as spread evenly over their bucket, those above all bounds as the last bound.
+        Assumes that values are spread evenly over their bucket, those above all bounds at the last.
         None without values. Raises ValueError for a share outside of 0 .. 1.
         """
         if not 0 <= share <= 1:
@@ -73,9 +73,9 @@ class Histogram:
         return self.bounds[-1]
 
     def since(self, earlier: Histogram) -> Histogram:
-        """What was added after `earlier`, a state of the same histogram; all if it was begun anew.
+        """What was added after `earlier`, a state of the same histogram; all if it has restarted.
 
-        Raises ValueError if the buckets are others.
+        Raises ValueError if the buckets differ.
         """
         if earlier.bounds != self.bounds:
             raise ValueError("earlier: it has other buckets")

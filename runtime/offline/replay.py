@@ -19,16 +19,16 @@ from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.scheduler import Scheduler
 
 STRETCHES = 60
-"""Most parts of a replay that are counted one by one, with about equally many requests."""
+"""Most stretches of a replay, each of about equally many requests and counted by itself."""
 
 STRETCH_REQUESTS = 10
-"""Fewest requests of such a part, but for the last."""
+"""Fewest requests of a stretch, except for the last one."""
 
 SHOWN_NODES = 200
-"""Most nodes of the tree that a report has."""
+"""Most nodes of the tree in a report."""
 
 MAX_POOL_TOKENS = 1 << 36
-"""The largest pool that can be replayed, if there is memory to record its pages."""
+"""The largest pool that can be replayed, given memory for the record of its pages."""
 
 _ENGINE = EngineConfig(model="none")  # for its defaults
 _PARAMS = SamplingParams()
@@ -36,16 +36,16 @@ _PARAMS = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """The options of a replay. Raises ValueError with the name and what is allowed."""
+    """The options of a replay. Raises ValueError for one that is out of range."""
 
     pool_tokens: int = 1_000_000
     page_size: int = _ENGINE.page_size
     eviction_policy: str = _ENGINE.eviction_policy
     concurrency: int = 1  # most requests that run at once
     accounted_tokens: int | None = None
-    """The pool that the accounts are kept for: their curve reaches from a quarter to 16 times it.
+    """The size around which the hit-rate curve is estimated: from a quarter to 16 times it.
 
-    None: the pool. For a pool without limit a sixteenth of it is better: the further the curve
+    None: `pool_tokens`. For a pool without limit a sixteenth of it is better: the further the curve
     reaches, the more thinly it is sampled.
     """
 
@@ -72,7 +72,7 @@ class ReplayOptions:
 
     @property
     def pages(self) -> int:
-        """Pages of the pool: as many as its tokens need."""
+        """Pages of the pool, the last one filled partly if need be."""
         return -(-self.pool_tokens // self.page_size)
 
 
@@ -98,7 +98,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReplayReport(CacheReport):
-    """What a replay has shown: the report of its cache at its end, and how it came to that."""
+    """The report of a replay's cache at its end, and the counts of each stretch until then."""
 
     options: ReplayOptions
     stretches: tuple[Stretch, ...]
@@ -107,13 +107,13 @@ class ReplayReport(CacheReport):
 class Replay:
     """One replay over a fresh tree and pool.
 
-    Requests arrive in the order of the trace. At most `concurrency` of them run, and as many of the
-    next ones wait in the scheduler's queue, as in an engine under load: the scheduler admits the
+    Requests arrive in the order of the trace. At most `concurrency` of them run, and up to the same
+    number wait in the scheduler's queue, as in an engine under load: the scheduler admits the
     longest hit first, lets a request wait for a prefix that another is computing, mixes chunks and
     preempts. A step computes its chunks at once, and samples the tokens of the trace.
 
-    Without a model nothing takes time: the clock of the accounts is the time at which the trace's
-    last arrival was sent, and of steps only the order matters.
+    Without a model no step takes time: the clock of the accounts is the trace's time of the last
+    request that has arrived.
     """
 
     def __init__(self, options: ReplayOptions) -> None:
@@ -135,13 +135,13 @@ class Replay:
         self._finished = 0
         self._decoding_only = False  # whether the last step admitted, prefilled and ended nothing
         self._stretches: list[Stretch] = []
-        self._counted = Counts()  # what the stretches so far add up to
+        self._counted = Counts()  # the sum of the stretches so far
         self._evicted = 0
 
     # -- running -----------------------------------------------------------------------------
 
     def run(self, requests: Iterable[ReplayRequest], total: int) -> Iterator[int]:
-        """Replays `requests`, about `total`; yields how many are finished, after each step.
+        """Replays `requests`, about `total` of them; yields the number finished when it has grown.
 
         Raises ValueError for one that is longer than the pool, or earlier than the one before it.
         """
@@ -163,7 +163,7 @@ class Replay:
         self._end_stretch()
 
     def _receive(self, arrivals: Iterator[ReplayRequest]) -> None:
-        """Sends the next requests, until as many wait as may run."""
+        """Queues the next requests, until `concurrency` of them wait."""
         waiting = self._scheduler.waiting
         while len(waiting) < self.options.concurrency:
             arrival = next(arrivals, None)
@@ -209,7 +209,7 @@ class Replay:
                 self._sample(sequence)
 
     def _sample(self, sequence: Sequence) -> None:
-        """The trace's next token of a sequence whose tokens are all computed."""
+        """Appends the trace's next token to a sequence whose tokens are all computed."""
         output = self._outputs[sequence.request.request_id]
         sampled = sequence.num_generated
         if sampled < len(output):
@@ -224,11 +224,11 @@ class Replay:
             self._decoding_only = False
 
     def _sample_ahead(self) -> set[int]:
-        """Merges the following steps that only decode into one; ids of the sequences in it.
+        """Merges the following steps that only decode; returns the ids of their sequences.
 
         While every running sequence decodes, and no waiting one can be admitted, the following
         steps are alike until a sequence ends, and are made as one: this changes no hit, no
-        admission and no preemption. The tokens that they would sample are appended before.
+        admission and no preemption. The tokens that they would sample are appended first.
         """
         running, waiting = self._scheduler.running, self._scheduler.waiting
         if not running or any(sequence.remaining != 1 for sequence in running):
@@ -238,8 +238,8 @@ class Replay:
             pages += self.tree.evictable_pages
         elif not self._decoding_only:
             return set()  # the next step may admit one
-        # Else no waiting sequence fitted, and none will as long as nothing is evicted, which may
-        # change their order.
+        # Otherwise no waiting sequence fitted, and none will unless an eviction changes their
+        # order, so only free pages may be taken.
         left = [
             len(self._outputs[sequence.request.request_id]) - sequence.num_generated
             for sequence in running
@@ -253,7 +253,7 @@ class Replay:
         return {id(sequence) for sequence in running}
 
     def _pages_for(self, steps: int) -> int:
-        """Pages that the running sequences lack for `steps` more tokens each."""
+        """Further pages that the running sequences need for `steps` more tokens each."""
         size = self.options.page_size
         return sum(
             max(0, -(-(sequence.computed + steps) // size) - len(sequence.table))
@@ -263,7 +263,7 @@ class Replay:
     # -- reporting ---------------------------------------------------------------------------
 
     def _end_stretch(self) -> None:
-        """Counts what was admitted since the last stretch ended, if anything."""
+        """Records the counts since the last stretch ended, if a request was admitted."""
         counts = self._accounts.snapshot().overall.since_start
         if counts.requests == self._counted.requests:
             return

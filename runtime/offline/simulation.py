@@ -1,7 +1,7 @@
 """Simulates the scheduler on a model of a machine: how long requests wait, without computing.
 
-The benchmark of the scheduler uses it. It lives beside replays, below the frontend, since a command
-that simulates a trace can then be built on it.
+The scheduler's benchmark uses it. It is part of the runtime, beside replays, so that a command that
+simulates a trace can be built on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.scheduler import Schedule, Scheduler
 
 _PARAMS = SamplingParams()
-_GENERATED = 1 << 30  # generated tokens lie above any vocabulary, and differ between sequences
+_GENERATED = 1 << 30  # generated tokens are above any vocabulary, and differ between sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that will come."""
+    """A request, and the time at which it arrives."""
 
     time: float  # seconds
     prompt: array[int]
@@ -50,7 +50,7 @@ class Outcome:
     """How a request was served."""
 
     arrival: Arrival
-    number: int  # its place among the arrivals
+    number: int  # its index among the arrivals
     hit_tokens: int = 0
     first_token: float = 0.0  # its time, in seconds
     end: float = 0.0  # time of the last token so far
@@ -64,8 +64,7 @@ class Outcome:
 class Simulation:
     """Runs arrivals through the real scheduler and tree on a `Machine`, with a virtual clock.
 
-    Generated tokens occur in no prompt. A step takes the time that the machine gives it; nothing
-    else takes time.
+    Generated tokens occur in no prompt. Only steps take time, as long as the machine gives.
     """
 
     def __init__(
@@ -85,8 +84,8 @@ class Simulation:
         self.now = 0.0
         self.steps = 0
         self.decoded = 0  # tokens, of all sequences
-        # Gaps between two tokens of a sequence, counted by label and length in seconds, rounded to
-        # a millionth.
+        # The number of gaps between two tokens of a sequence, by label and seconds, rounded to a
+        # millionth.
         self.gaps: Counter[tuple[str, float]] = Counter()
         self.tree = RadixTree(PagePool(-(-pool_tokens // page_size), page_size), eviction_policy)
         self.paging = Paging(self.tree, enable_prefix_caching=True)
@@ -108,7 +107,7 @@ class Simulation:
         return sorted(self.serve(arrivals), key=lambda outcome: outcome.number)
 
     def serve(self, arrivals: Iterable[Arrival]) -> Iterator[Outcome]:
-        """Like `run`, but gives each as it ends and keeps none, for any number of arrivals."""
+        """Like `run`, but yields each outcome when its request ends, and keeps none."""
         coming = iter(arrivals)
         following = next(coming, None)
         number = 0
@@ -183,9 +182,9 @@ class Simulation:
     def _repeat(self, schedule: Schedule, seconds: float, until: float) -> None:
         """Repeats a step in which all running sequences decoded, until something else can happen.
 
-        No request was admitted in it, so none will be before one ends or another one comes: those
-        that wait were kept out by the number of running sequences, or by free pages, which become
-        fewer. The result is that of single steps; only the pages are taken at once.
+        No request was admitted in it, so none will be before one ends or another one arrives: those
+        that wait were kept out by the number of running sequences, or for want of free pages, which
+        become fewer. The result is that of single steps; only the pages are taken at once.
         """
         sequences = [chunk.sequence for chunk in schedule.chunks]
         times = min(each.request.max_length - len(each.tokens) for each in sequences) - 1
@@ -216,5 +215,5 @@ class Simulation:
 
 
 def _generated(sequence: Sequence) -> int:
-    """The next generated token."""
+    """The sequence's next generated token."""
     return _GENERATED | sequence.request.arrival * 8191 + len(sequence.tokens) & (_GENERATED - 1)

@@ -67,7 +67,7 @@ class Channel:
             try:
                 if items:
                     self._connection.send_bytes(pickle.dumps(items, pickle.HIGHEST_PROTOCOL))
-            except OSError:  # the other end is gone; `receive` here reports it
+            except OSError:  # the other end is closed; `receive` here reports it
                 return
             if last:
                 return

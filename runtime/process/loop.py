@@ -1,6 +1,6 @@
-"""The engine's step loop at a channel: calls come in, answers and each step's outputs go out.
+"""Runs an engine in its own process: calls come in by a channel, answers and outputs go out.
 
-It runs in the engine's own process; `messages` lists what is sent.
+`messages` lists what is sent.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class EngineLoop:
         self._stopping = False
 
     def run(self) -> None:
-        """Runs until the other end asks it to end, or is gone; closes the channel.
+        """Runs until the other end asks it to stop, or is closed; closes the channel.
 
-        Raises what a broken step raises; a DeviceLost is sent to the other end before.
+        Raises what a broken step raises; a DeviceLost is reported to the other end first.
         """
         config = self._engine.model_config
         self._channel.send(
@@ -79,7 +79,7 @@ class EngineLoop:
                 self._wake.notify()
 
     def _take_calls(self) -> bool:
-        """Answers all calls, waiting for one if there is nothing to step; False if it is to end."""
+        """Answers all calls; waits for one while no step is due. False: it should stop."""
         with self._wake:
             while not (self._calls or self._stopping or self._engine.has_unfinished()):
                 self._wake.wait()
@@ -101,7 +101,7 @@ class EngineLoop:
 
 
 def _portable(error: Exception) -> Exception:
-    """The exception itself if it can be pickled, else a RuntimeError with its words."""
+    """The exception if it can be pickled, else a RuntimeError with its type and text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -113,8 +113,8 @@ def engine_main(config: EngineConfig, connection: Connection, more: Mapping[str,
     """The main function of the engine's process; `more` are further arguments of `Engine`.
 
     If the model can't be loaded, the exception is sent instead of `Ready`. A step that breaks ends
-    the process with an error, so that its parent sees that and starts another; so does a device
-    that has failed for good, with `LOST_STATUS`.
+    the process with an error, from which its parent knows that it must start another; a device that
+    has failed for good ends it with `LOST_STATUS`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -126,7 +126,7 @@ def engine_main(config: EngineConfig, connection: Connection, more: Mapping[str,
         channel.send(_portable(error))
         channel.close()
     else:
-        gc.freeze()  # what is loaded stays: no collection needs to look through it
+        gc.freeze()  # what is loaded stays: no collection needs to scan it
         try:
             EngineLoop(EngineService(engine), channel).run()
         except DeviceLost:

@@ -1,8 +1,8 @@
 """The messages between an engine's process and its parent: plain data, which needs no torch.
 
-in    (number, method, args, kwargs)   one of the calls of `EngineService`; number None: nobody
-                                       waits for the answer
-      None                             time to end
+in    (number, method, args, kwargs)   one of the calls of `EngineService`; number None: no answer
+                                       is sent
+      None                             the process should end
 out   Ready                            the model is loaded
       (number, failed, result)         the answer of a call, or the exception that it raised
       [row, ...]                       outputs of a step, to be read with `step_output`

@@ -16,7 +16,7 @@ from coppice.radix.accounting.near_misses import NearMiss
 from coppice.runtime.metrics.histogram import Histogram
 from coppice.runtime.metrics.prompt_accounts import PromptCauses
 
-# What the front needs to show a report comes from here: it may not reach into the tree's room.
+# The frontend may not import from the tree's room: it takes what a report needs from here.
 __all__ = [
     "CAUSES",
     "CacheAccounts",
@@ -40,7 +40,7 @@ NOTHING = Histogram((), (), 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counts, histograms and states of one engine. What has a default, a replay does not measure.
+    """Counts, histograms and states of one engine. A replay does not measure fields with a default.
 
     Attributes:
         requests: those of which the first chunk was computed.

@@ -1,4 +1,4 @@
-"""Whose turn it is: the queue, admission, the pages of sequences, and the time of steps.
+"""What each step computes: the queue, admission, the pages of sequences, the time of steps.
 
 `runtime.engine` and `runtime.offline` use it.
 """

@@ -20,9 +20,9 @@ class PageCopy:
 
 
 def copy_batches(copies: Iterable[PageCopy]) -> Iterator[list[PageCopy]]:
-    """The copies in order, in few batches whose copies can each be made in any order.
+    """Splits copies, in order, into few batches; the copies of a batch can be made in any order.
 
-    A page that one copy reads may be given away before that, and be the target of a later copy.
+    A page that one copy reads may have a new owner already, and be the target of a later copy.
     """
     batch: list[PageCopy] = []
     read: set[int] = set()
@@ -60,14 +60,15 @@ class Paging:
     def match(self, sequence: Sequence) -> Match:
         """The longest cached prefix of a sequence, at most `Sequence.hit_limit` tokens.
 
-        A private sequence matches nothing, nor does any while caching is off.
+        A private sequence matches nothing, nor does any while caching is off. O(tokens at memory
+        speed), as are `cached` and `leave`.
         """
         hidden = sequence.private or not self.caching
         tokens = b"" if hidden else sequence.tokens.tobytes()
         return self.tree.match(tokens, sequence.request.namespace, sequence.hit_limit)
 
     def cached(self, sequence: Sequence) -> int:
-        """How many of its first tokens are in the tree, whether or not it may hit them all."""
+        """The number of a sequence's first tokens in the tree, even beyond its `hit_limit`."""
         if sequence.private or not self.caching:
             return 0
         return self.tree.match(sequence.tokens.tobytes(), sequence.request.namespace).length
@@ -84,7 +85,7 @@ class Paging:
     ) -> PageCopy | None:
         """Locks the hit and takes pages for the next `count` tokens.
 
-        `in_flight` tokens after the hit are being computed by another sequence, for the accounts.
+        `in_flight`: tokens after the hit that another sequence is computing, for the accounts.
         Returns the page to copy, if the hit ends inside a page that others may read or write.
         Raises OutOfPages, with nothing changed, if the pages can't be had.
         """
@@ -108,9 +109,9 @@ class Paging:
     def fork(self, parent: Sequence, child: Sequence) -> PageCopy | None:
         """Lets `child`, which has no pages, continue from all that `parent` has computed.
 
-        Both share every full page; of a partly filled last one the child gets a copy of its own,
-        which is returned and must be made before the next step. Raises OutOfPages, with nothing
-        changed, if there is no page for it.
+        Both share every full page. Of a partly filled last page the child gets its own copy: it is
+        returned, and must be made before the next step. Raises OutOfPages, with nothing changed,
+        if there is no page for it.
         """
         tree, size = self.tree, self.page_size
         self._insert(parent)
@@ -127,7 +128,7 @@ class Paging:
         return PageCopy(parent.table[full], tail[0]) if tail else None
 
     def try_grow(self, sequence: Sequence, count: int) -> bool:
-        """Takes the pages that its next `count` tokens need, or changes nothing: False."""
+        """Takes pages for its next `count` tokens; returns False if there are too few."""
         try:
             self._grow(sequence, count)
         except OutOfPages:
@@ -141,7 +142,7 @@ class Paging:
             table += self.tree.allocate(missing, table[-1] if table else -1)
 
     def own_tokens(self, sequence: Sequence) -> int:
-        """Computed tokens of a running sequence that no other one keeps. O(nodes on its path)."""
+        """Computed tokens of a running sequence that no other one locks. O(nodes on its path)."""
         assert sequence.hold is not None
         node = sequence.hold.node
         while node is not None and node.locks == 1:
@@ -163,7 +164,7 @@ class Paging:
 
         Other results may beat it: call `settle` when that is known.
         """
-        if sequence.hold is not None:  # else it waits, and has left that as a draft already
+        if sequence.hold is not None:  # else it was preempted, which entered the draft
             self._insert(sequence)
         match = self.tree.match(sequence.tokens, sequence.request.namespace)
         if match.length == len(sequence.tokens):
@@ -184,7 +185,7 @@ class Paging:
 
         With `keep=False` (the step that wrote to its pages has failed, or no result continues the
         beam) only what was entered before stays, and of that no draft. `copied=False`: its last
-        page is still to be copied from its parent's, which has entered all that it could.
+        page is not copied yet from its parent's, and its parent has entered all of its tokens.
         """
         assert sequence.hold is not None
         # Forks of a private sequence share its pages: in the tree these would count as evictable,
@@ -210,7 +211,7 @@ class Paging:
         sequence.computed = 0
 
     def forget(self, sequence: Sequence) -> None:
-        """Drops what a waiting beam, which no result continues, has left as a draft."""
+        """Drops the draft of a preempted beam that no result continues."""
         self.tree.drop(self.tree.match(sequence.tokens, sequence.request.namespace))
 
     def _insert(self, sequence: Sequence) -> None:
@@ -221,7 +222,7 @@ class Paging:
         draft = _drafts(sequence)
         prompt = len(sequence.request.prompt_token_ids)
         if draft and hold.length < prompt:
-            # A beam that lost its prompt computes it again in chunks: not all may be there yet.
+            # A beam whose prompt was evicted computes it again in chunks, maybe not all of it yet.
             self._enter_to(sequence, hold, min(prompt, sequence.computed), draft=False)
         self._enter_to(sequence, hold, sequence.computed, draft=draft)
 
@@ -232,5 +233,5 @@ class Paging:
 
 
 def _drafts(sequence: Sequence) -> bool:
-    """Whether what it computes after its prompt may be dropped, as for a beam."""
+    """Whether its next tokens enter the tree as a draft, which may be dropped: a beam's do."""
     return sequence.request.beam_search and sequence.num_generated > 0

@@ -1,4 +1,4 @@
-"""The queue of waiting sequences: which one is next, without starving anyone."""
+"""The queue of waiting sequences: which one is next, and which may overtake it by how much."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coppice.radix.node import Root
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.schedule.queue_tree import MIN_SHARED_TOKENS, Rank, WaitingTree
 
-# What a sequence costs beside its uncached tokens, in tokens: it needs steps of its own.
+# The cost of a sequence beside its uncached tokens, in tokens: it needs decoding steps too.
 _OWN_WORK = 32
 
 _CLASS_BITS = 48
@@ -50,41 +50,40 @@ class _Place:
 
     sequence: Sequence
     tokens: bytes
-    ticket: int  # its class and arrival in one number: less is earlier in a better class
-    work: int  # what it costs, in tokens, by the hit it had when it came
-    before: int  # work of all of its class that came before it, since the start
-    ahead: int  # work of its class that it found waiting
+    ticket: int  # its class and arrival in one number: less is earlier, or in a better class
+    work: int  # its cost in tokens, by the hit that it had when it was added
+    before: int  # work of all of its class that were added before it, since the start
+    ahead: int  # the part of `before` that was waiting then
 
 
 @dataclass(slots=True)
 class _Class:
-    """The waiting sequences of one priority class, and the work of all that ever waited."""
+    """The waiting sequences of one priority class, and the work of all that were ever added."""
 
     tickets: SortedList  # of those that wait
-    came: int = 0  # work of all that came, since the start
-    left: int = 0  # work of all that left the queue
+    came: int = 0  # work of all that were added, since the start
+    left: int = 0  # work of all that were removed
 
 
 class WaitingQueue(TreeListener):
     """Sequences that wait for admission.
 
-    First come those that were preempted, in order of arrival (of the best class that waits). Next
-    comes a sequence that has been overtaken by as much work as the bound allows. The others follow
-    in the order of the policy:
+    Preempted sequences (of the best class that waits) come first, in order of arrival. Next comes a
+    sequence that has been overtaken by as much work as the bound allows. The others follow in the
+    order of the policy:
 
     - "lpm": the longest hit first, first come first served among equals.
     - "dfs": where the waiting sequences branch, a cached branch before others, and of those the
       one on which most sequences wait.
     - "fcfs": in order of arrival.
-    - "priority": by the requests' `priority`, the least number first; "lpm" within a class. A class
-      gets what better classes leave, which may be nothing for as long as they bring work: no bound
-      protects a class from a better one. Within a class the bound holds as in the other policies;
-      work of other classes does not count.
+    - "priority": by the requests' `priority`, the least number first; "lpm" within a class. No
+      bound protects a class from better ones: it waits as long as those bring enough work. Within a
+      class the bound holds as in the other policies; work of other classes does not count.
 
-    In every policy a sequence that shares tokens with one that is about to compute them waits to
-    hit them instead. The queue listens to the tree and updates its order one path at a time, at a
-    cost that does not depend on its length: every operation is O(tokens of the sequence at memory
-    speed + branches on its path x log).
+    In every policy a sequence that shares tokens with a *leader*, a running sequence that is about
+    to compute them, waits to hit them instead. The queue listens to the tree and updates its order
+    one path at a time, at a cost that does not depend on its length: every operation is O(tokens of
+    the sequence at memory speed + branches on its path x log).
     """
 
     def __init__(
@@ -93,12 +92,13 @@ class WaitingQueue(TreeListener):
         """An empty queue beside a tree.
 
         Args:
-            tree: whose cached tokens decide.
+            tree: its cached tokens decide the order.
             policy: one of `SCHEDULING_POLICIES`.
-            slack: work, in tokens, that may overtake anyone; one step's is a good choice.
-            overtaking: what may overtake a sequence beyond that, as a fraction of the work that it
-                found before it: it waits at most about that much longer than with first come,
-                first served. None: no bound.
+            slack: work, in tokens, that may always overtake a sequence; a step's most tokens are a
+                good choice.
+            overtaking: work that may overtake a sequence beyond that, as a fraction of the work
+                that waited when it was added: it waits at most about that fraction longer than with
+                first come, first served. None: no bound.
 
         Raises ValueError if the policy is unknown.
         """
@@ -115,7 +115,7 @@ class WaitingQueue(TreeListener):
         self._ranks: dict[Hashable, Rank] = {}  # of the trees, as listed
         self._order: SortedList = SortedList(key=lambda entry: entry[0])  # (rank, namespace)
         # Preempted ones by class, request and sequence: those of the first request come before
-        # others, which matters if all of them have to run for it to continue.
+        # others, since a beam search continues only once all of its beams have run.
         self._resuming: SortedDict = SortedDict()
         self._parked: dict[int, Sequence] = {}  # by ticket
         self._classes: dict[int, _Class] = {}
@@ -134,16 +134,16 @@ class WaitingQueue(TreeListener):
 
     @property
     def requests(self) -> int:
-        """How many requests wait to begin: no sequence of them has run, so each has one."""
+        """The number of requests that wait to begin; each of these has one sequence."""
         return len(self._places)
 
-    # -- coming and going --------------------------------------------------------------------
+    # -- adding and removing -----------------------------------------------------------------
 
     def add(self, sequence: Sequence, hit: int, cached: int | None = None) -> None:
         """Adds a sequence that would hit `hit` tokens now.
 
-        `cached` of its tokens are in the tree, more than `hit` if it may not hit them all; None:
-        `hit`.
+        `cached`: its tokens that are in the tree, more than `hit` if it may not hit them all; None
+        stands for `hit`.
         """
         ticket = self._ticket(sequence)
         if sequence.preempted:
@@ -161,9 +161,9 @@ class WaitingQueue(TreeListener):
         self._enter(place, hit if cached is None else cached)
 
     def park(self, sequence: Sequence) -> None:
-        """Keeps a sequence that was preempted with nothing to compute, until it is added anew.
+        """Keeps a preempted sequence that has nothing to compute, until it is added anew.
 
-        Such a sequence is a beam that waits for the others of its search; it is not offered.
+        It is a beam that waits for the others of its search; `next` does not return it.
         """
         self._parked[self._ticket(sequence)] = sequence
 
@@ -187,7 +187,7 @@ class WaitingQueue(TreeListener):
         self._list(namespace)
 
     def set_aside(self, sequence: Sequence) -> None:
-        """Keeps a sequence that does not fit out of the order until `restore`."""
+        """Takes a sequence that does not fit out of the order until `restore`."""
         place = self._places[self._ticket(sequence)]
         namespace = sequence.request.namespace
         self._trees[namespace].remove(place.tokens, place.ticket)
@@ -195,7 +195,7 @@ class WaitingQueue(TreeListener):
         self._aside.append(place)
 
     def restore(self, cached: Callable[[Sequence], int]) -> None:
-        """Puts what was set aside back in the order; `cached` returns how much of one is cached."""
+        """Puts back what was set aside; `cached` returns the cached tokens of a sequence."""
         for place in self._aside:
             self._enter(place, cached(place.sequence))
         self._aside.clear()
@@ -210,8 +210,7 @@ class WaitingQueue(TreeListener):
     def next(self) -> tuple[Sequence, bool] | None:
         """The sequence to admit next, which stays in the queue, and whether none may pass it.
 
-        None if no sequence waits, or if each is parked or waits for what a running one is about to
-        compute.
+        None if no sequence waits, or if each is parked, set aside or waits for a leader.
         """
         ticket = self._trees[self._order[0][1]].best() if self._order else None
         if self._resuming:
@@ -229,7 +228,7 @@ class WaitingQueue(TreeListener):
         return self._places[ticket].sequence, False
 
     def _free(self, place: _Place) -> bool:
-        """Whether it is in the order, and no leader computes what it could hit."""
+        """Whether a sequence is in the order, and waits for no leader."""
         tree = self._trees.get(place.sequence.request.namespace)
         return (
             tree is not None
@@ -240,7 +239,7 @@ class WaitingQueue(TreeListener):
     # -- leaders -----------------------------------------------------------------------------
 
     def lead(self, sequence: Sequence, cached: int) -> None:
-        """Notes that an admitted sequence is about to compute its tokens.
+        """Notes that an admitted sequence leads: it is about to compute its tokens.
 
         The first `cached` of them are in the tree already.
         """
@@ -250,7 +249,7 @@ class WaitingQueue(TreeListener):
         self._list(namespace)
 
     def stop_leading(self, sequence: Sequence) -> None:
-        """Notes that it has computed them, or has left; does nothing if it did not lead."""
+        """Notes that a sequence has computed them, or has left; does nothing if it did not lead."""
         led = self._leading.pop(sequence, None)
         if led is not None:
             self._trees[led[0]].stop_leading(led[1])
@@ -258,7 +257,7 @@ class WaitingQueue(TreeListener):
 
     @property
     def leaders(self) -> int:
-        """How many sequences lead."""
+        """The number of sequences that lead."""
         return len(self._leading)
 
     def in_flight(self, sequence: Sequence) -> int:

@@ -1,4 +1,4 @@
-"""How long steps take, learned as they run, so that prefills do not stall decodes."""
+"""Learns how long steps take, so that prefills do not stall decodes."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Iterable
 import numpy as np
 
 _KEPT = 0.95  # of the weight of each older step when a new one of its kind is seen
-LEAST_PREFILL = 16  # tokens a step may always prefill, so that prompts advance whatever they cost
-# A step counts as at most this many times what was expected: the time of a machine that was
-# suspended meanwhile says nothing about steps, and would keep prompts waiting for dozens of them.
+LEAST_PREFILL = 16  # tokens a step may always prefill, so that prompts advance at any cost
+# A step's time is cut to at most this many times the expected one: that of a machine which was
+# suspended meanwhile would keep prompts waiting for dozens of steps.
 _STRANGE = 4.0
 # The terms of a step's time, in units by which two steps usually differ by about one, and how
-# strongly each coefficient is pulled to 0. The latter decides what noise and steps that are alike
-# leave open: to be careful, the cost of a prompt counts for its tokens before the constant.
+# strongly each coefficient is pulled to 0. The latter decides where noise, or steps that are alike,
+# leave several fits open: the cost of a prompt is then attributed to its tokens, not the constant.
 _UNITS = np.array([1.0, 16.0, 1.0, 64.0, 64.0 * 4096])
 _RIDGE = np.diag([1e-3, 1e-2, 0.1, 1e-2, 1e-2])
 
 
 class StepTimes:
-    """How many prompt tokens a step may add to decodes to take `stretch` times as long as without.
+    """Limits a step's prompt tokens so that it takes `stretch` times as long as its decodes alone.
 
     Fits, by regularised least squares in which older steps count less and less,
 
         seconds = a + b * decoding sequences + c * (whether prompts go with them)
                   + d * prompt tokens + e * pairs of a prompt token and one that it attends to
 
-    with no coefficient below 0. The constant `c` matters: counted for the tokens, it would allow
-    fewer of them, each of which then costs more, until no prompt advances. So does `e` at the end
-    of a long prompt.
+    with no coefficient below 0. The constant `c` matters: attributed to the tokens, it would allow
+    fewer of them, to each of which more of it is then attributed, until no prompt advances. The
+    term `e` matters at the end of a long prompt.
     """
 
     def __init__(self, stretch: float) -> None:
@@ -37,7 +37,8 @@ class StepTimes:
         if not stretch > 1:
             raise ValueError(f"stretch must be more than 1, got {stretch}")
         self._stretch = stretch
-        # Of steps without prompts and with them: while one kind stays away, it is not forgotten.
+        # One sum for steps without prompts, one for those with them: a kind that does not occur for
+        # a while is not forgotten.
         self._products = np.zeros((2, 5, 5))
         self._answers = np.zeros((2, 5))
         self._coefficients: np.ndarray | None = None
@@ -60,10 +61,11 @@ class StepTimes:
         self._coefficients = None
 
     def prefill_tokens(self, decodes: int, context: int = 0) -> int | None:
-        """Most prompt tokens of a step with `decodes`, `context` tokens into a prompt; None: any.
+        """Most prompt tokens of a step with `decodes` decoding sequences; None: no limit is known.
 
-        They get at least half of the time that is allowed, whatever the constant is: less would
-        delay the prompts and hardly shorten the step.
+        `context` is the number of tokens before them in their prompt. They get at least half of the
+        time that is allowed, even if the constant takes more: less would delay the prompts and
+        hardly shorten the step.
         """
         base, per_decode, mixed, per_token, per_pair = self._fit()
         alone = base + per_decode * decodes

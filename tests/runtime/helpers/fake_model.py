@@ -9,8 +9,8 @@ attention and KV cache are replaced. Two layers, whose keys and values are one i
 
 So, as with a real model, a token depends on the KV of all tokens before it and on nothing else: a
 wrong page, a copy that is missing, or KV that is stale or of another prefix gives other tokens.
-What is read is also compared with what the sequence's tokens say it must be, so that the step that
-goes wrong is the one that says so; pages that nobody owns are poisoned.
+Each key that is read is also compared with the one that the sequence's tokens give, so that the
+faulty step itself raises; pages without an owner are poisoned.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TINY = {
 
 
 class WrongKV(BaseException):
-    """Attention read what it must not; no engine may take it for an error of the step."""
+    """Attention read wrong KV. A BaseException, so that the engine does not handle it."""
 
 
 class Interrupted(BaseException):
@@ -60,7 +60,7 @@ class Interrupted(BaseException):
 
 
 def fake_checkpoint(folder: Path) -> Path:
-    """Writes the config of a model whose weights nobody reads."""
+    """Writes the config of a model without weights; returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_TINY))
     return folder
@@ -81,7 +81,7 @@ def _first_keys(tokens: np.ndarray, positions: np.ndarray, salt: int) -> np.ndar
 
 
 def _contexts(keys: np.ndarray) -> np.ndarray:
-    """Of each position, a hash of the keys up to it, uint64; the order of keys matters."""
+    """For each position a hash of the keys up to it, uint64; the order of keys matters."""
     places = np.arange(1, len(keys) + 1, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
     return np.cumsum(_mix(keys.view(np.uint64) ^ places), dtype=np.uint64)
 
@@ -113,7 +113,7 @@ class FakeAttention(ReferenceBackend):
 
 
 class FakeFixedPlan(FixedPlan):
-    """Plans in the place of one another; one with more entries of page tables does not fit."""
+    """Holds one plan at a time, of at most `most_pages` entries of page tables."""
 
     most_pages = 40
 
@@ -138,7 +138,7 @@ class FakeModel:
         self.cache = [
             LayerCache(torch.full(shape, _POISON), torch.full(shape, _POISON)) for _ in range(2)
         ]
-        self.failure: tuple[str, BaseException] | None = None  # where the next step fails, and how
+        self.failure: tuple[str, BaseException] | None = None  # (where, error) of the next step
         self.steps = 0
         self._engine = engine
         self._running: list[Sequence] = []  # those of the step, in the order of its batch
@@ -159,7 +159,7 @@ class FakeModel:
             error, self.failure = self.failure[1], None
             raise error
 
-    # -- what a decoder does -----------------------------------------------------------------
+    # -- the decoder -------------------------------------------------------------------------
 
     def forward(self, *inputs: Any) -> torch.Tensor:
         return self.logits(self.hidden_states(*inputs))
@@ -221,7 +221,7 @@ class FakeModel:
     ) -> np.ndarray:
         """The context hashes of all positions of a sequence, from the KV in its pages.
 
-        `last` is the token of its last row, which the sequence itself may not know yet.
+        `last` is the token of its last row, which may be late in the sequence itself.
         """
         table = plan.page_indices[plan.page_indptr[index] : plan.page_indptr[index + 1]]
         at = np.arange(int(plan.context_len[index]))
@@ -234,7 +234,7 @@ class FakeModel:
         )
         return _contexts(keys)
 
-    # -- what tests ask ----------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------
 
     def _check(
         self, layer: int, slots: np.ndarray, tokens: np.ndarray, salt: int, who: str
@@ -268,7 +268,7 @@ class FakeModel:
                 self._check(layer, slots, tokens, _salt(root.namespace), "the tree names")
 
     def poison(self) -> None:
-        """Overwrites the pages that nobody owns."""
+        """Overwrites the pages without an owner."""
         free = np.frombuffer(self._engine.tree.pool.refs, np.int32) <= 0
         free = np.append(free, True)  # the page for padding
         for copy in self._engine.scheduler._forks.values():
@@ -279,7 +279,7 @@ class FakeModel:
 
 
 class FakeRecorder:
-    """Plays a GPU that captures: a replay runs what was recorded, into the same tensor."""
+    """Stands for graph capture on a GPU: a replay runs the function again, into the same tensor."""
 
     def __init__(self) -> None:
         self.free = 1000
@@ -305,7 +305,7 @@ def fake_engine(
 ) -> tuple[Engine, FakeModel]:
     """An engine with these options of `EngineConfig`, and the model in it.
 
-    `graphs` are the sizes of its graphs, which a `FakeRecorder` plays; None: it has none.
+    `graphs` are the sizes of its graphs, which a `FakeRecorder` captures; None: no graphs.
     """
     config = EngineConfig(
         model=str(checkpoint), load_format="dummy", attention_backend="reference", **options

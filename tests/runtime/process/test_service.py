@@ -1,4 +1,4 @@
-"""What another process may ask of an engine, and that nothing else can be called."""
+"""The calls that another process may make to an engine; no other is answered."""
 
 from __future__ import annotations
 
