@@ -1,19 +1,20 @@
-# Everything runs in a virtual environment in .venv, made here with the exact versions of
-# requirements.lock, and made again only when that file or pyproject.toml changes.
+# Everything runs in a virtual environment in .venv, which make creates with the exact versions of
+# requirements.lock, and creates again only when that file or pyproject.toml changes.
 #
 #   make demo    answer questions over one shared document, with the cache on and off
 #   make test    run the tests              make test-slow   the GPU's rehearsals, all variants
 #   make lint    ruff: rules and format        make types   mypy
-#   make gpu     on a machine with an NVIDIA GPU, each in under 10 minutes and also by itself:
-#                gpu-test, its tests; gpu-kernels, the kernel suite, into
-#                benchmarks/results/kernels-gpu.jsonl; gpu-suite, the engine, into gpu.jsonl there
-#                FlashInfer is among them where it imports; docs/gpu.md says what to carry to a
-#                machine without network: PYTHONPATH=FOLDER FLASHINFER_DISABLE_JIT=1 make gpu ...
+#   make gpu     on a machine with an NVIDIA GPU; runs these, each in under 10 minutes:
+#                gpu-test     the tests of kernels and engine on the GPU
+#                gpu-kernels  the kernel suite, into benchmarks/results/kernels-gpu.jsonl
+#                gpu-suite    the engine, into benchmarks/results/gpu.jsonl
+#                FlashInfer is included if it can be imported; docs/gpu.md describes what a machine
+#                without network needs: PYTHONPATH=FOLDER FLASHINFER_DISABLE_JIT=1 make gpu ...
 #   make lock    renew requirements.lock from pyproject.toml, in a fresh environment
 #
-# PYTHON names the interpreter that makes the environment (3.11 or later): make test PYTHON=python3.11
-# GPU_PYTHON names one to run on a GPU as it is, without an environment: make gpu GPU_PYTHON=python3
-# says which packages it lacks.
+# PYTHON is the interpreter that creates the environment (3.11 or later): make test PYTHON=python3.11
+# GPU_PYTHON is one that runs the GPU's commands with its own packages, without the environment:
+# make gpu GPU_PYTHON=python3. It lists the packages that are missing.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -21,19 +22,18 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TREE   := $(VENV)/.tree
 
-# An interpreter that has torch and triton, but not coppice, finds it in a folder of its own: in this
-# one the room `kernels` would hide Hugging Face's package.
+# An interpreter without coppice finds it in GPU_PATH. This folder can't be on the import path, since
+# its `kernels` would hide Hugging Face's package of that name.
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY  := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
 GPU_PATH   := build/path
 GPU_RUN    := PYTHONPATH=$(GPU_PATH)$${PYTHONPATH:+:$$PYTHONPATH} timeout 590 $(GPU_PYTHON)
 
-# torch is named on its own when the lock is renewed, so that a new one is a decision and not an
-# accident.
+# `make lock` installs this version of torch, so that a new one is a decision and not an accident.
 TORCH  := 2.13.0
 
-# Modules are compiled when they are first imported (see below), and the tests start dozens of
-# processes: each would compile torch again where the environment forbids to keep what it compiled.
+# Modules are compiled to bytecode when they are first imported. The tests start dozens of processes,
+# and each would compile torch again if an inherited PYTHONDONTWRITEBYTECODE forbade keeping it.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow gpu gpu-test gpu-kernels gpu-suite lint types lock clean
@@ -42,20 +42,19 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(TREE)
 	$(BIN)/coppice demo
 
-# The command `pytest`, not `python -m pytest`: the latter puts this folder on the import path, where
-# the room `kernels` would hide Hugging Face's package of that name.
+# The command `pytest`, not `python -m pytest`, which puts this folder on the import path (see above).
 # Two processes, each with whole files, so that a file's servers and checkpoints are made once.
 test: $(TREE)
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
-# What takes minutes: engines over interpreted GPU kernels, the GPU suite, and the combinations of
-# parameters that `make test` leaves out.
+# Tests that take minutes: engines with interpreted GPU kernels, the GPU suite, and the combinations
+# of parameters that `make test` leaves out.
 test-slow: $(TREE)
 	$(BIN)/pytest -n 2 -m slow
 
 gpu: gpu-test gpu-kernels gpu-suite
 
-# Without --strict-config, so that plugins which only other tests need may be missing.
+# Without --strict-config, so that pytest plugins that only other tests need may be missing.
 gpu-test: $(GPU_READY) $(GPU_PATH)/coppice
 	@PYTHONPATH=benchmarks $(GPU_PYTHON) -P -c 'from common.harness import require; require("torch", \
 		"triton", "numpy", "numba", "xxhash", "sortedcontainers", "transformers", "llguidance", \
@@ -80,7 +79,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Modules are compiled when they are first imported: all of them beforehand would take minutes.
+# --no-compile, since compiling all modules to bytecode beforehand would take minutes.
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "coppice needs Python 3.11 or later: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
@@ -90,8 +89,8 @@ $(READY): requirements.lock pyproject.toml
 		--no-build-isolation -e .
 	@touch $(READY)
 
-# The core of the tree, compiled where there is a C compiler; else it runs as it is, and so it does
-# after a change, until this has run again.
+# Compiles the core of the tree with mypyc. Without a C compiler, and after a change of its sources
+# until this has run again, the plain Python modules run.
 $(TREE): $(READY) setup.py $(wildcard radix/*.py radix/*/*.py)
 	@echo "compiling the tree"
 	@mkdir -p build

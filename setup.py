@@ -1,6 +1,6 @@
-"""Compiles the core of the radix tree, where that is possible; all else is in pyproject.toml.
+"""Compiles the core of the radix tree with mypyc, if possible; all else is in pyproject.toml.
 
-Without mypyc or a C compiler, or with COPPICE_PURE_PYTHON=1, the same modules run as they are.
+Without mypyc or a C compiler, or with COPPICE_PURE_PYTHON=1, the same modules run as plain Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ spec.loader.exec_module(compiled)
 
 
 def extensions() -> list[Extension]:
-    """One library with all modules, and for each the few lines that make it importable."""
+    """One shared library with all compiled modules, and a small one for each, which imports it."""
     if os.environ.get(compiled.SWITCH) == "1":
         return []
     try:
@@ -29,7 +29,7 @@ def extensions() -> list[Extension]:
     except ImportError:
         print("coppice: mypyc is missing, the tree is not compiled", file=sys.stderr)
         return []
-    # mypy's own settings are for the whole package, and would follow its imports into torch.
+    # Without pyproject.toml's settings for mypy, which would follow imports into torch.
     options = ["--config-file=", "--explicit-package-bases", "--follow-imports=skip"]
     paths = [str(compiled.source(FOLDER, name)) for name in compiled.MODULES]
     try:
@@ -40,8 +40,8 @@ def extensions() -> list[Extension]:
             target_dir="build/mypyc",
             group_name="coppice.radix.compiled",
         )
-    except SystemExit:  # it has printed why
-        print("coppice: mypyc refuses the tree, which is not compiled", file=sys.stderr)
+    except SystemExit:  # mypyc has printed the reason
+        print("coppice: mypyc failed, the tree is not compiled", file=sys.stderr)
         return []
     for extension in made:
         extension.optional = True
@@ -49,7 +49,7 @@ def extensions() -> list[Extension]:
 
 
 class BuildAll(build_ext):
-    """Builds all of the modules or none, and records beside them which sources they came from."""
+    """Builds all modules or none, and writes a digest of their sources beside them."""
 
     def run(self) -> None:
         super().run()

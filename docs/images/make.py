@@ -40,7 +40,8 @@ GREEN, AMBER = "#23794e", "#b07d2b"
 WIDE = {"stored": "float32", "precision": "float32", "workload": "W1"}
 VLLM = {"stored": "bfloat16", "precision": "float32", "ratio": "vllm / coppice"}
 
-# What was measured, and beside whom: the file, the key of the ratio, and values that name its row.
+# For each workload its bars: the peer, the file of results, the key of the ratio in a row, and the
+# values that select the rows.
 RATIOS: dict[str, list[tuple[str, str, str, Mapping[str, str]]]] = {
     "32 requests with a shared prefix of 1,024 tokens": [
         ("transformers", "serving-cpu", "times_slower", {"ratio": "transformers / cache_on"}),
@@ -87,7 +88,7 @@ def main() -> None:
 
 
 def measured(file: str, key: str, values: Mapping[str, str]) -> dict[str, float]:
-    """The ratio of the newest row with these values; least and most are those of all such rows."""
+    """The median of the newest row with these values, the least and the most of all such rows."""
     lines = (RESULTS / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if values.items() <= row.items() and key in row]
     found: list[dict[str, float]] = [row[key] for row in rows]
@@ -99,7 +100,7 @@ def measured(file: str, key: str, values: Mapping[str, str]) -> dict[str, float]
 
 
 def make_ratios(browser: Browser) -> None:
-    """How many times longer others take, as bars on a logarithmic scale."""
+    """Writes ratios.svg: how many times longer others take, as bars on a logarithmic scale."""
     figure, place, names = go.Figure(), 0, {}
     last = list(RATIOS)[-1]
     for heading, rows in RATIOS.items():
@@ -177,7 +178,7 @@ def make_ratios(browser: Browser) -> None:
 
 
 def _note(figure: go.Figure, text: str, place: int, x: float) -> None:
-    """Writes beside the bars, `x` in widths of the plot."""
+    """Writes `text` beside the bars, at `x` widths of the plot and on the row `place`."""
     figure.add_annotation(
         x=x, xref="paper", y=place, text=text, showarrow=False, xanchor="left", align="left"
     )
@@ -187,7 +188,7 @@ def _note(figure: go.Figure, text: str, place: int, x: float) -> None:
 
 
 def make_dashboard(browser: Browser) -> None:
-    """The page at /cache of a server with the demo model, after some load."""
+    """Writes dashboard.png: the page at /cache of a server with the demo model, after some load."""
     with serving() as url:
         load(url)
         page = browser.new_page(
@@ -202,7 +203,7 @@ def make_dashboard(browser: Browser) -> None:
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """A server of the demo model, whose pool is a little too small for what will come."""
+    """A server of the demo model, whose pool is a little too small for the load; gives its URL."""
     command = [str(Path(sys.executable).with_name("coppice")), "serve", "demo", "--port", "0"]
     options = ["--report-text", "--kv-cache-tokens", "5000"]
     server = subprocess.Popen(
@@ -222,7 +223,7 @@ def serving() -> Iterator[str]:
 
 
 def load(url: str) -> None:
-    """Conversations about handbooks; some put the time of day before what they share."""
+    """Conversations about handbooks, of which some begin with the time of day."""
     documents = [make_document(seed, 40, split="eval") for seed in range(8)]
     until = time.monotonic() + SECONDS
 

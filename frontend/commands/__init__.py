@@ -1,4 +1,4 @@
-"""The command line: a module for each command, and `main.main`, which runs them.
+"""The command line: a module for each command, and `main`, which runs the one that is named.
 
-Other folders use `options` only: the defaults of the commands.
+Other folders use only `options`, for the defaults of the commands.
 """

@@ -31,18 +31,18 @@ class Usage:
 
 
 class ChatFailed(RuntimeError):
-    """There is no answer; the message is the reason."""
+    """No answer came, or it broke off; the message is the reason."""
 
 
 class Partner(Protocol):
-    """What answers: a server, or a model."""
+    """A server or a model, which answers the user."""
 
     usage: Usage
 
     def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """The answer in pieces; closing the iterator early aborts the rest.
+        """The answer to the last message, in pieces; closing the iterator early aborts the rest.
 
-        Raises ChatFailed.
+        Sets `usage` at the end of the answer. Raises ChatFailed.
         """
         ...
 
@@ -55,7 +55,7 @@ class LocalPartner:
 
         self.usage = Usage()
         self._engine = TextEngine.load(config, tokenizer)
-        self._engine.tokenizer.load_wrapped_soon()  # for the template, while the user types
+        self._engine.tokenizer.load_wrapped_soon()  # for the chat template, while the user types
         self._params = params
         self._turns = 0
 
@@ -149,7 +149,7 @@ def _first_model(url: str, response: Any) -> str:
 
 
 def _events(response: Any) -> Iterator[dict[str, Any]]:
-    """The events of a stream. Raises ChatFailed if it breaks off."""
+    """The events of a stream, decoded. Raises ChatFailed if the stream breaks off."""
     reason = "the stream has no end"
     try:
         for line in response:
@@ -163,7 +163,7 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
 
 
 def _message(raw: bytes) -> str:
-    """The message of an error answer."""
+    """The message of an error in OpenAI's format, or the beginning of any other body."""
     try:
         return str(json.loads(raw)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -186,7 +186,7 @@ class Conversation:
         return [*first, *self.turns]
 
     def take(self, line: str) -> bool:
-        """Handles a line of the user: a command, or something to answer. False: the user quits."""
+        """Handles a line of the user, a command or a question; returns False if the user quits."""
         command, _, rest = line.partition(" ")
         if command in ("/quit", "/exit"):
             return False
@@ -209,7 +209,10 @@ class Conversation:
             self.console.print(text, style="dim")
 
     def _answer(self, line: str) -> None:
-        """Asks, shows the answer as it comes, and keeps both. Ctrl-C keeps what has come so far."""
+        """Prints the answer as it comes, and adds question and answer to the turns.
+
+        Ctrl-C stops the answer, of which the beginning is kept; if it fails, neither is kept.
+        """
         self.turns.append({"role": "user", "content": line})
         pieces: list[str] = []
         answer = self.partner.answer(self.messages)
@@ -240,10 +243,10 @@ class Conversation:
 
 
 def run(partner: Partner, console: Console, lines: TextIO, system: str | None) -> int:
-    """Answers line after line until the lines end, or /quit; returns the exit status.
+    """Answers each line until they end or one is /quit; returns the exit status.
 
-    That is 1 if the lines came from a file and one got no answer. Ctrl-C at the prompt drops what
-    was typed; the second one in a row ends the conversation.
+    The status is 1 if the lines are not typed in a terminal and one got no answer. Ctrl-C at the
+    prompt drops what was typed; the second in a row ends the conversation with status 130.
     """
     conversation = Conversation(partner, console, system)
     typed = lines is sys.stdin and lines.isatty()

@@ -1,4 +1,4 @@
-"""`coppice demo`: the same work with the cache on and off."""
+"""`coppice demo`: the same questions with the cache on and off."""
 
 from __future__ import annotations
 

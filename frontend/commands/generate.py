@@ -101,7 +101,7 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def _print_outputs(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> None:
-    """Prints only the text of one prompt; of several, each prompt above its text."""
+    """Prints the text of a single prompt alone; of several, each prompt above its text."""
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if len(prompts) > 1:
             print(f"[{index + 1}/{len(prompts)}] {prompt}")

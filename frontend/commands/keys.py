@@ -1,4 +1,4 @@
-"""Keys that are pressed while a live screen is shown, if standard input is a terminal."""
+"""Reads keys while a live screen is shown, if standard input is a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def names(typed: bytes) -> list[str]:
-    """The keys in what a terminal sent, named by what they do; keys without a use are left out.
+    """The keys in the bytes that a terminal sent, named by what they do; others are left out.
 
     >>> names(b"j\\x1b[6~xq")
     ['down', 'page down', 'quit']
@@ -37,7 +37,7 @@ def names(typed: bytes) -> list[str]:
 
 @contextmanager
 def pressed() -> Iterator[Wait | None]:
-    """Has the terminal send keys one by one, without showing them; None without a terminal."""
+    """Switches the terminal to send each key at once, without showing it; None if there is none."""
     try:
         import termios
         import tty

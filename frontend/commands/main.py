@@ -13,7 +13,7 @@ from coppice.frontend.commands import chat, demo, generate, replay, report, serv
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0, 1 for a failure, 2 for a wrong argument."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal without a character shows "?"
+        if hasattr(stream, "reconfigure"):  # characters that the encoding lacks become "?"
             stream.reconfigure(errors="replace")
     parsed = build_parser().parse_args(arguments)
     try:
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         sys.stderr.close()
         return 141
     return status
@@ -46,9 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """The parser of one command; it refuses an argument that it does not know.
+    """The parser of one command, which refuses unknown arguments with the usage of that command.
 
-    By default the parser of all commands does, with its own usage, which lists no options.
+    By default `argparse` reports them with the usage of the main parser, which lists no options.
     """
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]

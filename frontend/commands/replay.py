@@ -33,7 +33,7 @@ def add_to(commands: Subparsers) -> None:
         "--format",
         default="auto",
         metavar="NAME",
-        help="auto, mooncake or jsonl (default: auto, which looks at the first line)",
+        help="auto, mooncake or jsonl (default: auto, which decides by the first line)",
     )
     parser.add_argument(
         "--eviction-policy",
@@ -61,12 +61,12 @@ def add_to(commands: Subparsers) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="most requests that run at once; as many of the next ones wait (default: 1)",
+        help="most requests that run at once, and most that wait (default: 1)",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="MODEL",
-        help="whose tokenizer turns texts into tokens and back: a directory, a hub id or `demo`",
+        help="model whose tokenizer converts texts: a directory, a hub id or `demo`",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="read only the first N requests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")

@@ -29,7 +29,7 @@ def add_to(commands: Subparsers) -> None:
         help="time between two updates (default: %(default)s)",
     )
     parser.add_argument(
-        "--once", action="store_true", help="print it once, as where the output is not a terminal"
+        "--once", action="store_true", help="print it once, as if the output were no terminal"
     )
     parser.add_argument(
         "--api-key",

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"port must be from 0 to 65535, got {arguments.port}")
     config = EngineConfig(model=arguments.model, **engine_options(arguments))
     options = server_options(arguments)
-    options.keys()  # wrong ones are refused before anything is loaded
+    options.keys()  # refuses wrong keys before the model is loaded
     try:
         listener = _bound(arguments.host, arguments.port)
     except OSError as error:
@@ -56,9 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket with the port, taken before a large model loads for minutes.
+    """A socket bound to the port, so that a port in use is reported before the model is loaded.
 
-    It does not listen yet, so that clients are refused instead of kept waiting.
+    It does not listen yet: until the model is loaded, clients are refused and need not wait.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)

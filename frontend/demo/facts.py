@@ -1,12 +1,12 @@
 """Synthetic handbooks of facts, and questions about them, for the demo and to train its model.
 
-A document is the handbook of an invented town's cooperative: who works there, what it sells and
-where it meets. Every sentence states one fact, (entity, attribute) -> value, with the entity's full
-name in it, so that each question has exactly one answer and that answer stands in the text.
+A document is the handbook of an invented town's cooperative, with its people, goods and places.
+Every sentence states one fact, (entity, attribute) -> value, with the entity's full name in it, so
+that each question has exactly one answer and the text contains it.
 
 Names are combinations (given + family name, adjective + noun, word + kind of place). A hash of the
-combination decides whether it belongs to the ``train`` or the ``eval`` split, so an entity that is
-seen in evaluation can never have been seen in training, whatever the seeds.
+combination decides whether it belongs to the ``train`` or the ``eval`` split, so no entity of an
+evaluation occurs in training, for any seeds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from coppice.frontend.demo.attributes import SECTIONS, Section
 from coppice.frontend.demo.words import CITIES
 
 Split = Literal["train", "eval"]
-_EVAL_SHARE = 8  # one combination of names in this many belongs to the eval split
+_EVAL_SHARE = 8  # one combination of names in 8 belongs to the eval split
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One sentence's worth of knowledge; ``cue`` is the word that names the attribute in it."""
+    """What one sentence states; ``cue`` is the word that names the attribute in it."""
 
     entity: str
     attribute: str
@@ -105,7 +105,7 @@ def ask(document: Document, seed: int, n: int) -> list[Question]:
 
 
 def _shares(rng: random.Random, num_facts: int) -> list[int]:
-    """Splits the facts over the sections at random; a short handbook has one section."""
+    """Divides the facts among the sections at random; a handbook of fewer than 10 has one."""
     weights = [rng.uniform(0.5, 1.5) for _ in SECTIONS]
     if num_facts < 10:
         only = rng.randrange(len(SECTIONS))

@@ -1,4 +1,4 @@
-"""A trace of requests through the real tree and scheduler, and the page that shows what happened.
+"""Replays a trace of requests through the real tree and scheduler, and reports what the cache did.
 
 The command `coppice replay` uses `run`.
 """

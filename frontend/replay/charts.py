@@ -1,6 +1,6 @@
 """The charts of a replay as plotly figures, made from its JSON.
 
-Their colours are CSS variables, which the page defines for light and dark.
+Their colours are CSS variables, which the page defines for light and for dark.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ HIT, IDEAL, MUTED = "var(--hit)", "var(--ideal)", "var(--muted)"
 INK, CARD = "var(--ink)", "var(--card)"
 HEAT_STEPS = 5
 _LABEL_CHARACTERS = 44
-_NARROWEST = 0.003  # of the icicle's width
+_NARROWEST = 0.003  # of the icicle's width; narrower prefixes are left out
 _LEVELS = 7  # of the icicle that are shown at once; a click shows deeper ones
 
 
 def cause_colour(cause: str) -> str:
+    """The CSS variable with the colour of a cause."""
     return f"var(--{cause.replace('_', '-')})"
 
 
@@ -95,7 +96,7 @@ def rate_chart(over_time: Report) -> go.Figure:
 
 
 def cause_chart(report: Report) -> go.Figure:
-    """The prompt tokens over the trace: hits, and computed ones by cause."""
+    """Shares of the prompt tokens over the trace: hits, and computed tokens by cause."""
     over_time = report["over_time"]
     x, title = _time_axis(over_time)
     figure = _figure(height=300)
@@ -127,10 +128,10 @@ def cause_chart(report: Report) -> go.Figure:
 
 
 def prefix_chart(nodes: Sequence[Report]) -> go.Figure:
-    """The tree as an icicle: the width of a prefix is what it and all that continue it saved."""
+    """The tree as an icicle: the width of a prefix is the tokens that its subtree saved."""
     total = saved_by_tree(nodes)
-    # The rest would be too narrow to be seen. A child is no wider than its parent, so nothing that
-    # stays is below what is left out, and indices of parents stay valid.
+    # Narrower ones could not be seen. The nodes are in order of width, and no child is wider than
+    # its parent, so those left out are the last and the indices of parents stay valid.
     nodes = [node for node in nodes if node["subtree_saved"] >= _NARROWEST * total]
     levels = min(_LEVELS, 1 + max((_depth(nodes, node) for node in nodes), default=0))
     figure = _figure(height=40 + 52 * levels)
@@ -176,12 +177,12 @@ def prefix_chart(nodes: Sequence[Report]) -> go.Figure:
 
 
 def saved_by_tree(nodes: Sequence[Report]) -> int:
-    """Tokens that the nodes at the top and all below them saved."""
+    """Tokens that all prefixes in the tree saved."""
     return sum(node["subtree_saved"] for node in nodes if node["parent"] is None)
 
 
 def _depth(nodes: Sequence[Report], node: Report) -> int:
-    """Nodes from the top down to this one."""
+    """The number of nodes from the top down to this one. O(depth)."""
     depth = 1
     while node["parent"] is not None:
         node, depth = nodes[node["parent"]], depth + 1
@@ -189,7 +190,7 @@ def _depth(nodes: Sequence[Report], node: Report) -> int:
 
 
 def _heat(hits: int, most: int) -> int:
-    """A step of 0 .. HEAT_STEPS - 1 by the logarithm of the hits."""
+    """A step from 0 to HEAT_STEPS - 1, by the logarithm of the hits."""
     if most <= 1:
         return HEAT_STEPS - 1
     return min(HEAT_STEPS - 1, int(HEAT_STEPS * (hits.bit_length() - 1) / most.bit_length()))
@@ -202,7 +203,10 @@ def _shares(over_time: Report, column: str) -> list[float]:
 
 
 def _time_axis(over_time: Report) -> tuple[list[float], str]:
-    """The ends of the stretches in days, hours or minutes; if all are at one time, in requests."""
+    """The ends of the stretches of the trace, and the title of the axis with its unit.
+
+    The unit is a time, or requests if all of them came at one time.
+    """
     seconds = over_time["at"]
     if not seconds or seconds[0] == seconds[-1]:
         return over_time["finished"], "requests"
@@ -213,12 +217,12 @@ def _time_axis(over_time: Report) -> tuple[list[float], str]:
 
 
 def _above(rate: float) -> float:
-    """The upper end of an axis of rates: ticks below a few percent would all read 0% or 1%."""
+    """The upper end of an axis of rates, at least 6 %, so that labels of ticks differ."""
     return min(1.05, max(0.06, rate + 0.01))
 
 
 def _plain(text: str) -> str:
-    """Text that plotly shows as it is, though it takes some tags of HTML."""
+    """The text escaped, since plotly interprets some HTML tags."""
     return escape(text, quote=False)
 
 

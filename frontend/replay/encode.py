@@ -1,4 +1,4 @@
-"""A replay as JSON: its trace and options, the report of its cache, and counts over time."""
+"""Encodes a replay as JSON: its trace and options, the report of its cache, counts over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COUNTED = ("requests", "prompt_tokens", "hit_tokens", "ideal_tokens", *CAUSES)
 
 
 def encode_plan(trace: Trace, options: ReplayOptions, *, unlimited: bool) -> dict[str, Any]:
-    """What is replayed and how; `unlimited`: the pool was chosen to hold everything."""
+    """The keys `trace` and `options`; `unlimited`: the pool was chosen to hold everything."""
     return {
         "trace": {
             "file": trace.path.name,
@@ -34,11 +34,11 @@ def encode_plan(trace: Trace, options: ReplayOptions, *, unlimited: bool) -> dic
 
 
 def encode_replay(plan: Report, report: ReplayReport, decode: Decode) -> dict[str, Any]:
-    """All that a replay has shown, as JSON takes it (see docs/cache-report.md).
+    """The whole replay as a dict for `json.dumps`; docs/cache-report.md explains its parts.
 
     Args:
-        plan: what was replayed and how, from `encode_plan`.
-        report: the snapshot at its end.
+        plan: the trace and the options, from `encode_plan`.
+        report: the snapshot at the end.
         decode: token ids to text that people read.
     """
     stretches = report.stretches
@@ -59,7 +59,7 @@ def encode_replay(plan: Report, report: ReplayReport, decode: Decode) -> dict[st
 
 
 def describe(plan: Report) -> str:
-    """What is replayed and how, in a few short phrases; `plan` has the keys of `encode_plan`."""
+    """The trace and the options on one line; `plan` has the keys of `encode_plan`."""
     trace, options = plan["trace"], plan["options"]
     requests, concurrency = trace["requests"], options["concurrency"]
     size = options["page_size"]

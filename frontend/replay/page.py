@@ -1,4 +1,4 @@
-"""The page of a replay: one HTML file that needs nothing else, and opens offline."""
+"""The page of a replay: one HTML file, which loads no other and opens offline."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def render_page(report: Report) -> str:
 
 
 def _plain(figure: go.Figure) -> dict[str, Any]:
+    """The figure as JSON, without plotly's template of styles."""
     made = figure.to_plotly_json()
     del made["layout"]["template"]
     return made
@@ -122,7 +123,7 @@ def _over(seconds: float) -> str:
 
 
 def _short(count: int) -> str:
-    """A short count whose exact value shows when it is pointed at."""
+    """A short count as HTML, with the exact one as its title."""
     return f'<data value="{count}" title="{count:,}">{short_count(count)}</data>'
 
 

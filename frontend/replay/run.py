@@ -39,10 +39,10 @@ def run(
 ) -> None:
     """Checks the trace, replays it, prints the report and writes the files.
 
-    Raises ValueError, with nothing replayed, for a trace that is not sound, for a request that
-    does not fit the pool, and for bad options.
+    The arguments are the options of `coppice replay`. Raises ValueError before the replay if the
+    trace is malformed, a request does not fit the pool, or an option is wrong.
     """
-    # All that can be refused without the trace is refused before it is read.
+    # Options are checked before the trace is read, which may take minutes.
     pool_tokens = _pool_tokens(pool)
     ReplayOptions(pool_tokens or 1, page_size, eviction_policy, concurrency)
     for name, file in (("json", json_file), ("html", html_file)):
@@ -78,7 +78,11 @@ def run(
 
 
 def replay(console: Console, trace: Trace, options: ReplayOptions) -> ReplayReport:
-    """Replays all of a trace, with a progress bar if the console is a terminal."""
+    """Replays the whole trace, with a progress bar if the console is a terminal.
+
+    Raises ValueError if the pool's records do not fit into memory, MalformedTrace if the trace has
+    changed since it was checked.
+    """
     columns = (
         TextColumn("[bold]replaying"),
         BarColumn(bar_width=34),
@@ -105,7 +109,7 @@ def _options(
 ) -> ReplayOptions:
     if pool_tokens is not None:
         return ReplayOptions(pool_tokens, page_size, eviction_policy, concurrency)
-    # A request takes at most its tokens, the rest of a page at its end, and a copy of a page.
+    # A request needs at most its tokens, the rest of its last page, and a copy of a shared page.
     everything = trace.prompt_tokens + trace.output_tokens + 2 * page_size * trace.count
     return ReplayOptions(
         everything, page_size, eviction_policy, concurrency, max(1, everything // 16)
@@ -148,7 +152,7 @@ def _check_writable(name: str, file: Path, trace: Path) -> None:
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether both are one file, or will be."""
+    """Whether both paths name one file, which need not exist."""
     if one.exists() and other.exists():
         return one.samefile(other)
     return one.resolve() == other.resolve()

@@ -1,4 +1,4 @@
-"""Advice on tokens that missed: the few sentences with which a report begins."""
+"""Advice on how to hit more tokens, by the causes for which they missed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from coppice.frontend.report.words import duration, memory_sentence
 from coppice.runtime.report.snapshot import CacheAccounts, Counts, NearMiss
 
-_WORTH = 0.03  # of the prompt tokens: a cause that costs less is not worth a sentence
-_ENOUGH = 1000  # prompt tokens, from which the last ten minutes stand for the present
-_GAIN = 0.01  # of the hit rate: more memory that brings less is not worth its price
+_WORTH = 0.03  # share of the prompt tokens from which a cause gets advice
+_ENOUGH = 1000  # prompt tokens from which the last ten minutes stand for the present
+_GAIN = 0.01  # of hit rate, from which more memory is advised
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A way to hit more, or why there is none. `tokens` is what the cause cost."""
+    """What can be done about one cause, if anything. `tokens` are the prompt tokens it cost."""
 
     cause: str
     title: str
@@ -24,13 +24,13 @@ class Advice:
 
 
 def present(accounts: CacheAccounts) -> str:
-    """The window that stands for now: the last ten minutes if much happened, else all time."""
+    """The name of the window that stands for the present, a field of `Windows`."""
     recent = accounts.overall.last_ten_minutes
     return "last_ten_minutes" if recent.prompt_tokens >= _ENOUGH else "since_start"
 
 
 def advice(accounts: CacheAccounts, counts: Counts, policy: str) -> list[Advice]:
-    """For each cause that cost much of `counts`, the costliest first, what can be done about it."""
+    """Advice for each cause of at least 3 % of the prompt tokens of `counts`, costliest first."""
     found = []
     for cause, tokens in sorted(counts.causes.items(), key=lambda each: -each[1]):
         if tokens and tokens >= _WORTH * counts.prompt_tokens:
@@ -57,7 +57,7 @@ def _about(cause: str, counts: Counts, accounts: CacheAccounts, policy: str) -> 
         ),
         "in_flight": (
             "The same prefix was asked for several times at once",
-            "Send one request of such a burst first, and the others once its first token is there.",
+            "Send one request of such a burst first, and the others once its first token has come.",
         ),
     }.get(cause, ("", ""))
 

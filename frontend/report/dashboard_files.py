@@ -14,8 +14,8 @@ from coppice.frontend.http.routes import Route
 _FOLDER = Path(__file__).with_name("dashboard")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
-# The page loads nothing from elsewhere and sends nothing elsewhere. Text of a prompt could do
-# nothing even if it entered the page as anything but text.
+# The page loads nothing from other sites and sends nothing to them. The policy also keeps a prompt
+# that contains HTML from running a script, should it ever enter the page as more than text.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -34,7 +34,7 @@ class _File:
 
 
 class Dashboard:
-    """Serves the page, which contains no secrets: it asks for the report that it shows."""
+    """Serves the page, which contains no figures, so needs no key: it fetches the report."""
 
     def __init__(self) -> None:
         self._files: dict[str, _File] = {}

@@ -1,9 +1,9 @@
 """The metrics at /metrics, for Prometheus: the engine's counters and the server's own.
 
 Every name contains its unit, every label has few values, and every event is counted, so that a
-scrape every 15 seconds misses nothing. The engine's own counts (`EngineStats`) are turned into
-families of metrics when Prometheus asks. When the engine restarts, its counters restart at 0, which
-Prometheus takes into account.
+scrape every 15 seconds misses nothing. The engine's counts (`EngineStats`) become families of
+metrics when Prometheus asks. When the engine restarts, its counters restart at 0, which Prometheus
+takes into account.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from coppice.frontend.report.reporter import Asks
 from coppice.runtime.report.snapshot import EngineStats, Histogram
 
 ANSWER_SECONDS = 5.0
-"""An engine that does not report its counts within this time counts as down in this answer."""
+"""How long a scrape waits for the engine's counts, before it reports the engine as down."""
 
-# Statuses that are reported as 0 from the start: a rate() would miss the first answer of a series
-# that begins with 1.
+# Statuses that are reported as 0 from the start, since rate() misses the first answer of a series
+# that begins at 1: those of routes that generate, and those of the others.
 _ANSWERS = ("200", "400", "401", "413", "429", "499", "500", "503", "504")
 _ANSWERS_ELSEWHERE = ("200", "401", "500", "503")
 
@@ -52,7 +52,7 @@ class Metrics:
         self._responses = self._families.responses
 
     def expect(self, routes: Iterable[Route]) -> None:
-        """Begins counting the answers of these routes, and of paths that there are not, at 0."""
+        """Reports 0 answers of these routes, and of paths without a route, from the start."""
         for route in routes:
             answers = (
                 _ANSWERS if route.path.startswith("/v1/") and route.body else _ANSWERS_ELSEWHERE
@@ -70,7 +70,7 @@ class Metrics:
 
     @web.middleware
     async def count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Counts answers; put it before the middleware that makes answers of errors."""
+        """Counts answers; belongs outside the middleware that turns errors into answers."""
         status = "500"
         try:
             response = await handler(request)
@@ -89,7 +89,7 @@ class Metrics:
         return response
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        """All metrics, in the text format or, if that is asked for, in OpenMetrics."""
+        """All metrics, in the text format or, if the client accepts it, in OpenMetrics."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -101,7 +101,7 @@ class Metrics:
 
 
 class _Families(Collector):
-    """Makes families of metrics of the engine's last snapshot and the server's answers."""
+    """Families of metrics from the engine's last snapshot and the server's answers."""
 
     def __init__(self, model: str, restarts: Callable[[], int]) -> None:
         self._model = model
@@ -110,7 +110,7 @@ class _Families(Collector):
         self.responses: Counter[tuple[str, str, str]] = Counter()  # by route, method, status
 
     def collect(self) -> Iterator[Metric]:
-        """`coppice_engine_up`, and with an engine all the rest."""
+        """All families; without a snapshot, those that need no engine."""
         stats = self.stats
         yield GaugeMetricFamily(
             "coppice_engine_up", "1 if the engine answers, else 0", float(stats is not None)
@@ -131,7 +131,7 @@ class _Families(Collector):
     def _http(self) -> Metric:
         family = CounterMetricFamily(
             "coppice_http_responses",
-            "Answers by route, method and status; status 499: the client went away before its end",
+            "Answers by route, method and status; status 499: the client left before the end",
             labels=["route", "method", "status"],
         )
         for labels, count in sorted(self.responses.items()):
@@ -142,7 +142,7 @@ class _Families(Collector):
 def _requests(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "coppice_requests_running",
-        "Requests of which a sequence runs",
+        "Requests with at least one running sequence",
         stats.requests_running,
     )
     yield GaugeMetricFamily(
@@ -152,7 +152,7 @@ def _requests(stats: EngineStats) -> Iterator[Metric]:
     )
     yield _counters(
         "coppice_requests_finished",
-        "Requests that ended, by why their last sequence did",
+        "Requests that ended, by the reason for which their last sequence ended",
         "finish_reason",
         stats.finished,
     )
@@ -163,7 +163,7 @@ def _requests(stats: EngineStats) -> Iterator[Metric]:
         stats.refused,
     )
     yield CounterMetricFamily(
-        "coppice_preemptions", "Sequences that lost their pages to others", stats.preemptions
+        "coppice_preemptions", "Sequences whose pages were taken for others", stats.preemptions
     )
     yield _histogram(
         "coppice_request_queue_seconds",
@@ -191,9 +191,9 @@ def _tokens(stats: EngineStats) -> Iterator[Metric]:
     )
     yield _counters(
         "coppice_hit_tokens",
-        "Tokens whose KV was reused. cross: prompt tokens known from other requests (of which the "
-        "hit rate is made); same: of a request's further sequences; preempted: of sequences that "
-        "came back after a preemption",
+        "Tokens whose KV was reused. cross: prompt tokens known from other requests (those of the "
+        "hit rate); same: of a request's further sequences; preempted: of sequences that resumed "
+        "after a preemption",
         "kind",
         {
             "cross": counts.hit_tokens,
@@ -203,7 +203,7 @@ def _tokens(stats: EngineStats) -> Iterator[Metric]:
     )
     yield _counters(
         "coppice_computed_tokens",
-        "Prompt tokens that were not hit, by why; with the hit tokens of kind cross they make up "
+        "Prompt tokens that were not hit, by cause; with the hit tokens of kind cross they make up "
         "all prompt tokens",
         "cause",
         counts.causes,
@@ -227,7 +227,7 @@ def _steps(stats: EngineStats) -> Iterator[Metric]:
             "Resident memory of the engine's process",
             stats.resident_bytes,
         )
-    yield _histogram("coppice_step_seconds", "What a step took", stats.step)
+    yield _histogram("coppice_step_seconds", "Duration of a step", stats.step)
     yield _histogram("coppice_step_tokens", "Tokens that a step computed", stats.step_tokens)
     yield _histogram(
         "coppice_step_sequences", "Sequences in a step: the batch size", stats.step_sequences
@@ -237,14 +237,14 @@ def _steps(stats: EngineStats) -> Iterator[Metric]:
     )
     yield _counters(
         "coppice_work_seconds",
-        "Time of steps, by the share of their tokens that were prompts' or decoded",
+        "Time of steps, divided by the shares of prompt tokens and of decoded tokens in each",
         "phase",
         {"prefill": stats.prefill_seconds, "decode": stats.decode_seconds},
     )
     yield _counters(
         "coppice_decode_steps",
-        "Decoding steps where there are CUDA graphs: replayed (graph), or kernel by kernel, since "
-        "of more sequences (too_many) or more attention work (too_much) than any graph has",
+        "Decoding steps of an engine with CUDA graphs. graph: replayed; too_many, too_much: run "
+        "kernel by kernel, since no graph has as many sequences, or as much attention work",
         "how",
         dict(stats.decode_steps),
     )
@@ -252,10 +252,12 @@ def _steps(stats: EngineStats) -> Iterator[Metric]:
         "coppice_cuda_graphs", "CUDA graphs that were captured at start", stats.cuda_graphs
     )
     yield GaugeMetricFamily(
-        "coppice_cuda_graph_capture_seconds", "What capturing took", stats.cuda_graph_seconds
+        "coppice_cuda_graph_capture_seconds",
+        "Time that capturing CUDA graphs took",
+        stats.cuda_graph_seconds,
     )
     yield GaugeMetricFamily(
-        "coppice_cuda_graph_bytes", "Memory of the GPU that they took", stats.cuda_graph_bytes
+        "coppice_cuda_graph_bytes", "GPU memory that the CUDA graphs take", stats.cuda_graph_bytes
     )
 
 
@@ -263,7 +265,7 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
     pages = GaugeMetricFamily(
         "coppice_pool_pages",
         "Pages of the KV cache: free, cached (evicted when pages are needed), pinned (kept by "
-        "nothing but pins), held (by running sequences)",
+        "pins alone), held (by running sequences)",
         labels=["state"],
     )
     for state in ("free", "cached", "pinned", "held"):
@@ -272,7 +274,7 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("coppice_page_size_tokens", "Tokens that a page holds", stats.page_size)
     yield GaugeMetricFamily("coppice_pins", "Prefixes that are pinned", stats.num_pins)
     yield CounterMetricFamily(
-        "coppice_evicted_tokens", "Tokens that had to make room", stats.evicted_tokens
+        "coppice_evicted_tokens", "Tokens that were evicted from the cache", stats.evicted_tokens
     )
     yield _histogram(
         "coppice_eviction_age_seconds",

@@ -1,4 +1,4 @@
-"""The bodies of the routes below /cache/pins: what a client sends, and what it gets."""
+"""The bodies of requests to /cache/pins, and of their answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TokenIds: TypeAlias = Annotated[list[int], Field(fail_fast=True), must_be("a li
 
 
 class NewPin(Body):
-    """A prefix that is to be kept, as exactly one of prompt, prompt_token_ids and messages."""
+    """A prefix to keep, given by exactly one of prompt, prompt_token_ids and messages."""
 
     name: _Name
     prompt: Annotated[str, must_be("a string")] | None = Field(
@@ -40,19 +40,19 @@ class NewPin(Body):
     cache_salt: Annotated[str, must_be("a string"), Unicode] | None = None
     tenant: str | None = Field(
         default=None,
-        description="With --isolate-keys: the name of the key whose requests hit it; null: the one "
-        "that is presented.",
+        description="With --isolate-keys: the name of the key whose requests hit it; null: the key "
+        "of this request.",
     )
 
 
 class Pin(Body):
-    """A prefix that is kept."""
+    """A pin as it is now."""
 
     name: str
     namespace: str = Field(description="A name that hides the cache_salt.")
     tokens: int = Field(ge=1)
     cached_tokens: int = Field(
-        ge=0, description="Tokens kept now; the rest are kept once a request has computed them."
+        ge=0, description="In the cache now; the rest are kept once a request has computed them."
     )
     ttl_seconds: float | None
     seconds_left: float | None
@@ -66,14 +66,14 @@ class PinList(Body):
 
 
 class DeletedPin(Body):
-    """A pin that was ended."""
+    """The answer to DELETE: the name of the pin that was ended."""
 
     name: str
     deleted: bool
 
 
 def parse_pin(body: Any) -> NewPin:
-    """The body of PUT /cache/pins. Raises BadRequest."""
+    """The body of PUT /cache/pins. Raises BadRequest, which names the wrong field."""
     asked = read(NewPin, body)
     given = list(asked.given("prompt", "prompt_token_ids", "messages"))
     if len(given) != 1:

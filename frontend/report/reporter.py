@@ -1,4 +1,4 @@
-"""The report of a running server: samples the engine, and limits how often it is asked."""
+"""Makes the report of a running server, at a limited cost to its engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from coppice.runtime.report.snapshot import CacheReport, TreeReport
 log = logging.getLogger(__name__)
 
 FRESH_SECONDS = 1.0
-"""A report that is no older is given again, however many ask."""
+"""A report that is no older than this is returned again."""
 
 SHARE = 0.02
-"""Of the engine's time that reports of its tree may take."""
+"""The share of the engine's time that reports of its tree may take."""
 
 
 class Asks(Protocol):
@@ -34,10 +34,10 @@ class Asks(Protocol):
 
 
 class Reporter:
-    """Makes the report for all who ask, as JSON in bytes.
+    """Samples the engine's counts, and makes the report for all readers, as JSON in bytes.
 
-    All of it is at most a second old except its tree, for which the engine's steps wait: the tree
-    is asked for again when 50 times as long has passed as the last time took.
+    All of it is at most a second old except its tree, for which the engine's steps wait. Reports
+    show the same tree until 50 times the duration of finding it has passed.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Reporter:
         *,
         show_text: bool,
     ) -> None:
-        """`show_text`: let the report contain text of prompts."""
+        """`show_text`: whether the report contains text of prompts."""
         self._engine = engine
         self._model = model
         decode = token_text(tokenizer) if show_text else None
@@ -63,7 +63,7 @@ class Reporter:
         self._report_made = -float("inf")
 
     async def start(self) -> None:
-        """Begins to sample; in the event loop of all calls."""
+        """Begins to sample, in the running event loop."""
         self._sampling = asyncio.create_task(self._sample())
 
     async def stop(self) -> None:
@@ -73,11 +73,11 @@ class Reporter:
                 await self._sampling
 
     def forget(self) -> None:
-        """The next report is made afresh: something was changed that must show."""
+        """Makes the next report anew, tree included, since pins or the cache were changed."""
         self._tree_made = self._report_made = -float("inf")
 
     async def report(self) -> bytes:
-        """The report as JSON. Raises RequestFailed if there is no engine that answers."""
+        """The report as JSON. Raises RequestFailed if the engine does not answer."""
         async with self._making:
             clock = asyncio.get_running_loop().time
             asked = clock()
@@ -103,7 +103,7 @@ class Reporter:
         while True:
             try:
                 self._history.add(Sample(time.time(), await self._engine.ask("stats")))
-            except RequestFailed:  # while it is started again there is nothing to sample
+            except RequestFailed:  # the engine is being restarted
                 log.debug("no sample: the engine does not answer")
             except Exception:  # the next one may succeed
                 log.exception("the engine could not be sampled")

@@ -1,4 +1,4 @@
-"""A `CacheReport` that shows itself: printed, in a rich console, and in a notebook."""
+"""A `CacheReport` that renders itself with `print`, in a rich console, and in a notebook."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from coppice.runtime.report.snapshot import CacheReport
 
 _WIDTH = 80
 
-# Text of no colour keeps the notebook's own. All others have a contrast of at least 3 on white and
-# on black, so that no scheme has to be known.
+# Text without a colour keeps that of the notebook. Each colour has a contrast of at least 3 on
+# white and on black, so it can be read in a light and in a dark notebook.
 _THEME = TerminalTheme(
     background=(128, 128, 128),
     foreground=(128, 128, 128),
@@ -35,7 +35,7 @@ _HTML = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ShownReport(CacheReport):
-    """A report together with `decode`, which makes text of its token ids. Pickled, it is plain."""
+    """A report with `decode`, which makes text of its token ids; pickling drops `decode`."""
 
     decode: Decode = field(compare=False)
 
@@ -59,7 +59,7 @@ class ShownReport(CacheReport):
 
 
 def shown(report: CacheReport, decode: Decode) -> ShownReport:
-    """`report`, which shows its token ids as `decode` makes text of them."""
+    """The same report, which renders its token ids as text by `decode`."""
     return ShownReport(**_values(report), decode=decode)
 
 

@@ -1,4 +1,4 @@
-"""What reports in the terminal are made of: tables without borders, and bars of characters."""
+"""Tables without borders and bars of characters, for reports in the terminal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ BAR_WIDTH = 30
 
 
 def titled(title: str | None, padding: tuple[int, int, int, int] = (0, 2, 0, 0)) -> Table:
+    """A table without a header, to which the caller adds columns."""
     return Table(
         title=title,
         title_justify="left",
@@ -23,7 +24,7 @@ def titled(title: str | None, padding: tuple[int, int, int, int] = (0, 2, 0, 0))
 
 
 def listed(title: str, columns: Mapping[str, bool]) -> Table:
-    """A table of named columns, of which some (True) hold numbers."""
+    """A table with named columns; True: a column of numbers."""
     table = Table(
         title=title,
         title_justify="left",
@@ -40,12 +41,13 @@ def listed(title: str, columns: Mapping[str, bool]) -> Table:
 
 
 def bar(share: float, style: str, width: int = BAR_WIDTH) -> Text:
+    """A bar of `width` columns, filled to `share`, which is cut to the range from 0 to 1."""
     filled = round(width * min(max(share, 0.0), 1.0))
     return Text.assemble(("█" * filled, style), ("░" * (width - filled), "dim"))
 
 
 def divided(parts: Iterable[tuple[int, str, str]], whole: int, width: int) -> Text:
-    """A bar of `width` columns for `whole`, divided into parts of a count, a sign and a style."""
+    """A bar of `width` columns for a count `whole`; each part is a count, a character, a style."""
     text, done, drawn = Text(), 0, 0
     for count, sign, style in parts:
         done += count

@@ -1,13 +1,13 @@
-// Line charts as SVG in real pixels: crisp text, a crosshair for the mouse, arrow keys, and a table.
+// Line charts as SVG, one unit a pixel, with a crosshair for mouse and arrow keys, and a table.
 
 import { h, s, table } from "./dom.js";
 
 const LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 24;
 
 /**
- * A chart that keeps its place under the pointer when its data change.
+ * A chart; the point that is examined stays chosen when its data change.
  *
- * A figure is {label, x, xText(i), xTicks: [[x, text]], log?, yMax, yText, yTicks, series, bars?,
+ * Its data are a figure {label, x, xText(i), xTicks: [[x, text]], log?, yMax, yText, yTicks, series, bars?,
  * marks?}. A series is {name, values, kind: "line" | "dots", colour, area?}; values may be null.
  * `bars`, drawn below the lines, have a scale of their own: {name, values, text}.
  */
@@ -60,7 +60,7 @@ export class Chart {
         s("text", { class: "tick", x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" },
           figure.yText(value)));
     }
-    let free = -Infinity; // labels that would touch the one before are left out
+    let free = -Infinity; // a label that would touch the one before is left out
     for (const [value, text] of figure.xTicks) {
       const middle = x(value), half = 3.6 * text.length;
       const left = Math.min(middle, width - half) - half;
@@ -190,7 +190,7 @@ function scale(values, from, to, log) {
   return (value) => (high > low ? from + ((of(value) - low) / (high - low)) * (to - from) : (from + to) / 2);
 }
 
-/** The places of values that follow each other without a gap. */
+/** The indices of values, in lists that are interrupted by null. */
 function runs(values) {
   const found = [];
   values.forEach((value, i) => {
@@ -203,7 +203,7 @@ function runs(values) {
 
 const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)},${y.toFixed(1)}`).join("");
 
-/** Some five round numbers from 0 up to at least `most`. */
+/** Round numbers from 0 up to at least `most`, in up to five steps. */
 export function ticks(most) {
   if (!(most > 0)) return [0, 1];
   const power = 10 ** Math.floor(Math.log10(most / 3));

@@ -1,4 +1,4 @@
-// Small helpers to make elements. Text is always inserted as text, never as HTML.
+// Makes elements. Text is always inserted as text, never as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -18,7 +18,7 @@ export function h(tag, properties, ...children) {
   return fill(document.createElement(tag), properties, children);
 }
 
-/** An SVG element, in the same way. */
+/** An SVG element, with the same arguments as `h`. */
 export function s(tag, properties, ...children) {
   return fill(document.createElementNS(SVG, tag), properties, children);
 }
@@ -30,8 +30,9 @@ export function byId(id) {
 const shown = new WeakMap();
 
 /**
- * Puts what `make` returns into `container`, unless `data` is the same as the last time: what
- * the reader has focused, opened or selected there changes only when there is something new.
+ * Puts the elements that `make` returns into `container`, unless `data` is as in the last call.
+ *
+ * So a selection of text stays until something changes, and focus and opened details stay also then.
  */
 export function show(container, data, make) {
   const key = JSON.stringify(data);
@@ -49,7 +50,7 @@ export function show(container, data, make) {
   }
 }
 
-/** A table in a frame that scrolls if it must. Columns: {name, number?, class?}. */
+/** A table in a frame that scrolls if it is too large. Columns: {name, number?, class?}. */
 export function table(label, columns, rows) {
   return h("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" },
     h("table", null,

@@ -1,4 +1,4 @@
-// Asks for the report every two seconds while the page is visible, and shows it.
+// Fetches the report every two seconds while the page is visible, and shows it.
 
 import { byId } from "./dom.js";
 import { clock } from "./format.js";

@@ -1,4 +1,4 @@
-// What is read first: the hit rate, what it saves, why tokens miss, and what to do about it.
+// The top of the page: the hit rate, the time it saves, why tokens missed, and advice.
 
 import { h, show } from "./dom.js";
 import { count, duration, percent, short } from "./format.js";
@@ -48,7 +48,7 @@ function filled(report, present, counts) {
   ];
 }
 
-/** All prompt tokens as one bar: what was hit, then each cause; a tick where the ideal ends. */
+/** All prompt tokens as one bar: hits, then each cause; a tick at the ideal hit rate. */
 function mix(counts, causes) {
   const parts = [["hit", counts.hit_tokens], ...causes];
   const words = parts.map(([name, tokens]) => `${name.replaceAll("_", " ")} ${percent(tokens / counts.prompt_tokens)}`);

@@ -1,4 +1,4 @@
-// The quieter parts of the page: memory, near misses, latencies, namespaces, pins, the footer.
+// The other parts of the page: memory, near misses, latencies, namespaces, pins, the footer.
 
 import { Chart, ticks } from "./charts.js";
 import { byId, h, show, table } from "./dom.js";
@@ -111,8 +111,8 @@ export function latencies(container, report) {
   const { requests } = report;
   show(container, [report.latency_seconds, requests], () => {
     const refused = Object.values(requests.refused).reduce((a, b) => a + b, 0);
-    const ended = Object.entries(requests.finished).filter(([, many]) => many)
-      .map(([reason, many]) => `${count(many)} ${reason}`).join(", ");
+    const ended = Object.entries(requests.finished).filter(([, number]) => number)
+      .map(([reason, number]) => `${count(number)} ${reason}`).join(", ");
     return [
       h("dl", { class: "tiles" },
         [["running", requests.running], ["waiting", requests.waiting], ["preemptions", requests.preemptions],
