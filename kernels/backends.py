@@ -1,4 +1,4 @@
-"""Which attention backend a step runs on, by the name that was asked for, the device and the model.
+"""The choice of the attention backend, by the requested name, the device and the model.
 
 Backends are imported when they are chosen: each needs libraries that may not be installed.
 """
@@ -21,7 +21,7 @@ def select_backend(
     deterministic: bool = False,
     case: AttentionCase | None = None,
 ) -> AttentionBackend:
-    """The backend of that name for that device; ``auto`` is the fastest there is.
+    """The backend of that name for that device; ``auto`` is the fastest one that works there.
 
     Names: ``auto``, ``cpu``, ``triton``, ``flashinfer``, ``reference`` (slow, for tests). On a GPU
     ``auto`` is ``flashinfer`` where that covers the ``case``, if one is given, else ``triton``, and

@@ -28,10 +28,10 @@ def stage(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tens
 
 
 def send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors on the device, all of them in one transfer; the arrays may change then.
+    """The arrays as tensors on the device, in one transfer; later changes do not reach them.
 
     On a GPU they are views of one piece of memory, each at a multiple of 16 bytes, and the transfer
-    is queued on the current stream; torch keeps the pinned copy until it is through. O(bytes).
+    is queued on the current stream; torch keeps the pinned copy until it is done. O(bytes).
     """
     if device.type == "cpu":
         return [torch.from_numpy(array.copy()) for array in arrays]
@@ -48,7 +48,7 @@ class Landing:
     """
 
     def __init__(self, arrays: Sequence[tuple[tuple[int, ...], DTypeLike]], memory: torch.Tensor):
-        """`arrays` are shapes and types; `memory` are at least `size` of them bytes."""
+        """``arrays``: shapes and types; ``memory``: at least ``size(arrays)`` of uint8."""
         self._shapes = [(shape, np.dtype(dtype)) for shape, dtype in arrays]
         self._starts = _starts([_bytes(*each) for each in self._shapes])
         self._memory = memory
@@ -63,7 +63,7 @@ class Landing:
         return _starts([_bytes(shape, np.dtype(dtype)) for shape, dtype in arrays])[-1]
 
     def put(self, arrays: Sequence[np.ndarray]) -> bool:
-        """Queues their transfer; False, and nothing, if one has more rows than there is room for.
+        """Queue the transfer of ``arrays``; return False, and do nothing, if one has too many rows.
 
         They have the types and shapes given to the constructor, except for the number of rows.
         """
@@ -79,7 +79,7 @@ class Landing:
 class Fetched:
     """Tensors on their way back from the device, queued after what computes them.
 
-    They are copied into pinned memory; an event recorded after the copies reports their arrival.
+    They are copied into pinned memory; an event recorded after the copies signals their arrival.
     Until then only operations queued on the same stream may change the tensors.
     """
 

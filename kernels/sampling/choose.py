@@ -96,7 +96,7 @@ def _try_out(compiled: ModuleType) -> None:
 
 
 def _choose(logits: torch.Tensor, columns: np.ndarray, numbers: torch.Tensor) -> torch.Tensor:
-    """``numbers`` are ``columns`` on the device; ``columns`` show which filters any row has."""
+    """The choice in torch; ``numbers`` are ``columns`` on the device of the logits."""
     temperature, top_k, top_p, min_p, uniform = numbers.split(1, dim=1)
     weights = logits - logits.amax(dim=-1, keepdim=True)
     weights = weights.div_(temperature.float()).exp_()
@@ -170,9 +170,12 @@ def _above(keys: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first index at which the running sum of weights [R, V] exceeds uniform [R, 1] of it."""
+    """The first index, int64 ``[R]``, at which the running sum of ``weights [R, V]`` is enough.
+
+    That is more than the fraction ``uniform [R, 1]`` of the whole sum.
+    """
     sums = weights.cumsum(dim=-1, dtype=torch.float64)
     index = torch.searchsorted(sums, uniform * sums[:, -1:], right=True).squeeze(1)
-    # Rounding may reach the very end; the last token of any weight is meant then.
+    # Rounding may reach the very end: then the last token of any weight is chosen.
     last = weights.shape[1] - 1 - (weights > 0).flip(-1).int().argmax(dim=-1)
     return torch.minimum(index, last)

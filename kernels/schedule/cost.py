@@ -2,9 +2,10 @@
 
 A stretch of pages that sequences share can be read once for all rows below it, or by each of them.
 Reading once saves bytes; it costs each row a partial result that is written and merged, and perhaps
-another launch. All is counted in bytes that move between memory and the chip's multiprocessors (of
-a CPU, threads), by which decoding is bound; a launch and the start of a program count as the bytes
-that move meanwhile. No number of sequences is special: two pay where their stretch is long.
+another launch. All costs are counted in bytes that move between memory and the chip's
+multiprocessors (of a CPU, threads), since these bound decoding; a launch and the start of a program
+count as the bytes that could move meanwhile. No least number of sequences is set: two share a
+stretch that is long enough.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class CostModel:
     """The shape of heads, the tiles and the chip that a schedule is made for.
 
     ``key_bytes``: one token's K and V for one KV head. ``group``: query heads of a KV head; where
-    they are more than the rows of the smaller tile, they are worked in ``parts``, each of
-    ``packed`` heads, which read the same keys.
+    they are more than the rows of the smaller tile, they are divided into ``parts`` of ``packed``
+    heads, which read the same keys.
     """
 
     tiles: Tiles
@@ -65,7 +66,7 @@ class CostModel:
 
     @property
     def programs(self) -> int:
-        """Those of an item, if a program works one KV head."""
+        """The number of programs of an item, if a program serves one KV head."""
         return self.kv_heads * self.parts
 
     @property
@@ -108,7 +109,7 @@ class SharedRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tasks:
-    """Rows and the keys they walk, before either is cut: int64 arrays of one length but ``rows``.
+    """Rows and the keys they walk, before either is cut; all but ``rows`` int64 of one length.
 
     Task t's rows are the next ``counts[t]`` of ``rows`` (int32), its page table begins at
     ``table[t]``, its keys are ``begin[t] .. end[t]``, less what causality hides.
@@ -138,7 +139,7 @@ class Tasks:
         end = np.concatenate([np.repeat(ends, lengths), context])
         order = np.argsort(members, kind="stable")
         reached = _before(members, order, end, 0)
-        # What is left between a range and the one before it, and after the last.
+        # The keys between a range and the one before it, and after the last range.
         shared_entries = int(lengths.sum())
         after = np.flatnonzero((reached < begin) | (np.arange(len(members)) >= shared_entries))
         alone = members[after]
@@ -180,8 +181,8 @@ def choose_shared(
     From the root down, a stretch is shared where that saves more bytes than its partial results
     cost. The alternative to compare with is that the groups below it read its keys. A stretch that
     is not shared passes to its children: each shares it for its own members. With a window, only
-    sequences all of whose rows see all of the stretch can share it. O(members) in
-    numpy, with a Python loop over stretches.
+    sequences all of whose rows see all of the stretch can share it. O(members) in numpy, with a
+    Python loop over stretches.
     """
     stretches = sorted(plan.stretches, key=lambda s: s.first_page)
     if not stretches:
@@ -205,7 +206,7 @@ def choose_shared(
     left = np.add.reduceat(able.astype(np.int64), starts).tolist()
     above = _before(members, np.argsort(members, kind="stable"), index_of, -1)
     parent = above[starts].tolist()
-    # Whether all members have come to the same place, whatever is chosen above them.
+    # Whether all members start from the same key, for every choice above them.
     alike = np.logical_and.reduceat(able & (above == above[starts][index_of]), starts).tolist()
 
     shared_reads = model.reads(np.maximum(rows, 1)).tolist()
@@ -213,7 +214,7 @@ def choose_shared(
     first, last = begins.tolist(), ends.tolist()
 
     # From the leaves up: how often a stretch's keys are read if it is not shared, but those below
-    # it may be. Where its parent's keys were added to it, would it be shared?
+    # it may be. A child counts as sharing them if it would be shared with them added to its own.
     for index in range(len(stretches) - 1, -1, -1):
         up = parent[index]
         if up < 0 or not left[index]:
@@ -224,7 +225,7 @@ def choose_shared(
         reads[up] += (shared_reads[index] if once else reads[index]) - own[index]
 
     cursor = np.zeros(plan.num_sequences, np.int64)
-    reached = [0] * len(stretches)  # where members stand after it, if they are alike
+    reached = [0] * len(stretches)  # the key after it from which members go on, if alike
     chosen = []
     for index, stretch in enumerate(stretches):
         up = parent[index]
@@ -254,9 +255,9 @@ def choose_shared(
 
 
 def least_cost(plan: AttentionPlan, window: int | None, model: CostModel) -> float:
-    """What a schedule of this plan that shares nothing costs at least, in bytes; 0 if not known.
+    """A lower bound, in bytes, of a schedule of this plan that shares nothing; 0 if none is known.
 
-    Known where all decode: each row reads all of its keys.
+    It is known where all sequences decode without a window: each row reads all of its keys.
     """
     if window is not None or plan.num_rows != plan.num_sequences:
         return 0.0
@@ -266,9 +267,9 @@ def least_cost(plan: AttentionPlan, window: int | None, model: CostModel) -> flo
 
 
 def saved_bytes(rows: int, fewer: float, tokens: int, parts: int, model: CostModel) -> float:
-    """Bytes saved by reading ``tokens`` ``fewer`` times, since ``rows`` share them.
+    """Bytes saved where ``rows`` share ``tokens``, which are then read ``fewer`` times less.
 
-    ``parts``: partial results that it costs each row.
+    ``parts``: the partial results that sharing adds for each row.
     """
     return fewer * tokens * model.key_bytes * model.kv_heads - rows * parts * model.row_bytes
 
@@ -278,9 +279,9 @@ def best_split(
 ) -> tuple[int, float]:
     """The most keys that a program should walk, and what the walks then cost in bytes.
 
-    ``length`` and ``rows`` are those of each block. Programs run in waves of as many as the chip
-    holds. Too few of them leave it idle, and so does the last wave: splitting evens that out, and
-    costs starts, partial results and a merge.
+    ``length``, in keys, and ``rows`` are int64, one number a block. Programs run in waves of as
+    many as the chip holds. Too few of them leave it idle, and so does the last wave: splitting
+    evens that out, and costs starts, partial results and a merge.
     """
     held = model.multiprocessors * tile.resident
     longest = int(length.max())

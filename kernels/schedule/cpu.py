@@ -17,10 +17,9 @@ from coppice.kernels.schedule.tiles import Tile, Tiles
 # microseconds for the memory and the call of the merge.
 _LAUNCH_BYTES = 50_000
 
-# Keys of few lanes times KV heads from which work is shared among threads: below, waking them takes
-# longer. One is some 30 to 40 ns with heads of 64.
+# The work, in keys of few lanes times KV heads, from which threads share it: below, waking them
+# takes longer. A key takes some 30 to 40 ns with heads of 64.
 _SHARED_FROM = 2048
-
 
 # How much longer a key takes with a whole vector of lanes than with few lanes, which wait for
 # memory: 66 ns for a head of 64 instead of 40.
@@ -156,10 +155,10 @@ class GrowingSchedule:
             or plan.page_size != before.page_size
         ):
             return None
-        if plan.stretches != before.stretches:  # other objects
+        if plan.stretches != before.stretches:  # other objects, perhaps of the same content
             if not _same(choose_shared(plan, None, model), tree.shared):
                 return None
-            # So that later plans with these need not be compared again.
+            # Later plans with these objects need no such comparison.
             self._plan = before = replace(before, stretches=plan.stretches)
         grown = plan.context_len - before.context_len
         if grown.min() < 0 or grown.max() > _MOST_GROWTH:

@@ -7,8 +7,9 @@ Everything that a step attends to is items of one kind::
 
 A decoding sequence is one row over all its keys, a chunk of prefill many rows over the cached
 prefix and themselves, a shared stretch the rows of all sequences below it over its keys. A long
-range is split among programs. A row that has one item is done with it; the partial results of the
-other rows are merged by log-sum-exp. ``cost`` decides what to share and how finely to split.
+range is split among programs. The result of a row's only item is its output; rows with several
+items have partial results, which are merged by log-sum-exp. ``cost`` decides what to share and how
+finely to split.
 
 A schedule depends on the plan, the window and the shape of heads, and on no values. It serves all
 layers of a step that have the same window and shape.
@@ -55,10 +56,11 @@ class Launch:
 class TreeSchedule:
     """One step's work for the kernels.
 
-    ``rows`` int32 are the batch rows that items name. ``slots`` int32 say where each row of each
-    item puts its result: the place among the partial ones, or -1 for the output itself; empty where
-    all are. ``positions`` int32 ``[T]``. ``merges`` int32 ``[m, 3]``: row, first slot, slots, which
-    are in the order of keys. ``shared``: the stretches that are read once for all.
+    ``rows`` int32 are the batch rows that items name. ``slots`` int32: where each row of each item
+    puts its result, the place among the partial ones or -1 for the output itself; empty if every
+    result is an output. ``positions`` int32 ``[T]``. ``merges`` int32 ``[m, 3]``: row, first slot,
+    number of slots, which are in the order of keys. ``shared``: the stretches that are read once
+    for all. ``cost``: the estimate, in bytes.
     """
 
     launches: tuple[Launch, ...]
@@ -75,7 +77,7 @@ class TreeSchedule:
 
     @property
     def keys_read(self) -> int:
-        """Tokens whose K and V are read, for each KV head, counted as often as they are."""
+        """Tokens whose K and V are read for each KV head, each counted as often as it is read."""
         return sum(int((e.items[:, 4] - e.items[:, 3]).sum(dtype=np.int64)) for e in self.launches)
 
 
@@ -84,9 +86,9 @@ def build_tree_schedule(
 ) -> TreeSchedule:
     """The cheapest schedule of a checked plan for layers with that sliding window.
 
-    That is the one without sharing wherever nothing pays. O(rows + pages) in numpy, with a Python
-    loop over stretches. ``deterministic``: nothing is shared, ranges are split at multiples of
-    ``DETERMINISTIC_SPLIT``, and every result passes through a slot wherever any row has several.
+    Where sharing does not pay, nothing is shared. O(rows + pages) in numpy, with a Python loop over
+    stretches. ``deterministic``: nothing is shared, ranges are split at multiples of
+    ``DETERMINISTIC_SPLIT``, and slots are never empty, so that one compiled kernel serves all.
     """
     shared = () if deterministic else choose_shared(plan, window, model)
     if not shared:
@@ -118,7 +120,7 @@ def _schedule(
     items, cost = _cut_keys(blocks, model, deterministic)
     begin, end = items[:, 3], items[:, 4]
 
-    # Entries: a row of an item each, in the order of items, which for one row is that of its keys.
+    # Entries: a row of an item each, in the order of items; those of one row are in order of keys.
     counts = items[:, 1]
     starts = np.cumsum(counts) - counts
     which = np.repeat(np.arange(len(items)), counts)
@@ -177,7 +179,7 @@ class _Blocks:
 def _cut_rows(tasks: Tasks, positions: np.ndarray, window: int | None, model: CostModel) -> _Blocks:
     few = tasks.counts <= model.few_rows
     pieces = -(-tasks.counts // np.where(few, model.few_rows, model.many_rows))
-    height = -(-tasks.counts // pieces)  # all alike: the last one is not a remainder
+    height = -(-tasks.counts // pieces)  # pieces of equal height, not full ones and a remainder
     task = np.repeat(np.arange(len(pieces)), pieces)
     number = np.arange(len(task)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     first = (np.cumsum(tasks.counts) - tasks.counts)[task] + number * height[task]
@@ -196,7 +198,7 @@ def _cut_rows(tasks: Tasks, positions: np.ndarray, window: int | None, model: Co
 
 
 def _cut_keys(blocks: _Blocks, model: CostModel, deterministic: bool) -> tuple[np.ndarray, float]:
-    """Split the blocks' ranges: ``[n, 8]``, whose last column is the block; and what it costs."""
+    """Split the blocks' ranges: items ``[n, 8]``, whose last column is the block; and the cost."""
     begin, end = blocks.items[:, 3], blocks.items[:, 4]
     length = end - begin
     part = np.empty(len(begin), np.int64)

@@ -42,8 +42,8 @@ def choose_tiles(
 ) -> Tiles:
     """The tiles for heads of this width, queries of ``itemsize`` bytes, ``group`` to a KV head.
 
-    Float32 products run outside the tensor cores, whose rounding of float32 is not wanted, and hold
-    much in registers: its tiles are small. ``deterministic`` has one tile for everything.
+    Float32 products run outside the tensor cores, which would round their inputs, and need many
+    registers, so their tiles are small. ``deterministic``: one tile for all items.
     """
     if itemsize == 4:
         if head_dim <= 64:
@@ -66,11 +66,11 @@ def choose_tiles(
 
 
 def head_blocks(head_dim: int, queries: int) -> tuple[int, int]:
-    """The powers of two that a head is multiplied in, at least 16 each; the second one may be 0.
+    """The powers of two, at least 16, into which products divide a head; the second may be 0.
 
-    80 is (64, 16) and 96 (64, 32): 0.63 and 0.75 of the products of 128. Only so where warp groups
-    multiply, from 64 rows on: in smaller tiles every warp would do all of two products that follow
-    one another, and decoding waits for memory, from which what pads a head is not read.
+    80 is (64, 16) and 96 (64, 32): 0.63 and 0.75 of the products of 128. A head is divided only
+    from 64 rows on, where warp groups multiply. In smaller tiles every warp would compute both
+    products in turn; and decoding waits for memory, from which the padding of a head is not read.
     """
     whole = max(16, 2 ** (head_dim - 1).bit_length())
     first = whole // 2
@@ -94,6 +94,7 @@ class ProductTile:
 def product_tile(itemsize: int) -> ProductTile:
     """The one tile of products whose results must not depend on the number of rows.
 
-    It has 64 rows, the fewest that a warp group multiplies at once: few rows wait for the weight.
+    In 16 bits it has 64 rows, the fewest that a warp group multiplies at once; a product of few
+    rows takes the time of reading the weight anyway.
     """
     return ProductTile(32, 32, 32, 4, 2) if itemsize == 4 else ProductTile(64, 128, 64, 4, 4)

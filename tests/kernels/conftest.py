@@ -1,4 +1,4 @@
-"""Random batches over random trees, as every attention backend is tested on."""
+"""Random batches over random trees, on which every attention backend is tested."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from coppice.kernels.schedule.cost import CostModel
 
 @dataclass
 class Batch:
-    """One step's input, built on the interface's rules alone; what nobody owns is NaN.
+    """One step's input, built by the interface's rules alone; slots without an owner are NaN.
 
     ``tails`` are the sequences: rows of this step, and cached tokens beyond what the stretches
     cover. ``stretches`` are (members, pages), parents before children.
@@ -105,7 +105,7 @@ class Batch:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write this step's keys and values, and attend, on the backend's device.
 
-        By `prepared` where that is given.
+        ``prepared`` replaces the result of the backend's ``prepare``.
         """
         device = getattr(backend, "device", torch.device("cpu"))
         q, k, v, slots = (each.to(device) for each in (self.q, self.k, self.v, self.slots))
@@ -172,7 +172,7 @@ FLASHINFER_TYPE, FLASHINFER_HEAD_DIM = torch.bfloat16, 128 if torch.cuda.is_avai
 
 @pytest.fixture(scope="session")
 def flashinfer_backend() -> AttentionBackend:
-    """FlashInfer itself on a GPU; elsewhere what stands for it, and checks what it is given."""
+    """FlashInfer itself on a GPU; elsewhere ``fake_flashinfer``, which checks its arguments."""
     with pytest.MonkeyPatch.context() as patch:
         if TRITON_DEVICE.type != "cuda":
             patch.setitem(sys.modules, "flashinfer", Library())
@@ -196,7 +196,7 @@ def make_batch(request: pytest.FixtureRequest) -> Callable[..., Batch]:
 
 @pytest.fixture
 def fine_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything shared and split as finely as it goes, so that small batches are merged too."""
+    """All is shared and split as finely as possible, so that small batches are merged too."""
     monkeypatch.setattr(cost, "SPLITS", (4, 32))
     monkeypatch.setattr(cost, "START_KEYS", 0)
     monkeypatch.setattr(CostModel, "row_bytes", 0)

@@ -1,4 +1,4 @@
-"""``numba_items`` in plain torch, for a machine on which that cannot be compiled.
+"""Attention of items in plain torch, for a machine on which ``numba_items`` cannot be compiled.
 
 It has the same arguments and, up to rounding, the same results. It is several times slower, since
 it gathers the keys of each item before it reads them.
