@@ -2,5 +2,5 @@
 
 from coppice.kernels.cpu.code.threads import calm_waiting_threads
 
-# Here, because it must come before torch is loaded, which every module of this room does.
+# It must run before torch is loaded, and modules of this room load torch.
 calm_waiting_threads()

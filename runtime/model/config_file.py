@@ -64,8 +64,8 @@ def _family(raw: dict[str, Any]) -> Family:
 def _eos_token_ids(path: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """All ids that either file names, those of the generation config first.
 
-    The two differ in practice, most often because one of them forgot the end of a chat turn, and
-    an answer that stops at either is what a user expects.
+    The two differ in practice, most often because one of them lacks the end of a chat turn, and
+    users expect an answer to stop at either.
     """
     generation = path / "generation_config.json"
     sources = [(generation, _read_json(generation))] if generation.exists() else []

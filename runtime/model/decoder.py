@@ -1,8 +1,8 @@
 """The decoder-only transformer of all families, for inference.
 
-One implementation, which ``ModelConfig`` describes layer by layer. A step's tokens are one flat
-list, whatever sequences they belong to: only rotary positions, cache slots and the attention plan
-differ between sequences.
+One implementation, which ``ModelConfig`` describes layer by layer. The tokens of a step, of all its
+sequences, are one flat list: only rotary positions, cache slots and the attention plan distinguish
+the sequences.
 
     token_ids [T] -> embed -> x [T, hidden] -> layer 0 -> ... -> layer L-1 -> norm -> logits [R, V]
 
@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         return self.config.tie_word_embeddings and self.head.shares_embedding
 
     def pack(self) -> None:
-        """Lays out the projections for their products, where there are kernels for that."""
+        """Packs the weights of projections for the products on this device, where it has such."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
@@ -176,9 +176,9 @@ class Decoder(nn.Module):
         prepared: Any,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits, float32 ``[R, vocab_size]``, of the rows that ``logit_rows`` names.
+        """Logits, float32 ``[R, vocab_size]``, of the rows in ``logit_rows``.
 
-        That is ``logits`` of ``hidden_states``, whose arguments these are.
+        The arguments are those of ``hidden_states``.
         """
         hidden = self.hidden_states(
             token_ids, positions, slots, kv, attention, prepared, logit_rows
@@ -213,7 +213,7 @@ class Decoder(nn.Module):
         ``token_ids``, ``positions`` (in the token's own sequence) and ``slots`` (of its KV,
         page * page_size + slot) are int64 ``[T]``; ``logit_rows`` is int64 ``[R]``, and R may be 0.
         ``kv`` has the cache of each layer; ``prepared`` is what ``attention.prepare`` returned for
-        this step's plan. Run it under ``torch.inference_mode()``; without, it is slower, not wrong.
+        this step's plan. Without ``torch.inference_mode()`` it is slower, not wrong.
         """
         angles = self.rope.angles(positions)
         x = self._embed(token_ids).to(self._dtype)

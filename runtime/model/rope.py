@@ -17,7 +17,7 @@ import torch
 class RopeConfig:
     """Frequencies of one model: ``inv_freq`` has ``head_dim / 2`` entries, radians a position.
 
-    ``attention_factor`` multiplies cosine and sine (1.0 but for yarn).
+    ``attention_factor`` multiplies cosine and sine (1.0 except for yarn).
     """
 
     rope_type: str
@@ -46,7 +46,7 @@ def rope_config(parameters: Mapping[str, Any], head_dim: int) -> RopeConfig:
 
 
 def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1: long waves are stretched, short ones kept, and those between get a mixture."""
+    """Llama 3.1: long waves are stretched, short ones kept, and those between are a mixture."""
     factor = parameters["factor"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     original = parameters["original_max_position_embeddings"]
@@ -65,7 +65,7 @@ def _yarn(wave_lengths: torch.Tensor, parameters: Mapping[str, Any], head_dim: i
     original = parameters["original_max_position_embeddings"]
 
     def dimension(rotations: float) -> float:
-        """Where a wave turns that often within the original length."""
+        """The dimension whose wave turns ``rotations`` times within the original length."""
         turns = math.log(original / (rotations * 2 * math.pi))
         return (head_dim * turns) / (2 * math.log(theta))
 

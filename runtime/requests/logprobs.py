@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logprobs:
-    """Of n tokens, each at its own place in a text: its log-probability, and the k highest there.
+    """The log-probability of each of n tokens, and the k highest ones at the token's position.
 
     A token's rank is 1 plus the number of tokens that are more probable at its place, so equally
     probable tokens have the same rank.
@@ -57,7 +57,7 @@ class Logprobs:
 
     @staticmethod
     def blank(count: int, top: int) -> Logprobs:
-        """Room for `count` tokens with `top` others each; memory is taken as it is written."""
+        """Zeros for `count` tokens with `top` others each; memory is taken as it is written."""
         return Logprobs(
             np.zeros(count, np.float32),
             np.zeros(count, np.int32),

@@ -1,8 +1,8 @@
 """Log-probabilities of one request's prompt: which are known, and which rows give the others.
 
-A prompt token's logprobs come from the row of the token before it. Of a prompt's hit nothing is
-computed, so its rows are missing; a request for prompt logprobs therefore hits only as far as they
-are known already (`PromptLogprobs.limit`), and computes from there:
+A prompt token's logprobs come from the row of logits of the token before it. Tokens that hit the
+cache are not computed and have no rows, so a request for prompt logprobs hits only as far as its
+logprobs are known already (`PromptLogprobs.limit`), and computes the others:
 
     tokens     t0  t1  t2  t3  t4  t5  t6        logprobs of t0 .. t3 are known:
     known       *   *   *   *                    the rows of t0, t1, t2 are not needed,
@@ -30,18 +30,18 @@ class LogprobStore(Protocol):
     top: int
 
     def read(self, tokens: bytes, namespace: Hashable, known: int, into: Logprobs) -> int:
-        """Copies what is known of `tokens` from place `known` on; for how many it is known now."""
+        """Copies the known logprobs of `tokens` from `known` on; returns how many are known now."""
         ...
 
     def store(self, tokens: bytes, namespace: Hashable, entries: Logprobs, start: int) -> None:
-        """Enters the logprobs of all `tokens`; the first `start` ones mean nothing."""
+        """Keeps the logprobs of all `tokens`; the first `start` entries are undefined."""
 
 
 class PromptLogprobs:
     """The logprobs of one request's prompt, as far as they are known.
 
-    With `store` they are looked up there, and entered as they are computed; it must keep as many
-    alternatives as are asked for. Those before `start` are not wanted and count as known.
+    With `store` they are looked up there, and stored as they are computed; it must keep at least
+    the `top` alternatives of each. Those before `start` were not asked for and count as known.
     """
 
     __slots__ = ("count", "known", "store", "_entries", "_namespace", "_start", "_tokens", "_top")
@@ -72,7 +72,7 @@ class PromptLogprobs:
     def limit(self, length: int) -> int:
         """The longest hit that leaves the missing rows to be computed, at most `length` tokens.
 
-        Looks up what other requests have stored meanwhile. O(tokens of the prompt).
+        Reads what other requests have stored since the last call. O(tokens of the prompt).
         """
         if self.known < self.count and self.store is not None:
             self.known = self.store.read(self._tokens, self._namespace, self.known, self._entries)
@@ -88,13 +88,13 @@ class PromptLogprobs:
         self.known += len(entries)
 
     def keep(self) -> None:
-        """Enters what is known in the store."""
+        """Copies the known logprobs to the store, if there is one."""
         if self.store is not None:
             tokens = self._tokens[: self.known * TOKEN_BYTES]
             self.store.store(tokens, self._namespace, self._entries[: self.known], self._start)
 
     def result(self) -> Logprobs:
-        """The logprobs of all prompt tokens; the first and those before the start mean nothing."""
+        """The logprobs of all prompt tokens; undefined for the first and those before `start`."""
         assert self.known == self.count, "the prompt is not computed yet"
         entries = self._entries
         return Logprobs(

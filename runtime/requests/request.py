@@ -17,18 +17,18 @@ if TYPE_CHECKING:  # these need torch, which a simulation of the scheduler does 
     from coppice.runtime.requests.prompt_logprobs import PromptLogprobs
 
 
-#: Stands for the last token of a sequence while it is on the device only.
+#: Stands for the last token of a sequence while only the device has it.
 LATE = -1
 
 
 class QueueFull(RuntimeError):
-    """A request was refused because too much waits already; `limit` names the limit it met."""
+    """A request was refused because the queue is full; `limit` names the option that bounds it."""
 
     limit = ""
 
 
 class Unfinished(RuntimeError):
-    """Something was refused because requests run or wait."""
+    """An operation was refused because requests are running or waiting."""
 
 
 class DeviceLost(RuntimeError):
@@ -93,12 +93,12 @@ class Sequence:
         self.hold: Hold | None = None  # its lock in the tree, while running
         self.table = array("i")  # its page table, while running
         self.cached_tokens = -1  # hit of its first admission; -1 before
-        self.counted = False  # by `EngineCounters`, with its first chunk
+        self.counted = False  # whether its request was counted, at its first chunk
         self.admitted = -1  # serial number of its last admission
         self.preempted = False  # waits to be resumed
         self.account: RequestAccount | None = None  # of its last admission; None without accounts
-        self.token_at = 0.0  # when it last got a token, by the clock of `EngineCounters`; 0 before
-        self.private = False  # stays out of the tree until it ends (see Scheduler)
+        self.token_at = 0.0  # when it last got a token, in seconds of a monotonic clock; 0 before
+        self.private = False  # its tokens stay out of the tree until it ends
         self.prompt_logprobs: PromptLogprobs | None = None  # None: not asked for
         self.logit_rules: Forkable | None = None  # the sampler's; made when it is first sampled
 
@@ -114,9 +114,9 @@ class Sequence:
 
     @property
     def hit_limit(self) -> int:
-        """The most tokens that it may hit: all but the last, which needs logits.
+        """The most tokens that it may hit: all but the last, whose logits are needed.
 
-        Fewer if rows before the last are needed for logprobs of the prompt.
+        Fewer if the prompt's logprobs need logits of earlier tokens.
         """
         last = len(self.tokens) - 1
         return last if self.prompt_logprobs is None else self.prompt_logprobs.limit(last)
@@ -126,7 +126,7 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt_token_ids)
 
     def ending(self, eos_token_ids: Container[int]) -> tuple[str | None, int | None]:
-        """Finish and stop reason, if its last token, which was sampled, ends it; else None."""
+        """(Finish reason, stop reason) if its last, sampled token ends it; else (None, None)."""
         request, tokens = self.request, self.tokens
         params, token = request.params, tokens[-1]
         # This runs for each token, and nearly none of them ends a sequence.
@@ -161,8 +161,7 @@ class StepOutput:
     index: int  # of the sequence within the request, or of a beam search's result
     new_token_ids: tuple[int, ...]
     finish_reason: str | None  # None: it continues; "stop", "length", "abort" or "error"
-    # The stop token id that ended it, if one of the user's did; of a beam search's result, which
-    # ends for stop strings by itself, also the string.
+    # The user's stop token id that ended it; of a beam search's result also the stop string.
     stop_reason: int | str | None
     error: str | None  # what went wrong, with finish_reason "error"
     num_prompt_tokens: int

@@ -1,7 +1,7 @@
 """A schedule as the model takes it: flat tokens, slots, page tables, shared stretches.
 
-A token that was sampled in the step before may still be on the device only (see `LateTokens`);
-the batch has its row there. See docs/gpu-steps.md.
+A token that was sampled in the step before may still be on the device only (see `LateTokens`); the
+batch then has its row among those. See docs/gpu-steps.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coppice.runtime.schedule.scheduler import Schedule
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateTokens:
-    """The tokens of a step that were sampled on the device: int64 ``[R]``, and whose they are."""
+    """The tokens that a step sampled, int64 ``[R]`` on the device; the row of each sequence."""
 
     tokens: torch.Tensor
     row_of: Mapping[Sequence, int]
@@ -118,7 +118,7 @@ class BatchTree:
     def stretches(
         self, sequences: list[Sequence], tables: list[bytes], full: np.ndarray
     ) -> tuple[SharedStretch, ...]:
-        """See `shared_stretches`; `full` is int32 `[B]`, as they are the tables of `sequences`."""
+        """`shared_stretches` of the page tables of `sequences`; `full` is int32 ``[B]``."""
         same = (
             sequences == self._sequences
             and bool((full >= self._full).all())
@@ -139,8 +139,8 @@ def build_batch(
 ) -> Batch:
     """Lays out the chunks of a schedule one after the other; `late` has tokens that are `LATE`.
 
-    `tree` keeps the stretches of the last batch. In a step in which all sequences decode, Python
-    does little for each: there may be hundreds, and the device waits.
+    `tree` keeps the stretches of the last batch. In a step in which all sequences decode, little
+    Python runs for each: there may be hundreds, and the device waits.
     """
     chunks = schedule.chunks
     sequences = [chunk.sequence for chunk in chunks]

@@ -216,7 +216,7 @@ class LayerStack(CompiledLayers):
 
 
 def _panels_of(linear: Linear) -> Panels:
-    """The products that a packed projection is for."""
+    """The compiled products that read the panels of a packed projection."""
     if isinstance(linear, Int8Linear):
         kernels = panel_kernels()
         assert kernels is not None

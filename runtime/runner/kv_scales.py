@@ -69,5 +69,5 @@ def measure_scales(
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    """Of each KV head, float32 ``[num_kv_heads]``."""
+    """The largest magnitude of each KV head, float32 ``[num_kv_heads]``."""
     return values.abs().amax(dim=(0, 1, 3)).float()

@@ -16,15 +16,15 @@ from coppice.runtime.requests.beam_search_params import BeamSearchParams
 
 
 class LineWatch(Protocol):
-    """Watches one line of generated tokens for an end that takes several tokens: a stop string."""
+    """Watches one line of generated tokens for a stop string, which may take several tokens."""
 
     def follow(self, token: int) -> tuple[LineWatch, str | None]:
-        """The watch of the line with one more token, and what ended it there; changes nothing."""
+        """The watch after one more token, and the stop string that ends the line; a new object."""
 
 
 WatchLines = Callable[[BeamSearchParams, Sequence[int]], LineWatch]
-"""Makes the watch of a search's beginning, after a prompt. The engine knows no text: its user, who
-does, gives it this."""
+"""Makes the watch of a new search from its parameters and its prompt's tokens. The engine has no
+tokenizer, so its caller provides this function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class BeamSearch:
         max_tokens: int,
         watch: LineWatch | None = None,
     ) -> None:
-        """`stop_ids` end a result; `max_tokens` may be less than the params' for want of room."""
+        """`stop_ids` end a result; `max_tokens` is at most the params', within the context."""
         self.params = params
         self.max_tokens = max_tokens
         self.beams: list[Beam] = [Beam(0, (), 0.0, watch)]
@@ -79,7 +79,7 @@ class BeamSearch:
 
     @property
     def continuations(self) -> int:
-        """How many continuations of each beam `advance` needs.
+        """The number of continuations of each beam that `advance` needs.
 
         With `beam_width` of them for each stop token, at least `beam_width` beams continue, unless
         stop strings end them.
@@ -109,7 +109,7 @@ class BeamSearch:
         for place, (logprob, negative, _, token) in enumerate(candidates):
             may_end = place < width and not full
             if not may_end and len(going_on) == width:
-                continue  # neither as a beam nor as a result
+                continue  # it would be neither a beam nor a result
             beam = self.beams[-negative]
             watch, reason, stop = self._follow(beam, token, length)
             tokens = (*beam.tokens, token)

@@ -47,9 +47,9 @@ class KnownLogprobs:
         return PromptLogprobs(request.prompt_token_ids, request.namespace, top, store, start)
 
     def read(self, tokens: bytes, namespace: Hashable, known: int, into: Logprobs) -> int:
-        """Copies what is known of `tokens` (int32 bytes) from place `known` on.
+        """Copies the known logprobs of `tokens` (int32 bytes) from position `known` on.
 
-        Returns for how many tokens it is known now. O(tokens).
+        Returns the number of tokens whose logprobs are known now. O(tokens).
         """
         tree = self.tree
         if tree is None or (match := tree.match(tokens, namespace)).length <= known:
@@ -61,10 +61,10 @@ class KnownLogprobs:
         return match.length
 
     def store(self, tokens: bytes, namespace: Hashable, entries: Logprobs, start: int = 0) -> None:
-        """Enters the logprobs of all `tokens`. O(tokens).
+        """Keeps the logprobs of all `tokens`. O(tokens).
 
-        The first `start` of `entries` mean nothing: they must be here already, else nothing is
-        entered.
+        The first `start` of `entries` are undefined: unless they are known already, nothing is
+        kept.
         """
         if self.tree is None:
             self.tree = RadixTree(PagePool(self._capacity, 1))

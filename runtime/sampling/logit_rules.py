@@ -80,7 +80,7 @@ class BadWords:
 
 
 class LogitRules:
-    """The rules of one sequence's parameters, prepared for use at every token."""
+    """The rules of one sequence, prepared from its parameters for use at every token."""
 
     __slots__ = ("allowed", "bad_words", "bias", "biased", "counts", "empty", "grammar",
                  "processors")  # fmt: skip
@@ -93,7 +93,7 @@ class LogitRules:
     ) -> None:
         repetition = params.repetition_penalty != 1
         penalised = repetition or params.presence_penalty != 0 or params.frequency_penalty != 0
-        # Only the repetition penalty looks at the prompt: a long one costs nothing otherwise.
+        # Only the repetition penalty reads the prompt: a long one costs nothing otherwise.
         self.counts = TokenCounts(prompt if repetition else ()) if penalised else None
         bias = params.logit_bias or {}
         self.biased = np.array(list(bias), np.int64)
@@ -143,14 +143,15 @@ def apply_rules(
     eos_token_ids: Seq[int],
     rows: Seq[int] | None = None,
 ) -> tuple[dict[int, str], list[int], torch.Tensor]:
-    """Changes `logits` as `change_logits` does, for rows of which each needs a token.
+    """Changes `logits` as `change_logits` does, so that a token can be chosen in every row.
 
-    Returns what went wrong, by row; the rows in which no token may be left; and of these, bool on
-    the device, whether there is one. What is chosen in a row without means nothing.
+    Returns the errors, by row; the rows in which the rules may leave no token; and for each of
+    these whether one is left, bool on the device. Rows with an error or without a token are set to
+    0, so the tokens chosen there are not valid.
     """
     errors, strict = change_logits(logits, sequences, eos_token_ids, rows)
     for row in errors:
-        logits[row] = 0.0  # the other rows are still to be sampled, which this one must not disturb
+        logits[row] = 0.0  # must not disturb the choice in the other rows
     if not strict:
         return errors, strict, torch.empty(0, dtype=torch.bool, device=logits.device)
     (index,) = send([np.array(strict, np.int64)], logits.device)
@@ -161,7 +162,7 @@ def apply_rules(
 
 
 def may_have_rules(sequence: Sequence) -> bool:
-    """Whether `change_logits` must look at a sequence, as its parameters say."""
+    """Whether a sequence has parameters that `change_logits` applies."""
     request = sequence.request
     params = request.params
     return bool(
@@ -186,11 +187,11 @@ def change_logits(
     """Changes `logits`, float32 [R, vocabulary], in place by the rules of each row's sequence.
 
     The order is vLLM's: functions, biases, penalties (repetition, then frequency and presence);
-    what is forbidden comes last here, so that nothing can lift it. `min_tokens` forbids what would
-    end a sequence early. `rows` are those that may have rules; None: look at all of them.
+    tokens are forbidden last here, so that nothing can allow them again. `min_tokens` forbids those
+    that would end a sequence early. `rows` are those that may have rules; None: all.
 
-    Returns what went wrong, by row (a function failed; such a row's logits mean nothing), and the
-    rows in which no token may be left. Costs O(entries of the rules), and O(vocabulary) for rows
+    Returns the errors, by row (a function failed; the row's logits are undefined), and the rows in
+    which the rules may leave no token. Costs O(entries of the rules), and O(vocabulary) for rows
     where tokens are forbidden.
     """
     ruled: list[tuple[int, LogitRules]] = []
@@ -249,7 +250,7 @@ def _early_ends(sequence: Sequence, eos_token_ids: Seq[int], vocabulary: int) ->
 
 
 def _process(logits: torch.Tensor, sequence: Sequence, rules: LogitRules) -> str | None:
-    """Runs a row's own functions; what went wrong, if something did."""
+    """Runs a row's own functions; returns the error of the first that fails, else None."""
     prompt = sequence.request.prompt_token_ids.tolist()
     generated = sequence.tokens[len(prompt) :].tolist()
     for number, (processor, wants_prompt) in enumerate(rules.processors):
@@ -318,7 +319,7 @@ def _keep_allowed(logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]]) -> N
 def _keep_to_grammars(
     logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]], sequences: Seq[Sequence]
 ) -> dict[int, str]:
-    """Forbids what grammars do not allow next; what went wrong, by row."""
+    """Forbids the tokens that grammars do not allow next; returns the errors, by row."""
     states = [(row, rules.grammar) for row, rules in ruled if rules.grammar is not None]
     if not states:
         return {}

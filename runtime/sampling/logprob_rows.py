@@ -10,7 +10,7 @@ import torch
 from coppice.kernels.transfer import Fetched, send
 from coppice.runtime.requests.logprobs import Logprobs
 
-# Numbers of a row of which the greatest is found first.
+# Width of the chunks of a row whose maxima are found first.
 _CHUNK = 128
 
 
@@ -20,11 +20,11 @@ def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
 
 
 def best_of_rows(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` highest of each row ``[n, vocabulary]`` and where they are, both [n, count].
+    """The ``count`` highest of each row ``[n, vocabulary]`` and their indices, both [n, count].
 
     The highest come first; NaN is higher than anything, as for torch's ``topk``. On a CPU ``topk``
-    takes about 0.16 ms for a row of 32,000. This takes half of that: it finds the greatest of each
-    128 first, since the highest of all are in the chunks with the highest of these.
+    takes about 0.16 ms for a row of 32,000. This takes half of that: it finds the maximum of each
+    chunk of 128 first, since the highest of all are in the chunks with the highest maxima.
     """
     rows, width = scores.shape
     whole = width // _CHUNK
@@ -51,7 +51,7 @@ def of_tokens(logprobs: torch.Tensor, tokens: Seq[int] | torch.Tensor, top: int)
 
 
 def looked_up(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> list[torch.Tensor]:
-    """The same as tensors on the device, without waiting for it; `read` takes them later."""
+    """What `of_tokens` finds, as tensors on the device, without waiting for it; see `read`."""
     own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs > own).sum(dim=-1, dtype=torch.int32) + 1
     best, ids = best_of_rows(logprobs, logprobs.shape[1] if top < 0 else top)
@@ -59,5 +59,5 @@ def looked_up(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> list[to
 
 
 def read(tensors: Seq[torch.Tensor]) -> Logprobs:
-    """What `looked_up` found, once it is on the host; a copy, since pinned memory is precious."""
+    """What `looked_up` found, once it is on the host; a copy, so that pinned memory is freed."""
     return Logprobs(*(np.array(tensor.numpy()) for tensor in tensors))

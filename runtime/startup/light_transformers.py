@@ -9,7 +9,7 @@ a CPU (import of torch alone: 3.1 s, 225 MB):
     `load_tokenizer`                 4.4 s   258 MB
     the same, `leave_out_torch`      1.7 s    78 MB
 
-Where a version of transformers has no such question, both do nothing, and it imports what it likes.
+Where a version of transformers has no such function, both do nothing, and it imports as usual.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def leave_out_torch() -> None:
-    """Has transformers take torch for missing, for good; call it before all else here.
+    """Makes transformers regard torch as missing for the rest of this process.
 
-    It is for a process that computes nothing and is our own: transformers' models cannot be loaded
-    in it any more. Without effect if torch is there already.
+    Call it first, in a process of our own that computes nothing: it cannot load transformers'
+    models any more. Without effect if torch is loaded already.
     """
     if "torch" in sys.modules:
         return

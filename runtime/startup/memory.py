@@ -21,12 +21,12 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ +(/.*)")
 
 
 def give_back_memory() -> None:
-    """Lets the memory that only the start needed leave resident memory.
+    """Returns the memory that only the start needed to the system.
 
-    What loading weights has freed goes back to the system; malloc would keep it for later. The
+    Memory that loading weights has freed is returned; malloc would keep it for later. The
     code of libraries is dropped as well: most of it belongs to LLVM, which has nothing to do once
     kernels are compiled, and to the import of torch. Code that is called again is read from the
-    system's cache of the file, 64 KiB at a time. Call it when the model is loaded, and at any time.
+    system's cache of the file, 64 KiB at a time. Call it after loading a model; it is always safe.
     """
     try:
         libc = ctypes.CDLL(None, use_errno=True)

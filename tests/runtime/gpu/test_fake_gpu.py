@@ -1,6 +1,6 @@
 """A step on a GPU that is not there: what would mix devices, and what would make the host wait.
 
-Tensors on torch's device ``meta`` have a shape but no values, so whatever asks for a value fails.
+Tensors on torch's device ``meta`` have a shape but no values, so reading a value fails.
 An operation on tensors of two devices, and a copy from the host that is not queued, fail here too.
 """
 
@@ -27,7 +27,7 @@ FAKE = torch.device("meta")
 
 
 class Copies(TorchDispatchMode):
-    """Counts what goes to the device; fails for what mixes devices or makes the host wait."""
+    """Counts transfers to the device; fails for what mixes devices or makes the host wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Copies(TorchDispatchMode):
         options = options or {}
         result = function(*arguments, **options)
         given = [each for each in tree_leaves((arguments, options)) if torch.is_tensor(each)]
-        # A number may stay on the host: it goes along with the launch.
+        # A number may stay on the host: it is an argument of the launch.
         devices = {each.device for each in given if each.dim()}
         assert len(devices) < 2, f"{function} has tensors on {devices}"
         if torch.is_tensor(result) and devices not in (set(), {result.device}):

@@ -1,4 +1,4 @@
-"""The whole engine with the FlashInfer backend, over what stands for FlashInfer without a GPU."""
+"""The whole engine with the FlashInfer backend, over a fake of FlashInfer that needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole engine with the Triton backend, interpreted on the CPU, beside the CPU backend."""
+"""The whole engine with the Triton backend, interpreted on the CPU, against the CPU backend."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Run:
         self.tables = order.reshape(sequences, pages)
         self.lengths = [0] * sequences
         shape = (self.num_pages, page_size, config.num_kv_heads, config.head_dim)
-        # Whatever is read though it was never written spoils the result.
+        # An entry that is read though it was never written spoils the result.
         self.kv = [
             LayerCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
             for _ in range(config.num_layers)
