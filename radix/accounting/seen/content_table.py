@@ -5,18 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.radix.accounting.seen.hashes import Hashes, Ints
+from coppice.radix.accounting.seen.hashes import MAX_ROWS, ROW_MASK, Hashes, Ints, group_equal
 
 _WAYS = 8
 _HALF = np.uint64(32)
 _MARK_BITS = np.uint64(16)
 _MARK = np.uint64(2**16 - 1)
-# In the sort that finds equal keys of a call, the row's number takes the place of this many bits;
-# the mark is of the bits above.
-_ROW_BITS = np.uint64(23)
-_ROW = np.uint64((1 << 23) - 1)
-MAX_ROWS = 1 << 23
-"""Keys that one call of `ContentTable.see` can take."""
+_MARK_SHIFT = np.uint64(MAX_ROWS.bit_length() - 1)  # marks are of the bits that `group_equal` keeps
 
 _SLICE = 8192  # keys that are looked up at once
 
@@ -25,8 +20,8 @@ class ContentTable:
     """A set-associative table of 16-bit fingerprints of 64-bit keys.
 
     The key's upper half chooses one of the sets of eight, held in two words. A new one pushes out
-    the set's oldest: when as many have come as there are places, a bit less than half of them are
-    left, and of those of the second half nearly all. One that is known is not moved, so it is
+    the set's oldest, so a key is still known with a probability of 45 % after as many new ones as
+    there are places, and of 95 % after half of these. One that is known is not moved, so it is
     forgotten and entered anew now and then. A key that was never entered is found with a
     probability of 2**-13 in a full table.
     """
@@ -37,7 +32,7 @@ class ContentTable:
             raise ValueError(f"capacity must be in 1 .. 2**34 - 1, got {capacity}")
         self._sets = np.uint64(-(-capacity // _WAYS))
         self._words = np.empty((int(self._sets), 2), np.uint64)
-        self.clear()  # written, so that no page of it has to be found later
+        self.clear()  # written once, so that no later write takes a page fault
         self._items = self._words.view("V16").reshape(-1)
 
     @property
@@ -53,16 +48,8 @@ class ContentTable:
         Row i has key `keys[i]` and comes from piece `pieces[i]`. Pieces follow one another: a row
         finds what earlier pieces of the call entered, but not its own piece's. O(n log n).
         """
-        if len(keys) > MAX_ROWS:
-            raise ValueError(f"keys: at most {MAX_ROWS} a call, got {len(keys)}")
-        # Equal keys get together, in order of their rows, and sets in the order of memory: one sort
-        # of single words.
-        ranked = keys & ~_ROW
-        ranked |= np.arange(len(keys), dtype=np.uint64)
-        ranked.sort()
-        leads = np.ones(len(keys), np.bool_)
-        np.greater(ranked[1:] ^ ranked[:-1], _ROW, out=leads[1:])
-        rows = (ranked & _ROW).view(np.int64)
+        ranked, leads = group_equal(keys)  # so sets are visited in the order of memory, too
+        rows = (ranked & ROW_MASK).view(np.int64)
         begins = np.flatnonzero(leads)
         leaders = ranked[begins] if len(begins) < len(keys) else ranked
         known = np.concatenate(
@@ -91,7 +78,7 @@ class ContentTable:
             words[:, 0] <<= _MARK_BITS
             words[:, 0] |= marks
             self._items[at] = words.view("V16").reshape(-1)
-            # Of keys that met in a set only the last was entered; the others have their turns now.
+            # Of keys that met in a set only the last was entered; the others follow.
             late = np.flatnonzero(at[1:] == at[:-1])
             at, marks = at[late], marks[late]
             words = self._items.take(at).view(np.uint64).reshape(-1, 2)
@@ -108,7 +95,7 @@ class ContentTable:
         sets = keys >> _HALF
         sets *= self._sets
         sets >>= _HALF
-        marks = keys >> _ROW_BITS & _MARK
+        marks = keys >> _MARK_SHIFT & _MARK
         return sets.view(np.int64), np.maximum(marks, np.uint64(1))
 
     @staticmethod

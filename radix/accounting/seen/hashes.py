@@ -1,4 +1,4 @@
-"""Hashes that stand for prefixes in the cache's accounts, and the keys that are made of hashes.
+"""Hashes of prefixes for cache accounting, and the keys of tables that are made from hashes.
 
 All are 64 bits wide, vectorised over a batch of pieces, and fit for counting, not for deciding what
 may be reused: the tree compares tokens. The constants are odd and random; nothing depends on their
@@ -35,10 +35,15 @@ _LONG_TOKENS = 1 << 14
 
 Tokens = bytes | memoryview
 
+MAX_ROWS = 1 << 23
+"""Keys that one call of a table can take."""
+
+ROW_MASK = np.uint64(MAX_ROWS - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Where each block of each piece ends, and what stands for the prefix that ends there.
+    """Where each block of each piece ends, and the hash of the prefix that ends there.
 
     Rows are blocks, pieces one after another; a piece's last block may be partial.
     """
@@ -56,7 +61,7 @@ class Borders:
     """Those ends of blocks at which prefixes are remembered, pieces one after another."""
 
     hashes: Hashes  # of the whole prefix, before a salt; see `keys`
-    piece: Ints  # each has one at least
+    piece: Ints  # each has at least one border
     end: Ints  # position in the prompt
     first_row: Ints  # of each piece
 
@@ -66,7 +71,7 @@ class PrefixHasher:
 
     A block is hashed by multilinear hashing over pairs of tokens (Lemire and Kaser, "Strongly
     universal string hashing is fast", 2014), mixed with its index, and added to the sum over the
-    blocks before it. So a sum stands for the whole prefix, all blocks of a batch are hashed at
+    blocks before it. So a sum identifies the whole prefix, all blocks of a batch are hashed at
     once, and a later piece continues from the sum where an earlier one ended.
     """
 
@@ -217,10 +222,26 @@ def keys(hashes: Hashes, salts: Hashes | np.uint64) -> Hashes:
     return mixed
 
 
+def group_equal(keys: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+    """The keys, sorted by one sort of single words, and which of them is the first of its equals.
+
+    In each word the low bits (`ROW_MASK`) are replaced by the number of the key's row, so equal
+    keys are in order of their rows. O(n log n). Raises ValueError for more than `MAX_ROWS` keys.
+    """
+    if len(keys) > MAX_ROWS:
+        raise ValueError(f"keys: at most {MAX_ROWS} a call, got {len(keys)}")
+    words = keys & ~ROW_MASK
+    words |= np.arange(len(keys), dtype=np.uint64)
+    words.sort()
+    leads = np.ones(len(keys), np.bool_)
+    np.greater(words[1:] ^ words[:-1], ROW_MASK, out=leads[1:])
+    return words, leads
+
+
 def namespace_salt(namespace: Hashable) -> int:
     """64 bits, never 0, that keep the keys of one namespace from those of another.
 
-    Namespaces whose Python hashes are equal are taken for one: fit for counting, as all here.
+    Namespaces whose Python hashes are equal count as one, which is good enough for counting.
     """
     mixed = (hash(namespace) & _MASK) * int(_INDEX) + int(_LENGTH) & _MASK
     mixed = (mixed ^ mixed >> 29) * int(_MIX_2) & _MASK

@@ -7,18 +7,13 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.radix.accounting.seen.hashes import Hashes, Ints
+from coppice.radix.accounting.seen.hashes import ROW_MASK, Hashes, Ints, group_equal
 
 _WAYS = 4
 _LOW = np.uint64(2**32 - 1)
 _HALF = np.uint64(32)
 _MARK = 0 if sys.byteorder == "little" else 1  # the half of an entry with the key's mark
 _SLICE = 2048  # keys that are looked up at once
-# In the sort that finds equal keys of a batch, the row's number takes the place of this many bits.
-_ROW_BITS = 23
-_ROW = np.uint64((1 << _ROW_BITS) - 1)
-MAX_ROWS = 1 << _ROW_BITS
-"""Keys that one call of `PrefixTable.see` can take."""
 
 
 class PrefixTable:
@@ -27,7 +22,7 @@ class PrefixTable:
     An entry is one word: the stamp in the upper half, the key's lower half as a fingerprint in the
     lower. The key's upper half chooses one of `num_sets` sets of four entries, most recent first;
     a new one pushes out the last. A key that was never entered is found with a probability of
-    2**-29, and 32 bytes a set is all the memory there is.
+    2**-29. The memory is 32 bytes for each set.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -36,7 +31,7 @@ class PrefixTable:
             raise ValueError(f"capacity must be in 1 .. 2**34 - 1, got {capacity}")
         self._sets = np.uint64(-(-capacity // _WAYS))
         self._entries = np.empty((int(self._sets), _WAYS), np.uint64)
-        self.clear()  # written, so that no page of it has to be found later
+        self.clear()  # written once, so that no later write takes a page fault
         self._items = _as_items(self._entries)
         # Where entries are worked on, kept, since fresh memory costs more than its use.
         self._taken = np.empty((_SLICE, _WAYS), np.uint64)
@@ -60,20 +55,12 @@ class PrefixTable:
         Row i has key `keys[i]`, comes from piece `pieces[i]` and is seen with `stamps[i]` (1 ..
         2**32 - 1). Pieces follow one another, and among rows with equal keys neither they nor the
         stamps decrease: a row finds what earlier pieces of the call entered, but not its own
-        piece's. Rows with `writes` false only look. O(n log n).
+        piece's. Rows with `writes` false are looked up but not entered. O(n log n).
         """
-        if len(keys) > MAX_ROWS:
-            raise ValueError(f"keys: at most {MAX_ROWS} a call, got {len(keys)}")
         if not len(keys):
             return np.zeros(0, np.uint64)
-        # Equal keys get together, in order of their rows, and sets in the order of memory: one sort
-        # of single words.
-        ranked = keys & ~_ROW
-        ranked |= np.arange(len(keys), dtype=np.uint64)
-        ranked.sort()
-        leads = np.ones(len(keys), np.bool_)
-        np.greater(ranked[1:] ^ ranked[:-1], _ROW, out=leads[1:])
-        ranked &= _ROW
+        ranked, leads = group_equal(keys)  # so sets are visited in the order of memory, too
+        ranked &= ROW_MASK
         rows = ranked.view(np.int64)
         if writes is not None:
             stamps = np.where(writes, stamps, np.uint64(0))
@@ -126,7 +113,7 @@ class PrefixTable:
         for begin in range(0, len(keys), _SLICE):
             part = slice(begin, begin + _SLICE)
             found[part] = self._exchange_slice(at[part], keys[part], stamps[part])
-        # Of keys that met in a set only the last was entered; the others have their turns now.
+        # Of keys that met in a set only the last was entered; the others follow.
         late = np.flatnonzero(at[1:] == at[:-1])
         while len(late):
             for begin in range(0, len(late), _SLICE):
@@ -145,7 +132,7 @@ class PrefixTable:
         marks = keys.astype(np.uint32)
         value = stamps << _HALF
         value |= keys & _LOW
-        # What stands before the key's entry, or all but the last, moves down a place.
+        # The entries before the key's own, or all but the last, move down a place.
         new[:, 0] = value
         met = halves[0, _MARK::2] == marks
         found = old[0] * met

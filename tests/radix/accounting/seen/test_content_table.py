@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from coppice.radix.accounting.seen.content_table import MAX_ROWS, ContentTable
+from coppice.radix.accounting.seen.content_table import ContentTable
+from coppice.radix.accounting.seen.hashes import MAX_ROWS
 
 
 def mixed(keys: list[int]) -> np.ndarray:

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from coppice.radix.accounting.seen.prefix_table import MAX_ROWS, PrefixTable
+from coppice.radix.accounting.seen.hashes import MAX_ROWS
+from coppice.radix.accounting.seen.prefix_table import PrefixTable
 
 
 def see(

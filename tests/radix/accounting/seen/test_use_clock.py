@@ -12,7 +12,7 @@ def stamp(clock: UseClock, tokens: list[int], times: list[float]) -> list[int]:
     return clock.stamp(np.array(tokens), np.array(times))[1].tolist()
 
 
-def test_a_pool_of_tokens_takes_so_many_stamps() -> None:
+def test_a_pool_of_tokens_takes_65_536_stamps() -> None:
     clock = UseClock(PER_POOL * 10)
     begins, ends = clock.stamp(np.array([5, 5, 5, 25]), np.array([0.0, 1.0, 2.0, 3.0]))
     assert begins.tolist() == [1, 1, 2, 2]
