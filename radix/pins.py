@@ -13,7 +13,7 @@ from coppice.radix.tree import RadixTree
 
 
 class PinRefused(ValueError):
-    """A pin can't be had: its name is taken, or the budget does not allow it."""
+    """A pin is refused: its name is taken, or the budget does not allow it."""
 
 
 @dataclass(slots=True)
@@ -51,10 +51,10 @@ class Pin:
 class Pins:
     """The pins of a tree. At most `budget` of the pool's pages can be promised to them.
 
-    A pin is a promise about tokens: what of them is cached already is locked at once, the rest as
-    soon as a request has computed it. Call `refresh` after every step, and before asking how things
-    stand: it ends pins whose time has passed, and takes hold of what was computed since. A sequence
-    uses a prefix from its hit until it leaves. `clock` gives the seconds of deadlines.
+    A pin is a promise about tokens: those that are cached already are locked at once, the others as
+    soon as a request has computed them. Call `refresh` after every step, and before reading the
+    pins: it ends those whose time has passed, and locks what was computed since. A sequence uses a
+    prefix from its hit until it ends. `clock` returns the time in seconds.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Pins:
         """Keeps a prefix. O(pins x tokens / memcmp speed).
 
         A pin of this name that keeps the same prefix is renewed: its time begins anew, with `ttl`.
-        Raises PinRefused, with nothing changed, if the name stands for another prefix or the pages
-        of all pins would exceed the budget; ValueError for no tokens at all, bad ones, or a `ttl`
-        not above 0. Pins whose time has passed end before.
+        Raises PinRefused, with nothing changed, if a pin of this name keeps another prefix or the
+        pages of all pins would exceed the budget; ValueError for no tokens at all, bad ones, or a
+        `ttl` not above 0. Pins whose time has passed are ended first.
         """
         prefix = token_bytes(tokens)
         if not prefix:
@@ -120,7 +120,9 @@ class Pins:
         pin = self._pins.pop(name, None)
         if pin is None:
             return False
-        self._let_go(pin)
+        if pin.hold is not None:
+            self.tree.unlock(pin.hold, use=False)
+            pin.hold = None
         return True
 
     def clear(self) -> None:
@@ -129,15 +131,15 @@ class Pins:
             self.unpin(name)
 
     def move_to(self, tree: RadixTree) -> None:
-        """Promises the same prefixes in another tree, which is empty; nothing is unlocked here."""
+        """Keeps the same prefixes in another, empty tree; gives back no lock in the present one."""
         self.tree = tree
         for pin in self._pins.values():
             pin.hold, pin.stamp = None, 0
 
     def refresh(self) -> list[str]:
-        """Ends the pins whose time has passed; takes hold of what was computed since.
+        """Ends the pins whose time has passed; locks what was computed since.
 
-        Returns the names of those that ended. A use since the last call counts as if it were now.
+        Returns the names of those that ended. A use since the last call counts as one now.
         O(1) without pins; O(pins) if all they keep is cached, else a match for each that is not.
         """
         if not self._pins:
@@ -219,8 +221,8 @@ class Pins:
     def _extend_hold(self, pin: Pin) -> None:
         """Locks as much of the prefix as is cached by now.
 
-        Not if that takes more pages than were promised (see `_spare_pages`): then requests that
-        were accepted beside the promise might not fit any more.
+        Not if that takes more pages than were promised (see `_spare_pages`): requests that were
+        accepted on the strength of that promise might not fit any more.
         """
         match = self.tree.match(pin.tokens, pin.namespace)
         if match.length <= pin.cached_tokens:
@@ -231,11 +233,6 @@ class Pins:
             before, pin.hold = pin.hold, before
         if before is not None:
             self.tree.unlock(before, use=False)
-
-    def _let_go(self, pin: Pin) -> None:
-        if pin.hold is not None:
-            self.tree.unlock(pin.hold, use=False)
-            pin.hold = None
 
 
 def _last_use(pin: Pin) -> int:

@@ -19,11 +19,11 @@ from coppice.radix.accounting.settle import Settler
 from coppice.radix.node import Node
 from coppice.radix.tokens import TOKEN_BYTES
 
-# Requests, or about as many of their tokens, that are processed together: in a few milliseconds.
+# A batch has at most this many requests, and about this many tokens: it takes a few milliseconds.
 _BATCH_REQUESTS = 256
 _BATCH_TOKENS = 1 << 19
 _LEAST_BATCH_TOKENS = 1 << 16
-# When this many batches wait, by tokens or requests, the call that adds to them processes one.
+# When this many batches wait, by tokens or requests, the call that adds a request processes one.
 _MOST_BATCHES = 4
 MOST_WAITING = _MOST_BATCHES * _BATCH_REQUESTS
 _NEAR_MISSES = 10
@@ -35,8 +35,8 @@ class Accounting:
 
     The causes of a prompt's computed tokens, from the end of the hit on; each token has one:
 
-    - `last_token`: the only token left. It is computed for its logits (rule 9).
-    - `in_flight`: as many as another request was computing, by the caller's report.
+    - `last_token`: the only token left, which is computed for its logits.
+    - `in_flight`: those that another request was computing, as the caller reports.
     - `evicted`: up to the longest prefix of the prompt that was seen in its namespace.
     - `prompt_logprobs`: those of them that no hit can save, since their logprobs were asked for.
     - `namespace`: up to the longest prefix that was seen in any other.
@@ -50,12 +50,15 @@ class Accounting:
     and known text of less than about 100 may not be found. The memory holds 16 times the pool's
     tokens, with 2.3 bytes a token of a large pool; what was seen before counts as never seen.
 
-    Reports are logged, and processed in order, many requests together: by `settle_batch`, for which
-    the caller chooses moments when nobody waits, when the log is full, or when a result is read.
+    Reports are logged, and processed in order, many requests together: by `settle_batch`, which the
+    caller calls when it would otherwise wait, when the log is full, and when a result is read.
     """
 
     def __init__(self, pool_tokens: int, *, now: float) -> None:
-        """`now` and all later times are seconds of one clock that never goes back."""
+        """`now` and all later times are seconds of one clock that never runs backwards.
+
+        Raises ValueError for a pool without tokens, and a `now` that is not finite.
+        """
         if pool_tokens < 1:
             raise ValueError(f"pool_tokens must be at least 1, got {pool_tokens}")
         if not math.isfinite(now):
@@ -96,10 +99,10 @@ class Accounting:
         Args:
             tokens: its prompt as int32 bytes; with `kind` "preempted" all its tokens.
             namespace: the one it was matched in.
-            hit_tokens: tokens whose KV is reused; less than all, but with `kind` "same".
+            hit_tokens: tokens whose KV is reused; all of them only with `kind` "same".
             in_flight_tokens: tokens after the hit that another request was computing.
-            hit_limit: where the tokens begin that are computed in any case, for logprobs of the
-                prompt; None if none were asked for.
+            hit_limit: position from which on tokens are computed in any case, for logprobs of the
+                prompt; None if no such logprobs were asked for.
             kind: "cross" for a request's first admission; "same" for a further sequence of it,
                 "preempted" for one that was admitted before. Only the first counts in rates.
             theirs: some tokens that the tree has after the hit's end (int32 bytes), to show where
@@ -108,7 +111,7 @@ class Accounting:
                 hashed again: its hashes are kept there.
             now: seconds.
 
-        Raises ValueError if a number is impossible.
+        Raises ValueError for an unknown `kind`, and for a number out of its range.
         """
         prompt = len(tokens) // TOKEN_BYTES
         if hit_limit is None:
@@ -172,11 +175,11 @@ class Accounting:
     def evicted(self, last_used: float, *, now: float) -> None:
         """Tokens that were last used at `last_used` have been evicted.
 
-        From this an account knows when its evicted tokens were evicted: when something as recently
-        used was, which is exact if eviction follows the last use, else an estimate. O(1).
+        An account's `evicted_at` is the first time at which something used as recently as its own
+        tokens was evicted: exact if eviction follows the last use, else an estimate. O(1).
         """
         self._pass(now)
-        self._settler.gone.record(last_used, now)
+        self._settler.evictions.record(last_used, now)
 
     def reset(self) -> None:
         """The tree was emptied on purpose: what was seen is forgotten, so none of it is evicted.
@@ -195,14 +198,14 @@ class Accounting:
         waiting = self._waiting
         waiting.append((item, tokens))
         self._waiting_tokens += tokens
-        # Memory is bounded: if nobody settles, the call that adds to a full log processes a batch.
+        # Memory is bounded: without calls of `settle`, one that fills the log processes a batch.
         if self._waiting_tokens >= self._most_tokens or len(waiting) >= MOST_WAITING:
             self._settle_batch()
 
     # -- reading -----------------------------------------------------------------------------
 
     def snapshot(self, *, now: float) -> CacheAccounts:
-        """The accounts as of `now`. Settles what is pending; O(namespaces) besides."""
+        """The accounts as of `now`. Settles what is pending; otherwise O(namespaces)."""
         self._pass(now)
         self.settle()
         second = int(now - self._start)
@@ -233,7 +236,7 @@ class Accounting:
     def settle_batch(self) -> bool:
         """Processes a batch, in a few milliseconds, if a whole one waits; returns whether it did.
 
-        For moments when nobody waits for the caller: a device computes, or a request has left.
+        To be called when it delays no request: while a device computes, or after a request ended.
         """
         whole = self._waiting_tokens >= self._batch_tokens or len(self._waiting) >= _BATCH_REQUESTS
         if whole:
@@ -263,7 +266,7 @@ class Accounting:
 
 
 def _check(size: int, hit: int, in_flight: int, hit_limit: int, kind: str) -> None:
-    """Raises ValueError if a request with a prompt of `size` bytes can't be so."""
+    """Raises ValueError for the first argument of a request that is out of its range."""
     prompt = size // TOKEN_BYTES
     if not prompt or size % TOKEN_BYTES:
         raise ValueError(f"tokens: at least one int32 token is needed, got {size} bytes")

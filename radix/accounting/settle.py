@@ -29,7 +29,7 @@ _ELSEWHERE = np.uint64(0xA0761D6478BD642F)
 
 
 class Settler:
-    """What is remembered of requests, and the sums over them. Memory is fixed."""
+    """The memory of what requests used, of fixed size, and the sums over them."""
 
     def __init__(self, pool_tokens: int, start: float) -> None:
         """`start` is the time in seconds from which windows of counts are measured."""
@@ -37,14 +37,14 @@ class Settler:
         self.uses = Reuses(MissRatioCurve(pool_tokens), self.block_tokens)
         self.counts = RollingCounts()
         self.near_misses = NearMisses()
-        self.gone = Timeline()  # marks: last uses of what was evicted
+        self.evictions = Timeline()  # marks: last uses of what was evicted
         remembered = round(FACTORS[-1]) * pool_tokens
         self._memory = PrefixTable(max(_LEAST_ENTRIES, remembered // self.block_tokens))
         self._contents = ContentTable(max(_LEAST_ENTRIES, remembered // MEAN_GAP))
         self._hasher = BatchHasher(self.block_tokens)
         self._stamps = UseClock(pool_tokens)
         self._start = start
-        # The first namespace's keys have no salt. While it is the only one, none else is looked up.
+        # The first namespace's keys have no salt. While it is the only one, no other is looked up.
         self._home: tuple[Hashable] | None = None
         self._salted = False
 
@@ -84,7 +84,7 @@ class Settler:
         self._close(batch, stamps, causes)
 
     def _salts_of(self, items: list[RequestAccount | Growth]) -> list[int]:
-        """Of the items' namespaces; 0 is the first one's."""
+        """The salt of each item's namespace; 0 is that of the first namespace seen."""
         names = [
             item.namespace if isinstance(item, RequestAccount) else item.account.namespace
             for item in items
@@ -146,23 +146,22 @@ class Settler:
             account = batch.requests[number]
             assert account is not None
             since = float(idle[number])
-            gone = self.gone.time_of(account.time - since)
-            unknown = gone is None or gone > account.time
-            account.settled_evicted(since, None if unknown else gone)
+            at = self.evictions.time_of(account.time - since)
+            account.settled_evicted(since, None if at is None or at > account.time else at)
         self.counts.add(rows[settled], namespaces, seconds[settled].astype(np.int64).tolist())
 
     def undo(self, item: Abandonment) -> None:
-        """Forgets what only an abandoned prompt, which is settled, was to compute. O(tokens)."""
+        """Forgets the tokens that only an abandoned prompt was to compute. O(tokens)."""
         account = item.account
         causes = account.causes
         batch = self._hasher.hash([account.as_it_was(item.tokens)], 0, self._salts_of([account]))
         unknown = sum(causes[name] for name in ("namespace", "diverged", "cold"))
         begin = max(account.prompt_tokens - unknown, item.computed)
         after = batch.borders.end > begin
-        gone = [batch.border_keys[after]]
+        forgotten = [batch.border_keys[after]]
         if batch.salts[0] and not causes["namespace"]:
-            gone.append(keys(batch.borders.hashes[after], _ELSEWHERE))
-        self._memory.forget(np.concatenate(gone), account.stamp)
+            forgotten.append(keys(batch.borders.hashes[after], _ELSEWHERE))
+        self._memory.forget(np.concatenate(forgotten), account.stamp)
         if not causes["diverged"]:
             after = batch.anchors.start + account.hit_tokens + WINDOW > begin
             self._contents.forget(batch.anchor_keys[after])
@@ -177,7 +176,7 @@ class Settler:
         after = int(anchors.start[shared[0]]) + account.hit_tokens
         divergence = account.divergence
         if divergence is None:
-            # The other continuation was evicted; what was seen still has where it began.
+            # The other continuation was evicted; its remembered prefixes show where it began.
             position = min(int(causes.ideal_tokens[number]), after)
             divergence = Divergence.at(tokens[: after * TOKEN_BYTES], position, b"")
         self.near_misses.add(
@@ -195,7 +194,7 @@ class Settler:
 
 
 def _block_tokens(pool_tokens: int) -> int:
-    """Small pools are remembered in finer blocks: the memory costs little there."""
+    """Tokens of a block: fewer in small pools, where the memory for more blocks costs little."""
     if pool_tokens > 1 << 18:
         return 128
     if pool_tokens > 1 << 15:

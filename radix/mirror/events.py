@@ -19,10 +19,10 @@ class PagesStored:
     """Full pages of one prompt that can be hit from now on, in order.
 
     Attributes:
-        namespace: theirs.
+        namespace: the prompt's.
         parent_hash: hash of the page before the first, or the namespace's root hash.
-        hashes: one a page.
-        tokens: theirs, as int32 bytes, `page_size` a page.
+        hashes: one for each page.
+        tokens: the tokens of the pages as int32 bytes, `page_size` for each page.
     """
 
     namespace: Hashable
@@ -40,7 +40,7 @@ class PagesRemoved:
 
 @dataclass(frozen=True, slots=True)
 class PagesCleared:
-    """The tree was emptied. Also first of a stream that begins anew after events were lost."""
+    """The tree was emptied. Also the first event of a stream that restarts after a loss."""
 
 
 Event = PagesStored | PagesRemoved | PagesCleared
@@ -60,7 +60,7 @@ class PageEvents(TreeListener):
 
     Raises ValueError if the tree has a stream already, if `limit` is less than 1, or if there is a
     namespace in the tree that `page_hashes` refuses. While a stream is attached, the tree refuses
-    to lock anything under such a one.
+    locks in such a namespace.
     """
 
     def __init__(self, tree: RadixTree, *, limit: int = 10_000, seed: int = 0) -> None:
@@ -71,7 +71,7 @@ class PageEvents(TreeListener):
         hashes = [root_hash(namespace, seed) for namespace in tree.roots]
         self.limit = limit
         self.seed = seed
-        self.restarts = 0  # times that the consumer was too slow
+        self.restarts = 0  # times that events were dropped, as the consumer was too slow
         self._tree = tree
         self._events: deque[Event] = deque()
         for root, own in zip(tree.roots.values(), hashes, strict=True):
@@ -103,7 +103,7 @@ class PageEvents(TreeListener):
             for node in root.subtree():
                 node.hashes = None
 
-    # -- the tree's side ---------------------------------------------------------------------
+    # -- hooks of the tree -------------------------------------------------------------------
 
     def opened(self, root: Root) -> None:
         """Raises ValueError if the namespace can't be hashed."""
@@ -129,9 +129,9 @@ class PageEvents(TreeListener):
         assert node.hashes is not None
         size = self._tree.page_size
         keep = (node.start + length) // size - node.start // size
-        gone = node.hashes[keep:]
-        if gone:
-            self._append(PagesRemoved(tuple(reversed(gone))))
+        removed = node.hashes[keep:]
+        if removed:
+            self._append(PagesRemoved(tuple(reversed(removed))))
             del node.hashes[keep:]
 
     def cleared(self) -> None:
