@@ -10,7 +10,7 @@ Where to look:
     pages/            the pool of reference-counted pages
     eviction/         which leaf is evicted first
     mirror/           events and page hashes, for other processes
-    accounting/       why tokens missed, what other sizes would hit, which prefixes saved the most
+    accounting/       why tokens missed, what other pool sizes would hit, which prefixes saved most
     compiled          which modules are compiled
 """
 
@@ -18,12 +18,7 @@ Where to look:
 from coppice.radix import compiled as compiled
 from coppice.radix.accounting.accounts import CacheAccounts, Divergence, RequestAccount
 from coppice.radix.accounting.ledger import Accounting
-from coppice.radix.accounting.top_prefixes import (
-    PrefixNode,
-    PrefixSavings,
-    SharedPrefix,
-    top_prefixes,
-)
+from coppice.radix.accounting.top_prefixes import PrefixNode, PrefixSavings, SharedPrefix
 from coppice.radix.eviction.recency import POLICIES
 from coppice.radix.mirror.events import PageEvents, PagesCleared, PagesRemoved, PagesStored
 from coppice.radix.mirror.page_hashes import page_hashes
@@ -63,5 +58,4 @@ __all__ = [
     "TreeListener",
     "check",
     "page_hashes",
-    "top_prefixes",
 ]

@@ -57,11 +57,11 @@ class PrefixNode:
 class PrefixSavings:
     """What each node that was hit has saved, from one walk over them.
 
-    O(nodes that were hit, and their children). Ask before the tree changes.
+    O(nodes that were hit, and their children). Results are valid until the tree changes.
     """
 
     def __init__(self, tree: RadixTree, *, uses: Timeline | None = None, now: float = 0.0) -> None:
-        """`uses` has the times at which the tree's clock advanced, by the same clock as `now`."""
+        """`uses` has the times at which the tree's clock advanced, in seconds of `now`'s clock."""
         self._page_size = tree.page_size
         self._uses = uses
         self._now = now
@@ -135,13 +135,6 @@ class PrefixSavings:
         return tuple(shown)
 
 
-def top_prefixes(
-    tree: RadixTree, count: int, *, uses: Timeline | None = None, now: float = 0.0
-) -> tuple[SharedPrefix, ...]:
-    """The up to `count` prefixes that saved the most tokens (see `PrefixSavings`)."""
-    return PrefixSavings(tree, uses=uses, now=now).prefixes(count)
-
-
 def _checked(count: int) -> int:
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
@@ -156,7 +149,7 @@ def _namespace(node: Node) -> Hashable:
 
 
 def _continues(node: Node) -> bool:
-    """Whether it only continues what its parent began."""
+    """Whether a node only continues its parent: an only child with as many hits."""
     parent = node.parent
     return (
         parent is not None

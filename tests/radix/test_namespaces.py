@@ -1,8 +1,7 @@
-"""Namespaces: structured keys that do not alias, and nothing to be learned of each other's entries.
+"""Namespaces: structured keys that do not alias, and requests that show nothing of other ones.
 
-What a request costs is counted in lines of Python that run for it, in a process of its own with the
-sources of the tree, whether they are compiled here or not. So "takes as long" is tested without a
-clock.
+The cost of a request is measured without a clock: as the number of lines of Python that run for it,
+in a process of its own that runs the sources of the tree even where they are compiled.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from sequences import serve
 
 from coppice.radix import POLICIES, Namespace, PagePool, RadixTree, check, compiled, page_hashes
 from coppice.radix.namespace import encode_namespace
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# One namespace has cached some tokens; then another one's first request comes, the same or not.
-# Prints, for each case, the lines that ran for that request and what was seen of it.
+# One namespace has cached some tokens; then another one's first request has the same tokens or not.
+# Prints, for each case, the number of lines that ran for that request and what it changed.
 RUN = """
 import sys
 from array import array
@@ -92,8 +92,8 @@ for pages in (2000 // page_size, 500 // page_size):  # with room for all, and wi
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_others_have_cached_costs_no_line_more_or_less(policy: str, page_size: int) -> None:
-    """Nor do its hits, pages, evictions and place among others show anything."""
+def test_what_others_have_cached_changes_no_cost(policy: str, page_size: int) -> None:
+    """Its hits, pages, evictions and place in the order of eviction are the same, too."""
     ran = subprocess.run(
         [sys.executable, "-P", "-c", RUN, policy, str(page_size)],
         env=os.environ | {"PYTHONPATH": str(ROOT), compiled.SWITCH: "1"},
@@ -110,17 +110,11 @@ def test_what_others_have_cached_costs_no_line_more_or_less(policy: str, page_si
     assert same.split()[1] == "0"
 
 
-def cache(tree: RadixTree, tokens: range, namespace: Namespace) -> None:
-    hold, table = tree.start(tree.match(tokens, namespace))
-    table += tree.allocate(-(-len(tokens) // tree.page_size))
-    tree.finish(hold, tokens, table)
-
-
 def test_a_use_does_not_renew_what_another_namespace_has() -> None:
     tree = RadixTree(PagePool(12, 4))
     left, right = Namespace("m", cache_salt="left"), Namespace("m", cache_salt="right")
-    cache(tree, range(16), left)
-    cache(tree, range(16), right)
+    serve(tree, range(16), left)
+    serve(tree, range(16), right)
     before = {(node.stamp, node.hits) for node in tree.roots[left].subtree()}
     tree.unlock(tree.lock(tree.match(range(16), right)))
     assert {(node.stamp, node.hits) for node in tree.roots[left].subtree()} == before
@@ -130,7 +124,7 @@ def test_a_use_does_not_renew_what_another_namespace_has() -> None:
     check(tree)
 
 
-def test_no_two_namespaces_come_out_alike() -> None:
+def test_different_namespaces_have_different_keys() -> None:
     """As keys of the tree, as bytes in hashes, and as page hashes."""
     texts = ("", "a", "b", "ab", "None", "a\0b", "0", "\ud800", "é")
     keys = [
@@ -141,7 +135,7 @@ def test_no_two_namespaces_come_out_alike() -> None:
     assert len({page_hashes([1, 2], 2, key)[0] for key in keys}) == len(keys)
     tree = RadixTree(PagePool(4 * len(keys), 1))
     for number, key in enumerate(keys):
-        cache(tree, range(number, number + 2), key)
+        serve(tree, range(number, number + 2), key)
     for number, key in enumerate(keys[::97]):
         for other in (0, 1, 96, 97, 98):
             length = tree.match(range(other, other + 2), key).length

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from sequences import serve
 
 from coppice.radix import POLICIES, Hold, PagePool, PinRefused, Pins, RadixTree, check
 
@@ -14,19 +15,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def run(tree: RadixTree, tokens: list[int], namespace: str | None = None) -> int:
-    """A request from beginning to end; returns its hit."""
-    match = tree.match(tokens, namespace)
-    hold = tree.lock(match)
-    table = tree.page_table(hold)
-    if hold.length % tree.page_size and not tree.claim_tail(hold):
-        table[-1] = tree.allocate(1)[0]
-    table += tree.allocate(-(-len(tokens) // tree.page_size) - len(table))
-    tree.insert(hold, tokens, table)
-    tree.release(hold, table)
-    return match.length
 
 
 def recount(tree: RadixTree, pins: Pins) -> None:
@@ -44,16 +32,16 @@ def fixture(pages: int = 8, budget: float = 0.5) -> tuple[RadixTree, Pins, Clock
 
 def test_a_pinned_prefix_outlives_everything_else() -> None:
     tree, pins, _ = fixture()
-    run(tree, list(range(10)))
+    serve(tree, list(range(10)))
     pins.pin("handbook", range(6))
     assert [pin.cached_tokens for pin in pins] == [6]
     for request in range(10):
-        run(tree, list(range(100 * request + 100, 100 * request + 120)))
+        serve(tree, list(range(100 * request + 100, 100 * request + 120)))
         recount(tree, pins)
     assert tree.match(range(10)).length == 6, "the pinned tokens, and no more of that path"
     assert pins.unpin("handbook")
     assert not pins.unpin("handbook")
-    run(tree, list(range(5000, 5032)))
+    serve(tree, list(range(5000, 5032)))
     assert tree.match(range(10)).length == 0
     recount(tree, pins)
 
@@ -62,10 +50,10 @@ def test_what_is_not_computed_yet_is_kept_once_it_is() -> None:
     tree, pins, _ = fixture()
     pin = pins.pin("handbook", range(9))
     assert pin.cached_tokens == 0
-    run(tree, list(range(5)))
+    serve(tree, list(range(5)))
     assert pins.refresh() == []
     assert pin.cached_tokens == 5
-    run(tree, list(range(12)))
+    serve(tree, list(range(12)))
     pins.refresh()
     assert pin.cached_tokens == 9
     recount(tree, pins)
@@ -73,8 +61,8 @@ def test_what_is_not_computed_yet_is_kept_once_it_is() -> None:
 
 def test_a_pin_is_neither_a_hit_nor_a_use() -> None:
     tree, pins, _ = fixture()
-    run(tree, [1, 2, 3, 4])
-    run(tree, [5, 6, 7, 8])
+    serve(tree, [1, 2, 3, 4])
+    serve(tree, [5, 6, 7, 8])
     pins.pin("first", [1, 2, 3, 4])
     pins.unpin("first")
     assert all(node.hits == 0 for node in tree.nodes())
@@ -84,10 +72,10 @@ def test_a_pin_is_neither_a_hit_nor_a_use() -> None:
 
 def test_time_to_live_is_refreshed_by_use() -> None:
     tree, pins, clock = fixture()
-    run(tree, list(range(8)))
+    serve(tree, list(range(8)))
     pins.pin("short", range(8), ttl=10)
     clock.now += 9
-    run(tree, list(range(8)))
+    serve(tree, list(range(8)))
     assert pins.refresh() == []
     clock.now += 9
     assert pins.refresh() == []
@@ -99,17 +87,17 @@ def test_time_to_live_is_refreshed_by_use() -> None:
 
 def test_use_of_a_part_only_does_not_refresh() -> None:
     tree, pins, clock = fixture()
-    run(tree, list(range(8)))
+    serve(tree, list(range(8)))
     pins.pin("whole", range(8), ttl=10)
     clock.now += 9
-    run(tree, [0, 1, 2, 3, 99])
+    serve(tree, [0, 1, 2, 3, 99])
     clock.now += 1
     assert pins.refresh() == ["whole"]
 
 
 def test_a_sequence_uses_a_pin_for_as_long_as_it_runs() -> None:
     tree, pins, clock = fixture()
-    run(tree, list(range(8)))
+    serve(tree, list(range(8)))
     pins.pin("short", range(8), ttl=10)
     pins.pin("longer", range(4), ttl=10)
     hold, table = tree.start(tree.match(range(8)))
@@ -125,12 +113,12 @@ def test_a_sequence_uses_a_pin_for_as_long_as_it_runs() -> None:
 
 
 def test_a_pin_whose_time_has_passed_is_not_in_the_way() -> None:
-    """Nor comes back to life, though nobody has looked since."""
+    """Nor is it renewed by its name, though `refresh` was not called since."""
     tree, pins, clock = fixture()
-    run(tree, list(range(16)))
+    serve(tree, list(range(16)))
     pins.pin("old", range(16), ttl=10)
     clock.now += 11
-    pin = pins.pin("new", range(100, 116))
+    pins.pin("new", range(100, 116))
     assert [each.name for each in pins] == ["new"] and pins.promised_pages() == 4
     pins.unpin("new")
     pins.pin("old", range(16), ttl=10)
@@ -158,11 +146,11 @@ def test_the_budget_counts_shared_pages_once_and_refuses_by_name() -> None:
 
 def test_namespaces_do_not_share_pins() -> None:
     tree, pins, _ = fixture()
-    run(tree, [1, 2, 3, 4], "left")
-    run(tree, [1, 2, 3, 4], "right")
+    serve(tree, [1, 2, 3, 4], "left")
+    serve(tree, [1, 2, 3, 4], "right")
     pins.pin("left", [1, 2, 3, 4], "left")
     assert pins.promised_pages() == 1
-    run(tree, list(range(100, 128)))
+    serve(tree, list(range(100, 128)))
     assert tree.match([1, 2, 3, 4], "left").length == 4
     assert tree.match([1, 2, 3, 4], "right").length == 0
 
@@ -183,14 +171,14 @@ def test_bad_arguments_are_refused() -> None:
 def test_eviction_and_reset_leave_pins_alone(policy: str) -> None:
     tree, clock = RadixTree(PagePool(8, 4), policy), Clock()
     pins = Pins(tree, 0.5, clock)
-    run(tree, list(range(20)))
+    serve(tree, list(range(20)))
     pins.pin("half", range(10))
     assert tree.evict(100) == 2
     with pytest.raises(RuntimeError, match="reset: refused"):
         tree.reset()
     assert tree.match(range(20)).length == 10
     for request in range(20):
-        run(tree, list(range(100 * request + 100, 100 * request + 120)))
+        serve(tree, list(range(100 * request + 100, 100 * request + 120)))
         pins.refresh()
         assert tree.match(range(20)).length == 10
         recount(tree, pins)
@@ -200,7 +188,7 @@ def test_eviction_and_reset_leave_pins_alone(policy: str) -> None:
 
 def test_clear_ends_all_so_that_the_tree_can_be_reset() -> None:
     tree, pins, _ = fixture()
-    run(tree, [1, 2, 3, 4])
+    serve(tree, [1, 2, 3, 4])
     pins.pin("one", [1, 2, 3, 4])
     with pytest.raises(RuntimeError, match="reset: refused"):
         tree.reset()

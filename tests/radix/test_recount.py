@@ -1,4 +1,4 @@
-"""The recount itself: it must notice each kind of damage, or it proves nothing elsewhere."""
+"""The recount notices each kind of damage, so that other tests can rely on it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable
 
 import pytest
+from sequences import Run, serve
 
 from coppice.radix import Hold, Node, PagePool, RadixTree, check
 
@@ -15,21 +16,10 @@ def scene() -> tuple[RadixTree, Hold, array[int]]:
     """Two idle leaves below one prefix that ends inside a page, and a sequence on one of them."""
     tree = RadixTree(PagePool(32, 4))
     for last in (50, 60):
-        tokens = [*range(6), last, last + 1, last + 2, last + 3]
-        hold = tree.lock(tree.match(tokens))
-        table = tree.page_table(hold)
-        if hold.length:
-            table[-1] = tree.allocate(1)[0]
-        table += tree.allocate(3 - len(table))
-        tree.insert(hold, tokens, table)
-        tree.release(hold, table)
-    tokens = [*range(6), 50, 51, 52, 53, 54, 55, 56]
-    hold = tree.lock(tree.match(tokens))
-    table = tree.page_table(hold)
-    assert tree.claim_tail(hold)
-    table += tree.allocate(1)
-    check(tree, [(hold, table)])
-    return tree, hold, table
+        serve(tree, [*range(6), last, last + 1, last + 2, last + 3])
+    run = Run(tree, [*range(6), 50, 51, 52, 53, 54, 55, 56])
+    check(tree, [(run.hold, run.table)])
+    return tree, run.hold, run.table
 
 
 def _leaf(tree: RadixTree, token: int) -> Node:
@@ -82,7 +72,7 @@ def test_damage_is_noticed(
         check(tree, [(hold, table)])
 
 
-def test_a_sequence_that_is_not_named_is_noticed(scene: tuple[RadixTree, Hold, array[int]]) -> None:
+def test_a_sequence_that_is_left_out_is_noticed(scene: tuple[RadixTree, Hold, array[int]]) -> None:
     tree, _, _ = scene
     with pytest.raises(AssertionError):
         check(tree)

@@ -1,26 +1,18 @@
-"""Listeners of a tree: what they hear, several at once, and when one refuses a namespace."""
+"""Listeners of a tree: the changes reported to them, and a namespace that one refuses."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
+from sequences import serve
 
 from coppice.radix import Namespace, Node, PageEvents, PagePool, RadixTree, TreeListener, check
 from coppice.radix.node import Root
 
 
-def run(tree: RadixTree, tokens: list[int], namespace: object = None) -> None:
-    """A sequence of these tokens from beginning to end."""
-    hold, table = tree.start(tree.match(tokens, namespace))
-    if hold.length % tree.page_size and not tree.claim_tail(hold):
-        table[-1] = tree.allocate(1)[0]
-    table += tree.allocate(-(-len(tokens) // tree.page_size) - len(table))
-    tree.finish(hold, tokens, table)
-
-
 class Lengths(TreeListener):
-    """How many tokens each edge has, by what it hears alone."""
+    """The number of tokens of each edge, from what is reported alone."""
 
     def __init__(self) -> None:
         self.lengths: dict[Node, int] = {}
@@ -46,7 +38,7 @@ class Lengths(TreeListener):
         self.lengths.clear()
 
 
-def test_a_listener_hears_all_that_changes_edges() -> None:
+def test_all_changes_of_edges_are_reported() -> None:
     rng = random.Random(0)
     tree = RadixTree(PagePool(32, 4))
     first, second = Lengths(), Lengths()
@@ -54,7 +46,7 @@ def test_a_listener_hears_all_that_changes_edges() -> None:
     tree.add_listener(second)
     for step in range(800):
         if rng.random() < 0.9:
-            run(tree, [rng.randint(1, 2) for _ in range(rng.randint(1, 30))], rng.choice("ab"))
+            serve(tree, [rng.randint(1, 2) for _ in range(rng.randint(1, 30))], rng.choice("ab"))
         elif rng.random() < 0.9:
             tree.evict(rng.randint(1, 9))
         else:
@@ -83,7 +75,7 @@ def test_a_namespace_that_one_listener_refuses_is_not_opened() -> None:
     assert not tree.roots
     check(tree)
     tree.remove_listener(refusing)
-    run(tree, [1, 2, 3, 4, 5], Namespace("m"))
+    serve(tree, [1, 2, 3, 4, 5], Namespace("m"))
     assert len(events.drain()) == 1
     with pytest.raises(ValueError, match="not in list"):
         tree.remove_listener(refusing)
@@ -92,8 +84,8 @@ def test_a_namespace_that_one_listener_refuses_is_not_opened() -> None:
 def test_a_listener_may_leave_every_hook_as_it_is() -> None:
     tree = RadixTree(PagePool(16, 4))
     tree.add_listener(TreeListener())
-    run(tree, [1, 2, 3, 4, 5])
-    run(tree, [1, 2, 9])
+    serve(tree, [1, 2, 3, 4, 5])
+    serve(tree, [1, 2, 9])
     tree.evict(1)
     tree.reset()
     check(tree)

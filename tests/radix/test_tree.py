@@ -1,4 +1,4 @@
-"""What the tree promises, one promise a test."""
+"""The promises of the tree, each with a test."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import pytest
+from sequences import Run, serve
 
 from coppice.radix import (
     Hold,
@@ -19,9 +20,7 @@ from coppice.radix import (
     PagePool,
     Pins,
     RadixTree,
-    SharedPrefix,
     check,
-    top_prefixes,
 )
 from coppice.radix.edges import EDGE_TOKENS
 from coppice.radix.tokens import token_bytes
@@ -29,42 +28,6 @@ from coppice.radix.tokens import token_bytes
 
 def make_tree(num_pages: int = 64, page_size: int = 4) -> RadixTree:
     return RadixTree(PagePool(num_pages, page_size))
-
-
-class Run:
-    """A sequence that has hit what it could and has pages of its own for the rest."""
-
-    def __init__(self, tree: RadixTree, tokens: Sequence[int], namespace: Hashable = None) -> None:
-        self.tree = tree
-        self.tokens = list(tokens)
-        match = tree.match(self.tokens, namespace)
-        self.hit = match.length
-        self.hold: Hold = tree.lock(match)
-        self.table = tree.page_table(self.hold)
-        if self.hit % tree.page_size and not tree.claim_tail(self.hold):
-            self.table[-1] = tree.allocate(1)[0]
-        self.grow()
-
-    def grow(self, tokens: Sequence[int] = ()) -> Run:
-        self.tokens += tokens
-        missing = -(-len(self.tokens) // self.tree.page_size) - len(self.table)
-        self.table += self.tree.allocate(missing, self.table[-1] if self.table else -1)
-        return self
-
-    def insert(self, count: int | None = None) -> Inserted:
-        return self.tree.insert(self.hold, self.tokens[:count], self.table)
-
-    def release(self) -> None:
-        self.tree.release(self.hold, self.table)
-
-    def finish(self) -> None:
-        self.insert()
-        self.release()
-
-
-def cache(tree: RadixTree, tokens: Sequence[int], namespace: Hashable = None) -> None:
-    """Runs a sequence of these tokens from beginning to end."""
-    Run(tree, tokens, namespace).finish()
 
 
 def use(tree: RadixTree, tokens: Sequence[int]) -> None:
@@ -101,7 +64,7 @@ def counts(tree: RadixTree) -> object:
 def test_matches_are_exact_to_the_token_at_any_page_size(page_size: int) -> None:
     tree = make_tree(64, page_size)
     tokens = list(range(100, 150))
-    cache(tree, tokens)
+    serve(tree, tokens)
     for length in range(len(tokens) + 1):
         assert matched(tree, tokens[:length]) == length
         assert matched(tree, [*tokens[:length], 7, 8, 9]) == length
@@ -109,7 +72,7 @@ def test_matches_are_exact_to_the_token_at_any_page_size(page_size: int) -> None
 
 def test_a_match_inside_an_edge_changes_no_sizes() -> None:
     tree = make_tree()
-    cache(tree, range(20))
+    serve(tree, range(20))
     before, epoch = counts(tree), tree.epoch
     for length in (1, 4, 7, 19):
         assert matched(tree, [*range(length), 99]) == length
@@ -119,8 +82,8 @@ def test_a_match_inside_an_edge_changes_no_sizes() -> None:
 
 def test_a_limited_match_is_that_of_the_tokens_up_to_the_limit() -> None:
     tree = make_tree()
-    cache(tree, range(10))
-    cache(tree, [*range(6), 50, 51, 52])
+    serve(tree, range(10))
+    serve(tree, [*range(6), 50, 51, 52])
     for limit in range(14):
         assert tree.match(range(12), limit=limit) == tree.match(range(min(12, limit)))
     with pytest.raises(ValueError, match="limit must be at least 0, got -1"):
@@ -145,14 +108,14 @@ def test_an_insert_may_leave_out_what_the_hold_covers() -> None:
 def test_nothing_matches_in_an_empty_tree_or_of_no_tokens() -> None:
     tree = make_tree()
     assert matched(tree, [1, 2, 3]) == 0
-    cache(tree, [1, 2, 3])
+    serve(tree, [1, 2, 3])
     assert matched(tree, []) == 0
     assert matched(tree, [2, 3]) == 0
 
 
 def test_all_kinds_of_tokens_match_alike() -> None:
     tree = make_tree()
-    cache(tree, [5, 6, 7])
+    serve(tree, [5, 6, 7])
     kinds = [5, 6, 7], (5, 6, 7), np.array([5, 6, 7]), array("i", [5, 6, 7]), token_bytes([5, 6, 7])
     assert [tree.match(tokens).length for tokens in kinds] == [3] * len(kinds)
     with pytest.raises(ValueError, match="tokens"):
@@ -168,7 +131,7 @@ def test_tokens_of_different_namespaces_never_match() -> None:
         assert [matched(tree, tokens, other) for other in spaces[number:]] == [0] * (
             len(spaces) - number
         )
-        cache(tree, tokens, space)
+        serve(tree, tokens, space)
         checked(tree)
     assert tree.cached_tokens == 10 * len(spaces)
     pages = [tree.page_table(Run(tree, tokens, space).hold).tobytes() for space in spaces]
@@ -180,7 +143,7 @@ def test_a_namespace_without_tokens_is_forgotten() -> None:
     for number in range(100):
         use(tree, [1]) if number % 2 else tree.unlock(tree.lock(tree.match([1], namespace=number)))
     assert not tree.roots
-    cache(tree, range(8), "a")
+    serve(tree, range(8), "a")
     tree.evict(2)
     assert not tree.roots
     checked(tree)
@@ -194,7 +157,7 @@ def _evict(tree: RadixTree) -> None:
 
 
 def _insert(tree: RadixTree) -> None:
-    cache(tree, [1, 2, 3])
+    serve(tree, [1, 2, 3])
 
 
 def _grow(tree: RadixTree) -> None:
@@ -207,7 +170,7 @@ def _grow(tree: RadixTree) -> None:
 @pytest.mark.parametrize("change", [_evict, _insert, _grow, RadixTree.reset])
 def test_a_stale_match_is_refused(change: Callable[[RadixTree], None]) -> None:
     tree = make_tree()
-    cache(tree, range(20))
+    serve(tree, range(20))
     found, missed = tree.match(range(20)), tree.match([50])
     change(tree)
     before = counts(tree)
@@ -220,9 +183,9 @@ def test_a_stale_match_is_refused(change: Callable[[RadixTree], None]) -> None:
 
 
 def test_matches_survive_each_others_locks_and_splits() -> None:
-    """Several requests are matched first and locked then, each inside the same edge."""
+    """Several requests are matched first and locked afterwards, all inside one edge."""
     tree = make_tree()
-    cache(tree, range(20))
+    serve(tree, range(20))
     lengths = [20, 13, 5, 5, 12, 1, 19, 0]
     matches = [tree.match([*range(length), 99]) for length in lengths]
     holds = []
@@ -246,9 +209,9 @@ def test_matches_survive_each_others_locks_and_splits() -> None:
 
 
 def test_a_hit_locks_what_was_hit_and_no_more() -> None:
-    """Else a request that shares its first token with a long idle one could starve beside it."""
+    """Else a request that shares its first token with a long idle one could find no pages."""
     tree = make_tree(num_pages=8)
-    cache(tree, range(32))
+    serve(tree, range(32))
     match = tree.match([0, 50, 51])
     assert tree.available_pages(match) == 7
     hold = tree.lock(match)
@@ -261,7 +224,7 @@ def test_a_hit_locks_what_was_hit_and_no_more() -> None:
 def test_a_sequence_that_finds_its_tokens_inserted_locks_only_its_own() -> None:
     tree = make_tree()
     slow = Run(tree, range(10))
-    cache(tree, range(40))
+    serve(tree, range(40))
     slow.insert()
     assert tree.locked_pages == 3
     checked(tree, slow)
@@ -272,8 +235,8 @@ def test_a_sequence_that_finds_its_tokens_inserted_locks_only_its_own() -> None:
 
 def test_locks_nest() -> None:
     tree = make_tree()
-    cache(tree, range(8))
-    cache(tree, range(16))
+    serve(tree, range(8))
+    serve(tree, range(16))
     inner, outer = tree.lock(tree.match(range(16))), tree.lock(tree.match(range(8)))
     again = tree.lock(tree.match(range(16)))
     assert tree.locked_pages == 4
@@ -323,7 +286,7 @@ def test_locks_survive_splits() -> None:
 )
 def test_a_hold_that_was_given_back_is_refused(act: Callable[[RadixTree, Hold], object]) -> None:
     tree = make_tree()
-    cache(tree, range(6))
+    serve(tree, range(6))
     hold = tree.lock(tree.match(range(6)))
     tree.unlock(hold)
     before = counts(tree)
@@ -334,7 +297,7 @@ def test_a_hold_that_was_given_back_is_refused(act: Callable[[RadixTree, Hold], 
 
 def test_reset_is_refused_while_locks_are_held() -> None:
     tree = make_tree()
-    cache(tree, range(20), "other")
+    serve(tree, range(20), "other")
     empty = tree.lock(tree.match([]))
     held = tree.lock(tree.match(range(7), "other"))
     for hold in (empty, held):
@@ -442,24 +405,24 @@ def test_start_and_finish_do_what_their_parts_do(seed: int, page_size: int) -> N
 
 def test_two_that_compute_the_same_in_turns_end_with_the_same_full_pages() -> None:
     tree = make_tree()
-    ahead, behind = Run(tree, range(30)), Run(tree, range(30))
+    first, second = Run(tree, range(30)), Run(tree, range(30))
     for end in (3, 7, 8, 13, 22, 30):
-        new = end - ahead.hold.length
-        assert ahead.insert(end) == Inserted(new, 0)
-        assert behind.insert(end) == Inserted(0, new)
-        checked(tree, ahead, behind)
-        ahead, behind = behind, ahead
-    assert list(ahead.table[:7]) == list(behind.table[:7])
+        new = end - first.hold.length
+        assert first.insert(end) == Inserted(new, 0)
+        assert second.insert(end) == Inserted(0, new)
+        checked(tree, first, second)
+        first, second = second, first
+    assert list(first.table[:7]) == list(second.table[:7])
     assert tree.cached_tokens == 30
-    ahead.release()
-    behind.release()
+    first.release()
+    second.release()
     checked(tree)
 
 
 def test_a_branch_may_end_in_the_tail_page_of_its_grandparent() -> None:
-    """One writes on in place; another has meanwhile entered the same tokens with a copy."""
+    """One continues in place; another has meanwhile entered the same tokens with a copy."""
     tree = make_tree()
-    cache(tree, range(5))
+    serve(tree, range(5))
     writer = Run(tree, [0, 1, 2, 3, 4, 5, 6])
     tail = writer.table[1]
     copier = Run(tree, [0, 1, 2, 3, 4, 5])
@@ -500,7 +463,7 @@ def test_an_insert_of_the_wrong_size_is_refused_and_changes_nothing() -> None:
 
 def test_the_sole_owner_of_a_tail_writes_in_place() -> None:
     tree = make_tree()
-    cache(tree, range(6))
+    serve(tree, range(6))
     hold = tree.lock(tree.match([*range(6), 50]))
     assert tree.claim_tail(hold)
     table = tree.page_table(hold)
@@ -513,8 +476,8 @@ def test_the_sole_owner_of_a_tail_writes_in_place() -> None:
 
 def test_a_tail_that_others_have_continued_must_be_copied() -> None:
     tree = make_tree()
-    cache(tree, range(6))
-    cache(tree, [*range(6), 50])
+    serve(tree, range(6))
+    serve(tree, [*range(6), 50])
     hold = tree.lock(tree.match([*range(6), 60]))
     assert not tree.claim_tail(hold)
     # Not so after the one that has continued.
@@ -525,13 +488,13 @@ def test_a_tail_that_others_have_continued_must_be_copied() -> None:
 
 def test_a_hit_inside_an_edge_must_be_copied() -> None:
     tree = make_tree()
-    cache(tree, range(8))
+    serve(tree, range(8))
     assert not tree.claim_tail(tree.lock(tree.match([*range(6), 60])))
 
 
 def test_a_tail_has_one_writer_at_a_time() -> None:
     tree = make_tree()
-    cache(tree, range(6))
+    serve(tree, range(6))
     first, second = (tree.lock(tree.match([*range(6), 50 + i])) for i in range(2))
     assert tree.claim_tail(first)
     assert not tree.claim_tail(second)
@@ -551,7 +514,7 @@ def test_the_tail_of_a_running_sequence_is_not_for_others() -> None:
 
 def test_a_tail_may_be_claimed_through_several_nodes_in_one_page() -> None:
     tree = make_tree(page_size=16)
-    cache(tree, range(12))
+    serve(tree, range(12))
     for cut in (3, 6, 9):
         tree.unlock(tree.lock(tree.match(range(cut))))
     assert tree.num_nodes == 4
@@ -562,7 +525,7 @@ def test_a_tail_may_be_claimed_through_several_nodes_in_one_page() -> None:
 
 def test_there_is_no_tail_to_claim_at_a_page_border() -> None:
     tree = make_tree()
-    cache(tree, range(8))
+    serve(tree, range(8))
     for length in (0, 4, 8):
         hold = tree.lock(tree.match(range(length)))
         with pytest.raises(ValueError, match=f"hold: its {length} tokens end at a page border"):
@@ -643,7 +606,7 @@ def fork(run: Run, tokens: Sequence[int]) -> Run:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_drafts_go_with_the_last_that_shares_them(page_size: int) -> None:
+def test_drafts_leave_with_the_last_that_shares_them(page_size: int) -> None:
     tree = make_tree(64, page_size)
     first = Run(tree, range(21))
     first.insert()
@@ -708,8 +671,8 @@ def test_a_draft_may_wait_and_be_dropped_later() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_draft_stays_while_somebody_wants_it(page_size: int) -> None:
-    """Though nobody holds it, and though the sequence that entered it has gone on and is gone."""
+def test_a_draft_stays_while_it_is_wanted(page_size: int) -> None:
+    """Even if no lock is left on it, and the sequence that entered it has continued and ended."""
     tree = make_tree(64, page_size)
     run = Run(tree, range(10))
     run.insert()
@@ -734,7 +697,7 @@ def test_a_draft_stays_while_somebody_wants_it(page_size: int) -> None:
     assert tree.evicted_tokens == 0
 
 
-def test_nobody_wants_what_was_evicted() -> None:
+def test_what_was_evicted_is_no_longer_wanted() -> None:
     tree = make_tree()
     run = Run(tree, range(10))
     run.insert()
@@ -751,7 +714,7 @@ def test_nobody_wants_what_was_evicted() -> None:
 
 
 def two_in_one_page() -> tuple[RadixTree, Run, Run, Run]:
-    """Drafts of forks that take the same token, and then go on in pages of their own.
+    """Drafts of forks that take the same token, and then continue in pages of their own.
 
         page          tokens
         p             0 .. 7, and 50 51 | 60 70    the parent's
@@ -770,9 +733,9 @@ def two_in_one_page() -> tuple[RadixTree, Run, Run, Run]:
     return tree, parent, child, waits
 
 
-def test_a_copy_is_not_shared_where_somebody_below_goes_on_in_the_page() -> None:
+def test_a_copy_is_not_shared_where_a_node_below_continues_in_the_page() -> None:
     tree, parent, child, waits = two_in_one_page()
-    waits.tree.release(waits.hold, waits.table, drop=True)  # both go through the fork's node now
+    waits.tree.release(waits.hold, waits.table, drop=True)  # both pass through the fork's node now
     tree.insert(parent.hold, parent.tokens, parent.table, draft=True)
     checked(tree, parent, child)
     free = tree.pool.free_pages
@@ -785,7 +748,7 @@ def test_a_copy_is_not_shared_where_somebody_below_goes_on_in_the_page() -> None
     assert (tree.cached_tokens, tree.cached_pages) == (8, 1)
 
 
-def test_a_page_from_above_is_nobodys_own_when_a_copy_goes() -> None:
+def test_a_page_from_above_counts_once_when_a_copy_leaves() -> None:
     tree, parent, child, waits = two_in_one_page()
     tree.insert(parent.hold, parent.tokens, parent.table, draft=True)  # `waits` keeps all as it is
     checked(tree, parent, child, waits)
@@ -802,18 +765,18 @@ def test_a_page_from_above_is_nobodys_own_when_a_copy_goes() -> None:
 # -- evicting ------------------------------------------------------------------------------------
 
 
-def test_a_shared_prefix_stays_until_its_leaves_are_gone() -> None:
+def test_a_shared_prefix_stays_until_its_leaves_are_evicted() -> None:
     tree = make_tree(page_size=4)
     shared = list(range(8))
     owner = Run(tree, [*shared, 50, 51, 52, 53])
     owner.insert()
     assert matched(tree, shared) == 8, "while its owner runs"
-    cache(tree, [*shared, 60, 61, 62, 63])
+    serve(tree, [*shared, 60, 61, 62, 63])
     assert tree.evict(64) == 1, "the idle leaf"
     assert matched(tree, [*shared, 50, 51, 52, 53]) == 12
     owner.release()
     assert matched(tree, shared) == 8, "after it has ended"
-    cache(tree, [*shared, 60, 61, 62, 63])
+    serve(tree, [*shared, 60, 61, 62, 63])
     left = []
     while tree.evict(1):
         left.append([matched(tree, [*shared, t, t + 1, t + 2, t + 3]) for t in (50, 60)])
@@ -821,14 +784,14 @@ def test_a_shared_prefix_stays_until_its_leaves_are_gone() -> None:
     assert left == [[8, 12], [8, 8], [4, 4], [0, 0]]
 
 
-def test_the_least_recently_used_leaf_goes_first() -> None:
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     tree = make_tree()
     lines = [[start + i for i in range(4)] for start in range(0, 50, 10)]
     for line in lines:
-        cache(tree, line)
+        serve(tree, line)
     use(tree, lines[0])
-    tree.match(lines[1])  # looking is not using
-    use(tree, lines[3][:2])  # parts the line: its front is newer than its back
+    tree.match(lines[1])  # a match is no use
+    use(tree, lines[3][:2])  # splits the line: its front is newer than its back
     order = []
     while tree.cached_pages:
         before = [matched(tree, line) for line in lines]
@@ -844,7 +807,7 @@ def test_the_end_of_a_sequence_counts_as_use() -> None:
     tree = make_tree()
     long = Run(tree, range(4))
     long.insert()
-    cache(tree, range(50, 54))
+    serve(tree, range(50, 54))
     long.release()
     assert tree.evict(1) == 1
     assert [matched(tree, range(4)), matched(tree, range(50, 54))] == [4, 0]
@@ -852,28 +815,28 @@ def test_the_end_of_a_sequence_counts_as_use() -> None:
 
 def test_a_parent_follows_its_last_child() -> None:
     tree = make_tree()
-    cache(tree, range(4))
-    cache(tree, [*range(4), 10, 11, 12, 13])
-    cache(tree, [*range(4), 20, 21, 22, 23])
-    cache(tree, [90, 91, 92, 93])
+    serve(tree, range(4))
+    serve(tree, [*range(4), 10, 11, 12, 13])
+    serve(tree, [*range(4), 20, 21, 22, 23])
+    serve(tree, [90, 91, 92, 93])
     use(tree, [*range(4), 20, 21, 22, 23])  # so the parent is newer than the other line
-    gone = []
+    left = []
     while tree.cached_pages:
         tree.evict(1)
-        gone.append(
+        left.append(
             [
                 matched(tree, [*range(4), 10, 11, 12, 13]),
                 matched(tree, [*range(4), 20, 21, 22, 23]),
                 matched(tree, [90, 91, 92, 93]),
             ]
         )
-    assert gone == [[4, 8, 4], [4, 8, 0], [4, 4, 0], [0, 0, 0]]
+    assert left == [[4, 8, 4], [4, 8, 0], [4, 4, 0], [0, 0, 0]]
 
 
 def test_eviction_takes_no_more_than_was_asked_for() -> None:
     tree = make_tree()
     for start in (0, 100, 200):
-        cache(tree, range(start, start + 18))
+        serve(tree, range(start, start + 18))
     for count in (0, 1, 2, 3, 1):
         free = tree.pool.free_pages
         assert tree.evict(count) == count
@@ -900,7 +863,7 @@ def test_a_leaf_of_100_000_tokens_gives_up_only_its_last_pages() -> None:
     assert tree.evict(5_000) == 5_000
     assert tree.match(tokens).length == 100_000 - 48 - 80_000
     edges = [len(node.edge) - 4 * node.length for node in tree.nodes()]
-    assert 0 <= sum(edges) <= 4 * EDGE_TOKENS, "tokens that are gone do not stay in memory"
+    assert 0 <= sum(edges) <= 4 * EDGE_TOKENS, "evicted tokens do not stay in memory"
     assert tree.evict(1) == 1
     for node in tree.nodes():
         assert len(node.edge) <= 2 * 4 * node.length
@@ -909,7 +872,7 @@ def test_a_leaf_of_100_000_tokens_gives_up_only_its_last_pages() -> None:
 
 @pytest.mark.parametrize("page_size", [16, 48])
 def test_long_edges_are_entered_as_several_nodes(page_size: int) -> None:
-    """Whether at once or in chunks; the pages on both sides of an end are shared as they must."""
+    """At once or in chunks; both sides of a border share the page in which it lies."""
     tokens = list(range(3 * EDGE_TOKENS + 100))
     for chunk in (len(tokens), 1000, EDGE_TOKENS):
         tree = make_tree(num_pages=4 * EDGE_TOKENS // page_size, page_size=page_size)
@@ -935,7 +898,7 @@ def test_long_edges_are_entered_as_several_nodes(page_size: int) -> None:
 
 def test_what_is_left_of_a_cut_leaf_can_be_continued() -> None:
     tree = make_tree()
-    cache(tree, range(18))
+    serve(tree, range(18))
     tree.evict(2)
     assert matched(tree, range(18)) == 12
     again = Run(tree, [*range(14), 70])
@@ -945,23 +908,23 @@ def test_what_is_left_of_a_cut_leaf_can_be_continued() -> None:
     assert matched(tree, range(18)) == 14, "not what the cut edge once held"
     assert matched(tree, [*range(14), 70]) == 15
     again.release()
-    cache(tree, range(18))
+    serve(tree, range(18))
     assert matched(tree, range(18)) == 18
     checked(tree)
 
 
 def test_a_cut_leaf_is_split_where_it_is_left() -> None:
     tree = make_tree()
-    cache(tree, range(18))
+    serve(tree, range(18))
     tree.evict(1)
-    cache(tree, [*range(10), 70])
+    serve(tree, [*range(10), 70])
     checked(tree)
     assert [matched(tree, line) for line in (range(18), [*range(10), 70, 71])] == [16, 11]
 
 
 def test_a_page_that_is_reused_loses_its_old_identity_even_if_partly_filled() -> None:
     tree = make_tree(num_pages=2)
-    cache(tree, range(6))
+    serve(tree, range(6))
     run = Run(tree, [50, 51])
     assert matched(tree, range(6)) == 4, "the page of tokens 4 and 5 is the new sequence's"
     run.finish()
@@ -972,10 +935,10 @@ def test_a_page_that_is_reused_loses_its_old_identity_even_if_partly_filled() ->
     checked(tree)
 
 
-def test_a_child_without_pages_of_its_own_goes_before_its_parents_tail() -> None:
+def test_a_child_without_pages_of_its_own_is_evicted_before_its_parents_tail() -> None:
     tree = make_tree()
-    cache(tree, range(6))
-    cache(tree, [*range(6), 7, 8])  # in place
+    serve(tree, range(6))
+    serve(tree, [*range(6), 7, 8])  # in place
     assert tree.cached_pages == 2
     use(tree, range(6))
     tree.evict(1)
@@ -985,7 +948,7 @@ def test_a_child_without_pages_of_its_own_goes_before_its_parents_tail() -> None
 
 def test_a_failed_allocation_leaves_every_count_as_it_was() -> None:
     tree = make_tree(num_pages=16)
-    cache(tree, range(20))
+    serve(tree, range(20))
     run = Run(tree, [*range(9), 50, 51])
     run.insert()
     before = counts(tree)
@@ -1002,8 +965,8 @@ def test_a_failed_allocation_leaves_every_count_as_it_was() -> None:
 
 def test_allocation_evicts_others_and_never_a_pending_hit() -> None:
     tree = make_tree(num_pages=10)
-    cache(tree, range(20))  # the least recently used, five pages
-    cache(tree, range(100, 120))
+    serve(tree, range(20))  # the least recently used, five pages
+    serve(tree, range(100, 120))
     match = tree.match([*range(18), 50])
     assert tree.available_pages(match) == 5
     hold = tree.lock(match)
@@ -1017,8 +980,8 @@ def test_allocation_evicts_others_and_never_a_pending_hit() -> None:
 
 def test_using_one_leaf_again_and_again_does_not_grow_the_order_of_eviction() -> None:
     tree = make_tree()
-    cache(tree, range(8))
-    cache(tree, range(50, 58))
+    serve(tree, range(8))
+    serve(tree, range(50, 58))
     for _ in range(1000):
         use(tree, range(8))
     assert len(tree.order._leaves) <= 64 + 4 * tree.num_nodes
@@ -1031,11 +994,11 @@ def test_using_one_leaf_again_and_again_does_not_grow_the_order_of_eviction() ->
 
 
 def test_ten_thousand_sequences_on_a_long_prefix_stay_within_twice_their_bytes() -> None:
-    """Tokens and page ids once each are the live bytes; nodes, locks and the rest come on top."""
+    """The live bytes are tokens and page ids, each once; nodes and locks may take as much again."""
     prefix, own, size = 10_000, 256, 16
     tree = make_tree(num_pages=prefix // size + 10_000 * own // size, page_size=size)
     shared = np.arange(prefix, dtype=np.int32)
-    cache(tree, shared.tolist())
+    serve(tree, shared.tolist())
     gc.collect()
     tracemalloc.start()
     try:
@@ -1061,107 +1024,14 @@ def test_ten_thousand_sequences_on_a_long_prefix_stay_within_twice_their_bytes()
     assert tree.evictable_pages == tree.pool.num_pages
 
 
-# -- the shared prefixes that saved most ---------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------
 
 
-def _tops(tree: RadixTree, count: int = 10) -> list[tuple[int, int, int]]:
-    return [(top.num_tokens, top.hits, top.tokens_saved) for top in top_prefixes(tree, count)]
-
-
-def test_top_prefixes_are_those_that_saved_most() -> None:
-    tree = make_tree(256)
-    for tail in range(4):
-        cache(tree, [*range(30), 1000 + tail])
-    for tail in range(11):
-        cache(tree, [*range(500, 510), 1000 + tail])
-    cache(tree, range(700, 760))
-    assert _tops(tree) == [(10, 10, 100), (30, 3, 90)]
-    assert _tops(tree, 1) == [(10, 10, 100)]
-    assert top_prefixes(tree, 0) == ()
-    assert top_prefixes(tree, 2)[0] == SharedPrefix(
-        np.arange(500, 510, dtype=np.int32).tobytes(), 10, 100, 3
-    )
-    with pytest.raises(ValueError, match="count must be at least 0, got -1"):
-        top_prefixes(tree, -1)
-
-
-def test_hits_are_counted_for_requests_that_were_locked_before_any_of_them_inserted() -> None:
-    tree = make_tree(256)
-    cache(tree, [*range(30), 99])
-    runs = [Run(tree, [*range(30), 1000 + tail]) for tail in range(8)]
-    for run in runs:
-        run.finish()
-    assert _tops(tree) == [(30, 8, 240)]
-
-
-def test_hits_of_a_prompt_that_comes_again_are_counted() -> None:
-    """The last token is always computed, so the hit ends one before the end."""
-    tree = make_tree(256)
-    prompt = list(range(30))
-    cache(tree, prompt)
-    for _ in range(5):
-        run = Run(tree, prompt[:-1])
-        run.grow(prompt[-1:])
-        assert run.insert() == Inserted(0, 1)
-        run.release()
-    assert _tops(tree) == [(29, 5, 145)]
-
-
-def test_the_turns_of_a_conversation_are_counted_for_what_each_saved() -> None:
-    tree = make_tree(256)
-    for turn in range(1, 6):
-        cache(tree, range(10 * turn))
-    assert _tops(tree) == [(10, 4, 40), (20, 3, 30), (30, 2, 20), (40, 1, 10)]
-
-
-def test_a_fork_is_no_hit_and_a_prefix_that_was_not_hit_is_no_shared_one() -> None:
+def test_nodes_come_parents_first_with_their_prefixes() -> None:
     tree = make_tree()
-    run = Run(tree, range(10))
-    run.insert()
-    tree.unlock(tree.fork(run.hold))
-    run.release()
-    assert top_prefixes(tree, 10) == ()
-
-
-def test_a_prefix_within_another_is_named_only_if_more_hit_it() -> None:
-    tree = make_tree()
-    cache(tree, range(10))
-    for tail in range(3):
-        cache(tree, [*range(10), 50, 51, 60 + tail])
-    assert _tops(tree) == [(10, 3, 30), (12, 2, 4)]
-
-
-def test_a_prefix_that_a_longer_one_explains_is_not_named() -> None:
-    tree = make_tree()
-    slow = Run(tree, [0, 1, 2, 3, 90])
-    cache(tree, range(10))
-    for tail in range(3):
-        cache(tree, [*range(10), 60 + tail])
-    slow.finish()  # a branch at 4, where no hit ended
-    assert tree.num_nodes == 6
-    assert _tops(tree) == [(10, 3, 30)]
-
-
-def test_hits_of_an_evicted_prefix_are_forgotten() -> None:
-    tree = make_tree()
-    cache(tree, range(10))
-    use(tree, range(10))
-    assert _tops(tree) == [(10, 1, 10)]
-    tree.evict(1)
-    assert _tops(tree) == [(8, 1, 8)]
-    tree.evict(2)
-    cache(tree, range(10))
-    assert _tops(tree) == []
-
-
-# -- looking -------------------------------------------------------------------------------------
-
-
-def test_nodes_come_parents_first_and_tell_their_prefix() -> None:
-    tree = make_tree()
-    cache(tree, range(10))
-    cache(tree, [*range(6), 50])
-    cache(tree, range(4), "b")
+    serve(tree, range(10))
+    serve(tree, [*range(6), 50])
+    serve(tree, range(4), "b")
     seen: set[int] = set()
     prefixes = []
     for node in tree.nodes():
@@ -1173,3 +1043,12 @@ def test_nodes_come_parents_first_and_tell_their_prefix() -> None:
     expected = [tuple(range(4)), tuple(range(6)), tuple(range(10)), (*range(6), 50)]
     assert sorted(prefixes) == sorted(expected)
     assert tree.num_nodes == 4
+
+
+def test_nodes_that_were_hit_come_parents_first() -> None:
+    tree = RadixTree(PagePool(64, 4))
+    for tokens in ([*range(10), 90], [*range(10), 91], [*range(10), 91, 92], [50, 51]):
+        serve(tree, tokens)
+    hit = list(tree.hit_nodes())
+    assert [(node.start, node.end, node.hits) for node in hit] == [(0, 10, 2), (10, 11, 1)]
+    assert {id(node) for node in hit} == {id(node) for node in tree.nodes() if node.hits}

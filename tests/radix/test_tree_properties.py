@@ -2,8 +2,8 @@
 
 The model is a set of every cached prefix of every namespace; the memory has for each slot of each
 page which prefix's KV was last written there. After each operation everything is compared: what
-matches, how long, what a reader would find in the pages, who is locked, who was evicted before
-whom, and every count.
+matches, how long, what a reader would find in the pages, what is locked, what was evicted before
+what, and every count.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from coppice.radix import (
     Node,
     OutOfPages,
     PagePool,
+    PrefixSavings,
     RadixTree,
     check,
     edges,
-    top_prefixes,
 )
 
 NAMESPACES: tuple[Hashable, ...] = (None, "a", ("a", 1))
@@ -113,24 +113,24 @@ class World:
             self.used[name] = self.ticks
 
     def _settle(self, pages_asked: int) -> None:
-        """Takes over what an eviction removed, after proving that the right things went."""
-        gone = set()
+        """Updates the model after an eviction, and checks that it took the right prefixes."""
+        evicted = set()
         for name in self.cached:
             namespace, prefix = self._spelled[name]
             length = self.tree.match(prefix, namespace).length
             if length < len(prefix):
-                gone.add(name)
+                evicted.add(name)
         locked = self.locked()
-        assert not gone & locked, "a locked prefix was evicted"
-        left = self.cached - gone
-        assert pages_asked or not gone, "something was evicted without need"
+        assert not evicted & locked, "a locked prefix was evicted"
+        left = self.cached - evicted
+        assert pages_asked or not evicted, "something was evicted without need"
         parents = {self._parent(name) for name in left}
         leaves = left - parents - locked
-        if gone and leaves:
-            latest = max(self.used[name] for name in gone)
+        if evicted and leaves:
+            latest = max(self.used[name] for name in evicted)
             assert latest <= min(self.used[name] for name in leaves), "not the least recently used"
         self.cached = left
-        for name in gone:
+        for name in evicted:
             del self.used[name], self.hits[name]
 
     def _parent(self, name: int) -> int:
@@ -372,13 +372,13 @@ class World:
             assert used == tree.evictable_pages + len(held), (
                 "free + cached only + held != pool size"
             )
-        prefixes = top_prefixes(tree, tree.num_nodes)
+        prefixes = PrefixSavings(tree).prefixes(tree.num_nodes)
         assert all(0 < p.tokens_saved <= p.hits * p.num_tokens for p in prefixes)
         saved = sum(node.hits * node.length for node in tree.nodes())
         assert sum(prefix.tokens_saved for prefix in prefixes) == saved
 
     def _read(self, table: array[int], names: list[int]) -> None:
-        """Whoever reads these positions through the table finds their own tokens' KV."""
+        """Reading these positions through the table gives the KV of these tokens."""
         for position, name in enumerate(names):
             found = self.memory[table[position // self.size]][position % self.size]
             assert found == name, (

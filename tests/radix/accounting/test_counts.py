@@ -70,7 +70,7 @@ def test_against_a_plain_list() -> None:
         names, others = counts.by_namespace(second)
         assert others.since_start == Counts()
         for name, windows in names.items():
-            mine = [(at, tokens) for told_name, at, tokens in kept if told_name == name]
+            mine = [(at, tokens) for other, at, tokens in kept if other == name]
             assert windows.since_start.prompt_tokens == sum(tokens for _, tokens in mine)
             assert windows.last_minute.prompt_tokens == sum(
                 tokens for at, tokens in mine if at > second - 60

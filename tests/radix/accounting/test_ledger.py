@@ -124,7 +124,7 @@ def test_what_a_request_added_is_part_of_its_prefix() -> None:
         assert causes(second) == {"evicted": 160, "cold": 30}
 
 
-def test_when_the_evicted_tokens_were_last_used_and_went() -> None:
+def test_when_the_evicted_tokens_were_last_used_and_evicted() -> None:
     story = Story()
     story.request(text(1, 100))  # at 101
     story.request(text(2, 100))  # at 102
@@ -136,7 +136,7 @@ def test_when_the_evicted_tokens_were_last_used_and_went() -> None:
     assert account.evicted_at == 107.0
     later = story.request(text(2, 100))
     assert later.evicted_idle_seconds == 20.0
-    assert later.evicted_at is None  # nobody reported it
+    assert later.evicted_at is None  # was not reported
     cold = story.request(text(3, 100))
     assert cold.evicted_idle_seconds is None
     assert cold.evicted_at is None
@@ -157,7 +157,7 @@ def test_a_prefix_that_another_namespace_has() -> None:
         "evicted": 160,
         "cold": 40,
     }
-    # Whichever came first: the others know of each other, and the first of them.
+    # The order does not matter: what one namespace has seen is known to all others.
     only_b = text(5, 160)
     story.request(only_b, namespace="b")
     for number, namespace in enumerate(("a", "c", None)):
@@ -173,7 +173,7 @@ def test_namespaces_do_not_alias(pairs: tuple[Hashable, Hashable]) -> None:
     assert causes(story.request(text(1, 160), namespace=pairs[1])) == {"namespace": 160}
 
 
-def test_known_content_behind_another_prefix_has_diverged() -> None:
+def test_known_content_after_another_prefix_has_diverged() -> None:
     story = Story(10_000)  # blocks and chunks of 32 tokens
     shared = text(1, 3000)
     story.request(text(2, 40) + shared)
@@ -217,9 +217,9 @@ def test_what_is_computed_again_for_prompt_logprobs() -> None:
     assert again.ideal_tokens == 40
     # Of evicted tokens those before the limit could have been hit.
     story.request(text(3, 96))
-    gone = story.request(text(3, 96) + text(4, 30), 10, hit_limit=64)
-    assert causes(gone) == {"evicted": 54, "prompt_logprobs": 32, "cold": 30}
-    assert gone.ideal_tokens == 64
+    evicted = story.request(text(3, 96) + text(4, 30), 10, hit_limit=64)
+    assert causes(evicted) == {"evicted": 54, "prompt_logprobs": 32, "cold": 30}
+    assert evicted.ideal_tokens == 64
     # Beyond what was known the limit costs nothing.
     new = story.request(text(5, 50), 0, hit_limit=0)
     assert causes(new) == {"cold": 50}
@@ -233,13 +233,13 @@ def test_what_was_never_computed_of_a_prompt_was_not_seen(
     computed: int, namespace: Hashable
 ) -> None:
     story = Story()
-    story.request(text(9, 20))  # the first namespace is the home of no salt
+    story.request(text(9, 20))  # the keys of the first namespace have no salt
     shared, prompt = text(1, 32), text(1, 32) + text(2, 300)
     story.request(shared, namespace=namespace)
-    gone = story.request(prompt, 20, namespace)
-    story.accounting.abandoned(gone, prompt, computed, now=story.now)
-    assert gone.finished
-    assert causes(gone) == {"evicted": 12, "cold": 300}, "its causes stay"
+    abandoned = story.request(prompt, 20, namespace)
+    story.accounting.abandoned(abandoned, prompt, computed, now=story.now)
+    assert abandoned.finished
+    assert causes(abandoned) == {"evicted": 12, "cold": 300}, "its causes stay"
     again = story.request(prompt, 0, namespace)
     known = max(32, computed // BLOCK * BLOCK)
     found = causes(again)
@@ -510,7 +510,7 @@ def test_a_date_before_a_short_handbook_is_found_at_every_size(
     assert shared - 2 * MEAN_GAP <= group.tokens_after <= shared
 
 
-def test_nearly_all_short_texts_behind_another_beginning_are_found() -> None:
+def test_nearly_all_short_texts_after_another_beginning_are_found() -> None:
     story = Story(3_000_000)
     found = 0
     for number in range(0, 300, 3):

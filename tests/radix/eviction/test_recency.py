@@ -1,10 +1,11 @@
-"""What the policies by count and by segment give up first; hit density has a file of its own."""
+"""The order in which the policies by count and by segment evict."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
+from sequences import serve
 
 from coppice.radix import PagePool, RadixTree, check
 from coppice.radix.eviction.past_uses import Record
@@ -18,15 +19,6 @@ def make_tree(policy: str, tokens: int = 32) -> RadixTree:
     return RadixTree(PagePool(tokens, 1), policy)
 
 
-def serve(tree: RadixTree, tokens: list[int]) -> int:
-    """A request from beginning to end; returns how many tokens it has hit."""
-    match = tree.match(tokens)
-    hold, table = tree.start(match)
-    table += tree.allocate(len(tokens) - len(table))
-    tree.finish(hold, tokens, table)
-    return match.length
-
-
 def cached(tree: RadixTree, *prompts: list[int]) -> list[int]:
     return [tree.match(prompt).length for prompt in prompts]
 
@@ -34,7 +26,7 @@ def cached(tree: RadixTree, *prompts: list[int]) -> list[int]:
 # -- lfu ---------------------------------------------------------------------------------------
 
 
-def test_lfu_gives_up_what_was_hit_least_and_the_older_of_equals() -> None:
+def test_lfu_evicts_what_was_hit_least_and_the_older_of_equals() -> None:
     tree = make_tree("lfu")
     for prompt in (A, B, C, D, A, A, C, D):
         serve(tree, prompt)
@@ -52,7 +44,7 @@ def test_lfu_gives_up_what_was_hit_least_and_the_older_of_equals() -> None:
 # -- slru --------------------------------------------------------------------------------------
 
 
-def test_slru_gives_up_what_was_used_once_before_what_was_used_again() -> None:
+def test_slru_evicts_what_was_used_once_before_what_was_used_again() -> None:
     tree = make_tree("slru")
     for prompt in (A, A, B, C, D):
         serve(tree, prompt)
@@ -61,7 +53,7 @@ def test_slru_gives_up_what_was_used_once_before_what_was_used_again() -> None:
     tree.evict(4)
     assert cached(tree, A, D) == [8, 0]
     tree.evict(2)
-    assert cached(tree, A) == [6], "the protected go when there is nothing else"
+    assert cached(tree, A) == [6], "protected tokens are evicted when there are no others"
 
 
 def test_slru_protects_what_was_hit_and_not_what_follows_it() -> None:
@@ -110,7 +102,7 @@ def test_slru_lets_new_prompts_in_though_all_else_was_used_again() -> None:
         serve(tree, prompt)
     fresh = list(range(1000, 1012))
     assert serve(tree, fresh) == 0
-    assert serve(tree, fresh) == 12, "nothing of it had to go for itself"
+    assert serve(tree, fresh) == 12, "none of it was evicted for the rest of it"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -141,4 +133,4 @@ def test_slru_counts_exactly_what_is_protected_and_keeps_its_bound(seed: int) ->
             assert sum(order._last_used.values()) == order._protected_tokens
             assert len(order._last_used) <= len(protected)
             check(tree, [])
-    assert order._returned, "or nothing ever returned to probation"
+    assert order._returned, "nothing ever returned to probation"

@@ -9,9 +9,9 @@ from array import array
 
 import pytest
 import xxhash
+from sequences import serve
 
 from coppice.radix import (
-    Hold,
     Namespace,
     PageEvents,
     PagePool,
@@ -22,17 +22,6 @@ from coppice.radix import (
     check,
     page_hashes,
 )
-
-
-def run(tree: RadixTree, tokens: list[int], namespace: Namespace | None = None) -> None:
-    match = tree.match(tokens[:-1], namespace)
-    hold = tree.lock(match)
-    table = tree.page_table(hold)
-    if hold.length % tree.page_size and not tree.claim_tail(hold):
-        table[-1] = tree.allocate(1)[0]
-    table += tree.allocate(-(-len(tokens) // tree.page_size) - len(table))
-    tree.insert(hold, tokens, table)
-    tree.release(hold, table)
 
 
 class Mirror:
@@ -77,12 +66,12 @@ def test_a_removed_event_matches_each_stored_event(page_size: int, limit: int) -
     rng = random.Random(page_size)
     tree = RadixTree(PagePool(64 // page_size, page_size))
     namespaces = [None, Namespace("m", cache_salt="s")]
-    run(tree, [1, 2, 3, 1, 2, 3, 1, 2])
+    serve(tree, [1, 2, 3, 1, 2, 3, 1, 2])
     events, mirror = PageEvents(tree, limit=limit, seed=7), Mirror(tree)
     for step in range(600):
         if rng.random() < 0.8:
             tokens = [rng.randint(1, 2) for _ in range(rng.randint(1, 24))]
-            run(tree, tokens, rng.choice(namespaces))
+            serve(tree, tokens, rng.choice(namespaces))
         elif rng.random() < 0.95:
             tree.evict(rng.randint(1, 5))
         else:
@@ -100,7 +89,7 @@ def test_a_removed_event_matches_each_stored_event(page_size: int, limit: int) -
 def test_a_split_emits_nothing() -> None:
     tree = RadixTree(PagePool(16, 4))
     events = PageEvents(tree)
-    run(tree, list(range(12)))
+    serve(tree, list(range(12)))
     (stored,) = events.drain()
     assert isinstance(stored, PagesStored)
     assert stored.hashes == tuple(page_hashes(range(12), 4))
@@ -117,8 +106,7 @@ def test_a_split_emits_nothing() -> None:
 def test_a_page_in_two_chunks_is_stored_when_it_is_full() -> None:
     tree = RadixTree(PagePool(16, 4))
     events = PageEvents(tree)
-    hold, table = Hold(None, None, 0), tree.allocate(3)
-    hold = tree.lock(tree.match([]))
+    hold, table = tree.lock(tree.match([])), tree.allocate(3)
     tree.insert(hold, range(6), table)
     tree.insert(hold, range(7), table)
     tree.insert(hold, range(9), table)
@@ -141,7 +129,7 @@ def test_hashes_are_equal_in_every_process() -> None:
     assert ran.stdout.strip() == str(list(here))
 
 
-def test_hashes_tell_prefixes_namespaces_and_seeds_apart() -> None:
+def test_prefixes_namespaces_and_seeds_have_different_hashes() -> None:
     plain = page_hashes([1, 2, 3, 4], 2)
     assert len(page_hashes([1, 2, 3], 2)) == 1, "a page that is not full has none"
     assert plain[:1] == page_hashes([1, 2, 9, 9], 2)[:1]
@@ -168,7 +156,7 @@ def test_a_namespace_without_a_hash_is_refused_before_anything_changes(namespace
     assert not tree.roots and tree.pool.free_pages == 16
     check(tree)
     events.close()
-    run(tree, [1, 2, 3, 4, 5], namespace)
+    serve(tree, [1, 2, 3, 4, 5], namespace)
     with pytest.raises(ValueError, match="namespace"):
         PageEvents(tree)
     assert not tree.listeners
@@ -177,7 +165,7 @@ def test_a_namespace_without_a_hash_is_refused_before_anything_changes(namespace
     PageEvents(tree)
 
 
-def test_a_lock_on_nothing_is_heard_when_it_inserts() -> None:
+def test_a_sequence_locked_before_the_stream_is_stored_in_it() -> None:
     """The namespace is there before the stream, but no token of it is."""
     tree = RadixTree(PagePool(16, 4))
     namespace = Namespace("m", cache_salt="\ud800")  # half of a pair: no text, but a key
@@ -189,21 +177,21 @@ def test_a_lock_on_nothing_is_heard_when_it_inserts() -> None:
     assert stored.hashes == tuple(page_hashes(range(8), 4, namespace))
 
 
-def test_namespaces_that_are_gone_leave_nothing() -> None:
+def test_evicted_namespaces_leave_nothing() -> None:
     tree = RadixTree(PagePool(16, 4))
     events = PageEvents(tree)
     for number in range(200):
-        run(tree, list(range(9)), Namespace("m", cache_salt=str(number)))
+        serve(tree, list(range(9)), Namespace("m", cache_salt=str(number)))
         events.drain()
     assert len(tree.roots) <= 16
     tree.reset()
     assert not tree.roots
-    run(tree, list(range(9)), Namespace("m"))
+    serve(tree, list(range(9)), Namespace("m"))
     assert events.drain()[0] == PagesCleared()
 
 
-def test_nothing_is_hashed_unless_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is hashed, is hashed once: a page when it is full, a namespace when it comes."""
+def test_nothing_is_hashed_without_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one, each page is hashed once, when it is full, and each namespace when it is opened."""
     calls = []
     digest = xxhash.xxh3_64_intdigest
 
@@ -214,20 +202,20 @@ def test_nothing_is_hashed_unless_somebody_listens(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(xxhash, "xxh3_64_intdigest", counting)
     tree, namespace = RadixTree(PagePool(16, 4)), Namespace("m")
     for number in range(20):
-        run(tree, [number, *range(20)], namespace)
+        serve(tree, [number, *range(20)], namespace)
     tree.reset()
     assert not calls
     events = PageEvents(tree)
-    run(tree, list(range(18)), namespace)
+    serve(tree, list(range(18)), namespace)
     assert len(calls) == 1 + 4
-    run(tree, list(range(25)), namespace)
+    serve(tree, list(range(25)), namespace)
     assert len(calls) == 1 + 4 + 2
     tree.unlock(tree.lock(tree.match(range(10), namespace)))  # splits
     tree.evict(5)
     events.drain()
     assert len(calls) == 1 + 4 + 2
     events.close()
-    run(tree, list(range(40)), namespace)
+    serve(tree, list(range(40)), namespace)
     assert len(calls) == 1 + 4 + 2
 
 
@@ -243,6 +231,6 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="a stream of events already"):
         PageEvents(tree)
     events.close()
-    run(tree, [1, 2, 3, 4, 5])
-    assert all(node.hashes is None for node in tree.nodes()), "nothing is computed unheard"
+    serve(tree, [1, 2, 3, 4, 5])
+    assert all(node.hashes is None for node in tree.nodes()), "nothing is hashed without a stream"
     PageEvents(tree).close()

@@ -32,7 +32,7 @@ def test_a_pool_needs_a_page_and_a_slot(num_pages: int, page_size: int) -> None:
         PagePool(num_pages, page_size)
 
 
-def test_a_pool_has_no_more_pages_than_links_can_tell() -> None:
+def test_a_pool_has_no_more_pages_than_links_can_name() -> None:
     with pytest.raises(ValueError, match="num_pages must be at most 1073741823, got 1073741824"):
         PagePool(1 << 30, 16)
 
@@ -116,7 +116,7 @@ def test_scattered_pages_are_given_when_no_run_is_long_enough() -> None:
 @pytest.mark.parametrize(
     "order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
 )
-def test_neighbours_are_joined_in_whatever_order_they_come_back(order: tuple[int, ...]) -> None:
+def test_neighbours_are_joined_in_any_order_of_release(order: tuple[int, ...]) -> None:
     pool = PagePool(12, 16)
     parts = [pool.allocate(3), pool.allocate(4), pool.allocate(5)]
     for part in order:
@@ -150,7 +150,7 @@ def test_a_negative_count_is_refused() -> None:
         pool.allocate(-1)
 
 
-def test_a_page_returns_when_its_last_reference_goes() -> None:
+def test_a_page_returns_with_its_last_reference() -> None:
     pool = PagePool(4, 16)
     pages = pool.allocate(2)
     pool.share(pages)
@@ -200,8 +200,8 @@ def test_a_page_of_no_pool_is_refused_and_changes_nothing(stranger: int, count: 
     assert state(pool) == before
 
 
-def test_a_free_page_is_refused_where_its_link_stands_too() -> None:
-    """The links of free runs lie where the ids are from which runs are copied."""
+def test_a_free_page_is_refused_where_pages_equal_a_link() -> None:
+    """The array of ids from which runs are copied also has the links of free runs."""
     pool = PagePool(16, 16)
     pages = pool.allocate(16)
     pool.release(pages[9:10])
@@ -275,7 +275,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(which=st.integers(0, 99), cut=st.integers(0, 130), reverse=st.booleans())
     def release(self, which: int, cut: int, reverse: bool) -> None:
-        """A part of what someone holds: all at once, or the rest later."""
+        """Releases a part of the pages of a holder, which keeps the rest."""
         index = which % len(self.holders)
         pages, rest = self.holders[index][cut:], self.holders[index][:cut]
         self.holders[index : index + 1] = [rest] if rest else []
