@@ -1,10 +1,11 @@
-"""The options of engine, server and sampler on the command line, made from their dataclasses."""
+"""The command line's options of engine, server and sampling, made from their dataclasses."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import types
+from collections.abc import Iterable
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
@@ -19,12 +20,12 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 TOKENIZER_HELP = "directory or hub id of the tokenizer, if it is not with the model"
 MODEL_HELP = "a Hugging Face directory, a hub id, or `demo` for the model that is included"
 
-# By default the commands take the most probable token, so that the same command prints the same
-# text again, and generate enough tokens for an answer.
+# By default the commands take the most probable token, so that a repeated command prints the same
+# text, and generate enough tokens for an answer.
 CLI_DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
 
 # A server's requests come from many users: none may wait much longer than it would in order of
-# arrival, and none may stall the answers of others. One user's batch only has to be done soon.
+# arrival, and no prompt may delay the answers of others. A single user's batch has no such limits.
 SERVER_DEFAULTS = {"overtaking": 0.15, "max_step_stretch": 2.5}
 
 _SAMPLING_HELP = {
@@ -33,7 +34,7 @@ _SAMPLING_HELP = {
     "top_k": "only this many of the most probable tokens; 0: all",
     "min_p": "only tokens at least this fraction as probable as the most probable one",
     "presence_penalty": "subtracted from the logits of tokens that were generated before",
-    "frequency_penalty": "subtracted from them once for each time that they were generated",
+    "frequency_penalty": "subtracted from them for each time that they were generated",
     "repetition_penalty": "divides the logits of tokens in prompt and output; 1: no penalty",
     "max_tokens": "most tokens to generate for each prompt",
     "min_tokens": "fewest tokens to generate before anything may end the text",
@@ -42,7 +43,10 @@ _SAMPLING_HELP = {
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """One option for each field of `EngineConfig` but the model; `defaults` replace its own."""
+    """Adds an option for each field of `EngineConfig` but the model.
+
+    `defaults` replace the dataclass's, by the name of the field.
+    """
     group = parser.add_argument_group("engine options")
     hints = get_type_hints(EngineConfig)
     for option in fields(EngineConfig):
@@ -53,13 +57,11 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The values of the engine's options, for `EngineConfig` or `LLM`."""
-    names = [option.name for option in fields(EngineConfig) if option.name != "model"]
-    values = {name: getattr(arguments, name) for name in names}
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return _values(arguments, [each.name for each in fields(EngineConfig) if each.name != "model"])
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of `ServerOptions`."""
+    """Adds an option for each field of `ServerOptions`."""
     group = parser.add_argument_group("server options")
     hints = get_type_hints(ServerOptions)
     for option in fields(ServerOptions):
@@ -68,15 +70,14 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 def server_options(arguments: argparse.Namespace) -> ServerOptions:
     """The server options' values. Raises ValueError if one is out of range."""
-    values: dict[str, Any] = {}
-    for option in fields(ServerOptions):
-        value = getattr(arguments, option.name)
-        values[option.name] = tuple(value) if isinstance(value, list) else value
-    return ServerOptions(**values)
+    return ServerOptions(**_values(arguments, [option.name for option in fields(ServerOptions)]))
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """The options of `SamplingParams` that make sense for a command; `defaults` replace its own."""
+    """Adds `--stop` and the options of `SamplingParams` in `_SAMPLING_HELP`.
+
+    `defaults` replace those of `CLI_DEFAULTS` and of the dataclass, by the name of the field.
+    """
     group = parser.add_argument_group("sampling options")
     hints = get_type_hints(SamplingParams)
     for option in fields(SamplingParams):
@@ -92,8 +93,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
 
 
 def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options for a server: those that differ from having no effect."""
-    values = {name: getattr(arguments, name) for name in _SAMPLING_HELP}
+    """The sampling options as fields of a request; those without an effect are left out."""
+    values = _values(arguments, _SAMPLING_HELP)
     neutral = {option.name: option.default for option in fields(SamplingParams)}
     wanted = {n: v for n, v in values.items() if n in CLI_DEFAULTS or v != neutral[n]}
     return wanted | ({"stop": arguments.stop} if arguments.stop else {})
@@ -101,13 +102,19 @@ def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """The sampling options' values. Raises ValueError if one is out of range."""
-    values = {name: getattr(arguments, name) for name in _SAMPLING_HELP}
-    return SamplingParams(stop=arguments.stop, **values)
+    return SamplingParams(stop=arguments.stop, **_values(arguments, _SAMPLING_HELP))
+
+
+def _values(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The values of these options, with tuples for lists, as the dataclasses take them."""
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def _add(
     group: argparse._ArgumentGroup, option: Field[Any], hint: Any, text: str, default: Any
 ) -> None:
+    """Adds the option of one field: `hint` is its type, `text` its help."""
     flag = "--" + option.name.replace("_", "-")
     if get_origin(hint) is tuple:  # argparse copies the list before it appends
         group.add_argument(flag, action="append", default=[], metavar="TEXT", help=text)
@@ -129,6 +136,9 @@ def _add(
 
 
 def check_scheme(name: str, value: str) -> None:
-    """Raises ValueError for a URL without a scheme, which would be taken for a model or file."""
+    """Raises ValueError if `value` is a URL without http://, such as localhost:8000.
+
+    It would be taken for a model or a file. `name` is the argument's name, for the message.
+    """
     if re.fullmatch(r"[\w.-]+:\d{1,5}(/.*)?", value) and not Path(value).exists():
         raise ValueError(f"{name}: a server's URL begins with http://, got {value!r}")

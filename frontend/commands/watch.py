@@ -17,8 +17,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from coppice.frontend.commands.keys import Wait, pressed
-from coppice.frontend.report.encode import SCHEMA, VERSION
-from coppice.frontend.report.routes import report_schema
+from coppice.frontend.report.encode import SCHEMA, VERSION, report_schema
 from coppice.frontend.report.terminal import render_live
 from coppice.frontend.report.words import Report
 
@@ -28,27 +27,27 @@ _MOST_BYTES = 64 << 20
 
 
 class ReportUnavailable(RuntimeError):
-    """The server does not answer, or not with a report."""
+    """The server does not answer, or answers with an error."""
 
 
 class Window:
-    """The report as far as it fits the terminal, in which it can be moved.
+    """The part of the report that fits the terminal; keys scroll it.
 
     Attributes:
         report: what is shown.
-        trouble: why it is not the present one, if so.
+        trouble: why the report is not the newest one; empty if it is.
     """
 
     def __init__(self, report: Report, *, with_keys: bool) -> None:
-        """`with_keys`: whether there are keys by which to move it."""
+        """`with_keys`: whether keys can be read, and the last line explains them."""
         self.report = report
         self.trouble = ""
         self._with_keys = with_keys
         self._first = 0  # line at the top
-        self._page, self._most = 1, 0  # lines that fit, and how far down it can be moved
+        self._page, self._most = 1, 0  # lines that fit; the largest `_first`
 
     def press(self, key: str) -> None:
-        """Moves it as a pager does."""
+        """Scrolls as a pager does; other keys are ignored."""
         steps = {"up": -1, "down": 1, "page up": -self._page, "page down": self._page}
         steps |= {"home": -self._most, "end": self._most}
         self._first = min(max(0, self._first + steps.get(key, 0)), self._most)
@@ -81,10 +80,15 @@ def run(
     api_key: str | None,
     wait: Wait | None = None,
 ) -> None:
-    """Prints the report; of a server every `interval` seconds until it is left, unless `once`.
+    """Prints the report of a file or a server, or shows a server's live until the user quits.
 
-    Where the console is no terminal it is printed once. `wait` returns the keys that were pressed,
-    for tests; it is the terminal's if not given.
+    Args:
+        console: if it is no terminal, the report is printed once.
+        source: URL of a server, or path of a saved report.
+        interval: seconds between two requests to the server.
+        once: print the report of a server once.
+        api_key: sent to the server, if given.
+        wait: waits for keys; default: those of the terminal.
 
     Raises:
         ValueError: the source is neither a URL nor a file with a report, or an option is wrong.
@@ -107,11 +111,11 @@ def run(
 def _live(
     console: Console,
     report: dict[str, Any],
-    look: Callable[[], dict[str, Any]],
+    fetch_again: Callable[[], dict[str, Any]],
     interval: float,
     keys: Wait | None,
 ) -> None:
-    """Shows what `look` gives, again and again, until it is left."""
+    """Shows the report, fetched again every `interval` seconds, until the user quits."""
     window = Window(report, with_keys=keys is not None)
     wait = keys or _sleep
     with Live(window, console=console, screen=True, auto_refresh=False) as live:
@@ -126,7 +130,7 @@ def _live(
             if not found:
                 window.trouble = ""
                 try:
-                    window.report = look()
+                    window.report = fetch_again()
                 except ReportUnavailable as error:
                     window.trouble = f"{error}; shown is the last answer"
                 due = time.monotonic() + interval
@@ -139,7 +143,10 @@ def _sleep(seconds: float) -> list[str]:
 
 
 def report_url(source: str) -> str:
-    """Where a server's report is: `source` may be the server's address or the report's own."""
+    """The URL of a server's report, from that URL or from the server's.
+
+    Raises ValueError if `source` names no host.
+    """
     parts = urlsplit(source)
     if not parts.netloc:
         raise ValueError(f"source must be a file or the URL of a server, got {source!r}")
@@ -148,7 +155,12 @@ def report_url(source: str) -> str:
 
 
 def fetch(url: str, api_key: str | None) -> dict[str, Any]:
-    """The report at `url`. Raises ReportUnavailable if there is none; ValueError as `checked`."""
+    """The report at `url`.
+
+    Raises:
+        ReportUnavailable: the server does not answer, or answers with an error.
+        ValueError: the answer is not a report that this version can read.
+    """
     headers = {"Accept": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -172,7 +184,7 @@ def _why(error: urllib.error.HTTPError) -> str:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """A saved report. Raises ValueError if it can't be read or is none."""
+    """A saved report. Raises ValueError if the file can't be read or is not a report."""
     try:
         return checked(path.read_bytes(), str(path))
     except OSError as error:
@@ -180,7 +192,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def checked(body: bytes, where: str) -> dict[str, Any]:
-    """The report in `body`. Raises ValueError if it is none, or of a version not known here."""
+    """The report in `body`, which came from `where`.
+
+    Raises ValueError if it is not a report, is incomplete, or has another version.
+    """
     try:
         report = json.loads(body)
     except (ValueError, RecursionError) as error:

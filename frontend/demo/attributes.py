@@ -1,10 +1,11 @@
-"""What the demo's handbooks state of people, goods and places, and how it is asked for."""
+"""The attributes of people, goods and places in the demo's handbooks, and questions about them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from coppice.frontend.demo.words import (
     ADJECTIVES,
@@ -22,6 +23,9 @@ from coppice.frontend.demo.words import (
     TEAMS,
 )
 
+Draw: TypeAlias = Callable[[random.Random], str]
+"""Draws a value."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
@@ -29,7 +33,7 @@ class Attribute:
 
     Attributes:
         name: of the attribute.
-        cue: the word that all its sentences and questions contain, whatever else varies.
+        cue: the word that all its sentences and questions contain.
         draw: draws a value.
         sentences: templates with ``{e}`` for the entity and ``{v}`` for the value.
         questions: templates with ``{e}``.
@@ -37,7 +41,7 @@ class Attribute:
 
     name: str
     cue: str
-    draw: Callable[[random.Random], str]
+    draw: Draw
     sentences: tuple[str, ...]
     questions: tuple[str, ...]
 
@@ -46,45 +50,36 @@ def _code(rng: random.Random) -> str:
     return f"{rng.choice(CODE_PREFIXES)}-{rng.randrange(10, 100)}"
 
 
-def _extension(rng: random.Random) -> str:
-    return f"{rng.randrange(1000, 10000)}"
-
-
 def _room(rng: random.Random) -> str:
     return f"{rng.choice('ABCDEFGH')}{rng.randrange(10, 100)}"
-
-
-def _morning(rng: random.Random) -> str:
-    return f"{rng.randrange(5, 12):02d}:{rng.randrange(0, 60, 5):02d}"
-
-
-def _evening(rng: random.Random) -> str:
-    return f"{rng.randrange(13, 24)}:{rng.randrange(0, 60, 5):02d}"
 
 
 def _price(rng: random.Random) -> str:
     return f"{rng.randrange(2, 100)}.{rng.randrange(0, 100, 5):02d}"
 
 
-def _weight(rng: random.Random) -> str:
-    return f"{rng.randrange(2, 100)} kg"
-
-
-def _seats(rng: random.Random) -> str:
-    return f"{rng.randrange(10, 100)}"
-
-
 def _street(rng: random.Random) -> str:
     return f"{rng.choice(STREET_WORDS)} {rng.choice(STREET_KINDS)}"
 
 
-def _one_of(words: tuple[str, ...]) -> Callable[[random.Random], str]:
+def _one_of(words: tuple[str, ...]) -> Draw:
     return lambda rng: rng.choice(words)
 
 
-# Wordings vary, but every sentence and question of an attribute share a word, its cue: a model this
-# small learns to match words in minutes, synonyms one by one and slowly. A value always comes after
-# its entity and cue, so that a reader who goes from left to right knows what it belongs to.
+def _number(low: int, high: int, unit: str = "") -> Draw:
+    return lambda rng: f"{rng.randrange(low, high)}{unit}"
+
+
+def _time(first_hour: int, last_hour: int) -> Draw:
+    return lambda rng: f"{rng.randint(first_hour, last_hour):02d}:{rng.randrange(0, 60, 5):02d}"
+
+
+_MORNING = _time(5, 11)
+
+
+# Wordings vary, but all sentences and questions of an attribute share a word, its cue: a model this
+# small learns to match words in minutes, but synonyms only one by one. A value always comes after
+# its entity and cue, so that a model that reads from left to right knows what it belongs to.
 _PERSON = (
     Attribute(
         "home town",
@@ -140,7 +135,7 @@ _PERSON = (
     Attribute(
         "shift",
         "shift",
-        _morning,
+        _MORNING,
         (
             "The shift of {e} starts at {v}.",
             "{e} starts the shift at {v}.",
@@ -191,7 +186,7 @@ _PERSON = (
     Attribute(
         "extension",
         "extension",
-        _extension,
+        _number(1000, 10000),
         (
             "The phone extension of {e} is {v}.",
             "Call {e} on extension {v}.",
@@ -296,7 +291,7 @@ _GOOD = (
     Attribute(
         "weight",
         "weight",
-        _weight,
+        _number(2, 100, " kg"),
         (
             "The weight of the {e} is {v}.",
             "The {e} has a weight of {v}.",
@@ -316,7 +311,7 @@ _PLACE = (
     Attribute(
         "opening time",
         "open",
-        _morning,
+        _MORNING,
         (
             "The doors of {e} open at {v}.",
             "In the morning we open {e} at {v}.",
@@ -333,7 +328,7 @@ _PLACE = (
     Attribute(
         "closing time",
         "close",
-        _evening,
+        _time(13, 23),
         (
             "The doors of {e} close at {v}.",
             "In the evening we close {e} at {v}.",
@@ -367,7 +362,7 @@ _PLACE = (
     Attribute(
         "seats",
         "seats",
-        _seats,
+        _number(10, 100),
         (
             "{e} has seats for {v} people.",
             "The number of seats in {e} is {v}.",

@@ -1,6 +1,6 @@
-"""Many questions about one shared document, with the cache on and with it off.
+"""The work of `coppice demo`: questions about one shared document, with the cache on and off.
 
-Simulated users ask about a handbook that is the system prompt of every conversation. All first
+Simulated users ask about a handbook, which is the system prompt of every conversation. All first
 questions are submitted together; the second question of a conversation follows when the first one
 is answered. Then an engine without prefix caching does the same work.
 """
@@ -40,14 +40,14 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
 
 @dataclass(slots=True)
 class Conversation:
-    """One user's two turns: a question, and a follow-up once the first is answered."""
+    """Two questions of one user and the answers so far; the second waits for the first answer."""
 
     user: str
     questions: tuple[Question, ...]
     answers: list[str]
 
     def messages(self, document: Document) -> list[Message]:
-        """The conversation up to the next question to be answered."""
+        """The chat messages up to the next question without an answer."""
         turns: list[Message] = [{"role": "system", "content": document.text}]
         for question, answer in zip(self.questions, self.answers, strict=False):
             turns.append({"role": "user", "content": question.text})
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def run(console: Console) -> None:
-    """Runs the demo and prints it to `console`."""
+    """Runs the demo and prints it to `console`. Raises RuntimeError if a request fails."""
     document = make_document(DOCUMENT_SEED, FACTS, split="eval")
     with console.status("loading the model, compiling kernels"):
         warm_up()
@@ -92,7 +92,7 @@ def load(*, prefix_caching: bool) -> TextEngine:
 
 
 def warm_up() -> None:
-    """Loads and compiles what both sides use, on another document, before the clock starts."""
+    """Compiles what both engines use, by work on another document, before any time is measured."""
     document = make_document(DOCUMENT_SEED + 1, FACTS, split="eval")
     for prefix_caching in (True, False):
         talks = make_conversations(document)[:4]
@@ -101,7 +101,7 @@ def warm_up() -> None:
 
 
 def make_conversations(document: Document) -> list[Conversation]:
-    """Each user's conversations; the two questions of one are about different facts."""
+    """All users' conversations; the two questions of each are about different facts."""
     count = len(USERS) * QUESTIONS_PER_USER
     first, second = ask(document, 1, count), ask(document, 2, count)
     while any(a.fact == b.fact for a, b in zip(first, second, strict=True)):
@@ -115,7 +115,10 @@ def make_conversations(document: Document) -> list[Conversation]:
 def converse(
     text_engine: TextEngine, document: Document, conversations: list[Conversation]
 ) -> Iterator[Conversation]:
-    """Submits all first questions, then follow-ups as answers come; yields at each answer."""
+    """Submits all first questions, then follow-ups as answers come; yields at each answer.
+
+    Raises RuntimeError if a request fails.
+    """
 
     def submit(index: int) -> None:
         ids = text_engine.tokenizer.encode_chat(conversations[index].messages(document))
@@ -158,10 +161,10 @@ def _timed(console: Console, name: str, text_engine: TextEngine, document: Docum
 
 def _print_document(console: Console, document: Document, tokens: int) -> None:
     lines = document.text.splitlines()
-    shown = Text("\n".join(lines), overflow="ellipsis")
-    shown.truncate(560, overflow="ellipsis")
+    start = Text("\n".join(lines), overflow="ellipsis")
+    start.truncate(560, overflow="ellipsis")
     title = f"one document, {len(document.facts)} facts, {tokens} tokens"
-    console.print(Panel(shown, title=title, title_align="left", box=box.ROUNDED))
+    console.print(Panel(start, title=title, title_align="left", box=box.ROUNDED))
     count = len(USERS) * QUESTIONS_PER_USER
     console.print(
         f"{len(USERS)} users ask {count} questions about it at once, "

@@ -1,14 +1,13 @@
 """Reads traces of requests: Mooncake's format, and plain JSON lines of token lists or texts.
 
-A trace is read twice. `read_trace` checks every line and adds up the sizes, so that nothing is
-replayed of a file that is not sound; `Trace.requests` then makes the tokens, one request at a time.
+A trace is read twice. `read_trace` checks every line and adds up the sizes, so that nothing of a
+malformed file is replayed; `Trace.requests` then makes the tokens, one request at a time.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,10 +25,11 @@ BLOCK_TOKENS = 512
 """Tokens that each hash id of Mooncake's format stands for."""
 
 MAX_TOKEN = 2**31 - 1
-_MAX_REPORTED = 10
+_MAX_REPORTED = 10  # malformed lines that an error names
+_LATEST = 1e15  # upper bound of timestamps, exclusive
 
 Encode = Callable[[str, bool], list[int]]
-"""Text to token ids; True: with the special tokens that a prompt begins with."""
+"""Text to token ids; with True the special tokens with which a prompt begins are added."""
 
 # Other keys of Mooncake-style traces: none of them changes which prefixes are shared.
 _MOONCAKE_KEYS = {"timestamp", "input_length", "output_length", "hash_ids"}
@@ -42,7 +42,7 @@ _JSONL_KEYS = {*_PROMPTS, *_OUTPUTS, *_NAMESPACES, "timestamp"}
 
 
 class MalformedTrace(ValueError):
-    """Lines of a trace can't be understood; the message has each with its number."""
+    """Lines of a trace are malformed; the message names the first ten by their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Record:
     """One line, checked but not expanded."""
 
     prompt: array[int] | tuple[list[int], int]  # tokens, or hash ids and their length in tokens
-    output: array[int] | int  # tokens, or how many fresh ones
+    output: array[int] | int  # tokens, or their number, of tokens that no other request has
     namespace: str | None
     seconds: float | None
 
@@ -65,7 +65,7 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A file whose first `count` requests are sound, and their sizes."""
+    """A file whose first `count` requests are well-formed, and their sizes in tokens."""
 
     path: Path
     format: str  # "mooncake" or "jsonl"
@@ -78,9 +78,9 @@ class Trace:
     encode: Encode | None
 
     def requests(self) -> Iterator[ReplayRequest]:
-        """The requests with their tokens, made as they are asked for. O(tokens).
+        """The requests with their tokens, made one at a time. O(tokens of the request) each.
 
-        Times start at 0; without any in the trace each request comes a second after the last.
+        Times start at 0; if the trace has none, each request comes a second after the last.
         Raises MalformedTrace if the file has changed since it was checked.
         """
         records = _records(self.path, _PARSERS[self.format], self.encode)
@@ -119,8 +119,8 @@ def read_trace(
         limit: the most requests that are read.
 
     Raises:
-        MalformedTrace: at least one line is not sound; names the first ten with their numbers.
-        ValueError: it is no file that can be read twice, or has no request, or an argument is out
+        MalformedTrace: at least one line is malformed.
+        ValueError: the file can't be read, or not twice, or has no request, or an argument is out
             of range.
     """
     if format not in FORMATS:
@@ -130,8 +130,8 @@ def read_trace(
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ValueError(
-                f"trace {str(path)!r} must be a file, since it is read twice; write what a pipe "
-                f"brings to one first"
+                f"trace {str(path)!r} must be a file, since it is read twice; write the output of "
+                f"a pipe to a file first"
             )
         if format == "auto":
             format = _detect(path)
@@ -206,7 +206,7 @@ def _records(
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, by their numbers; some editors begin a file with a mark."""
+    """The lines that are not empty, by their numbers, without a byte order mark at the start."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if number == 1:
@@ -325,16 +325,12 @@ def _count(name: str, value: Any, least: int) -> int:
 
 def _seconds(value: dict[str, Any]) -> float | None:
     """The timestamp, in the unit of its trace; None if there is none."""
-    stamp = value.get("timestamp")
-    if stamp is None and "timestamp" not in value:
+    if "timestamp" not in value:
         return None
-    if isinstance(stamp, bool) or not isinstance(stamp, (int, float)) or not _finite(stamp):
+    stamp = value["timestamp"]
+    if type(stamp) not in (int, float) or not 0 <= stamp < _LATEST:  # no NaN, no infinity
         raise _Wrong(f"timestamp must be a number of at least 0, got {shown(stamp)}")
     return float(stamp)
-
-
-def _finite(number: int | float) -> bool:
-    return 0 <= number < 1e15 and math.isfinite(number)
 
 
 def _tokens(name: str, value: Any, encode: Encode | None) -> array[int]:
@@ -372,26 +368,27 @@ _Uint64 = np.uint64
 
 
 def _expand(ids: Iterable[int], length: int) -> array[int]:
-    """`BLOCK_TOKENS` tokens for each hash id, the last block cut: equal ids give equal tokens."""
+    """The first `length` of `BLOCK_TOKENS` tokens for each hash id; equal ids, equal tokens."""
     seeds = _mixed(np.array(list(ids), _Uint64))
     inside = np.arange(1, BLOCK_TOKENS + 1, dtype=_Uint64)
     return _packed((seeds[:, None] + inside * _Uint64(0x9E3779B97F4A7C15)).reshape(-1)[:length])
 
 
 def _fresh(number: int, count: int) -> array[int]:
-    """Tokens that no other request has: the output of the trace's request `number`."""
+    """`count` tokens that no other request has, for the output of the request `number`."""
     seed = _mixed(np.array([number], _Uint64) ^ _Uint64(0xC2B2AE3D27D4EB4F))
     return _packed(seed + np.arange(1, count + 1, dtype=_Uint64) * _Uint64(0x9E3779B97F4A7C15))
 
 
 def _packed(numbers: np.ndarray) -> array[int]:
+    """Mixed numbers (uint64) as token ids: their upper 31 bits."""
     packed = array("i")
     packed.frombytes((_mixed(numbers) >> _Uint64(33)).astype(np.int32).tobytes())
     return packed
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): no two inputs collide."""
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection of uint64."""
     numbers = (numbers ^ numbers >> _Uint64(30)) * _Uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ numbers >> _Uint64(27)) * _Uint64(0x94D049BB133111EB)
     return numbers ^ numbers >> _Uint64(31)

@@ -1,28 +1,25 @@
-"""The one encoder of a `CacheReport` to JSON, which every reader of a report is given.
+"""Encodes a `CacheReport` as JSON, which the pages, the terminal and clients read.
 
-The server adds what it knows beside it (latencies, history), a replay its trace. Text of prompts is
-shown only if `Names` has a decoder; otherwise each piece of text is its length and a hash. Hashes
-and names of namespaces are keyed with random bytes, so nobody can guess what they stand for.
+A server adds its latencies and its history, a replay adds its trace. The JSON contains text of
+prompts only if `Names` has a decoder; otherwise it has the length and a hash of each piece of text.
+Hashes are keyed with random bytes, so nobody can guess what they stand for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import struct
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from coppice import __version__
 from coppice.frontend.report.advice import advice, present
 from coppice.frontend.report.samples import SPANS, History, Sample
-from coppice.frontend.report.words import (
-    CAUSE_NAMES,
-    Decode,
-    cause_meaning,
-    memory_sentence,
-)
+from coppice.frontend.report.words import CAUSE_NAMES, Decode, cause_meaning, memory_sentence
 from coppice.runtime.report.snapshot import (
     CAUSES,
     CacheReport,
@@ -40,7 +37,7 @@ VERSION = 1
 """Increases when a reader of the old version would misunderstand the new one."""
 
 SHOWN_TOKENS = 48
-"""Tokens of a prefix that are shown from either end."""
+"""How many tokens of a prefix the report shows at either end."""
 
 _WINDOWS = tuple(Windows.__dataclass_fields__)
 
@@ -58,7 +55,10 @@ class Names:
     key: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)
 
     def piece(self, token_ids: Sequence[int], tokens: int | None = None) -> dict[str, Any]:
-        """A piece of `tokens` tokens (default: all), of which `token_ids` are shown."""
+        """A piece of text as JSON: its length, a hash, and its text or None.
+
+        `tokens` is the length of the whole piece, if `token_ids` are only the part that is shown.
+        """
         return {
             "tokens": len(token_ids) if tokens is None else tokens,
             "hash": self._hash(struct.pack(f"<{len(token_ids)}q", *token_ids)),
@@ -66,7 +66,10 @@ class Names:
         }
 
     def namespace(self, namespace: Hashable) -> str:
-        """A name that hides the `cache_salt`, by a hash of it, and shows a trace's or tenant's."""
+        """A readable name: adapter, tenant, and a hash in place of the secret `cache_salt`.
+
+        A namespace of a replayed trace is a string, and is its own name.
+        """
         if isinstance(namespace, str):
             return namespace
         salt = getattr(namespace, "cache_salt", None)
@@ -81,8 +84,15 @@ class Names:
 
 
 def _whole(text: str) -> str:
-    """Text without the parts of characters that a cut between tokens left at its ends."""
+    """The text without replacement characters at its ends, where a token cut a character."""
     return text.strip("\ufffd")
+
+
+def report_schema() -> dict[str, Any]:
+    """The JSON Schema of a server's report, from `schema.json`."""
+    source = Path(__file__).with_name("schema.json")
+    schema: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+    return schema
 
 
 def server_report(
@@ -94,11 +104,11 @@ def server_report(
     at: float,
     started: float,
 ) -> dict[str, Any]:
-    """What `/cache/report` answers (see docs/cache-report.md for what its parts mean).
+    """What `/cache/report` answers; docs/cache-report.md explains its parts.
 
     Args:
         report: the snapshot as of now; its tree may be some seconds older.
-        history: the samples before it.
+        history: the samples taken before it.
         names: how texts and namespaces are named.
         model: the model's name.
         at, started: now, and when the server started, in seconds since the epoch.
@@ -118,12 +128,12 @@ def server_report(
 
 
 def encode(report: CacheReport, names: Names, *, window: str = "since_start") -> dict[str, Any]:
-    """The snapshot, all of it, as JSON takes it.
+    """The whole snapshot as dicts, lists, strings and numbers that `json.dumps` accepts.
 
     Args:
         report: the snapshot. Without its tree there are no prefixes and no nodes.
         names: how texts and namespaces are named.
-        window: the one of `Windows` whose counts stand for the present.
+        window: the field of `Windows` whose counts stand for the present.
     """
     accounts, policy = report.accounts, report.eviction_policy
     counts: Counts = getattr(accounts.overall, window)
@@ -188,7 +198,7 @@ def encode(report: CacheReport, names: Names, *, window: str = "since_start") ->
 
 
 def encode_pin(pin: PinState, names: Names) -> dict[str, Any]:
-    """A pin, as /cache/pins and the report show it."""
+    """A pin as JSON, the same in /cache/pins and in the report."""
     return {
         "name": pin.name,
         "namespace": names.namespace(pin.namespace),

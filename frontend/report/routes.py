@@ -1,12 +1,10 @@
-"""What the server offers about its cache: the report, the pins, and emptying it."""
+"""The server's routes below /cache: the report, the pins, and emptying the cache."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
-from importlib.resources import files
 from reprlib import repr as shown
 from typing import Any
 
@@ -15,7 +13,7 @@ from aiohttp import web
 from coppice.frontend.errors import BadRequest, bad_value
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.routes import Route, json_answer
-from coppice.frontend.report.encode import encode_pin
+from coppice.frontend.report.encode import encode_pin, report_schema
 from coppice.frontend.report.pins import DeletedPin, NewPin, Pin, PinList, parse_pin
 from coppice.frontend.report.reporter import Asks, Reporter
 from coppice.frontend.text.tokenizer import Tokenizer
@@ -23,13 +21,6 @@ from coppice.runtime.report.snapshot import PinRefused
 from coppice.runtime.requests.request import Unfinished
 
 _COMPRESSED = 1 << 12  # bytes from which a report is worth compressing
-
-
-def report_schema() -> dict[str, Any]:
-    """The JSON Schema of the report."""
-    source = files("coppice.frontend.report").joinpath("schema.json")
-    schema: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
-    return schema
 
 
 class CacheRoutes:
@@ -46,10 +37,10 @@ class CacheRoutes:
         tenant: Callable[[web.Request], str | None],
         tenants: Collection[str],
     ) -> None:
-        """`tokenizing` runs the tokenizer off the event loop.
+        """`tokenizing` runs the tokenizer outside the event loop.
 
-        `tenant` names the owner of the cache that a request may use, None where all share it;
-        `tenants` are all owners, none where all share it.
+        `tenant` returns the tenant of a request, or None if all requests share the namespaces;
+        `tenants` are all of them, none if all requests share the namespaces.
         """
         self._engine = engine
         self._tokenizer = tokenizer

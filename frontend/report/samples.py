@@ -12,10 +12,16 @@ from coppice.runtime.report.snapshot import CAUSES, EngineStats, Histogram
 SAMPLE_SECONDS = 5.0
 
 SPANS = {"ten_minutes": (1, 121), "hour": (6, 121), "day": (120, 145)}
-"""For each span that is shown: it keeps every n-th sample, and at most so many."""
+"""For each span: n, of which every n-th sample is kept, and the most samples that are kept."""
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 LATENCIES = ("queue", "ttft", "itl", "request")
+
+_COUNTED = ("requests", "prompt_tokens", "hit_tokens", "ideal_tokens", *CAUSES)
+_COLUMNS = (
+    "at", "seconds", *_COUNTED, "generated_tokens", "requests_running", "requests_waiting",
+    "ttft_p50", "ttft_p99", "itl_p50", "itl_p99",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +33,9 @@ class Sample:
 
 
 class History:
-    """Keeps samples that come every `SAMPLE_SECONDS`, in memory that does not grow.
+    """Keeps samples, added every `SAMPLE_SECONDS`, in memory that does not grow.
 
-    An engine that restarted counts from 0; all that it has counted came after the last sample.
+    A restarted engine counts from 0, so all that it has counted came after the last sample.
     """
 
     def __init__(self) -> None:
@@ -43,19 +49,19 @@ class History:
         self._count += 1
 
     def over_time(self, span: str, now: Sample) -> dict[str, list[Any]]:
-        """What happened between each two samples of a span, and up to now, as columns.
+        """What happened between each two samples of a span, and up to now, as columns of a table.
 
-        A row is a stretch of time: `at` is its end, `seconds` its length. Counts are those of the
-        stretch, `requests_running` and `requests_waiting` those at its end, latencies are quantiles
-        in seconds, None without a value. The last stretch is never much shorter than the others,
-        since a few requests would make a spike of it.
+        A row is a stretch of time: `at` is its end in seconds since the epoch, `seconds` its
+        length. Counts are those of the stretch, `requests_running` and `requests_waiting` those at
+        its end; latencies are quantiles in seconds, None without a value. The last stretch is at
+        least half as long as the others: in a very short one a few requests would look like a peak.
         """
         samples: list[Sample] = list(self._spans[span])
         if len(samples) > 1 and now.at - samples[-1].at < SAMPLE_SECONDS * SPANS[span][0] / 2:
             samples.pop()
         samples.append(now)
         rows = [_stretch(*pair) for pair in pairwise(samples) if pair[1].at > pair[0].at]
-        return {name: [row[name] for row in rows] for name in _columns()}
+        return {name: [row[name] for row in rows] for name in _COLUMNS}
 
     def latencies(self, now: Sample) -> dict[str, dict[str, Any]]:
         """For each latency, its quantiles over the last ten minutes and since the start."""
@@ -77,19 +83,11 @@ def _quantiles(histogram: Histogram) -> dict[str, Any]:
     return {"count": histogram.count, "mean": histogram.mean, **shares}
 
 
-def _columns() -> tuple[str, ...]:
-    return (
-        "at", "seconds", "requests", "prompt_tokens", "hit_tokens", "ideal_tokens", *CAUSES,
-        "generated_tokens", "requests_running", "requests_waiting", "ttft_p50", "ttft_p99",
-        "itl_p50", "itl_p99",
-    )  # fmt: skip
-
-
 def _stretch(before: Sample, after: Sample) -> dict[str, Any]:
     first, last = before.stats, after.stats
     anew = last.step.count < first.step.count or last.counts.requests < first.counts.requests
     row: dict[str, Any] = {"at": round(after.at, 1), "seconds": round(after.at - before.at, 1)}
-    for name in ("requests", "prompt_tokens", "hit_tokens", "ideal_tokens", *CAUSES):
+    for name in _COUNTED:
         count = getattr(last.counts, name)
         row[name] = count if anew else count - getattr(first.counts, name)
     row["generated_tokens"] = last.generated_tokens - (0 if anew else first.generated_tokens)

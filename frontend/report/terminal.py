@@ -1,7 +1,7 @@
-"""A report, read from its JSON, for the terminal: in 80 columns or fewer, with colours or without.
+"""Renders a report's JSON for the terminal, in at most 80 columns, with colours or without.
 
-A running server's report is a screen that begins with the present. The report of a process that has
-ended its work, or of a replay, is the totals since its start.
+`render_live` shows a running server's report and begins with the present; `render_totals` shows the
+totals since the start, for `generate`, the demo, notebooks and replays.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _CAUSE_STYLES = {
 
 
 def render_live(report: Report, *, trouble: str = "", width: int = 80) -> RenderableType:
-    """The report of a running server in `width` columns, what matters most first.
+    """The report of a running server in at most `width` columns, what matters most first.
 
-    `trouble` says why it is not the present one.
+    `trouble` is why the report is not the newest one; empty if it is.
     """
     width = min(width, _WIDTH)
     prompt = _present(report)["prompt_tokens"]
@@ -88,7 +88,7 @@ def render_totals(report: Report, *, full: bool = False) -> RenderableType:
 
 
 def _paragraphs(*parts: RenderableType | None) -> Group:
-    """The parts there are, with an empty line between each two."""
+    """The parts that are not None, with an empty line between each two."""
     shown = [line for part in parts if part is not None for line in (part, Text())]
     return Group(*shown[:-1])
 
@@ -132,7 +132,7 @@ def _now(report: Report, width: int) -> Group:
 
 
 def _mix(counts: Report, width: int) -> Text:
-    """All prompt tokens as one bar: hits, then each cause, which differ without colour, too."""
+    """All prompt tokens as one bar: hits, then each cause, each with a character of its own."""
     signs = "▓▒░▚▞▖·"
     parts = [(counts["hit_tokens"], "█", "green")]
     for place, (cause, tokens) in enumerate(ordered_causes(counts)):
@@ -141,7 +141,7 @@ def _mix(counts: Report, width: int) -> Text:
 
 
 def _rates(past: Report, width: int) -> str:
-    """The hit rate over time as a line of steps from 0 to 1; a space where nothing came."""
+    """The hit rate over time as a line of block characters; a space where no prompt came."""
     columns = zip(past["hit_tokens"], past["prompt_tokens"], strict=True)
     rates = [hit / prompt if prompt else None for hit, prompt in columns][-width:]
     return "".join(
@@ -185,7 +185,7 @@ def _totals(report: Report) -> Table:
 
 
 def _causes(report: Report, whole: str, width: int) -> Table:
-    """The causes of misses, the costliest first, with their share of `whole`, a count's name."""
+    """The causes of misses, the costliest first, as shares of the count that `whole` names."""
     counts = _present(report)
     table = titled("Why prompt tokens were computed")
     table.add_column(width=10)
@@ -220,7 +220,7 @@ def _advice(advice: Sequence[Report]) -> Table | None:
 
 
 def _sentence(report: Report) -> Text | None:
-    """What twice the memory would bring, where memory was short."""
+    """What twice the memory would bring, if anything was evicted."""
     sentence = report["curve"]["sentence"]
     return Text(sentence) if sentence and report["pool"]["evicted_tokens"] else None
 
@@ -246,7 +246,7 @@ def _curve(report: Report) -> Table:
 
 
 def _near_misses(near_misses: Sequence[Report], *, groups: int, examples: int) -> Group | None:
-    """The costliest groups: what they share before and after a difference, and the difference."""
+    """The costliest groups: the shared text before and after a difference, and both its sides."""
     if not near_misses:
         return None
     parts: list[RenderableType] = [Text("Near misses: known text after another beginning", "bold")]
@@ -264,9 +264,9 @@ def _near_misses(near_misses: Sequence[Report], *, groups: int, examples: int) -
         if group["before"]["tokens"]:
             table.add_row("before", Text("… " + shown_text(group["before"])[-64:].lstrip()))
         for each in group["differences"][:examples]:
-            gone = "(nothing, or no longer cached)"
+            absent = "(nothing, or no longer cached)"
             table.add_row("here", Text(shown_text(each["ours"]) or "(nothing)", "red"))
-            table.add_row("there", Text(shown_text(each["theirs"]) or gone, "green"))
+            table.add_row("there", Text(shown_text(each["theirs"]) or absent, "green"))
         table.add_row("after", Text(shown_text(group["after"]) + " …"))
         parts.append(table)
     if rest := near_misses[groups:]:

@@ -1,4 +1,4 @@
-"""The words of a report: names of causes, sentences, times, counts and excerpts of text."""
+"""Names of causes, sentences, times, counts and excerpts of text, as all reports write them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from coppice.frontend.text.tokenizer import Tokenizer
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
+"""Token ids to text that people read."""
+
 Report: TypeAlias = Mapping[str, Any]
 """A report as JSON, or a part of one (see `coppice.frontend.report.encode`)."""
 
@@ -35,10 +37,10 @@ CAUSE_MEANINGS = {
 }
 assert set(CAUSE_NAMES) == set(CAUSE_MEANINGS) == set(CAUSES)
 
-_LEAST_SHARE = 0.01  # of what all prefixes saved: those that saved less are not worth a row
-_END_CHARACTERS = 20  # of a prefix's text at either end: what is left of 80 columns
-_SHOWN_IDS = 6  # of either end, where there is no text
-_WORTH_SAYING = 0.005  # of the hit rate: less is within the curve's error
+_LEAST_SHARE = 0.01  # of the tokens that all prefixes saved; those that saved less get no row
+_END_CHARACTERS = 20  # of a prefix's text at either end, so that its row fits 80 columns
+_SHOWN_IDS = 6  # at either end, if there is no text
+_LEAST_GAIN = 0.005  # of hit rate; less is within the error of the curve
 
 
 def cause_meaning(cause: str, counts: Counts) -> str:
@@ -63,11 +65,11 @@ def memory_sentence(accounts: CacheAccounts, policy: str) -> str:
     if policy == "lru":
         now = counts.hit_rate
         more = max(now, min(now + gain, counts.ideal_hit_rate))
-        if more - now < _WORTH_SAYING:
+        if more - now < _LEAST_GAIN:
             return f"With twice the memory your hit rate would still be {now:.1%}."
         return f"With twice the memory your hit rate would be {more:.1%}, not {now:.1%}."
     shown = f"{rates[2.0]:.1%}, not {rates[1.0]:.1%}"
-    if gain < _WORTH_SAYING:
+    if gain < _LEAST_GAIN:
         shown = f"still {rates[1.0]:.1%}"
     return (
         f"With twice the memory the hit rate of lru would be {shown}: "
@@ -82,15 +84,15 @@ def ordered_causes(counts: Report) -> list[tuple[str, int]]:
 
 
 def worth_showing(prefixes: Sequence[Report]) -> list[Report]:
-    """Those of a report's prefixes that saved at least 1 % of what all of them did."""
+    """The prefixes of a report that saved at least 1 % of the tokens that all of them saved."""
     least = _LEAST_SHARE * sum(prefix["tokens_saved"] for prefix in prefixes)
     return [prefix for prefix in prefixes if prefix["tokens_saved"] >= least]
 
 
 def excerpt(prefix: Report) -> str:
-    """The text of a report's prefix on one line, its middle left out if it is long.
+    """The text of a report's prefix on one line, without its middle if it is long.
 
-    Both ends stay, since prefixes of one conversation begin alike and differ in how they end.
+    The end is shown too, since prefixes of one conversation begin alike.
     """
     first, last = prefix["first"], prefix["last"]
     start, end = shown_text(first), shown_text(last or first)
@@ -115,7 +117,7 @@ def one_line(text: str) -> str:
 
 
 def duration(seconds: float, units: int = 2) -> str:
-    """A time for people: its largest one or two units, or tenths of a second."""
+    """A time for people: its one or two largest units; below a minute, tenths of a second."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     left, parts = round(seconds), []
@@ -129,7 +131,7 @@ def duration(seconds: float, units: int = 2) -> str:
 
 
 def short_count(number: float) -> str:
-    """A count in at most a few characters: 950, 12.5k, 3M."""
+    """A count with three digits and a unit: 950, 12.5k, 3M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * size:
             return f"{_three_digits(number / size)}{unit}"
@@ -143,9 +145,9 @@ def _three_digits(number: float) -> str:
 def token_text(tokenizer: Tokenizer | None) -> Decode:
     """A function from token ids to text that people read.
 
-    Special tokens stay visible. Ids that the tokenizer does not have are counted: a trace that
-    gives only the length of an output is replayed with such ids. Without a tokenizer all ids are
-    shown as numbers, those in the middle of many left out.
+    Special tokens stay visible. Ids outside the tokenizer's vocabulary are counted: a replay uses
+    such ids if the trace has only the length of an output. Without a tokenizer the ids are shown as
+    numbers, at most six at either end.
     """
     if tokenizer is None:
         return _numbers

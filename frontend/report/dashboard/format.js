@@ -1,12 +1,12 @@
-// How numbers are written: the same as in the terminal's report.
+// Numbers, times and pieces of text as strings, written as in the terminal's report.
 
-const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+const integer = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
-export const count = (number) => whole.format(number);
+export const count = (number) => integer.format(number);
 export const percent = (share) => `${(100 * share).toFixed(1)}%`;
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 
-/** A count in at most a few characters: 950, 12.5k, 3M. */
+/** A count with three digits and a unit: 950, 12.5k, 3M. */
 export function short(number) {
   for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
     if (number >= 0.9995 * size) return digits(number / size) + unit;
@@ -18,21 +18,21 @@ function digits(number) {
   return number < 999.5 ? String(Number(number.toPrecision(3))) : number.toFixed(0);
 }
 
-/** A time for people: its largest one or two units, or tenths of a second. */
+/** A time for people: its one or two largest units; below a minute, tenths of a second. */
 export function duration(seconds, units = 2) {
   if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
   let left = Math.round(seconds);
   const parts = [];
   for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]]) {
-    const many = Math.floor(left / size);
-    left -= many * size;
-    if (many) parts.push(`${many} ${unit}`);
-    if (parts.length && (parts.length === units || !many)) break;
+    const whole = Math.floor(left / size);
+    left -= whole * size;
+    if (whole) parts.push(`${whole} ${unit}`);
+    if (parts.length && (parts.length === units || !whole)) break;
   }
   return parts.join(" ");
 }
 
-/** A latency; "–" if there was none. */
+/** A latency in seconds as text; "–" for null. */
 export function latency(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 0.9995) return `${digits(1000 * seconds)} ms`;
@@ -53,7 +53,7 @@ export function visible(text) {
     .replace(/[\p{Cc}\p{Cf}\p{Co}\p{Cs}]/gu, "·");
 }
 
-/** A piece of a prompt: its text, or its length and hash. */
+/** A piece of a prompt: its text, cut to `characters` from its start or end; or length and hash. */
 export function piece(part, characters = Infinity, from = "start") {
   if (part.text === null) return `${plural(part.tokens, "token")} #${part.hash}`;
   const text = [...visible(part.text)];

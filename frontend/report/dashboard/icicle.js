@@ -1,4 +1,4 @@
-// The tree of prefixes as an icicle of buttons: zoom by click or Enter, move by arrow keys.
+// The tree of prefixes as an icicle chart of buttons: click or Enter zooms, arrow keys move.
 
 import { h, show, table } from "./dom.js";
 import { count, duration, piece, plural } from "./format.js";
@@ -19,6 +19,9 @@ export class Icicle {
     this.nodes = report.tree.map((node, at) => ({ ...node, at, children: [], key: nodeKey(report.tree, at) }));
     this.tops = this.nodes.filter((node) => node.parent === null);
     for (const node of this.nodes) if (node.parent !== null) this.nodes[node.parent].children.push(node);
+    for (const row of [this.tops, ...this.nodes.map((node) => node.children)]) {
+      row.sort((a, b) => b.subtree_saved - a.subtree_saved);
+    }
     const there = new Set(this.nodes.map((node) => node.key));
     while (this.path.length && !there.has(this.path.at(-1))) this.path.pop();
     if (!there.has(this.chosen)) this.chosen = null;
@@ -39,7 +42,7 @@ export class Icicle {
       const blocks = [];
       let deepest = 0;
       const place = (nodes, left, level) => {
-        for (const node of [...nodes].sort((a, b) => b.subtree_saved - a.subtree_saved)) {
+        for (const node of nodes) {
           const width = node.subtree_saved / total;
           if (width >= NARROWEST && level < LEVELS) {
             deepest = Math.max(deepest, level);
@@ -110,21 +113,27 @@ export class Icicle {
   zoom(path) {
     this.path = path;
     this.draw();
-    const target = path.length ? path.at(-1) : this.chosen;
-    [...this.container.querySelectorAll(".icicle button")].find((each) => each.dataset.key === target)
-      ?.focus({ preventScroll: true });
+    this.focus(path.length ? path.at(-1) : this.chosen);
+  }
+
+  blocks() {
+    return [...this.container.querySelectorAll(".icicle button")];
+  }
+
+  focus(key) {
+    this.blocks().find((each) => each.dataset.key === key)?.focus({ preventScroll: true });
   }
 
   key(event) {
     const node = event.target.closest(".icicle") ? this.find(event.target.dataset.key) : null;
     if (!node) return;
-    const visible = [...this.container.querySelectorAll(".icicle button")].map((each) => each.dataset.key);
+    const visible = this.blocks().map((each) => each.dataset.key);
     const row = (node.parent === null ? this.tops : this.nodes[node.parent].children)
-      .filter((each) => visible.includes(each.key)).sort((a, b) => b.subtree_saved - a.subtree_saved);
+      .filter((each) => visible.includes(each.key));
     const at = row.indexOf(node);
     const to = {
       ArrowUp: () => this.nodes[node.parent],
-      ArrowDown: () => [...node.children].sort((a, b) => b.subtree_saved - a.subtree_saved)[0],
+      ArrowDown: () => node.children[0],
       ArrowLeft: () => row[at - 1],
       ArrowRight: () => row[at + 1],
     }[event.key];
@@ -132,14 +141,11 @@ export class Icicle {
     if (!to) return;
     event.preventDefault();
     const next = to();
-    if (next && visible.includes(next.key)) {
-      [...this.container.querySelectorAll(".icicle button")].find((each) => each.dataset.key === next.key)
-        .focus({ preventScroll: true });
-    }
+    if (next) this.focus(next.key);
   }
 }
 
-/** Equal for a node of equal start and text, however the rest of the tree changes. */
+/** A key that a node keeps from report to report: its namespace, start, and hash of its text. */
 function nodeKey(tree, at) {
   const node = tree[at];
   return `${node.namespace} ${node.start} ${node.edge.hash}`;

@@ -29,7 +29,7 @@ export class OverTime {
     this.report = report;
     const past = report.over_time[this.span];
     const axis = {
-      x: past.at, xName: "until", xText: (i) => clock(past.at[i]), xTicks: moments(past.at, this.span),
+      x: past.at, xName: "until", xText: (i) => clock(past.at[i]), xTicks: moments(past.at),
     };
     const rate = (tokens) => past.prompt_tokens.map((all, i) => (all ? tokens[i] / all : null));
     this.rate.update({
@@ -68,8 +68,8 @@ function upTo(most, yText) {
   return { yMax: yTicks.at(-1), yTicks, yText };
 }
 
-/** Round times of day, as many as may fit. */
-function moments(at, span) {
+/** Up to seven round times of day, as ticks [seconds since the epoch, text]. */
+function moments(at) {
   if (at.length < 2) return at.map((each) => [each, clock(each)]);
   const length = at.at(-1) - at[0];
   const step = [5, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800]

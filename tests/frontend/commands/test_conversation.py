@@ -1,4 +1,4 @@
-"""Conversations in the terminal: with a model in this process, and with a server."""
+"""`coppice chat`, with a model in this process and with a server."""
 
 from __future__ import annotations
 
@@ -75,27 +75,27 @@ def test_turns_build_on_each_other() -> None:
     assert partner.asked == [[brief, a], [brief, a, one, b], [kind, c], [kind, d]]
 
 
-def test_what_fails_is_not_part_of_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_question_without_an_answer_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     partner = Scripted(conversation.ChatFailed("too long [sic]"), "fine")
     assert talk(partner, "a\nb\n", status=1).splitlines() == ["so ", "fine"]
     assert capsys.readouterr().err == "error: too long [sic]\n"
     assert partner.asked[1] == [{"role": "user", "content": "b"}]
 
 
-def test_what_is_stopped_stays_as_far_as_it_came() -> None:
+def test_a_stopped_answer_stays_in_the_conversation() -> None:
     partner = Scripted(KeyboardInterrupt(), "fine")
     assert talk(partner, "a\nb\n").splitlines() == ["so  [stopped]", "fine"]
     assert partner.asked[1][1] == {"role": "assistant", "content": "so "}
 
 
-def test_a_terminal_is_told_what_the_cache_did() -> None:
+def test_a_terminal_shows_what_the_cache_did() -> None:
     shown = talk(Scripted("[bold]not markup"), "a\n", force_terminal=True)
     assert "[bold]not markup" in shown
     assert "4 of 10 prompt tokens" in shown
 
 
-def test_a_connection_that_breaks_is_no_crash(checkpoint: Path) -> None:
-    """Failures before the answer, in the middle of it, and of a server with another API."""
+def test_a_connection_that_breaks_is_reported() -> None:
+    """Failures before the answer and in the middle of it, and a server with another API."""
     ok, piece = b"HTTP/1.1 200 OK\r\n\r\n", b'data: {"choices": [{"delta": {"content": "so"}}]}\n\n'
     answers = [ok + b"welcome", b"", ok + piece + b'data: {"choi', ok + piece]
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -103,7 +103,7 @@ def test_a_connection_that_breaks_is_no_crash(checkpoint: Path) -> None:
         def answer() -> None:
             for each in answers:
                 connection, _ = listener.accept()
-                # All of it: who closes with something unread resets the connection.
+                # Reads all of it, since closing a socket with unread bytes resets the connection.
                 head, body = b"", b""
                 while b"\r\n\r\n" not in head:
                     head += connection.recv(65536)
@@ -132,10 +132,10 @@ def test_a_connection_that_breaks_is_no_crash(checkpoint: Path) -> None:
         thread.join()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there are no such terminals")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudoterminal")
 @pytest.mark.timeout(120)
-def test_in_a_terminal(served: Callable[..., str], checkpoint: Path) -> None:
-    """Earlier lines come back, Ctrl-C drops a line and ends nothing, Ctrl-D ends."""
+def test_in_a_terminal(served: Callable[..., str]) -> None:
+    """The arrow up brings earlier lines back, Ctrl-C drops a line, Ctrl-D ends the chat."""
     import pty
 
     ours, theirs = pty.openpty()
@@ -154,18 +154,18 @@ def test_in_a_terminal(served: Callable[..., str], checkpoint: Path) -> None:
     seen = ""
 
     def until(pattern: str, seconds: float | None = None) -> str:
-        """What came since the last call, up to the pattern; nothing if the time is over."""
+        """The output since the last call, up to the pattern; "" if the time is over."""
         nonlocal seen
         while not (found := re.search(pattern, seen)):
             if not select.select([ours], [], [], seconds)[0]:
                 return ""
             seen += os.read(ours, 4096).decode(errors="replace")
-        said, seen = seen[: found.end()], seen[found.end() :]
-        return said
+        output, seen = seen[: found.end()], seen[found.end() :]
+        return output
 
     def interrupt(pattern: str) -> None:
-        """Ctrl-C; again where one came while Python's line editor looked elsewhere, which then
-        heeds it with the next."""
+        """Sends Ctrl-C until the pattern comes: Python's line editor may handle the first only when
+        the next one arrives."""
         for _ in range(10):
             os.write(ours, b"\x03")
             if until(pattern, 5):

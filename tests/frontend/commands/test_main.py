@@ -1,4 +1,4 @@
-"""The command line: what it prints, and how it refuses."""
+"""The command line: its output, and its errors."""
 
 from __future__ import annotations
 
@@ -220,11 +220,11 @@ def test_the_installed_command_writes_plain_text_to_a_pipe(
     assert not ran.stderr
 
 
-# A server under load gets the other signal in test_faults.
+# The tests of faults send the other signal to a server under load.
 @pytest.mark.parametrize(
     "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_serve_says_where_it_is_and_stops_in_order(checkpoint: Path, signum: int) -> None:
+def test_serve_prints_its_url_and_stops_in_order(checkpoint: Path, signum: int) -> None:
     """A signal while a request runs: the request is answered, then the server ends with 0."""
     command = [COPPICE, "serve", checkpoint, "--port", "0", *SMALL]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}

@@ -71,7 +71,7 @@ def test_a_saved_report_reads_like_the_servers(url: str, tmp_path: Path) -> None
     assert out.getvalue() == printed(json.loads(saved.read_text()))
 
 
-def test_an_empty_server(served: Callable[..., str], url: str) -> None:
+def test_an_empty_server(url: str) -> None:
     report = fetch(url + "/cache/report", None)
     nothing = dict.fromkeys(report["counts"]["since_start"]["causes"], 0)
     counts = report["counts"]["since_start"] | {"prompt_tokens": 0, "causes": nothing}
@@ -80,7 +80,7 @@ def test_an_empty_server(served: Callable[..., str], url: str) -> None:
     assert "No prompt has come since the server started." in printed(quiet)
 
 
-def test_live_it_looks_again_and_says_when_there_is_no_answer(
+def test_live_it_fetches_again_and_reports_a_missing_answer(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(Exception):
@@ -91,7 +91,7 @@ def test_live_it_looks_again_and_says_when_there_is_no_answer(
 
     def answer(url: str, key: str | None) -> Any:
         if not answers:
-            raise ReportUnavailable("it is gone")
+            raise ReportUnavailable("it stopped")
         return answers.pop()
 
     def wait(seconds: float) -> list[str]:
@@ -107,7 +107,7 @@ def test_live_it_looks_again_and_says_when_there_is_no_answer(
         run(console, url, interval=7, once=False, api_key=None, wait=wait)
     assert all(0 <= seconds <= 7 for seconds in waits)
     assert answers == []
-    assert out.getvalue().count("it is gone; shown is the last answer") >= 1
+    assert out.getvalue().count("it stopped; shown is the last answer") >= 1
 
 
 @pytest.mark.parametrize("width", [30, 44, 60, 79])
@@ -150,7 +150,7 @@ def test_a_window_is_moved_like_a_pagers(url: str) -> None:
     assert shown("home")[0] == whole[:10]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there are no such terminals")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudoterminal")
 def test_keys_of_a_terminal(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     import pty
     import termios
@@ -167,7 +167,7 @@ def test_keys_of_a_terminal(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
         assert termios.tcgetattr(theirs) == before
         left = threading.Event()
 
-        def leave() -> None:  # what is typed before it listens is dropped
+        def leave() -> None:  # keys that come before the command listens are dropped
             while not left.wait(0.1):
                 os.write(ours, b"q")
 
@@ -202,7 +202,7 @@ def test_where_the_report_of_a_server_is() -> None:
         ('{"schema": "coppice.cache-report", "version": 1}', "lacks "),
     ],
 )
-def test_a_file_that_is_no_report(
+def test_a_file_that_is_not_a_report(
     tmp_path: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "saved.json"
@@ -212,9 +212,7 @@ def test_a_file_that_is_no_report(
     assert message in capsys.readouterr().err
 
 
-def test_a_server_that_has_no_report(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_without_a_report(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", url + "/elsewhere"]) == 1
     assert "answered 404: GET /elsewhere/cache/report: Not Found" in capsys.readouterr().err
     assert main(["report", "http://127.0.0.1:9"]) == 1

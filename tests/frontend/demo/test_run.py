@@ -1,4 +1,4 @@
-"""The main job, as a newcomer runs it: the installed command on the shipped model."""
+"""The installed command `coppice demo`, on the model that is included."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 
 from coppice.frontend.commands.main import main
 
-# Text that would do something if it were not escaped, at every place where text is shown.
+# Text that would run a script or change the page if it were not escaped where it is shown.
 HOSTILE = "</script><img src=x onerror='window.broken=1'><b>bold</b> &amp; {{title}} "
 CHARTS = {
     "curve": ".scatterlayer .point",
@@ -64,7 +64,7 @@ class References(HTMLParser):
         ]
 
 
-def test_the_page_is_one_file_that_names_no_other(made: tuple[Path, dict[str, Any]]) -> None:
+def test_the_page_is_one_file_that_loads_no_other(made: tuple[Path, dict[str, Any]]) -> None:
     text = made[0].read_text(encoding="utf-8")
     references = References()
     references.feed(text)
@@ -77,7 +77,7 @@ def test_the_page_is_one_file_that_names_no_other(made: tuple[Path, dict[str, An
     assert "@import" not in style
 
 
-def test_no_place_of_the_template_stays_open(made: tuple[Path, dict[str, Any]]) -> None:
+def test_every_place_of_the_template_is_filled(made: tuple[Path, dict[str, Any]]) -> None:
     text = made[0].read_text(encoding="utf-8")
     body = text[: text.index("<script>")] + text[text.index('id="charts"') :]
     assert "<title>Replay of a&lt;b&gt;&amp;.jsonl</title>" in body
@@ -93,7 +93,7 @@ def test_no_place_of_the_template_stays_open(made: tuple[Path, dict[str, Any]]) 
 
 
 class Opened:
-    """The page in a window of its own, offline, and all that it complained of or asked for."""
+    """The page in a window of its own, offline; records console messages and requests."""
 
     def __init__(self, browser: Any, file: Path, width: int, scheme: str) -> None:
         self.context = browser.new_context(
@@ -132,7 +132,7 @@ def opened(
     made: tuple[Path, dict[str, Any]],
     windows: dict[tuple[int, str], Opened],
 ) -> Iterator[Any]:
-    """Gives a window; none may have complained, nor asked for anything else, after any test."""
+    """Opens windows; checks after a test that none had an error or loaded any other file."""
 
     def window(width: int = 1280, scheme: str = "light") -> Opened:
         if (width, scheme) not in windows:
@@ -233,13 +233,13 @@ def test_text_of_the_trace_is_shown_and_does_nothing(
     assert html.escape(made[1]["trace"]["file"]) in window.page.inner_html("h1")
 
 
-def test_a_click_looks_inside_a_prefix(opened: Any) -> None:
+def test_a_click_zooms_into_a_prefix(opened: Any) -> None:
     window = opened()
     window.page.click("#chart-prefix .slice >> nth=1")
     window.page.wait_for_selector("#chart-prefix .pathbar")
     window.page.reload()
     window.page.wait_for_selector("#chart-prefix .iciclelayer path.surface")
-    window.requests.pop(0)  # the first loading, of which this one was a repetition
+    window.requests.pop(0)  # the page was loaded twice; `opened` expects one request
 
 
 def test_the_icicle_is_used_by_keyboard(opened: Any) -> None:
@@ -288,12 +288,12 @@ def test_the_colours_follow_the_scheme(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_what_is_behind_it(opened: Any, scheme: str) -> None:
+def test_text_stands_out_from_its_background(opened: Any, scheme: str) -> None:
     """At least 4.5 to 1, as the Web Content Accessibility Guidelines ask (2.1, criterion 1.4.3)."""
     window = opened(scheme=scheme)
-    behind = luminance(window.style("section", "background-color"))
+    card = luminance(window.style("section", "background-color"))
     for selector in ("h2", ".hint", ".say", ".causes .note", ".near .note", "summary", ".shared"):
-        assert contrast(luminance(window.style(selector, "color")), behind) >= 4.5, selector
+        assert contrast(luminance(window.style(selector, "color")), card) >= 4.5, selector
     page = luminance(window.style("body", "background-color"))
     for selector in ("h1", "header p", "footer"):
         assert contrast(luminance(window.style(selector, "color")), page) >= 4.5, selector
@@ -303,7 +303,7 @@ def test_text_stands_out_from_what_is_behind_it(opened: Any, scheme: str) -> Non
             assert contrast(luminance(window.style(selector, "color")), own) >= 4.5, selector
 
 
-def test_every_chart_has_a_name_for_those_who_cannot_see_it(opened: Any) -> None:
+def test_every_chart_has_a_name_for_screen_readers(opened: Any) -> None:
     window = opened()
     for name in CHARTS:
         role = "group" if name == "prefix" else "img"  # it has parts that can be pressed

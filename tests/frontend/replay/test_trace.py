@@ -1,4 +1,4 @@
-"""Reading traces: both formats, what is refused and where, and nothing half-read."""
+"""Reading traces: both formats, and the errors for malformed lines and files."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_outputs_of_which_only_the_length_is_known_are_fresh(write) -> None:
     assert all(0 <= token < 2**31 for token in every)
 
 
-def test_ids_of_all_64_bits_are_told_apart(write) -> None:
+def test_ids_that_differ_in_any_of_64_bits_differ(write) -> None:
     ids = [0, 1, 2**32, 2**53, 2**63, 2**64 - 1]
     (one,) = requests(read_trace(write(mooncake(len(ids) * BLOCK_TOKENS, ids))))
     blocks = {tuple(one.prompt[at : at + BLOCK_TOKENS]) for at in range(0, len(one.prompt), 512)}
@@ -216,7 +216,7 @@ def test_the_first_ten_malformed_lines_are_named_and_all_are_counted(write) -> N
     assert len(message) == 12
 
 
-def test_behind_the_limit_nothing_is_read(write) -> None:
+def test_nothing_is_read_after_the_limit(write) -> None:
     trace = read_trace(write([1], [1, 2], b"?"), limit=2)
     assert trace.count == 2
     assert len(requests(trace)) == 2
@@ -233,7 +233,7 @@ def test_the_format_may_be_named(write) -> None:
         read_trace(path, format="csv")
 
 
-def test_files_that_are_no_traces(tmp_path: Path, write) -> None:
+def test_files_that_are_not_traces(tmp_path: Path, write) -> None:
     with pytest.raises(ValueError, match="has no requests"):
         read_trace(write(b"", b"  "))
     with pytest.raises(ValueError, match="cannot be read: No such file"):
@@ -261,7 +261,7 @@ def test_a_file_that_gets_shorter_between_the_readings(write) -> None:
 
 
 @pytest.mark.parametrize("value", [[1, 2], mooncake(4, [1])])
-def test_a_byte_order_mark_at_the_beginning_is_none_of_the_trace(write, value: object) -> None:
+def test_a_byte_order_mark_at_the_beginning_is_skipped(write, value: object) -> None:
     mark = "\ufeff".encode()
     line = json.dumps(value).encode()
     assert read_trace(write(mark + line, line)).count == 2
@@ -282,7 +282,7 @@ def test_a_pipe_is_refused_since_it_could_only_be_half_read() -> None:
 
 
 def test_requests_are_made_one_at_a_time(write) -> None:
-    """The tokens of all would take 20 MB; those of one take 0.4 MB, and more while being made."""
+    """The tokens of all requests would take 20 MB; those of one take 0.4 MB."""
     trace = read_trace(write(*(mooncake(512 * 200, list(range(200))) for _ in range(50))))
     assert 4 * trace.prompt_tokens > 20e6
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""The page at /cache in a real browser: its numbers are the JSON's, and everybody can use it."""
+"""The page at /cache in a real browser: its numbers are the JSON's, and it is accessible."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from typing import Any
 import httpx
 import pytest
 
-from coppice.frontend.report.dashboard_files import Dashboard
-
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright to drive a browser")
 axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe")
 
 
-# On a busy machine a request and the page's next look take their time.
+# On a busy machine a request and the page's next update take their time.
 sync_api.expect.set_options(timeout=30_000)
 
-# Text that would do something if it came into the page as anything but text.
+# Text that would run a script or change the page if it entered the page as HTML.
 HOSTILE = "</script><img src=x onerror='window.broken=1'><b>bold</b> &amp; "
 HOUSES = " ".join(f"The key is under the mat of house {7 * number}." for number in range(14))
-PHONE, DESK = 390, 1280
+PHONE, DESK = 390, 1280  # widths of windows in pixels
+FOLDER = Path(__file__).resolve().parents[3] / "frontend" / "report" / "dashboard"
 
 PROMPTS: list[tuple[str, str | None]] = [
     each
@@ -41,7 +40,7 @@ PROMPTS: list[tuple[str, str | None]] = [
 @pytest.fixture(scope="module")
 def url(served: Callable[..., str], checkpoint: Path) -> str:
     """A server that shows texts, after requests with hits, near misses, namespaces and a pin."""
-    # Other tests don't ask for one with these options: their prompts would be in its tree.
+    # No other test uses these options, so no other prompts are in its tree.
     url = served("--report-text", "--drain-timeout", "20")
     for prompt, salt in PROMPTS:
         body = {"model": str(checkpoint), "prompt": prompt, "max_tokens": 4, "cache_salt": salt}
@@ -75,9 +74,8 @@ def test_the_page_loads_nothing_from_elsewhere(url: str) -> None:
         assert "innerHTML" not in text
     for name in names:
         assert httpx.get(f"{url}/cache/page/{name}").status_code == 200, name
-    folder = Path(__file__).resolve().parents[3] / "frontend" / "report" / "dashboard"
-    assert {path.name for path in folder.iterdir()} >= names
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 100_000
+    assert {path.name for path in FOLDER.iterdir()} >= names
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 100_000
 
 
 def test_files_are_asked_for_again_but_not_sent_again(url: str) -> None:
@@ -85,19 +83,19 @@ def test_files_are_asked_for_again_but_not_sent_again(url: str) -> None:
     assert first.headers["cache-control"] == "no-cache"
     again = httpx.get(url + "/cache/page/main.js", headers={"If-None-Match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
-    assert httpx.get(url + "/cache/page/cli.py").status_code == 404
-    assert httpx.get(url + "/cache/page/..%2fcli.py").status_code == 404
 
 
-def test_every_route_of_the_page_is_described() -> None:
-    assert [route.path for route in Dashboard().routes()] == ["/cache", "/cache/page/{file}"]
+def test_only_the_files_of_the_page_are_served(url: str) -> None:
+    assert httpx.get(url + "/cache/page/missing.js").status_code == 404
+    assert (FOLDER.parent / "routes.py").exists()
+    assert httpx.get(url + "/cache/page/..%2froutes.py").status_code == 404
 
 
 # -- in the browser ----------------------------------------------------------------------------
 
 
 class Window:
-    """A page in a browser window, and all that it complained of or asked for."""
+    """A page in a browser window; records its console messages and its requests."""
 
     def __init__(self, browser: Any, url: str, width: int = DESK, scheme: str = "light") -> None:
         self.context = browser.new_context(
@@ -119,7 +117,7 @@ class Window:
             self.answer = response
 
     def freeze(self) -> Any:
-        """Stops the page, and gives the report that it shows."""
+        """Pauses the page; returns the report that it shows."""
         self.page.click("#pause")
         sync_api.expect(self.page.locator("#state")).to_contain_text("paused at")
         report = self.answer.json()
@@ -135,7 +133,7 @@ class Window:
 
 @pytest.fixture
 def opened(browser: Any, url: str) -> Iterator[Callable[..., Window]]:
-    """Opens windows; none may have complained, nor asked for anything elsewhere, after a test."""
+    """Opens windows; checks after a test that none had an error or loaded anything elsewhere."""
     windows: list[Window] = []
 
     def window(width: int = DESK, scheme: str = "light") -> Window:
@@ -151,9 +149,9 @@ def opened(browser: Any, url: str) -> Iterator[Callable[..., Window]]:
 
 @contextmanager
 def load(url: str, checkpoint: Path) -> Iterator[None]:
-    """Requests come, two at a time, as long as it is open: again those that came before.
+    """Sends the requests of `url` again and again, two at a time, until the block ends.
 
-    However many there are, the tree keeps its proportions.
+    So the tree keeps its proportions, however many are sent.
     """
     ended = threading.Event()
 
@@ -363,7 +361,7 @@ def test_it_says_when_the_server_does_not_answer(opened: Callable[..., Window]) 
     sync_api.expect(window.page.locator("#trouble")).to_contain_text("the engine died")
     window.page.unroute("**/cache/report")
     window.page.wait_for_selector("#trouble", state="hidden")
-    failed = "Failed to load resource"  # what the browser reports for each such answer
+    failed = "Failed to load resource"  # the browser reports each such answer
     window.complaints[:] = [each for each in window.complaints if not each.startswith(failed)]
 
 

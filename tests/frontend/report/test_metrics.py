@@ -11,10 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.samples import Sample
 
+from coppice.frontend.errors import EngineStopped
 from coppice.frontend.report.metrics import Metrics
 from coppice.runtime.report.snapshot import CAUSES
 from coppice.runtime.runner.graphs import DECODE_STEPS
@@ -101,13 +103,13 @@ def test_answers_are_counted_by_route_and_status(url: str) -> None:
     assert not any("nowhere" in route for route in routes), "what clients make up is no label"
 
 
-def test_answers_that_never_were_are_told_as_0(url: str) -> None:
+def test_answers_that_never_were_are_reported_as_0(url: str) -> None:
     """rate() sees nothing of a series that begins with 1."""
     found = samples(url)
     name = "coppice_http_responses_total"
     for status in ("500", "504"):
         assert value(found, name, route="/v1/completions", status=status, method="POST") == 0
-    # The server may have answered others so. (One that was not announced would be an error.)
+    # Other tests may have caused such answers; `value` raises an error if the series is missing.
     for status in ("429", "499", "503"):
         assert value(found, name, route="/v1/completions", status=status, method="POST") >= 0
     path = "/cache/pins/{name}"
@@ -122,7 +124,7 @@ def test_a_client_that_asks_for_openmetrics_gets_it(url: str) -> None:
     assert "coppice_hit_tokens" in names
 
 
-def test_every_name_says_its_unit_and_has_a_description(url: str) -> None:
+def test_every_name_contains_its_unit_and_has_a_description(url: str) -> None:
     families = list(parser.text_string_to_metric_families(httpx.get(url + "/metrics").text))
     ours = [family for family in families if family.name.startswith("coppice_")]
     assert len(ours) >= 25
@@ -134,14 +136,10 @@ def test_every_name_says_its_unit_and_has_a_description(url: str) -> None:
         assert family.name.endswith(units), family.name
 
 
-async def test_without_an_engine_the_rest_is_still_told() -> None:
-    from coppice.frontend.errors import EngineStopped
-
+async def test_without_an_engine_the_rest_is_still_reported() -> None:
     class Dead:
         async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
             raise EngineStopped("it died")
-
-    from aiohttp.test_utils import make_mocked_request
 
     (route,) = Metrics(Dead(), "tiny", lambda: 3).routes()
     answer: Any = await route.handler(make_mocked_request("GET", "/metrics"))
@@ -276,7 +274,7 @@ def test_queries_that_are_none(wrong: str) -> None:
         Query(wrong)
 
 
-def test_the_dashboard_asks_only_for_metrics_that_there_are(url: str) -> None:
+def test_the_dashboard_asks_only_for_metrics_that_exist(url: str) -> None:
     found = samples(url)
     values: dict[str, dict[str, set[str]]] = {}
     for sample in found:

@@ -1,4 +1,4 @@
-"""The report, the pins and the reset over a real socket; and that no text leaks out of them."""
+"""The report, the pins and the reset over a real socket, and that they do not leak text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import httpx
 import jsonschema
 import pytest
 
-from coppice.frontend.report.encode import Names, server_report
+from coppice.frontend.report.encode import Names, report_schema, server_report
 from coppice.frontend.report.reporter import Reporter
-from coppice.frontend.report.routes import report_schema
 from coppice.frontend.report.samples import History, Sample
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
@@ -111,11 +110,11 @@ def test_the_numbers_of_a_report_agree(quiet: Server) -> None:
     assert 0 < waits["p50"] <= waits["p99"]
 
 
-def test_no_text_and_no_salt_is_told_unless_asked_for(quiet: Server) -> None:
+def test_no_text_is_shown_without_the_option_and_no_salt_ever(quiet: Server) -> None:
     raw = quiet.http.get("/cache/report").text
     report = json.loads(raw)
     assert report["has_text"] is False
-    assert report["near_misses"], "or there is nothing to hide"
+    assert report["near_misses"], "there is text to hide"
     found = pieces(report)
     assert len(found) > 10
     assert {piece["text"] for piece in found} == {None}
@@ -128,7 +127,7 @@ def test_no_text_and_no_salt_is_told_unless_asked_for(quiet: Server) -> None:
     assert len(names[1]) == 9
 
 
-def test_text_is_told_with_report_text(served: Callable[..., str], checkpoint: Path) -> None:
+def test_text_is_shown_with_report_text(served: Callable[..., str], checkpoint: Path) -> None:
     server = Server(served("--report-text"), str(checkpoint))
     for number in range(3):
         server.complete(f"Night {number} " + SHARED)
@@ -144,9 +143,7 @@ def test_text_is_told_with_report_text(served: Callable[..., str], checkpoint: P
     assert SECRET not in server.http.get("/cache/report").text
 
 
-def test_the_last_requests_are_told_one_by_one_without_what_other_namespaces_hold(
-    quiet: Server,
-) -> None:
+def test_recent_requests_show_nothing_of_other_namespaces(quiet: Server) -> None:
     quiet.complete(SHARED + "One end.", cache_salt="fresh")
     quiet.complete(SHARED + "Another end.", cache_salt="fresh")
     end = time.monotonic() + 30
@@ -160,7 +157,7 @@ def test_the_last_requests_are_told_one_by_one_without_what_other_namespaces_hol
         assert each["prompt_tokens"] == each["hit_tokens"] + sum(each["causes"].values())
         assert each["evicted_idle_seconds"] is None and each["evicted_seconds"] is None
         assert 0 <= second["seconds_ago"] <= each["seconds_ago"] < 60
-    # In the default namespace the same tokens go on in many ways.
+    # In the default namespace the same tokens are continued in many ways.
     assert first["causes"]["namespace"] > 0
     assert (first["hit_tokens"], first["divergence"]) == (0, None)
     assert second["hit_tokens"] == second["divergence"]["before"]["tokens"] > 50
@@ -169,7 +166,7 @@ def test_the_last_requests_are_told_one_by_one_without_what_other_namespaces_hol
     assert {piece["text"] for piece in pieces(second)} == {None}
 
 
-def test_hashes_tell_equal_texts_and_nothing_else() -> None:
+def test_equal_hashes_mean_equal_texts_within_one_run() -> None:
     one, other = Names(None, b"1" * 16), Names(None, b"2" * 16)
     assert one.piece((1, 2, 3)) == one.piece((1, 2, 3))
     assert one.piece((1, 2, 3))["hash"] != one.piece((1, 2))["hash"]
@@ -201,13 +198,13 @@ def test_text_cut_inside_a_character_stays_readable(tokenizer: Tokenizer) -> Non
 
 
 class Counted:
-    """An engine of which it is counted how often it is asked for what."""
+    """An engine that records how it is asked for reports."""
 
     def __init__(self, checkpoint: Path, seconds: float) -> None:
         engine = Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512))
         self.service = EngineService(engine)
-        self.seconds = seconds  # that finding the tree is reported to take
-        self.asked: list[bool] = []  # for the report, with its tree or without
+        self.seconds = seconds  # reported as the duration of finding the tree
+        self.asked: list[bool] = []  # for each report: whether with its tree
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.asked.append(kwargs["tree"])
@@ -271,7 +268,7 @@ def test_history_keeps_three_spans_in_fixed_memory(checkpoint: Path) -> None:
 
 def test_pins_are_put_listed_and_ended(quiet: Server) -> None:
     pin = quiet.ok("PUT", "/cache/pins", json={"name": "house", "prompt": SHARED, "ttl": 3600})
-    assert pin["tokens"] == pin["cached_tokens"] + 0 > 50
+    assert pin["tokens"] == pin["cached_tokens"] > 50
     assert (pin["namespace"], pin["ttl_seconds"]) == ("default", 3600)
     assert 3500 < pin["seconds_left"] <= 3600
     again = quiet.ok("PUT", "/cache/pins", json={"name": "house", "prompt": SHARED})
@@ -357,7 +354,7 @@ def test_the_cache_is_emptied_unless_it_is_busy(
     error = server.refused(409, "POST", "/cache/reset")
     assert "requests are unfinished" in error["message"]
     thread.join()
-    server.ok("PUT", "/cache/pins", json={"name": "gone", "prompt": "something"})
+    server.ok("PUT", "/cache/pins", json={"name": "ended", "prompt": "something"})
     assert server.ok("POST", "/cache/reset") == {"reset": True}
     report = server.ok("GET", "/cache/report")
     assert report["pool"]["pages"]["free"] == report["pool"]["pages"]["total"]

@@ -1,4 +1,4 @@
-"""A report that shows itself: printed, by rich, in a notebook, and after a pickle."""
+"""A report that renders itself: printed, by rich, in a notebook, and after a pickle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report(checkpoint: Path) -> CacheReport:
     return llm.cache_report()
 
 
-def test_it_is_a_report_of_short_repr(report: CacheReport) -> None:
+def test_it_is_a_report_with_a_short_repr(report: CacheReport) -> None:
     assert isinstance(report, CacheReport)
     assert report.requests == 3
     assert report.hit_tokens > 0

@@ -1,4 +1,4 @@
-"""The report in the terminal: every number is there, and it fits 80 uncoloured columns."""
+"""The report in the terminal: every number is there, and it fits 80 columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from coppice.frontend.report.encode import Names, encode
 from coppice.frontend.report.terminal import render_totals
-from coppice.frontend.report.words import excerpt, one_line
+from coppice.frontend.report.words import excerpt
 from coppice.radix import Accounting, CacheAccounts
 from coppice.radix.accounting.counts import Windows
 from coppice.radix.accounting.miss_ratio import FACTORS, CurvePoint
@@ -66,7 +66,7 @@ REPORT = CacheReport(
 
 
 def decode(token_ids: Sequence[int]) -> str:
-    """Each token as its number in brackets, the first of all as a special token and two breaks."""
+    """Each token as its number in brackets; token 0 as a special token and two line breaks."""
     return "".join("<|system|>\n\n" if token == 0 else f"[{token}]" for token in token_ids)
 
 
@@ -126,13 +126,9 @@ def test_a_long_text_is_cut_in_the_middle() -> None:
         assert len(piece(tokens)) <= 43
 
 
-def test_texts_that_are_hidden_are_named_by_their_hashes() -> None:
+def test_hidden_texts_are_shown_as_hashes() -> None:
     (prefix, _) = encode(REPORT, Names(None))["prefixes"]
     assert excerpt(prefix) == f"#{prefix['first']['hash']} … #{prefix['last']['hash']}"
-
-
-def test_unprintable_characters_are_made_visible() -> None:
-    assert one_line("a\r\nb\tc\x1b[0m\u200b") == "a↵b·c·[0m·"
 
 
 def test_a_prefix_that_saved_next_to_nothing_gets_no_row() -> None:
@@ -204,7 +200,7 @@ def test_the_curve_in_a_sentence() -> None:
     assert "would be 74.0%, not" in full_report(replace(ACCOUNTS, curve=steep))
     steeper = tuple(replace(p, hit_rate=p.hit_rate * 3 - 0.9) for p in ACCOUNTS.curve)
     assert "would be 75.0%, not" in full_report(replace(ACCOUNTS, curve=steeper)), (
-        "the ideal at most"
+        "at most the ideal"
     )
 
 
