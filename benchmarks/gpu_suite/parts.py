@@ -16,7 +16,7 @@ import torch
 
 from common.harness import machine
 from coppice.runtime.engine.core import Engine
-from coppice.runtime.model.linear import eight_bit
+from coppice.runtime.model.linear import select
 from coppice.runtime.report.gather import make_stats
 from gpu_suite.bench import (
     Bench,
@@ -215,7 +215,7 @@ def _gaps(bench: Bench, engine: Engine, batch: int, step_seconds: float) -> Row:
 def decode_fp8(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
     """Decoding with weights and activations in 8-bit floats."""
     if bench.quick:  # torch 2.13 and later multiply these types on a CPU, too
-        eight_bit._check_fp8_device = lambda device: None
+        select._check_fp8_device = lambda device: None
         if torch.__version__ < "2.13":
             yield {"left_out": f"torch {torch.__version__} has no such product for a CPU"}
             return

@@ -8,6 +8,9 @@ import torch
 
 from coppice.runtime.model.rope import RopeConfig
 
+#: The types of weights that are supported, by their names in configs and options.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -77,7 +80,6 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
     names: TensorNames
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     torch_dtype: torch.dtype
 
     @property

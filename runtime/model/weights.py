@@ -13,16 +13,11 @@ from typing import cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from coppice.runtime.model.config import ModelConfig
+from coppice.runtime.model.config import DTYPES, ModelConfig
 from coppice.runtime.model.decoder import Decoder, DecoderLayer
 from coppice.runtime.model.layers import Linear
-from coppice.runtime.model.linear.eight_bit import linear_class
+from coppice.runtime.model.linear.select import linear_class
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 #: Tensors that old checkpoints carry though they follow from the config.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _SINGLE = "model.safetensors"
@@ -48,13 +43,11 @@ def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torc
 
     ``auto`` is float32 on a CPU, whose attention kernels compute in that type (and whose 16-bit
     products are slower than 32-bit ones without bfloat16 units), elsewhere the type that the
-    checkpoint declares. Raises ``ValueError`` for unknown names.
+    checkpoint declares. Other names are those of ``DTYPES``.
     """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else config.torch_dtype
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(_DTYPES)}")
-    return _DTYPES[dtype]
+    return DTYPES[dtype]
 
 
 def load_decoder(
@@ -70,18 +63,17 @@ def load_decoder(
 ) -> Decoder:
     """A decoder with weights: those in ``path``, or random ones with ``load_format="dummy"``.
 
-    Memory: the decoder's own and, while loading, that of a tensor of the checkpoint. Raises
+    While loading, one tensor of the checkpoint at a time is in memory beside the decoder. Raises
     ``ValueError`` that names the file and the tensor for weights that are missing, unexpected,
     wrongly shaped or of an unsupported type.
     """
-    if load_format not in ("auto", "dummy"):
-        raise ValueError(f"load_format is {load_format!r}; it must be 'auto' or 'dummy'")
     dummy = load_format == "dummy"
     files = {} if dummy else _tensor_files(path)
     halves = _half_type(files) if files and dtype == torch.float32 else None
     linear = linear_class(quantization, device, dtype, halves=halves, deterministic=deterministic)
-    kept_whole = linear is Linear or deterministic or not linear.serves_head
-    embedding_dtype = halves if halves and not kept_whole else dtype
+    # A head of float32 weights needs a float32 embedding; others leave it in 16 bits.
+    widened = linear is Linear or deterministic or not linear.serves_head
+    embedding_dtype = dtype if halves is None or widened else halves
     decoder = Decoder(
         config, linear=linear, dtype=dtype, device=device, embedding_dtype=embedding_dtype
     )
@@ -103,9 +95,9 @@ def load_decoder(
                 f"{path}: tensor {name} has shape {tuple(tensor.shape)}; "
                 f"the config asks for {place.shape}"
             )
-        if tensor.dtype not in _DTYPES.values():
+        if tensor.dtype not in DTYPES.values():
             raise ValueError(
-                f"{path}: tensor {name} is {tensor.dtype}; supported are {', '.join(_DTYPES)}"
+                f"{path}: tensor {name} is {tensor.dtype}; supported are {', '.join(DTYPES)}"
             )
         place.fill(tensor)
     return decoder
@@ -183,7 +175,7 @@ def _layer_places(layer: DecoderLayer, config: ModelConfig) -> dict[str, _Place]
 
 
 def _tensor_files(path: Path) -> dict[str, Path]:
-    """Which safetensors file holds which tensor."""
+    """The safetensors file of each tensor, by the tensor's name."""
     index = path / _INDEX
     if index.exists():
         try:

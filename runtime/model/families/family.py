@@ -16,13 +16,12 @@ _DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "num_key_value_heads": None,
     "head_dim": None,
-    "bos_token_id": None,
     "sliding_window": None,
 }
 
 
 class Family(ABC):
-    """A family of models: one subclass each, which overrides what is its own.
+    """A family of models: one subclass each, which overrides what differs from the others.
 
     Class attributes:
         model_type, architecture: what a `config.json` calls it, and transformers' class.
@@ -76,7 +75,6 @@ class Family(ABC):
             layers=layers,
             names=self.names,
             eos_token_ids=eos_token_ids,
-            bos_token_id=fields.token_id("bos_token_id"),
             torch_dtype=fields.dtype(),
         )
 

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+from coppice.runtime.model.config import DTYPES
 
 
 class Fields:
@@ -61,13 +61,6 @@ class Fields:
             raise ValueError(f"{name} is {value!r}; it must be true or false")
         return value
 
-    def token_id(self, name: str) -> int | None:
-        """A token id, or nothing."""
-        value = self.get(name)
-        if value is not None and type(value) is not int:
-            raise ValueError(f"{name} is {value!r}; it must be a token id")
-        return value
-
     def dtype(self) -> torch.dtype:
         """The type that the file declares; float32 if it declares none."""
         # transformers 5 writes dtype, earlier versions wrote torch_dtype.
@@ -75,9 +68,9 @@ class Fields:
         value = self.raw.get("torch_dtype") if declared is None else declared
         if value is None:
             return torch.float32
-        if not isinstance(value, str) or value not in _DTYPES:
-            raise ValueError(f"dtype is {value}; supported are {', '.join(_DTYPES)}")
-        return _DTYPES[value]
+        if not isinstance(value, str) or value not in DTYPES:
+            raise ValueError(f"dtype is {value}; supported are {', '.join(DTYPES)}")
+        return DTYPES[value]
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

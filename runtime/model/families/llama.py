@@ -21,7 +21,6 @@ class Llama(Family):
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "max_position_embeddings": 2048,
-        "bos_token_id": 1,
     }
 
     def check(self, fields: Fields) -> None:

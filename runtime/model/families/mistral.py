@@ -23,7 +23,6 @@ class Mistral(Family):
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
-        "bos_token_id": 1,
     }
 
     def layers(self, fields: Fields) -> tuple[LayerSpec, ...]:

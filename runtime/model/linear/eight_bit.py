@@ -1,23 +1,22 @@
 """Linear projections in 8 bits: int8 for CPUs, e4m3 floats for GPUs (W8A8, both dynamic).
 
-Weights have one scale an output row, activations one scale a token, chosen as the token comes. Both
+Weights have one scale an output row, activations one scale a token, computed from that token. Both
 are symmetric, so a token's result does not depend on other tokens: it is the same for a prompt
-computed whole, in chunks or after a cached prefix, whatever else is in the batch (with fp8, up to
-the order of the sums, as without scales). torch's own dynamic linear takes one scale for all tokens
-of a call, which breaks that, and a token with large activations would cost all others their
-precision.
+computed whole, in chunks or after a cached prefix, and in any batch (with fp8, up to the order of
+the sums, as without scales). torch's own dynamic linear takes one scale for all tokens of a call,
+which breaks that, and a token with large activations would cost all others their precision.
 
 **int8**: a quarter of the bytes that a decode step has to read. The product is exact in int32.
 Against float32 the error of a product is about 1.1% of its norm, and that of the logits of 30
 random layers 4.3%. Of this the language-model head adds a tenth of a percent, while its weights can
 be 40% of those that a decode step reads, so it is quantized as well. On one AVX-512 VNNI core, with
-weights that no cache holds, a product of 1 to 32 tokens takes 0.2 to 0.3 of the time of float32.
+weights larger than its caches, a product of 1 to 32 tokens takes 0.2 to 0.3 of the time of float32.
 
 Where the processor has VNNI, the product is our own (``kernels/cpu/layer/int8_panels.py``), which
-the layers compiled into one call have as well; elsewhere it is ``torch._int_mm``, oneDNN's. Of the
-alternatives in torch, the prepacked ``qlinear_pointwise`` costs 50 microseconds a call more than
-that, though it is up to 1.7 times faster for 2 to 16 tokens and matrices of many megabytes, and
-those that need quantized tensors are announced for removal.
+the compiled layers use, too; elsewhere it is ``torch._int_mm``, oneDNN's. Of the alternatives in
+torch, the prepacked ``qlinear_pointwise`` costs 50 microseconds a call more than that, though it is
+up to 1.7 times faster for 2 to 16 tokens and matrices of many megabytes, and those that need
+quantized tensors are announced for removal.
 
 **fp8**: half the bytes of bfloat16, and twice its matrix rate where a GPU has such units. The
 product is ``torch._scaled_mm`` with a scale for each row of both sides, which adds up in float32
@@ -40,15 +39,13 @@ import torch
 from torch import nn
 
 from coppice.kernels.cpu.layer import int8_products
-from coppice.kernels.cpu.layer.float_products import float_kernels
 from coppice.runtime.model.layers import Linear, frozen, gpu_rows
-from coppice.runtime.model.linear.deterministic import SteadyLinear
-from coppice.runtime.model.linear.sixteen_bit import Float16Linear, HalfLinear
 
 if TYPE_CHECKING:
     from coppice.kernels.cpu.layer.int8_panels import PackedInt8
 
-_LEVELS = 127
+#: Largest magnitude of an int8 weight or activation; -128 is not used.
+LEVELS = 127
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 # Rows quantized at a time on a GPU: float copies of a vocabulary would be the peak of loading.
 _BLOCK_ROWS = 4096
@@ -103,9 +100,9 @@ class Int8Linear(Linear):
         for block in part.split(max(1, _BLOCK // part.shape[1])):
             values = block.float()
             rows = slice(first_row, first_row + len(block))
-            scale = values.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30).div_(_LEVELS)
+            scale = values.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30).div_(LEVELS)
             self.weight[rows].copy_((values / scale).round_())
-            self.weight_scale[rows].copy_(scale[:, 0] / _LEVELS)
+            self.weight_scale[rows].copy_(scale[:, 0] / LEVELS)
             first_row = rows.stop
 
 
@@ -171,83 +168,3 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = x.float()
     scale = values.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-12).div_(_E4M3_MAX)
     return (values / scale).to(torch.float8_e4m3fn), scale
-
-
-def linear_class(
-    quantization: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    halves: torch.dtype | None = None,
-    deterministic: bool = False,
-) -> type[Linear]:
-    """The class of projections for ``quantization``: None for float weights, ``int8`` or ``fp8``.
-
-    ``halves`` is the 16-bit type of the checkpoint's weights, if all have the same: on a CPU that
-    computes in float32 they stay in it, where such products can be compiled. ``deterministic`` asks
-    for products in which a row depends on no other row; there are none for 8-bit weights.
-
-    Raises ``ValueError`` for other names and, by name, where the device, the type of the model or
-    torch's product does not serve: ``int8`` on anything but a CPU whose int8 products are exact (on
-    those without VNNI sums of products can saturate); ``fp8`` on anything but a GPU that has
-    products of 8-bit floats, in bfloat16.
-    """
-    if deterministic:
-        if quantization is not None:
-            raise ValueError(
-                f"quantization is {quantization!r}; with deterministic True it must be None"
-            )
-        return SteadyLinear
-    if quantization is None:
-        if halves and device.type == "cpu" and dtype == torch.float32 and float_kernels():
-            return Float16Linear if halves == torch.float16 else HalfLinear
-        return Linear
-    if quantization == "int8":
-        if device.type != "cpu":
-            raise ValueError(
-                f"quantization 'int8' runs on a CPU only; device is {device}, which takes 'fp8'"
-            )
-        _check_int8_product()
-        return Int8Linear
-    if quantization == "fp8":
-        _check_fp8_device(device)
-        if dtype != torch.bfloat16:
-            raise ValueError(
-                f"quantization 'fp8' computes in bfloat16; dtype is {str(dtype).split('.')[-1]}"
-            )
-        return Fp8Linear
-    raise ValueError(f"quantization is {quantization!r}; it must be None, 'int8' or 'fp8'")
-
-
-def _check_fp8_device(device: torch.device) -> None:
-    """Refuse to run where there is no product of 8-bit floats."""
-    if device.type != "cuda":
-        raise ValueError(
-            f"quantization 'fp8' runs on a GPU only; device is {device}, which takes 'int8'"
-        )
-    chip = torch.cuda.get_device_properties(device)
-    if (chip.major, chip.minor) < (8, 9):
-        raise ValueError(
-            "quantization 'fp8' needs a GPU with products of 8-bit floats, of compute capability "
-            f"8.9 or later; this one has {chip.major}.{chip.minor}"
-        )
-
-
-def _check_int8_product() -> None:
-    """Refuse to run where the largest values that can occur do not multiply exactly."""
-    left = torch.full((3, 256), _LEVELS, dtype=torch.int8)
-    left[1].neg_()
-    right = torch.full((32, 256), _LEVELS, dtype=torch.int8)
-    right[::2].neg_()
-    expected = left.long() @ right.long().t()
-    for rows in (1, 3):
-        try:
-            product = torch._int_mm(left[:rows], right.t())
-        except (RuntimeError, AttributeError) as error:
-            raise ValueError(
-                f"quantization 'int8' needs torch's int8 matrix product, which fails here: {error}"
-            ) from error
-        if not torch.equal(product.long(), expected[:rows]):
-            raise ValueError(
-                "quantization 'int8' needs an exact int8 matrix product, and this CPU's saturates"
-            )

@@ -1,4 +1,4 @@
-"""The engine on a GPU beside the engine on the CPU; without a GPU these tests are skipped."""
+"""The engine on a GPU against the engine on the CPU; without a GPU these tests are skipped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mixed_requests import (
     run,
 )
 
-from coppice.runtime.model.linear import eight_bit
+from coppice.runtime.model.linear import select
 from coppice.runtime.model.linear.eight_bit import Fp8Linear
 from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
@@ -85,7 +85,7 @@ def test_fp8_weights_are_as_near_to_float32_as_on_the_cpu(tiny_checkpoint, famil
     engine = make_engine(path, device="cuda", **options)
     assert type(engine.runner.decoder.layers[0].qkv) is Fp8Linear
     off = np.linalg.norm(prompt_logprobs(engine, prompt) - exact)
-    monkeypatch.setattr(eight_bit, "_check_fp8_device", lambda device: None)
+    monkeypatch.setattr(select, "_check_fp8_device", lambda device: None)
     emulated = make_engine(path, device="cpu", attention_backend="reference", **options)
     assert off < 1.5 * np.linalg.norm(prompt_logprobs(emulated, prompt) - exact)
 
@@ -105,7 +105,7 @@ def test_auto_is_the_gpu_the_checkpoints_type_and_triton(tiny_checkpoint):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_answers_do_not_hang_on_hits(tiny_checkpoint, dtype):
+def test_deterministic_answers_do_not_depend_on_hits(tiny_checkpoint, dtype):
     """Bit for bit: together and cold, together on hits, each by itself, on other pages."""
     prompts = make_prompts(STEM)
     options = {"device": "cuda", "dtype": dtype, "deterministic": True, **ROOM}
@@ -168,7 +168,7 @@ def test_graphs_and_overlap_give_the_tokens_without(tiny_checkpoint, page_size):
     assert all(each == found[0] for each in found)
 
 
-def test_pages_are_freed_and_reused_while_the_gpu_is_behind(tiny_checkpoint):
+def test_pages_are_freed_and_reused_before_the_gpu_has_finished(tiny_checkpoint):
     """Short requests in a pool of few pages; reading another's KV would give other tokens."""
     found = []
     for overlap in (False, True):

@@ -69,11 +69,7 @@ def test_biases_by_switch(tmp_path: Path) -> None:
     assert set(llama.layers) == {LayerSpec(qkv_bias=True, output_bias=True, mlp_bias=True)}
 
 
-def test_explicit_head_dim(tmp_path: Path) -> None:
-    assert load_model_config(write(tmp_path, QWEN3 | {"head_dim": 24})).head_dim == 24
-
-
-def test_a_config_without_architectures_goes_by_its_type(tmp_path: Path) -> None:
+def test_a_config_without_architectures_is_read_by_its_type(tmp_path: Path) -> None:
     raw = {key: value for key, value in QWEN2.items() if key != "architectures"}
     assert load_model_config(write(tmp_path, raw)).architecture == "Qwen2ForCausalLM"
 

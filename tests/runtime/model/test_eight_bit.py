@@ -24,7 +24,8 @@ from coppice.runtime.model import weights
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear import eight_bit
-from coppice.runtime.model.linear.eight_bit import Fp8Linear, Int8Linear, linear_class
+from coppice.runtime.model.linear.eight_bit import Fp8Linear, Int8Linear
+from coppice.runtime.model.linear.select import linear_class
 from coppice.runtime.model.weights import load_decoder
 from coppice.runtime.report.gather import make_report
 
@@ -155,7 +156,7 @@ def test_long_weights_are_quantized_in_blocks(
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Linear]], None]:
-    """Decoders are made with projections of this kind from then on, whatever is asked for."""
+    """Decoders have projections of this kind from then on, also where others are asked for."""
     return lambda kind: monkeypatch.setattr(weights, "linear_class", lambda *_, **__: kind)
 
 
@@ -223,7 +224,7 @@ def test_a_warm_request_gets_its_cold_tokens(
 @pytest.mark.parametrize("rows", [1, 47, 48, 49, 300])
 @pytest.mark.parametrize("tokens", [*range(1, 10), 700])
 def test_packed_products_are_exact(tokens: int, rows: int, columns: int) -> None:
-    """Whatever fills panels and rows at a time, or not, on one thread and on several."""
+    """For full and partly filled panels and groups of rows, on one thread and on several."""
     generator = torch.Generator().manual_seed(0)
     linear = make(torch.randn(rows, columns, generator=generator), torch.randn(rows))
     x = torch.randn(tokens, columns, generator=generator)
@@ -276,8 +277,6 @@ def test_names_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     chip.minor = 6
     with pytest.raises(ValueError, match=r"capability 8\.9 or later; this one has 8\.6"):
         linear_class("fp8", CUDA, torch.bfloat16)
-    with pytest.raises(ValueError, match="'int3'; it must be None, 'int8' or 'fp8'"):
-        linear_class("int3", CPU, torch.float32)
     with pytest.raises(ValueError, match="'int8' runs on a CPU only; device is cuda, which takes"):
         linear_class("int8", CUDA, torch.bfloat16)
     with pytest.raises(ValueError, match="'fp8' runs on a GPU only; device is cpu, which takes"):
@@ -307,6 +306,6 @@ def test_refuses_a_torch_without_the_product(monkeypatch: pytest.MonkeyPatch) ->
     def missing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("not implemented for 'Char'")
 
-    monkeypatch.setattr(eight_bit.torch, "_int_mm", missing)
+    monkeypatch.setattr(torch, "_int_mm", missing)
     with pytest.raises(ValueError, match="not implemented for 'Char'"):
         linear_class("int8", CPU, torch.float32)

@@ -110,8 +110,8 @@ MORE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-# transformers checks their types, though the models do not read them (a window without its switch).
-NOT_READ = {"pretraining_tp", "max_window_layers", "sliding_window"}
+# transformers checks their types; the models do not read them (a window without its switch).
+NOT_READ = {"bos_token_id", "pretraining_tp", "max_window_layers", "sliding_window"}
 # It refuses these, which can mean one thing only.
 TAKEN_AS_MEANT: list[dict[str, Any]] = [
     {"rms_norm_eps": 1},
@@ -163,7 +163,6 @@ def values_by_transformers(folder: Path) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_token_id,
         "torch_dtype": config.dtype or torch.float32,
         "sliding_windows": tuple(windows),
         "inv_freq": tuple(frequencies.tolist()),
@@ -173,7 +172,7 @@ def values_by_transformers(folder: Path) -> dict[str, Any]:
 
 def values_of(config: ModelConfig) -> dict[str, Any]:
     names = "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim"
-    names += " rms_norm_eps tie_word_embeddings bos_token_id torch_dtype sliding_windows"
+    names += " rms_norm_eps tie_word_embeddings torch_dtype sliding_windows"
     return {
         **{name: getattr(config, name) for name in names.split()},
         "inv_freq": config.rope.inv_freq,

@@ -101,11 +101,6 @@ def test_rotation_leaves_its_input_alone_and_takes_views() -> None:
     assert torch.equal(part[0], heads[0, 1:4])  # position 0 turns nothing
 
 
-def test_yarn_scales_the_attention() -> None:
-    assert read(**VARIANTS["yarn with a factor of its own"]).attention_factor == 1.5
-    assert read(**VARIANTS["linear"]).attention_factor == 1.0
-
-
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "default"])
 def test_frequencies_are_transformers_to_the_bit(variant: str) -> None:
     """On real sizes, where parts of a head are kept, stretched and between."""

@@ -1,0 +1,89 @@
+"""Chooses the class of linear layers that the options, the device and the checkpoint call for."""
+
+from __future__ import annotations
+
+import torch
+
+from coppice.kernels.cpu.layer.float_products import float_kernels
+from coppice.runtime.model.layers import Linear
+from coppice.runtime.model.linear.deterministic import SteadyLinear
+from coppice.runtime.model.linear.eight_bit import LEVELS, Fp8Linear, Int8Linear
+from coppice.runtime.model.linear.sixteen_bit import Float16Linear, HalfLinear
+
+
+def linear_class(
+    quantization: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    halves: torch.dtype | None = None,
+    deterministic: bool = False,
+) -> type[Linear]:
+    """The class of projections for ``quantization``: None for float weights, ``int8`` or ``fp8``.
+
+    ``halves`` is the 16-bit type of the checkpoint's weights, if all have the same: on a CPU that
+    computes in float32 they stay in it, where such products can be compiled. ``deterministic`` asks
+    for products in which a row depends on no other row; there are none for 8-bit weights.
+
+    Raises ``ValueError`` that names the reason where the device, the type of the model or torch's
+    product does not serve: ``int8`` needs a CPU whose int8 products are exact (on those without
+    VNNI sums of products can saturate); ``fp8`` needs a GPU with products of 8-bit floats, and
+    bfloat16.
+    """
+    if deterministic:
+        if quantization is not None:
+            raise ValueError(
+                f"quantization is {quantization!r}; with deterministic True it must be None"
+            )
+        return SteadyLinear
+    if quantization is None:
+        if halves and device.type == "cpu" and dtype == torch.float32 and float_kernels():
+            return Float16Linear if halves == torch.float16 else HalfLinear
+        return Linear
+    if quantization == "int8":
+        if device.type != "cpu":
+            raise ValueError(
+                f"quantization 'int8' runs on a CPU only; device is {device}, which takes 'fp8'"
+            )
+        _check_int8_product()
+        return Int8Linear
+    _check_fp8_device(device)
+    if dtype != torch.bfloat16:
+        raise ValueError(
+            f"quantization 'fp8' computes in bfloat16; dtype is {str(dtype).split('.')[-1]}"
+        )
+    return Fp8Linear
+
+
+def _check_fp8_device(device: torch.device) -> None:
+    """Refuse to run where there is no product of 8-bit floats."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"quantization 'fp8' runs on a GPU only; device is {device}, which takes 'int8'"
+        )
+    chip = torch.cuda.get_device_properties(device)
+    if (chip.major, chip.minor) < (8, 9):
+        raise ValueError(
+            "quantization 'fp8' needs a GPU with products of 8-bit floats, of compute capability "
+            f"8.9 or later; this one has {chip.major}.{chip.minor}"
+        )
+
+
+def _check_int8_product() -> None:
+    """Refuse to run where the largest values that can occur do not multiply exactly."""
+    left = torch.full((3, 256), LEVELS, dtype=torch.int8)
+    left[1].neg_()
+    right = torch.full((32, 256), LEVELS, dtype=torch.int8)
+    right[::2].neg_()
+    expected = left.long() @ right.long().t()
+    for rows in (1, 3):
+        try:
+            product = torch._int_mm(left[:rows], right.t())
+        except (RuntimeError, AttributeError) as error:
+            raise ValueError(
+                f"quantization 'int8' needs torch's int8 matrix product, which fails here: {error}"
+            ) from error
+        if not torch.equal(product.long(), expected[:rows]):
+            raise ValueError(
+                "quantization 'int8' needs an exact int8 matrix product, and this CPU's saturates"
+            )
