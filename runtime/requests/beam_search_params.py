@@ -11,12 +11,14 @@ from coppice.runtime.requests.sampling_params import (
     MAX_N,
     LogitsProcessor,
     SamplingParams,
+    check_integer,
+    check_number,
 )
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 
 EarlyStopping = bool | Literal["never"]
 
-# Any number of tokens to this power is a float, and no sum of logprobs over it is infinite.
+# With this bound a length to the power of the penalty, and so each score, is a finite float.
 MAX_PENALTY = 30.0
 
 
@@ -30,8 +32,8 @@ class BeamSearchParams:
     Attributes:
         beam_width: beams that are kept.
         max_tokens: most tokens of a result.
-        n: results to return, the best first; None: all, `beam_width`. There are fewer if what is
-            forbidden leaves no more.
+        n: results to return, the best first; None: all, `beam_width`. There are fewer if
+            forbidden tokens leave no more.
         length_penalty: a result's score is the sum of its tokens' logprobs over its number of
             tokens to this power; above 0 prefers longer ones. From -30 to 30.
         early_stopping: True: end when `beam_width` results have ended; False: when no beam at its
@@ -40,13 +42,12 @@ class BeamSearchParams:
         min_tokens: fewest tokens before anything may end a result.
         ignore_eos: whether the model's own end of sequence is a token like others.
         temperature: the logits are divided by it before they become logprobs; 0 means 1.
-        stop, include_stop_str_in_output, skip_special_tokens: strings that end a result, and what
-            its text has, as in `SamplingParams`.
-        presence_penalty, frequency_penalty, repetition_penalty, logit_bias, allowed_token_ids,
-        bad_words, bad_words_token_ids, logits_processors: as in `SamplingParams`.
+        stop, include_stop_str_in_output, skip_special_tokens, presence_penalty,
+        frequency_penalty, repetition_penalty, logit_bias, allowed_token_ids, bad_words,
+        bad_words_token_ids, logits_processors: as in `SamplingParams`.
         structured_outputs: the form that every result must have, except one that `max_tokens` or
-            a stop of the user's cuts short. Each beam is at its own place in the grammar, and ends
-            where the grammar does.
+            a stop of the user's cuts short. Each beam has its own position in the grammar, and
+            ends where the grammar does.
         logprobs: of each token of a result, its own and those of this many most probable ones; -1:
             all. Of the model's logits, before temperature and all else.
         best_so_far: whether each step reports the best line as it is then, for streaming.
@@ -81,28 +82,19 @@ class BeamSearchParams:
     sampling: SamplingParams = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.beam_width) or not 1 <= self.beam_width <= MAX_N:
-            raise ValueError(
-                f"beam_width must be an integer from 1 to {MAX_N}, got {self.beam_width!r}"
-            )
+        check_integer("beam_width", self.beam_width, 1, MAX_N)
         if not _is_integer(self.max_tokens):
             raise ValueError(
                 f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}"
             )
         if self.n is not None and (not _is_integer(self.n) or not 1 <= self.n <= self.beam_width):
             raise ValueError(f"n must be from 1 to beam_width, {self.beam_width}, got {self.n!r}")
-        # An integer equals a bool, but is none.
+        # 0 and 1 equal False and True, but are not allowed.
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise ValueError(
                 f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
             )
-        penalty = self.length_penalty
-        number = isinstance(penalty, (int, float)) and not isinstance(penalty, bool)
-        if not number or not abs(penalty) <= MAX_PENALTY:  # a NaN fails the comparison too
-            raise ValueError(
-                f"length_penalty must be a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, "
-                f"got {penalty!r}"
-            )
+        check_number("length_penalty", self.length_penalty, -MAX_PENALTY, MAX_PENALTY)
         if not isinstance(self.best_so_far, bool):
             raise ValueError(f"best_so_far must be True or False, got {self.best_so_far!r}")
         shared = {name: getattr(self, name) for name in SHARED_WITH_SAMPLING}

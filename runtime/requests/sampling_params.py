@@ -34,7 +34,7 @@ BOUNDS: dict[str, tuple[int, int] | tuple[float, float]] = {
 """Least and greatest value of each number in `SamplingParams`: integers, or any numbers."""
 
 _OPTIONAL = ("best_of", "logprobs", "prompt_logprobs", "seed", "max_tokens")  # may be None
-# Logits over a temperature below this may be no float32 any more; the choice is certain by then.
+# Logits divided by less than this may overflow float32, and the choice is certain by then.
 GREEDY_BELOW = 1e-5
 
 LogitsProcessor = Callable[..., Any]
@@ -79,8 +79,8 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     """Words that must not be generated: a token that would complete one is forbidden.
 
-    Each counts with and without a space before it; kept as a tuple. The engine itself knows no
-    text, and takes `bad_words_token_ids`."""
+    Each counts with and without a space before it; kept as a tuple. The engine itself has
+    no tokenizer, and takes `bad_words_token_ids`."""
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
     """Token sequences that must not be completed; kept as a tuple of tuples."""
     logits_processors: Sequence[LogitsProcessor] | None = None
@@ -95,7 +95,7 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
     """Only for the prompt's tokens from this place on; those before it need not be computed."""
     seed: int | None = None
-    """Makes a request repeatable, whatever else is in the batch; None: the engine draws a seed."""
+    """Makes a request repeatable, in any batch; None: the engine draws a seed."""
     max_tokens: int | None = 16
     """Most tokens to generate; None: up to the model's length. A text that reaches the end of the
     context ends there, also with finish reason ``length``.
@@ -117,7 +117,7 @@ class SamplingParams:
         for name, (low, high) in BOUNDS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                (_integer if isinstance(low, int) else _number)(name, value, low, high)
+                (check_integer if isinstance(low, int) else check_number)(name, value, low, high)
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of must be at least n, {self.n}, got {self.best_of}")
         if self.top_p == 0:
@@ -171,7 +171,7 @@ class SamplingParams:
             raise ValueError(f"min_tokens must be 0 with structured_outputs, got {self.min_tokens}")
 
     def check_vocabulary(self, size: int) -> None:
-        """Raises ValueError if it names tokens that a vocabulary of `size` tokens does not have."""
+        """Raises ValueError if a parameter names a token outside a vocabulary of `size` tokens."""
         named: tuple[tuple[str, Iterable[int]], ...] = (
             ("stop_token_ids", self.stop_ids),
             ("logit_bias", self.logit_bias or ()),
@@ -214,13 +214,15 @@ class SamplingParams:
         return self.stop_token_ids
 
 
-def _integer(name: str, value: Any, low: float, high: float) -> None:
+def check_integer(name: str, value: Any, low: float, high: float) -> None:
+    """Raises ValueError if `value` is no integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         allowed = f"the integer {low}" if low == high else f"an integer from {low} to {high}"
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
-def _number(name: str, value: Any, low: float, high: float) -> None:
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raises ValueError if `value` is no number from `low` to `high`."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not good or not low <= value <= high:  # a NaN fails the comparison too
         raise ValueError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")

@@ -57,9 +57,7 @@ class StructuredOutputsParams:
                 )
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        if self.json_object not in (None, True, False) or isinstance(self.json_object, int) != (
-            isinstance(self.json_object, bool)
-        ):
+        if self.json_object is not None and not isinstance(self.json_object, bool):
             raise ValueError(f"json_object must be True or False, got {shown(self.json_object)}")
         if not isinstance(self.disable_any_whitespace, bool):
             raise ValueError(

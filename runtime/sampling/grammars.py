@@ -1,7 +1,7 @@
 """Grammars, compiled with llguidance, and the masks of tokens that they allow.
 
-A grammar is compiled once, in a thread of its own since that may take long; every sequence has a
-copy of the compiled matcher, which takes the sequence's tokens and knows which may come next.
+A grammar is compiled once, in a thread of its own, since that may take seconds. Every sequence has
+a copy of the compiled matcher, which takes the sequence's tokens and gives those that may follow.
 
 References: Moskal et al., llguidance; Koo et al. 2024, Automata-based constraints for language
 model decoding.
@@ -75,7 +75,7 @@ class Grammars:
         return found
 
     def close(self) -> None:
-        """Ends the thread, once it is done with what it compiles at the moment."""
+        """Ends the thread, after the grammar that it is compiling."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
@@ -96,13 +96,15 @@ class Grammars:
         from transformers import PreTrainedTokenizerFast
 
         if not isinstance(wrapped, PreTrainedTokenizerFast):
-            raise ValueError("structured_outputs needs a fast tokenizer, which this model has not")
+            raise ValueError(
+                "structured_outputs needs a fast tokenizer, which this model does not have"
+            )
         size = max(self._vocabulary, len(wrapped))
         return from_tokenizer(wrapped, n_vocab=size, eos_token=self._eos)
 
 
 class GrammarState:
-    """How far one sequence has come in its grammar."""
+    """The position of one sequence in its grammar."""
 
     __slots__ = ("matcher", "vocabulary", "_consumed")
 
@@ -118,7 +120,7 @@ class GrammarState:
         return other
 
     def update(self, sequence: Sequence) -> None:
-        """Takes what the sequence has generated since the last call."""
+        """Advances by the tokens that the sequence has generated since the last call."""
         begin = len(sequence.request.prompt_token_ids) + self._consumed
         if begin < len(sequence.tokens):
             self.matcher.consume_tokens(sequence.tokens[begin:].tolist())

@@ -29,7 +29,7 @@ class Sampled:
 
 
 class Sampling:
-    """Tokens that are being chosen for the rows of a step, on the device and on their way to us."""
+    """Tokens that are being chosen for a step's rows: on the device, then copied to the host."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Sampling:
         choice: torch.Tensor,
         looked_up: Seq[tuple[Seq[int], Seq[torch.Tensor]]],
     ) -> None:
-        """`choice` is bool [strict]; `looked_up` has rows and what was found of their tokens."""
+        """`choice` is bool [strict]; `looked_up` has rows and the logprobs found for them."""
         self.tokens = tokens  # int64 [R], on the device
         self._errors = errors
         self._strict = strict
@@ -67,10 +67,11 @@ class _Rows:
     """The parameters of a batch's sequences as arrays, kept while the batch stays the same.
 
     Attributes:
-        sequences: one for each row of logits; the others are by rows.
+        sequences: one for each row of logits.
         asked: rows with logprobs, by the number of alternatives.
         ruled: rows that may have rules (see `change_logits`).
-        greedy: whether all are.
+        greedy: whether all rows are.
+        columns, keys: parameters and random states of the rows.
     """
 
     __slots__ = ("asked", "columns", "greedy", "keys", "ruled", "sequences")
@@ -94,7 +95,7 @@ class _Rows:
         self.keys = np.array([_key(sequence) for sequence in sequences], np.uint64)
 
     def with_numbers(self) -> np.ndarray:
-        """The columns for the tokens that are chosen next."""
+        """The columns, with a new uniform number in each row."""
         lengths = np.array([len(sequence.tokens) for sequence in self.sequences], np.uint64)
         self.columns[:, UNIFORM] = _uniform(self.keys, lengths)
         return self.columns
@@ -104,8 +105,8 @@ class Sampler:
     """Greedy and random sampling of a mixed batch, every row by its own parameters.
 
     A random choice takes one uniform number, which depends only on the request's seed, the index of
-    the sequence and the position of the token: so a seeded request gives the same tokens whatever
-    else is in the batch, and after a preemption.
+    the sequence and the position of the token: so a seeded request gives the same tokens in any
+    batch, and after a preemption.
     """
 
     def __init__(self, eos_token_ids: Seq[int]) -> None:
@@ -141,24 +142,18 @@ def _rows(tensor: torch.Tensor, rows: Seq[int]) -> torch.Tensor:
     return tensor if len(rows) == len(tensor) else take(tensor, rows)
 
 
-def uniform_number(sequence: Sequence) -> float:
-    """A number in [0, 1) that depends on seed, sequence index and position alone.
-
-    It is the number that SplitMix64 (Steele, Lea and Flood, Fast splittable pseudorandom number
-    generators, OOPSLA'14), begun from seed and index, gives after as many steps as the position:
-    there is no state to keep, to copy on a fork, or to rewind.
-    """
-    key, length = np.array([_key(sequence)], np.uint64), np.array([len(sequence.tokens)], np.uint64)
-    return float(_uniform(key, length)[0])
-
-
 def _key(sequence: Sequence) -> int:
-    """The state with which the numbers of a sequence begin."""
+    """The state with which the random numbers of a sequence begin, from its seed and index."""
     return xxhash.xxh3_64_intdigest(struct.pack("<qq", sequence.request.seed, sequence.index))
 
 
 def _uniform(keys: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Float64 in [0, 1) of uint64 keys and positions."""
+    """Float64 numbers in [0, 1) from uint64 keys and positions, elementwise.
+
+    Each is the number that SplitMix64 (Steele, Lea and Flood, Fast splittable pseudorandom number
+    generators, OOPSLA'14), begun from the key, gives after as many steps as the position: there is
+    no state to keep, to copy on a fork, or to rewind.
+    """
     mixed = keys + lengths * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

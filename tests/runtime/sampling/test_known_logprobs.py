@@ -22,7 +22,7 @@ def test_the_store_gives_back_what_was_put_in_and_is_bounded() -> None:
     """Random prefixes that branch, against a dictionary of whole prefixes."""
     store, numbers = known(64)
     rng = random.Random(0)
-    told: dict[tuple[int, ...], float] = {}
+    stored: dict[tuple[int, ...], float] = {}
     held = 0
     for _ in range(400):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
@@ -30,13 +30,13 @@ def test_the_store_gives_back_what_was_put_in_and_is_bounded() -> None:
         entries = Logprobs.blank(len(tokens), store.top)
         length = store.read(packed, None, 1, entries)
         for place in range(1, length):
-            assert entries.logprobs[place] == told[tuple(tokens[: place + 1])]
+            assert entries.logprobs[place] == stored[tuple(tokens[: place + 1])]
             assert (entries.top_ids[place] == place).all()
         held += length > 1
         for place in range(length, len(tokens)):
             prefix = tuple(tokens[: place + 1])
-            told[prefix] = np.float32(numbers.random())
-            entries.logprobs[place] = told[prefix]
+            stored[prefix] = np.float32(numbers.random())
+            entries.logprobs[place] = stored[prefix]
             entries.top_ids[place] = place
         if length < len(tokens):
             store.store(packed, None, entries)

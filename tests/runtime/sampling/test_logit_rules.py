@@ -220,27 +220,3 @@ def test_what_fails_in_one_row_leaves_the_others_alone(params, message: str) -> 
     alone = Sampler(()).sample(logits[[0, 2]].clone(), fine).read()
     assert [sampled.tokens[0], sampled.tokens[2]] == alone.tokens
     assert not alone.errors
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("stop_token_ids", [VOCABULARY]),
-        ("logit_bias", {VOCABULARY: 1.0}),
-        ("allowed_token_ids", [1, VOCABULARY]),
-        ("bad_words_token_ids", [[1, VOCABULARY]]),
-        ("logprobs", VOCABULARY + 1),
-        ("prompt_logprobs", VOCABULARY + 1),
-    ],
-)
-def test_what_the_vocabulary_has_not_is_refused_by_name(name: str, value) -> None:
-    params = SamplingParams(**{name: value})
-    with pytest.raises(ValueError, match=rf"^{name} must be .* got 4[01]$"):
-        params.check_vocabulary(VOCABULARY)
-    params.check_vocabulary(VOCABULARY + 1)
-
-
-def test_parameters_that_leave_no_token_are_refused() -> None:
-    for more in ({"bad_words_token_ids": [[3], [4]]}, {"stop_token_ids": [3, 4], "min_tokens": 1}):
-        with pytest.raises(ValueError, match=r"^allowed_token_ids must leave a token"):
-            SamplingParams(allowed_token_ids=[3, 4], **more)

@@ -1,11 +1,11 @@
-"""Grammars in the engine: whatever a model says, its text has the form that was asked for."""
+"""Grammars in the engine: the text of any model has the form that was asked for."""
 
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import shutil
+import threading
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.request import Request, Sequence, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.requests.structured_outputs import MAX_CHOICES, StructuredOutputsParams
+from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 from coppice.runtime.sampling import grammar_source, grammars
 from coppice.runtime.sampling.grammars import (
     CompiledGrammar,
@@ -168,7 +168,7 @@ def test_every_text_has_its_form_and_ends_by_itself(
 
 
 def test_a_json_object(checkpoint: Path, decode: Callable[[list[int]], str]) -> None:
-    """Nothing bounds it, so it may not come to its end; what there is begins an object."""
+    """Its length is not bounded, so it may not end; the text begins an object in any case."""
     made = engine(checkpoint)
     form = StructuredOutputsParams(json_object=True)
     for seed in range(8):
@@ -204,7 +204,7 @@ def test_others_in_the_batch_are_left_alone(checkpoint: Path, overlap: bool) -> 
 
 
 def test_preemption_keeps_its_place(checkpoint: Path, decode: Callable[[list[int]], str]) -> None:
-    """Few pages: sequences are put back in the queue and go on where they were."""
+    """With few pages, sequences return to the queue and later continue their grammar."""
     form, good = FORMS["json"]
     roomy = engine(checkpoint, enable_prefix_caching=False)
     few = {"kv_cache_tokens": 14 * 16, "enable_prefix_caching": False}
@@ -253,19 +253,17 @@ def test_a_slow_compilation_holds_up_nobody(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a grammar is compiled the others are served; the request can be aborted meanwhile."""
-    import threading
-
-    go = threading.Event()
+    ready = threading.Event()
     compile_it = Grammars._compile
 
     def slow(self: Grammars, form: StructuredOutputsParams) -> CompiledGrammar:
-        assert go.wait(20)
+        assert ready.wait(20)
         return compile_it(self, form)
 
     monkeypatch.setattr(Grammars, "_compile", slow)
     made = engine(checkpoint, max_queued_requests=3)
     made.add_request("slow", [5], params(FORMS["choice"][0]))
-    made.add_request("gone", [5], params(FORMS["regex"][0]))
+    made.add_request("aborted", [5], params(FORMS["regex"][0]))
     made.add_request("free", [6], SamplingParams(max_tokens=3, ignore_eos=True))
     with pytest.raises(Exception, match="the queue is full"):
         made.add_request("more", [5], params(FORMS["choice"][0]))
@@ -275,28 +273,12 @@ def test_a_slow_compilation_holds_up_nobody(
         made.check()
     assert done == ["free"]
     assert made.step() == []
-    assert made.abort("gone")
-    assert not made.abort("gone")
-    go.set()
+    assert made.abort("aborted")
+    assert not made.abort("aborted")
+    ready.set()
     found = run(made)
     assert list(found) == [("slow", 0)]
     assert found["slow", 0][1].finish_reason == "stop"
-
-
-def test_a_step_that_fails_is_an_error_of_every_result(checkpoint: Path) -> None:
-    made = engine(checkpoint)
-
-    def broken(*args: Any) -> Any:
-        raise RuntimeError("out of luck")
-
-    made.runner.decoder.forward = broken  # type: ignore[method-assign]
-    made.add_request("a", [5], SamplingParams(n=3))
-    found = run(made)
-    assert {key for key, (_, output) in found.items() if output.error} == {
-        ("a", 0),
-        ("a", 1),
-        ("a", 2),
-    }
 
 
 # -- beam searches -------------------------------------------------------------------------------
@@ -505,7 +487,7 @@ def test_a_model_without_an_end_is_refused(checkpoint: Path) -> None:
         ({"json": "{"}, "json"),
         ({"json": "5"}, "json"),
         ({"json": "false"}, "json"),
-        ({"json": "true"}, "json"),  # it says nothing: json_object is meant, or no form at all
+        ({"json": "true"}, "json"),  # it allows anything: json_object is meant, or no form at all
         ({"json": {"type": "array", "uniqueItems": True}}, "json"),
         ({"json": '{"const": "\\ud83d"}'}, "json"),
         ({"json_object": True, "whitespace_pattern": "("}, "json_object"),
@@ -527,54 +509,3 @@ def test_good_forms_pass() -> None:
     for form, _ in FORMS.values():
         grammar_source.check(form)
     grammar_source.check(StructuredOutputsParams(json_object=True))
-
-
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        ({}, "structured_outputs"),
-        ({"regex": "a", "choice": ["b"]}, "structured_outputs"),
-        ({"json_object": False}, "structured_outputs"),
-        ({"json": ""}, "json"),
-        ({"json": 5}, "json"),
-        ({"json": {"a": {1, 2}}}, "json"),
-        ({"regex": 5}, "regex"),
-        ({"regex": "x" * 200_000}, "regex"),
-        ({"choice": []}, "choice"),
-        ({"choice": "ab"}, "choice"),
-        ({"choice": ["a", 5]}, "choice"),
-        ({"choice": ["a", ""]}, "choice"),
-        ({"choice": ["a"] * (MAX_CHOICES + 1)}, "choice"),
-        ({"choice": ["a" * 200_000]}, "choice"),
-        ({"grammar": ["start: x"]}, "grammar"),
-        ({"json_object": 1}, "json_object"),
-        ({"json_object": "yes"}, "json_object"),
-        ({"json_object": True, "disable_any_whitespace": 1}, "disable_any_whitespace"),
-        ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace"),
-        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern"),
-        (
-            {"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "},
-            "whitespace_pattern",
-        ),
-    ],
-)
-def test_bad_values_are_named(values: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} "):
-        StructuredOutputsParams(**values)
-
-
-def test_parameters_travel_and_are_kept_in_one_form() -> None:
-    form = StructuredOutputsParams(json={"type": "object"})
-    assert form == StructuredOutputsParams(json='{"type": "object"}')
-    assert hash(form) == hash(StructuredOutputsParams(json='{"type": "object"}'))
-    assert form.kind == "json"
-    made = params(StructuredOutputsParams(choice=["a", "b"]))
-    assert pickle.loads(pickle.dumps(made)) == made
-
-
-@pytest.mark.parametrize(
-    "more", [{"ignore_eos": True}, {"min_tokens": 2}, {"structured_outputs": {"regex": "a"}}]
-)
-def test_what_does_not_go_with_a_form_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"^{next(iter(more))} must be"):
-        params(FORMS["choice"][0], **more)
