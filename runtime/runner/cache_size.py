@@ -18,7 +18,6 @@ from coppice.runtime.sampling.prompt_scores import SLICE_ROWS
 #: memory, too; a GPU belongs to the engine, but allocators and libraries need some of its memory.
 CPU_FRACTION, GPU_FRACTION = 0.4, 0.9
 
-
 # Bytes that a step needs at most for one logit while it samples: logits in the model's type and in
 # float32, divided by their temperature, sorted with their places, as probabilities and their sums
 # in float64.
@@ -29,7 +28,7 @@ _GRAPH_BYTES = 256 * 2**20
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can still be had on a GPU, or of main memory within the control group's limit."""
+    """Free bytes of a GPU, or available bytes of main memory within the control group's limit."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading weights has left over is free as well
         free, _ = torch.cuda.mem_get_info(device)
@@ -97,9 +96,9 @@ def plan_cache(
 ) -> tuple[int, str]:
     """The number of pages of the KV cache, and the arithmetic in a sentence or two.
 
-    ``dtype`` is that of the weights, which ``cache_dtype`` is too if it is not given. Raises
+    `dtype` is that of the weights; `cache_dtype` that of the cache, None for the same. Raises
     ValueError if not even one sequence of `max_model_len` tokens fits, or if a GPU has no room for
-    what is asked for.
+    `kv_cache_tokens`.
     """
     size = config.page_size
     stored = cache_dtype or dtype
@@ -145,12 +144,10 @@ def plan_cache(
 
 
 def _bytes(count: int) -> str:
-    amount = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or unit == "GiB":
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    raise AssertionError
+    if count < 1024:
+        return f"{count} B"
+    power = min((count.bit_length() - 1) // 10, 3)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -12,11 +12,7 @@ from coppice.kernels.backends import select_backend
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.path import resolve_model
-from coppice.runtime.model.weights import (
-    load_decoder,
-    resolve_device,
-    resolve_dtype,
-)
+from coppice.runtime.model.weights import load_decoder, resolve_device, resolve_dtype
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, build_batch
 from coppice.runtime.runner.cache_size import plan_cache, zeroed
 from coppice.runtime.runner.compiled_layers import compile_layers
@@ -30,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Loads what `config` names, and computes.
+    """The model that `config` names, its kernels and its KV cache; runs forward passes.
 
     Attributes:
-        model_config: the checkpoint's own shape.
+        model_config: the model's sizes and layers.
         decoder: the model.
-        attention: the kernels.
+        attention: the attention backend.
         kv_cache: keys and values of each layer, [pages, page_size, kv heads, head_dim]; in 8-bit
             floats with their scales.
         num_pages: pages of the cache.
@@ -43,22 +39,20 @@ class ModelRunner:
         max_model_len: most tokens of a request, by the model, the config and the cache.
         graphs: CUDA graphs of decoding steps; None: there are none.
 
-    Raises ValueError if the model can't be had or does not go together with the options.
+    Raises ValueError if the model can't be loaded or does not support the options.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.device = resolve_device(config.device)
         path = resolve_model(config.model)
-        self.model_config = load_model_config(path)
-        model_length = self.model_config.max_position
-        if config.max_model_len is not None and config.max_model_len > model_length:
+        model = self.model_config = load_model_config(path)
+        if config.max_model_len is not None and config.max_model_len > model.max_position:
             raise ValueError(
-                f"max_model_len must be at most {model_length}, the model's own, "
+                f"max_model_len must be at most {model.max_position}, the model's own, "
                 f"got {config.max_model_len}"
             )
-        dtype = resolve_dtype(config.dtype, self.model_config, self.device)
+        dtype = resolve_dtype(config.dtype, model, self.device)
         cache_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
-        model = self.model_config
         case = AttentionCase(
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
@@ -85,7 +79,7 @@ class ModelRunner:
             )
         self.decoder = load_decoder(
             path,
-            self.model_config,
+            model,
             dtype=dtype,
             device=self.device,
             load_format=config.load_format,
@@ -96,7 +90,7 @@ class ModelRunner:
         self.decoder.pack()
         self.decoder.compiled = compile_layers(self.decoder, self.attention)
         self.page_size = config.page_size
-        scales: Sequence[KvScales | None] = [None] * self.model_config.num_layers
+        scales: Sequence[KvScales | None] = [None] * model.num_layers
         if cache_dtype != dtype:
             scales = measure_scales(
                 self.decoder,
@@ -106,18 +100,11 @@ class ModelRunner:
                 device=self.device,
                 page_size=self.page_size,
             )
-        self.num_pages, self.memory = plan_cache(
-            config, self.model_config, dtype, self.device, cache_dtype
-        )
+        self.num_pages, self.memory = plan_cache(config, model, dtype, self.device, cache_dtype)
         tokens = self.num_pages * self.page_size
-        self.max_model_len = min(config.max_model_len or model_length, tokens)
-        # One page more, which is none of the pool's: what pads a graph is written there.
-        shape = (
-            self.num_pages + 1,
-            self.page_size,
-            self.model_config.num_kv_heads,
-            self.model_config.head_dim,
-        )
+        self.max_model_len = min(config.max_model_len or model.max_position, tokens)
+        # One page beyond the pool's: the rows that pad a graph write their KV there.
+        shape = (self.num_pages + 1, self.page_size, model.num_kv_heads, model.head_dim)
         place = shape, cache_dtype, self.device
         self.kv_cache = [LayerCache(zeroed(*place), zeroed(*place), each) for each in scales]
         self._tree = BatchTree()
@@ -165,7 +152,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, schedule: Schedule, late: LateTokens | None = None) -> tuple[Batch, torch.Tensor]:
-        """Makes the copies, computes the chunks, and scores prompts where that was asked for.
+        """Copies pages, computes the chunks, and scores prompts where that was asked for.
 
         `late` has the tokens that have not come back from the device. Returns the batch and the
         logits float32 [R, vocabulary] of its R `sampled` sequences.
@@ -202,9 +189,9 @@ class ModelRunner:
         return batch, logits
 
     def fault(self) -> str | None:
-        """Why the device is of no more use to this process; None while it computes.
+        """The error that makes the device useless to this process; None while it computes.
 
-        After a kernel has failed (it read where nothing is, say) CUDA answers every call with that
+        After a kernel has failed (by an illegal address, say) CUDA answers every call with that
         error until the process ends. Other errors, such as a lack of memory, pass. Call it after a
         failure: it waits for all that is queued.
         """

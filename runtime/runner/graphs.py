@@ -6,7 +6,7 @@ with the same addresses and grids, so everything that differs between steps lies
 token ids, positions and slots here, the attention plan where the backend keeps it (``FixedPlan``).
 
 A step is padded to the next captured size. Where there is none, and where its plan has more work
-than a graph has room for, the step runs as any other does, kernel by kernel, and is counted.
+than a graph has room for, the step runs kernel by kernel like any other, and is counted.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 CAPTURE_SECONDS = 60.0
 CAPTURE_FRACTION = 0.5
 
-#: Replayed; of more sequences than any graph has; of more work in their attention plan. The latter
-#: two ran kernel by kernel.
+#: Replayed; with more sequences than any graph has; with more attention work than a graph has room
+#: for. The last two kinds run kernel by kernel.
 DECODE_STEPS = ("graph", "too_many", "too_much")
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FixedPlan], torch.Tensor]
@@ -75,7 +75,7 @@ class CudaRecorder:
 def graph_sizes(most: int) -> tuple[int, ...]:
     """Numbers of sequences up to `most` that are worth a graph of their own, ascending.
 
-    The larger, the further apart: a padded row costs the less the more rows there are.
+    Larger ones lie further apart, since a padded row adds less to a step of many rows.
     """
     sizes, step = [1, 2, 4, 8], 8
     while sizes[-1] < most:
@@ -87,7 +87,7 @@ def graph_sizes(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
-    """One plan: where its step's input goes, and what replays it."""
+    """One captured graph: its plan, the place of its input, its replay and its result."""
 
     plan: FixedPlan
     landing: Landing
@@ -117,7 +117,7 @@ class DecodeGraphs:
     ) -> None:
         """Captures `forward`, from the largest of `sizes` on, with each of its `plans`.
 
-        `spare_page` is no page of the pool: what padding computes goes there.
+        `spare_page` is outside the pool: padded rows write their KV there.
         """
         self._spare_page = spare_page
         self._graphs: dict[int, list[_Graph]] = {}
@@ -127,7 +127,7 @@ class DecodeGraphs:
         self.seconds, self.bytes = 0.0, 0
         nothing = build_batch(Schedule(), page_size)
         for size, kinds in sorted(zip(sizes, plans, strict=True), key=lambda each: -each[0]):
-            # One more is expected to take as much as the last one did.
+            # The next size is expected to take as long as the others did on average.
             spent = self.seconds / len(self._graphs) if self._graphs else 0.0
             if self.seconds + spent > CAPTURE_SECONDS or self.bytes > CAPTURE_FRACTION * free:
                 logger.warning(
@@ -202,6 +202,6 @@ class DecodeGraphs:
 
 
 def _put(landing: Landing, batch: Batch) -> None:
-    assert landing.put(
-        [batch.token_ids, batch.positions, batch.slots, batch.late_rows, batch.late_from]
-    )
+    arrays = [batch.token_ids, batch.positions, batch.slots, batch.late_rows, batch.late_from]
+    fits = landing.put(arrays)  # not within the assertion, which `python -O` leaves out
+    assert fits

@@ -23,13 +23,13 @@ from transformers import (
     Qwen3Config,
 )
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _CONFIGS = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }
+FAMILIES = tuple(_CONFIGS)
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -52,7 +52,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
 
 
 def make_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A model of transformers of that family with random weights; ``changes`` go to its config."""
+    """transformers' model of a family, with random weights and ``changes`` to its config."""
     config = _CONFIGS[family](**(_SHAPE | _EXTRA[family] | changes))
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -90,7 +90,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def scaled_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's product of 8-bit floats, on a CPU too, where older ones take one scale alone."""
+    """torch's product of 8-bit floats with a scale a row, emulated on a CPU where it lacks that."""
     theirs = torch._scaled_mm
     ones = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1), torch.ones(1, 16)
     try:

@@ -1,6 +1,6 @@
 """Which device an engine takes, how much of a GPU's memory, and what it refuses there.
 
-The GPU is played by a few functions of torch.
+A few functions of torch are replaced by those of a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coppice.kernels.triton import base as gpu_backend
+from coppice.kernels.triton import base as triton_base
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.weights import resolve_device
@@ -23,14 +23,14 @@ GIB = 2**30
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of compute capability 9.0 with so much memory free, as far as torch is asked."""
+    """What torch reports of a GPU: compute capability 9.0, 20 of 80 GiB free (`free`)."""
     chip = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     made = SimpleNamespace(free=20 * GIB, chip=chip)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (made.free, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
-    monkeypatch.setattr(gpu_backend, "INTERPRETED", False)
+    monkeypatch.setattr(triton_base, "INTERPRETED", False)
     return made
 
 

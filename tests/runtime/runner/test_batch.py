@@ -47,7 +47,7 @@ def test_only_full_pages_are_shared():
     assert (stretch.first_page, stretch.num_pages) == (0, 2)
 
 
-def told(stretches):
+def listed(stretches):
     return [(each.first_page, each.num_pages, each.members.tolist()) for each in stretches]
 
 
@@ -56,8 +56,8 @@ def told(stretches):
     st.lists(st.sampled_from(["grow", "grow", "grow", "swap", "change", "leave", "shrink"])),
     st.randoms(use_true_random=False),
 )
-def test_what_is_remembered_of_a_batch_is_what_would_be_found_anew(tables, events, random):
-    """Whatever happens between two steps: pages are new when they are added by one sequence."""
+def test_remembered_stretches_are_those_that_a_new_search_finds(tables, events, random):
+    """After any changes between two steps; a page that a sequence adds is new."""
     sequences = [sequence(str(owner), [1] * 99, 0, table, 9) for owner, table in enumerate(tables)]
     tree, fresh = BatchTree(), 100
     for event in ["grow", *events]:
@@ -74,10 +74,10 @@ def test_what_is_remembered_of_a_batch_is_what_would_be_found_anew(tables, event
             del each.table[len(each.table) // 2 :]
         given = list(sequences), [each.table.tobytes() for each in sequences]
         full = np.array([len(each.table) for each in sequences], np.int32)
-        assert told(tree.stretches(*given, full)) == told(shared_stretches(given[1], full))
+        assert listed(tree.stretches(*given, full)) == listed(shared_stretches(given[1], full))
 
 
-def test_an_unchanged_tree_is_not_looked_for_again(monkeypatch):
+def test_stretches_of_an_unchanged_batch_are_not_computed_again(monkeypatch):
     calls = []
     find = batch_module.shared_stretches
     monkeypatch.setattr(
@@ -97,7 +97,7 @@ def test_an_unchanged_tree_is_not_looked_for_again(monkeypatch):
             if each.computed % 4 == 0:
                 each.table.append(10 + 2 * step + int(each is both[0]))
     assert len(calls) == 1
-    assert told(found[0]) == [(0, 3, [0, 1])]
+    assert listed(found[0]) == [(0, 3, [0, 1])]
     build_batch(Schedule([Chunk(each, 1) for each in reversed(both)]), 4, tree=tree)
     assert len(calls) == 2
 
@@ -156,7 +156,7 @@ def test_padding_is_of_sequences_in_a_page_of_their_own():
     empty.plan.check(num_pages=10)
 
 
-def test_what_is_more_than_decoding_is_none():
+def test_a_step_with_prefills_is_no_decoding_step():
     decode = sequence("a", [1, 2, 3, 4, 5, 6], 5, [7, 2], 4)
     prefill = sequence("b", [1, 2, 3], 1, [3], 3)
     assert not build_batch(Schedule([Chunk(decode, 1), Chunk(prefill, 2)]), 4).decodes

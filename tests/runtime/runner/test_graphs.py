@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
 
 
 def run(engine, model, counts):
-    """Tokens of so many requests at a time."""
+    """Tokens by request; each of `counts` requests run together."""
     found = {}
     for count in counts:
         for number in range(count):
@@ -82,7 +82,7 @@ def test_a_plan_with_too_much_work_runs_without_a_graph(checkpoint, monkeypatch)
     assert steps["graph"] > 0 and steps["too_much"] > 0
 
 
-def test_mixed_steps_and_prompt_logprobs_have_no_graph(checkpoint):
+def test_mixed_steps_have_no_graph(checkpoint):
     engine, _ = fake_engine(checkpoint, graphs=(1, 2), kv_cache_tokens=256, page_size=4)
     engine.add_request("a", [3, 4, 5], GREEDY)
     engine.step()
@@ -100,8 +100,8 @@ def test_one_pool_and_the_largest_first(checkpoint, caplog):
         engine, _ = fake_engine(checkpoint, graphs=(2, 1, 4), kv_cache_tokens=256)
     graphs = engine.runner.graphs
     assert graphs.sizes == [1, 2, 4]
-    told = "3 CUDA graphs for decoding 1, 2, 4 sequences took"
-    assert told in caplog.text and told in engine.runner.memory
+    summary = "3 CUDA graphs for decoding 1, 2, 4 sequences took"
+    assert summary in caplog.text and summary in engine.runner.memory
     assert (make_stats(engine).cuda_graph_bytes, graphs.bytes) == (30, 30)
 
 
@@ -110,7 +110,7 @@ def test_capturing_is_bounded_in_memory_and_time(checkpoint, caplog, monkeypatch
     recorder.each = 300
     engine, _ = fake_engine(checkpoint, kv_cache_tokens=256)
     engine.runner.capture(recorder, (1, 2, 4, 6), 6)
-    assert engine.runner.graphs.sizes == [4, 6]  # more than half of 1000 bytes are gone
+    assert engine.runner.graphs.sizes == [4, 6]  # more than half of 1000 bytes are used
     assert "no CUDA graphs for fewer than 4 sequences" in caplog.text
     times = iter(range(0, 1000, 25))
     clock = SimpleNamespace(monotonic=lambda: float(next(times)))

@@ -1,4 +1,4 @@
-"""The garbage collector is as it was after a start, and what has come is old."""
+"""After a start the garbage collector is as before, and the new objects are old."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from coppice.runtime.startup.garbage import without_collecting
 
 
-def test_what_has_come_is_old_and_is_still_collected() -> None:
+def test_new_objects_are_old_afterwards_and_still_collected() -> None:
     class Node:
         pass
 
@@ -21,7 +21,7 @@ def test_what_has_come_is_old_and_is_still_collected() -> None:
     oldest = {id(each) for each in gc.get_objects(generation=2)}
     assert all(id(each) in oldest for each in nodes)
     del nodes
-    assert gc.collect() > 0, "a circle is found among the old"
+    assert gc.collect() > 0, "a cycle is found among the old objects"
 
 
 def test_the_users_choice_stays() -> None:
