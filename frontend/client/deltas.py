@@ -27,8 +27,6 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
         self._failure: Exception | None = None
         self._news = asyncio.Event()
         self._taken: deque[TextDelta] = deque()
-        self._idle = False  # whether a reader waits for the next one
-        self._take: Callable[[int, TextDelta], bool] | None = None
 
     async def __aenter__(self) -> Deltas:
         return self
@@ -41,9 +39,6 @@ class Deltas(AsyncIterator[tuple[int, TextDelta]]):
         for name in self._running:
             self._abandon(name)
         self._running.clear()
-        self._take = (
-            None  # its owner holds this object: that circle would wait for the garbage collector
-        )
 
     @property
     def ready(self) -> bool:

@@ -2,7 +2,7 @@
 
 Sending a piece of a stream takes the server about the same time whether it holds one token or ten,
 and where both share the cores, the engine loses that time. So the tokens of a step wait until a
-round is due, and a round sends to every stream all that it has. The last round's cost determines
+round is due, which sends each stream all of its waiting tokens. The last round's cost determines
 the delay before the next one:
 
     round .......... round .......... round       cost / (cost + delay) is SHARE of a core at most,
@@ -31,15 +31,10 @@ class Rounds:
     def __init__(self, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._longest = longest
         self._clock = clock
-        self._delay = 0.0
+        self._delay = 0.0  # seconds from the last round's end to the next one's beginning
         self._ended = -math.inf
         self._since: float | None = None  # when the first of what waits arrived
         self._sending = False
-
-    @property
-    def delay(self) -> float:
-        """Seconds from the last round's end to the next one's beginning."""
-        return self._delay
 
     def came(self) -> None:
         """Records that something waits."""
@@ -61,7 +56,7 @@ class Rounds:
         """
         if self._since is None:
             return None
-        if self._sending:  # its end wakes nobody: look again
+        if self._sending:  # nothing wakes the caller at its end, so it asks again
             return max(self._delay, 0.001)
         return max(0.0, max(self._since, self._ended) + self._delay - self._clock())
 

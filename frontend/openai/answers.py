@@ -175,14 +175,9 @@ class ChatCompletion(Completion):
         return [_piece(piece) for piece in pieces]
 
     def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        completion: CompletionOutput | None,
-        places: Places = None,
+        self, index: int, delta: dict[str, Any], completion: CompletionOutput | None
     ) -> dict[str, Any]:
-        logprobs = self._logprobs(places, None)
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, **_ending(completion)}
+        choice = {"index": index, "delta": delta, "logprobs": None, **_ending(completion)}
         return self._object(self.object_chunk, [choice])
 
     def _choice(self, index: int, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
@@ -231,7 +226,7 @@ class UsageSoFar:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Token counts over all choices of a request; a prompt counts once, whatever its `n`.
+    """Token counts over all choices of a request; a prompt counts once for any `n`.
 
     The sequences that `best_of` left out were generated too, and count.
     """
@@ -262,10 +257,10 @@ def _ending(completion: CompletionOutput | None) -> dict[str, Any]:
 
 
 def _best_so_far(best: CompletionOutput) -> dict[str, Any]:
-    """An extension: the whole sequence that leads a beam search now; the next one may be another.
+    """An extension of the API: a beam search's best sequence so far, as a whole.
 
-    Clients that do not know the field see an empty piece of text. The results come at the end, each
-    as a whole.
+    Each chunk of this kind replaces the one before. Clients that do not know the field see an empty
+    piece of text. The results come at the end, each as a whole.
     """
     return {
         "best_so_far": {

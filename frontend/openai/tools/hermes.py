@@ -68,7 +68,7 @@ class HermesReader(ToolReader):
         text, self._pending = self._pending + text, ""
         before, tag, after = text.partition(self._OPEN)
         if tag:
-            self._say(before.rstrip(), pieces)
+            self._add_text(before.rstrip(), pieces)
             self._object = CallObject(self.calls)
             return after
         kept = len(before.rstrip())
@@ -76,11 +76,11 @@ class HermesReader(ToolReader):
             if before.endswith(self._OPEN[:length]):
                 kept = len(before[:-length].rstrip())
                 break
-        self._say(before[:kept], pieces)
+        self._add_text(before[:kept], pieces)
         self._pending = before[kept:]
         return ""
 
-    def _say(self, text: str, pieces: list[Piece]) -> None:
+    def _add_text(self, text: str, pieces: list[Piece]) -> None:
         if self._after_call:
             text = text.lstrip()
         if text:
@@ -103,6 +103,6 @@ class HermesReader(ToolReader):
                 self._pending = ""
             self._leave(pieces, closed=False)
         if self._pending.strip() or not self.calls:
-            self._say(self._pending, pieces)
+            self._add_text(self._pending, pieces)
         self._pending = ""
         return [piece for piece in pieces if not isinstance(piece, TextPiece) or piece.text]
