@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
-import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from coppice.frontend.client.deltas import Deltas
+from coppice.frontend.client.lifecycle import EngineLifecycle, Launched
 from coppice.frontend.client.pacing import Rounds
 from coppice.frontend.errors import EngineStopped, RequestFailed
 from coppice.frontend.text.outputs import TextDelta
@@ -28,47 +24,27 @@ from coppice.frontend.text.params import for_engine
 from coppice.frontend.text.streams import Texts
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.process.channel import Channel
-from coppice.runtime.process.messages import Leaving, Ready, is_short, step_output
+from coppice.runtime.process.messages import is_short, step_output
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; each doubles the last
-STEADY_SECONDS = 60.0  # after an engine that ran this long, the next pause is the first again
-NICE = 10  # niceness of the threads that give way: a tenth of the scheduler's weight
-STOP_SECONDS = 10.0  # for the step that is running when the engine is to stop
-
 Item: TypeAlias = tuple[str, TextDelta | RequestFailed]
 """A request's name, and its next piece of text or its failure."""
 
 
-class Launched(Protocol):
-    """An engine at the other end of a channel, such as an `EngineProcess`."""
-
-    @property
-    def connection(self) -> Connection: ...
-    def wait(self, timeout: float | None = None) -> str | None: ...
-    def kill(self) -> None: ...
-
-
-class EngineClient:
+class EngineClient(EngineLifecycle):
     """Starts an engine, lets coroutines of one event loop use it, and replaces it if it dies.
 
     Args:
-        launch: starts an engine; called again after each death.
+        launch, gives_way: as in `EngineLifecycle`.
         tokenizer: of the model.
         longest_delay: most seconds that a token waits, so that several leave together; 0: none.
-        gives_way: whether this process leaves the processor to the engine's threads where both want
-            it (Linux). A step waits for the last of its threads, so if one is displaced for a
-            millisecond, all of them lose that.
 
     Attributes:
         tokenizer: of the model.
         texts: what the running requests have generated so far.
-        ready: what the engine reported when its model was loaded; None before the first time.
-        trouble: why no engine takes requests at present; None if one does.
-        restarts: engines that were started after the first one.
     """
 
     def __init__(
@@ -79,35 +55,14 @@ class EngineClient:
         longest_delay: float = 0.0,
         gives_way: bool = False,
     ) -> None:
+        super().__init__(launch, gives_way=gives_way)
         self.tokenizer = tokenizer
         self.texts = Texts(tokenizer)
-        self.ready: Ready | None = None
-        self.trouble: str | None = "the engine has not been started"
-        self.restarts = 0
-        self._launch = launch
         self._longest_delay = longest_delay
-        self._gives_way = gives_way and sys.platform == "linux"
-        # A process gets the priority of the thread that starts it, and a thread that of its parent.
-        # So this thread is started before the others give way.
-        self._launcher = ThreadPoolExecutor(1, "coppice-launcher")
         self._names = count()
         self._numbers = count()
-        self._last_word: str | None = None  # why an engine is about to end
         self._running: dict[str, Deltas] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._stopping = False
-        self._pause = FIRST_PAUSE
-        self._engine: Launched | None = None
-        self._channel: Channel | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loaded: asyncio.Future[Ready] | None = None
-        self._restarting: asyncio.Task[None] | None = None
-        self._reader: threading.Thread | None = None
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine takes requests."""
-        return self.trouble is None
 
     @property
     def max_model_len(self) -> int:
@@ -119,32 +74,6 @@ class EngineClient:
     def running(self) -> int:
         """Requests that were submitted and have not ended."""
         return len(self._running)
-
-    async def start(self) -> Ready:
-        """Starts the engine and waits until its model is loaded; in the event loop of all calls.
-
-        Raises what the engine raises while loading; RuntimeError if its process dies meanwhile.
-        """
-        self._loop = asyncio.get_running_loop()
-        self.trouble = "the engine is loading its model"
-        return await self._start()
-
-    async def stop(self) -> None:
-        """Ends the engine after its current step; requests that still run fail with a message."""
-        self._stopping = True
-        self.trouble = "the server is stopping"
-        if self._restarting is not None:
-            self._restarting.cancel()
-        if self._channel is not None:
-            self._channel.send(None)
-        if self._reader is not None and self._engine is not None:
-            ended = await asyncio.to_thread(self._engine.wait, STOP_SECONDS)
-            if ended is None:
-                log.warning("the engine did not end within %s seconds: killed", STOP_SECONDS)
-                self._engine.kill()
-            await asyncio.to_thread(self._reader.join)
-        self._launcher.shutdown(wait=False)
-        self._fail_all("the engine was stopped")
 
     async def submit(
         self,
@@ -220,80 +149,16 @@ class EngineClient:
         if self.texts.drop(name) and self._channel is not None:
             self._channel.send((None, "abort", (name,), {}))
 
-    # -- life and death of the engine, in the event loop -----------------------------------------
+    # -- what the engine sends, in the event loop ------------------------------------------------
 
-    async def _start(self) -> Ready:
-        assert self._loop is not None
-        self._loaded = self._loop.create_future()
-        self._engine = await self._loop.run_in_executor(self._launcher, self._launch)
-        if self._gives_way:
-            self._gives_way = False
-            os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
-        self._channel = Channel(self._engine.connection)
-        self._reader = threading.Thread(
-            target=self._read,
-            args=(self._engine, self._channel),
-            name="coppice-reader",
-            daemon=True,
-        )
-        self._reader.start()
-        self.ready = await self._loaded
-        if not self._stopping:
-            self.trouble = None
-        return self.ready
-
-    def _handle(self, item: Any) -> None:
-        """Takes an answer, that the model is or can't be loaded, or why the engine ends."""
-        if isinstance(item, tuple):
-            number, failed, result = item
-            answer = self._answers.get(number)
-            if answer is None or answer.done():
-                return
-            if failed:
-                answer.set_exception(result)
-            else:
-                answer.set_result(result)
-        elif isinstance(item, Leaving):
-            self._last_word = item.reason
-        elif self._loaded is not None and not self._loaded.done():
-            if isinstance(item, Ready):
-                self._loaded.set_result(item)
-            else:
-                self._loaded.set_exception(item)
-
-    def _ended(self, reason: str, seconds: float) -> None:
-        """Fails what waits for an engine that has ended, and starts another one."""
-        self._channel = None
-        if self._stopping:
+    def _take_answer(self, number: int, failed: bool, result: Any) -> None:
+        answer = self._answers.get(number)
+        if answer is None or answer.done():
             return
-        last_word, self._last_word = self._last_word, None
-        trouble = f"the engine died: {last_word or reason}"
-        was_ready = self.trouble is None
-        self.trouble = trouble
-        self._fail_all(trouble)
-        if self._loaded is not None and not self._loaded.done():
-            self._loaded.set_exception(RuntimeError(trouble))
-        elif was_ready:
-            log.error("%s", trouble)
-            if seconds >= STEADY_SECONDS:
-                self._pause = FIRST_PAUSE
-            self._restarting = asyncio.get_running_loop().create_task(self._restart(trouble))
-
-    async def _restart(self, trouble: str) -> None:
-        while True:
-            self.trouble = f"{trouble}; it is started again in {self._pause:g} s"
-            await asyncio.sleep(self._pause)
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-            self.trouble = f"{trouble}; another is loading the model"
-            self.restarts += 1
-            try:
-                await self._start()
-            except Exception as error:
-                trouble = f"the engine could not be started again: {error}"
-                log.error("%s", trouble)
-            else:
-                log.warning("the engine runs again")
-                return
+        if failed:
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
 
     def _fail_all(self, reason: str) -> None:
         for answer in list(self._answers.values()):
@@ -325,9 +190,8 @@ class EngineClient:
 
     # -- in the reader's thread ------------------------------------------------------------------
 
-    def _read(self, engine: Launched, channel: Channel) -> None:
+    def _read(self, channel: Channel) -> None:
         rounds = Rounds(self._longest_delay)
-        begun = time.monotonic()
         try:
             while True:
                 left = rounds.left()
@@ -335,15 +199,14 @@ class EngineClient:
                     for item in channel.receive():
                         if isinstance(item, list):
                             self._advance(item, rounds, channel)
+                        elif isinstance(item, tuple):
+                            self._in_loop(self._take_answer, *item)
                         else:
-                            self._tell(self._handle, item)
+                            self._in_loop(self._take_state, item)
                 if rounds.due:
                     self._send_round(rounds, channel)
         except EOFError:
-            reason = engine.wait()
             self._send_round(rounds, channel)  # what it generated before it died
-            channel.close()
-            self._tell(self._ended, reason, time.monotonic() - begun)
 
     def _advance(self, rows: Sequence[tuple[Any, ...]], rounds: Rounds, channel: Channel) -> None:
         """Makes text of what cannot wait for a round."""
@@ -364,7 +227,7 @@ class EngineClient:
             if delta is not None:
                 items.append((name, delta))
         if items:
-            self._tell(self._deliver, items)
+            self._in_loop(self._deliver, items)
         if self.texts.waiting:
             rounds.came()
 
@@ -380,17 +243,12 @@ class EngineClient:
                 continue
             if delta is not None:
                 items.append((name, delta))
-        self._tell(self._deliver_round, items, rounds, time.thread_time() - begun)
+        self._in_loop(self._deliver_round, items, rounds, time.thread_time() - begun)
 
     def _no_text(self, name: str, error: Exception, channel: Channel) -> RequestFailed:
         log.error("the text of %s could not be made", name, exc_info=error)
         channel.send((None, "abort", (name,), {}))
         return RequestFailed(f"no text: {type(error).__name__}: {error}")
-
-    def _tell(self, function: Callable[..., None], *args: Any) -> None:
-        assert self._loop is not None
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *args)
 
 
 def _packed(token_ids: Sequence[int]) -> array[int]:

@@ -6,20 +6,23 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 import torch
 from aiohttp import web
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from coppice.frontend.text.tokenizer import Tokenizer
@@ -27,6 +30,7 @@ from coppice.runtime.config import EngineConfig
 
 if TYPE_CHECKING:
     from coppice.frontend.client.engine import EngineClient
+    from coppice.frontend.http.options import ServerOptions
     from coppice.frontend.text.engine import TextEngine
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -53,6 +57,29 @@ def byte_level_tokenizer(corpus: Sequence[str] = CORPUS, size: int = 384) -> Fas
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def byte_fallback_tokenizer(*pieces: str) -> FastTokenizer:
+    """In the manner of SentencePiece: a space is the character ▁, unknown characters are bytes.
+
+    The vocabulary is <unk>, the 256 bytes from id 1 on, and then the pieces. The decoder drops the
+    space at the beginning of its input.
+    """
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *pieces]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = FastTokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     return tokenizer
 
 
@@ -223,6 +250,34 @@ def _with_template(checkpoint: Path, folder: Path, template: str) -> Path:
     config["max_position_embeddings"] = 4096
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+@asynccontextmanager
+async def serving(
+    engine: EngineClient,
+    options: ServerOptions | None = None,
+    *,
+    send_buffer: int | None = None,
+) -> AsyncIterator[tuple[aiohttp.ClientSession, int]]:
+    """A server of the model "tiny", over an engine that it starts: a session, and the port.
+
+    `send_buffer` is in bytes, for each of its connections.
+    """
+    from coppice.frontend.server import Server
+
+    await engine.start()
+    app = Server(engine, "tiny", options).application()
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
+    await runner.setup()
+    listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    await web.SockSite(runner, listener).start()
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        yield session, listener.getsockname()[1]
+    await runner.cleanup()
+    await engine.stop()
 
 
 class LiveServer:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.frontend.client import engine as module
+from coppice.frontend.client import lifecycle
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.client.process import EngineProcess
 from coppice.frontend.errors import EngineStopped
@@ -38,7 +38,7 @@ def config(checkpoint: Path) -> EngineConfig:
 async def engine(
     checkpoint: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[EngineClient]:
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(lifecycle, "FIRST_PAUSE", 0.05)
     watch = WatchStopStrings(str(checkpoint))
     launch = partial(EngineProcess, config(checkpoint), watch_lines=watch)
     engine = EngineClient(launch, tokenizer)
@@ -103,7 +103,8 @@ async def test_it_answers_refuses_dies_and_comes_back(
     report = await engine.ask("cache_report")
     assert (report.pages_held, engine.running) == (0, 0)
 
-    # It is killed while it works: who waits learns why, and another one answers as before.
+    # It is killed while it works: running requests fail with the reason, and another engine answers
+    # as before.
     process = engine._engine
     assert isinstance(process, EngineProcess)
     assert process.pid is not None
@@ -133,7 +134,7 @@ async def test_a_model_that_cannot_be_loaded(checkpoint: Path, tokenizer: Tokeni
     await engine.stop()
 
 
-def test_all_who_wait_for_the_process_learn_how_it_ended(checkpoint: Path) -> None:
+def test_every_thread_that_waits_for_the_process_gets_its_end(checkpoint: Path) -> None:
     """Of several threads that wait, the system gives its exit status to one only."""
     impossible = EngineConfig(model=str(checkpoint), max_model_len=4096)
     process = EngineProcess(impossible)
@@ -144,49 +145,31 @@ def test_all_who_wait_for_the_process_learn_how_it_ended(checkpoint: Path) -> No
     process.connection.close()
 
 
-async def test_a_step_that_breaks_is_a_death(
+@pytest.mark.parametrize(
+    "error",
+    [
+        LookupError("lost my keys"),
+        DeviceLost("the device has failed: CUDA error: an illegal memory access"),
+    ],
+)
+async def test_after_an_error_of_the_engine_itself_another_is_started(
     text_engine: TextEngine,
     engine_client: Callable[[TextEngine], EngineClient],
     monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
 ) -> None:
-    """After an error of the engine itself, its state can't be trusted: it is started again."""
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    """The state of the engine cannot be trusted then: all that wait get the reason."""
+    monkeypatch.setattr(lifecycle, "FIRST_PAUSE", 0.01)
     engine = engine_client(text_engine)
     await engine.start()
     step = text_engine.engine.step
 
     def broken() -> None:
         monkeypatch.setattr(text_engine.engine, "step", step)
-        raise LookupError("lost my keys")
+        raise error
 
     monkeypatch.setattr(text_engine.engine, "step", broken)
-    with pytest.raises(EngineStopped, match="lost my keys"):
-        await text_of(engine, "The key")
-    for _ in range(400):
-        if engine.alive:
-            break
-        await asyncio.sleep(0.01)
-    assert engine.restarts == 1
-    await engine.stop()
-
-
-async def test_a_device_that_has_failed_for_good(
-    text_engine: TextEngine,
-    engine_client: Callable[[TextEngine], EngineClient],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The engine ends; all that wait get the reason, and another engine is started."""
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
-    engine = engine_client(text_engine)
-    await engine.start()
-    step = text_engine.engine.step
-
-    def broken() -> None:
-        monkeypatch.setattr(text_engine.engine, "step", step)
-        raise DeviceLost("the device has failed: CUDA error: an illegal memory access")
-
-    monkeypatch.setattr(text_engine.engine, "step", broken)
-    with pytest.raises(EngineStopped, match="engine died: the device has failed: CUDA error"):
+    with pytest.raises(EngineStopped, match=f"engine died: .*{error.args[0]}"):
         await text_of(engine, "The key")
     for _ in range(400):
         if engine.alive:

@@ -9,19 +9,17 @@ import random
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from coppice.frontend.client import engine as client_module
+from coppice.frontend.client import lifecycle
 from coppice.frontend.client.deltas import Deltas
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.client.pacing import SHARE, Rounds
 from coppice.frontend.openai import event_stream
-from coppice.frontend.server import Server
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.outputs import TextDelta
 from coppice.frontend.text.params import for_engine
@@ -29,6 +27,7 @@ from coppice.frontend.text.streams import Texts
 from coppice.runtime.process.messages import is_short, step_output, step_row
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
+from tests.frontend.conftest import serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
@@ -54,7 +53,6 @@ def test_a_round_is_put_off_by_its_cost() -> None:
     assert rounds.left() is None
     clock.now += 0.0002
     rounds.end(cost=0.0001)  # one stream
-    assert rounds.delay == pytest.approx(0.001)
     clock.now += 0.0004
     rounds.came()
     assert not rounds.due
@@ -195,7 +193,7 @@ def test_what_waits_is_the_same_in_the_end(
 
 
 class Held(Rounds):
-    """No round is due before the test says so."""
+    """No round is due before the test sets `free`."""
 
     free = False
 
@@ -227,22 +225,6 @@ class Client:
         return [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
-@asynccontextmanager
-async def serving(engine: EngineClient) -> AsyncIterator[Client]:
-    await engine.start()
-    runner = web.AppRunner(
-        Server(engine, "tiny").application(), handler_cancellation=True, shutdown_timeout=1
-    )
-    await runner.setup()
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections too
-    await web.SockSite(runner, listener).start()
-    async with aiohttp.ClientSession() as session:
-        yield Client(session, runner.addresses[0][1], engine)
-    await runner.cleanup()
-    await engine.stop()
-
-
 Start = Callable[..., EngineClient]
 
 
@@ -252,7 +234,9 @@ async def client(
 ) -> AsyncIterator[Client]:
     """A server whose streams get their first token at once, and all others at the end."""
     monkeypatch.setattr(client_module, "Rounds", Held)
-    async with serving(engine_client(text_engine, longest_delay=1.0)) as client:
+    engine = engine_client(text_engine, longest_delay=1.0)
+    async with serving(engine, send_buffer=4096) as (session, port):
+        client = Client(session, port, engine)
         yield client
         while client.engine.running or await client.engine.ask("has_unfinished"):
             await asyncio.sleep(0.005)
@@ -298,7 +282,7 @@ async def test_several_tokens_in_one_chunk_of_a_chat(client: Client) -> None:
     assert (end["delta"], end["finish_reason"]) == ({}, "length")
 
 
-async def test_rounds_are_written_to_who_waits(client: Client) -> None:
+async def test_a_round_sends_what_waited(client: Client) -> None:
     """The first token comes while rounds are held; what waited comes with a round."""
     body = BODY | {"prompt": PROMPT, "max_tokens": 400, "stream": True}
     url = client.url + COMPLETIONS
@@ -349,7 +333,7 @@ async def test_streams_that_ended_are_gone(client: Client) -> None:
 async def test_what_waits_when_the_engine_dies_is_sent(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(lifecycle, "FIRST_PAUSE", 0.01)
     body = {"prompt": PROMPT, "max_tokens": 9}
     text = (await client.ok(COMPLETIONS, body))["choices"][0]["text"]
     engine: Any = client.engine._engine

@@ -12,15 +12,14 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.errors import BadRequest
 from coppice.frontend.http import logs
 from coppice.frontend.http.access import Access
 from coppice.frontend.http.options import ServerOptions
-from coppice.frontend.server import Server
 from coppice.frontend.text.engine import TextEngine
+from tests.frontend import conftest
 
 Start = Callable[[TextEngine], EngineClient]
 COMPLETIONS = "/v1/completions"
@@ -30,10 +29,8 @@ ENDLESS = BODY | {"max_tokens": 440}
 
 
 class Client:
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, server: Server, engine: EngineClient
-    ) -> None:
-        self.session, self.url, self.server, self.engine = session, url, server, engine
+    def __init__(self, session: aiohttp.ClientSession, url: str, engine: EngineClient) -> None:
+        self.session, self.url, self.engine = session, url, engine
 
     async def ask(
         self, path: str, body: Any = None, key: str | None = None, **headers: str
@@ -53,15 +50,8 @@ def serving(text_engine: TextEngine, engine_client: Start) -> Callable[..., Any]
     @asynccontextmanager
     async def started(**options: Any) -> AsyncIterator[Client]:
         engine = engine_client(text_engine)
-        await engine.start()
-        server = Server(engine, "tiny", ServerOptions(**options))
-        runner = web.AppRunner(server.application(), handler_cancellation=True, shutdown_timeout=1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession() as session:
-            yield Client(session, f"http://127.0.0.1:{runner.addresses[0][1]}", server, engine)
-        await runner.cleanup()
-        await engine.stop()
+        async with conftest.serving(engine, ServerOptions(**options)) as (session, port):
+            yield Client(session, f"http://127.0.0.1:{port}", engine)
 
     return started
 

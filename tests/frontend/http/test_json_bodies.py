@@ -10,14 +10,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.errors import BadRequest
 from coppice.frontend.http import json_bodies
 from coppice.frontend.http.json_bodies import LARGE_BYTES, MOST_VALUES, JsonBodies
-from coppice.frontend.server import Server
 from coppice.frontend.text.engine import TextEngine
+from tests.frontend.conftest import serving
 
 Start = Callable[[TextEngine], EngineClient]
 IDS = b'{"model": "tiny", "prompt": [%s1]}' % (b"1, " * 3_500_000)
@@ -26,16 +25,8 @@ ENDLESS = {"model": "tiny", "prompt": "The key", "max_tokens": 480, "ignore_eos"
 
 @pytest.fixture
 async def url(text_engine: TextEngine, engine_client: Start) -> AsyncIterator[str]:
-    engine = engine_client(text_engine)
-    await engine.start()
-    runner = web.AppRunner(
-        Server(engine, "tiny").application(), handler_cancellation=True, shutdown_timeout=1
-    )
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
-    await engine.stop()
+    async with serving(engine_client(text_engine)) as (_, port):
+        yield f"http://127.0.0.1:{port}"
 
 
 async def test_ten_megabytes_of_ids_hold_up_nobody(

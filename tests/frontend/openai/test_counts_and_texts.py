@@ -104,12 +104,12 @@ def test_an_echo_stands_before_the_text(http: httpx.Client) -> None:
     (choice,), (bare,) = echoed["choices"], plain["choices"]
     assert choice["text"] == prompt + bare["text"]
     assert "prompt_logprobs" not in choice
-    found, behind = choice["logprobs"], bare["logprobs"]
+    found, alone = choice["logprobs"], bare["logprobs"]
     count = echoed["usage"]["prompt_tokens"]
     assert {len(column) for column in found.values()} == {count + 4}
-    assert found["tokens"][count:] == behind["tokens"]
-    assert found["token_logprobs"][count:] == pytest.approx(behind["token_logprobs"], abs=1e-4)
-    assert found["text_offset"][count:] == [len(prompt) + at for at in behind["text_offset"]]
+    assert found["tokens"][count:] == alone["tokens"]
+    assert found["token_logprobs"][count:] == pytest.approx(alone["token_logprobs"], abs=1e-4)
+    assert found["text_offset"][count:] == [len(prompt) + at for at in alone["text_offset"]]
     assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
     ids = http.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
     own = [

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
-from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 from coppice import LLM, SamplingParams
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.openai.logprobs import chat_logprobs, completion_logprobs
-from coppice.frontend.server import Server
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.outputs import GenerationError, Logprob
 from coppice.frontend.text.tokens import TokenTexts
+from tests.frontend.conftest import serving
 
 PROMPT = "The quick brown fox jumps over the lazy dog 🙂"
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is it?"}]
@@ -200,24 +198,13 @@ class Client:
         return [json.loads(event)["choices"][0] for event in events]
 
 
-@asynccontextmanager
-async def serving(engine: EngineClient) -> AsyncIterator[Client]:
-    await engine.start()
-    runner = web.AppRunner(Server(engine, "tiny").application(), shutdown_timeout=5)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with aiohttp.ClientSession() as session:
-        yield Client(session, f"http://127.0.0.1:{runner.addresses[0][1]}", engine)
-    await runner.cleanup()
-    await engine.stop()
-
-
 @pytest.fixture
 async def client(
     text_engine: TextEngine, engine_client: Callable[[TextEngine], EngineClient]
 ) -> AsyncIterator[Client]:
-    async with serving(engine_client(text_engine)) as client:
-        yield client
+    engine = engine_client(text_engine)
+    async with serving(engine) as (session, port):
+        yield Client(session, f"http://127.0.0.1:{port}", engine)
 
 
 async def test_completion_logprobs(client: Client, reference: Any) -> None:

@@ -42,7 +42,7 @@ def test_one_beam_is_the_greedy_answer(llm: LLM) -> None:
     assert output.sequences[0].text == greedy.outputs[0].text
 
 
-def test_what_is_refused_leaves_nothing_behind(llm: LLM) -> None:
+def test_what_is_refused_leaves_nothing(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompts\[0\]: beam_width must be at most max_num_seqs"):
         llm.beam_search(["fine", "fine"], BeamSearchParams(17))
     with pytest.raises(ValueError, match=r"prompts\[1\]: prompt must be shorter than"):

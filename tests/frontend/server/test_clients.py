@@ -101,7 +101,7 @@ def test_chat(client: openai.OpenAI) -> None:
         model="tiny", messages=HELLO, max_completion_tokens=9, temperature=0
     ) as stream:
         pieces = [event.delta for event in stream if event.type == "content.delta"]
-        with pytest.raises(openai.LengthFinishReasonError):  # the client's way to say so
+        with pytest.raises(openai.LengthFinishReasonError):  # how the client reports it
             stream.get_final_completion()
     assert "".join(pieces) == choice.message.content
 

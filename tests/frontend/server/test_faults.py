@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,15 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
-from aiohttp import web
 
-from coppice.frontend.client import engine as client_module
+from coppice.frontend.client import lifecycle
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.client.process import EngineProcess
 from coppice.frontend.openai import event_stream
-from coppice.frontend.server import Server
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
+from tests.frontend.conftest import serving
 
 Start = Callable[[TextEngine], EngineClient]
 COMPLETIONS = "/v1/completions"
@@ -58,31 +57,23 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(engine: EngineClient) -> AsyncIterator[Client]:
-    await engine.start()
-    app = Server(engine, "tiny").application()
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        yield Client(session, runner.addresses[0][1], engine)
-    await runner.cleanup()
-    await engine.stop()
+async def client_of(engine: EngineClient) -> AsyncIterator[Client]:
+    async with serving(engine) as (session, port):
+        yield Client(session, port, engine)
 
 
 @pytest.fixture
 async def client(text_engine: TextEngine, engine_client: Start) -> AsyncIterator[Client]:
-    async with serving(engine_client(text_engine)) as client:
+    async with client_of(engine_client(text_engine)) as client:
         yield client
 
 
 async def test_an_engine_that_is_killed(
     checkpoint: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FIRST_PAUSE", 0.3)
+    monkeypatch.setattr(lifecycle, "FIRST_PAUSE", 0.3)
     config = EngineConfig(model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8)
-    async with serving(EngineClient(partial(EngineProcess, config), tokenizer)) as client:
+    async with client_of(EngineClient(partial(EngineProcess, config), tokenizer)) as client:
         process: Any = client.engine._engine
         running = [asyncio.create_task(client.post(ENDLESS)) for _ in range(3)]
         streamed = await client.session.post(
@@ -150,11 +141,11 @@ async def test_a_reader_that_stopped(client: Client, monkeypatch: pytest.MonkeyP
 async def test_a_prompt_of_ten_megabytes(client: Client) -> None:
     """Refused with a reason, after reading no more of it than the model could take."""
     text = "The key is under the mat. " * 400_000
-    looked_at = []
+    encoded = []
     encode = client.engine.tokenizer._ids
 
     def encoding(piece: str, **options: Any) -> list[int]:
-        looked_at.append(len(piece))
+        encoded.append(len(piece))
         return encode(piece, **options)
 
     client.engine.tokenizer._ids = encoding  # type: ignore[method-assign]
@@ -166,8 +157,8 @@ async def test_a_prompt_of_ten_megabytes(client: Client) -> None:
             error = (await response.json())["error"]
         assert "must be shorter than 512 tokens (max_model_len), got more than" in error["message"]
         assert error["param"] == next(iter(body))
-    assert len(looked_at) == 2
-    assert max(looked_at) < 20_000
+    assert len(encoded) == 2
+    assert max(encoded) < 20_000
     status, answer, _ = await client.post(BODY | {"prompt": [2**40]})
     assert (status, answer["error"]["param"]) == (400, "prompt")
     status, answer, _ = await client.post(BODY | {"prompt": [1] * 3_000_000})
@@ -197,7 +188,7 @@ async def test_a_pool_and_a_queue_that_are_full(checkpoint: Path, engine_client:
             model=str(checkpoint), kv_cache_tokens=512, max_num_seqs=4, max_queued_requests=6
         )
     )
-    async with serving(engine_client(text_engine)) as client:
+    async with client_of(engine_client(text_engine)) as client:
         body = BODY | {"max_tokens": 200}
         results = await asyncio.gather(*(client.post(body) for _ in range(24)))
         statuses = [status for status, _, _ in results]
@@ -210,17 +201,31 @@ async def test_a_pool_and_a_queue_that_are_full(checkpoint: Path, engine_client:
         assert (await client.post(BODY))[0] == 200
 
 
-async def test_sigterm_under_load(checkpoint: Path) -> None:
-    """What runs is answered, what comes is refused, and the server ends with 0."""
+@contextmanager
+def server_process(
+    checkpoint: Path, *options: str, stderr: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
+    """A `coppice serve` over the checkpoint, which is killed at the end."""
     command = [Path(sys.executable).parent / "coppice", "serve", checkpoint, "--port", "0"]
     server = subprocess.Popen(
-        [*command, "--kv-cache-tokens", "4096", "--max-num-seqs", "8", "--log-format", "json"],
+        [*command, *options],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
     try:
+        yield server
+    finally:
+        server.kill()
+        server.wait()
+
+
+async def test_sigterm_under_load(checkpoint: Path) -> None:
+    """What runs is answered, what comes is refused, and the server ends with 0."""
+    with server_process(
+        checkpoint, "--kv-cache-tokens", "4096", "--max-num-seqs", "8", "--log-format", "json"
+    ) as server:
         assert server.stdout is not None
         lines = [await asyncio.to_thread(server.stdout.readline) for _ in range(4)]
         url = lines[2].split()[1]
@@ -241,23 +246,25 @@ async def test_sigterm_under_load(checkpoint: Path) -> None:
         assert [event["completion_tokens"] for event in events if event["event"] == "request"] == [
             480
         ] * 12
-    finally:
-        server.kill()
-        server.wait()
 
 
-async def test_what_still_runs_when_the_time_to_drain_is_over_is_told(checkpoint: Path) -> None:
+async def test_what_still_runs_when_the_time_to_drain_is_over_gets_an_error(
+    checkpoint: Path,
+) -> None:
     """Also the greeting of a server with keys and a name, and the log of what is not HTTP."""
-    command = [Path(sys.executable).parent / "coppice", "serve", checkpoint, "--port", "0"]
-    server = subprocess.Popen(
-        [*command, "--kv-cache-tokens", "8192", "--drain-timeout", "0.05", "--log-format", "json",
-         "--api-key", "secret", "--served-model-name", "small"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    try:
+    with server_process(
+        checkpoint,
+        "--kv-cache-tokens",
+        "8192",
+        "--drain-timeout",
+        "0.05",
+        "--log-format",
+        "json",
+        "--api-key",
+        "secret",
+        "--served-model-name",
+        "small",
+    ) as server:
         assert server.stdout is not None
         lines = [await asyncio.to_thread(server.stdout.readline) for _ in range(5)]
         greeting = dict(line.strip().split(maxsplit=1) for line in lines)
@@ -285,9 +292,6 @@ async def test_what_still_runs_when_the_time_to_drain_is_over_is_told(checkpoint
         assert not any("traceback" in event for event in events)
         assert [event["status"] for event in events if event["event"] == "not HTTP"] == [400]
         assert [event["status"] for event in events if event["event"] == "request"] == [200] * 12
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities there")
@@ -306,20 +310,14 @@ def test_the_server_gives_way_to_its_engine_and_to_the_one_after_that(checkpoint
     def priority(thread: int) -> int:
         return os.getpriority(os.PRIO_PROCESS, thread)
 
-    command = [Path(sys.executable).parent / "coppice", "serve", checkpoint, "--port", "0"]
-    server = subprocess.Popen(
-        [*command, "--kv-cache-tokens", "1024"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    try:
+    with server_process(
+        checkpoint, "--kv-cache-tokens", "1024", stderr=subprocess.DEVNULL
+    ) as server:
         assert server.stdout is not None
         url = next(line.split()[1] for line in server.stdout if line.startswith("url"))
         mine, first = priority(0), engine()
         assert first is not None and priority(first) == mine
-        assert priority(server.pid) == min(19, mine + client_module.NICE)
+        assert priority(server.pid) == min(19, mine + lifecycle.NICE)
         os.kill(first, signal.SIGKILL)
         for _ in range(300):
             time.sleep(0.1)
@@ -327,7 +325,4 @@ def test_the_server_gives_way_to_its_engine_and_to_the_one_after_that(checkpoint
             if second not in (None, first) and httpx.get(url + "/health").status_code == 200:
                 break
         assert second not in (None, first) and priority(second) == mine
-        assert priority(server.pid) == min(19, mine + client_module.NICE)
-    finally:
-        server.kill()
-        server.wait()
+        assert priority(server.pid) == min(19, mine + lifecycle.NICE)

@@ -29,7 +29,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def server(tool_checkpoint: Path, live_server: type[LiveServer]) -> Iterator[LiveServer]:
-    """Keeps answers short, whatever is asked for."""
+    """A server of a short context, so that every answer is short."""
     from coppice.frontend.text.engine import TextEngine
 
     config = EngineConfig(
@@ -101,7 +101,7 @@ def test_good_requests_and_their_answers_fit_the_description(
     response = httpx.post(server.url + path, json=body, timeout=60)
     assert response.status_code == 200, response.text
     operation = document["paths"][path]["post"]
-    told = operation["requestBody"], operation["responses"]["200"]
-    for found, place in zip((body, response.json()), told, strict=True):
+    described = operation["requestBody"], operation["responses"]["200"]
+    for found, place in zip((body, response.json()), described, strict=True):
         shape = place["content"]["application/json"]["schema"]
         Draft202012Validator(document | shape).validate(found)

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import httpx
 import pytest
-from aiohttp import web
 
 from coppice.frontend.client.engine import EngineClient
-from coppice.frontend.server import Server
 from coppice.frontend.text.engine import TextEngine
 from coppice.runtime.config import EngineConfig
+from tests.frontend.conftest import serving
 
 if TYPE_CHECKING:
     from tests.frontend.conftest import LiveServer
@@ -43,7 +42,7 @@ class Client:
         text_engine: TextEngine,
     ) -> None:
         self.session, self.url, self.engine = session, url, engine
-        self.text_engine = text_engine  # runs in a thread: look at it between steps only
+        self.text_engine = text_engine  # runs in a thread: to be read between steps only
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         async with self.session.post(self.url + path, json=body) as response:
@@ -79,23 +78,14 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(engine: EngineClient, text_engine: TextEngine) -> AsyncIterator[Client]:
-    await engine.start()
-    app = Server(engine, "tiny").application()
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=5)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    async with aiohttp.ClientSession() as session:
+async def client_of(text_engine: TextEngine, engine: EngineClient) -> AsyncIterator[Client]:
+    async with serving(engine) as (session, port):
         yield Client(session, f"http://127.0.0.1:{port}", engine, text_engine)
-    await runner.cleanup()
-    await engine.stop()
 
 
 @pytest.fixture
 async def client(text_engine: TextEngine, engine_client: Start) -> AsyncIterator[Client]:
-    async with serving(engine_client(text_engine), text_engine) as client:
+    async with client_of(text_engine, engine_client(text_engine)) as client:
         yield client
         await client.until_idle()
 
@@ -112,7 +102,7 @@ def refusing(checkpoint: Path, live_server: type[LiveServer]) -> Iterator[httpx.
     server.close()
 
 
-async def test_models_and_health(client: Client) -> None:
+async def test_models(client: Client) -> None:
     async with client.session.get(client.url + "/v1/models") as response:
         (card,) = (await response.json())["data"]
     assert (card["id"], card["object"]) == ("tiny", "model")
@@ -120,8 +110,6 @@ async def test_models_and_health(client: Client) -> None:
         assert await response.json() == card
     async with client.session.get(client.url + "/v1/models/other/one") as response:
         assert response.status == 404
-    async with client.session.get(client.url + "/health") as response:
-        assert (response.status, await response.json()) == (200, {"status": "ok"})
 
 
 async def test_a_completion(client: Client) -> None:
@@ -385,12 +373,6 @@ async def test_other_paths_and_methods_answer_in_the_same_shape(client: Client) 
         assert "error" in await response.json()
 
 
-async def test_a_body_that_is_too_large(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with client.session.post(client.url + COMPLETIONS, data=b" " * (33 * 2**20)) as response:
-        assert response.status == 413
-        assert "error" in await response.json()
-
-
 def break_next_step(text_engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = text_engine.engine.runner.decoder
     forward = decoder.forward
@@ -419,7 +401,7 @@ async def test_a_failed_step_is_a_server_error(
 async def test_stopping_ends_what_runs_with_a_message(
     text_engine: TextEngine, engine_client: Start
 ) -> None:
-    async with serving(engine_client(text_engine), text_engine) as client:
+    async with client_of(text_engine, engine_client(text_engine)) as client:
         request = asyncio.create_task(client.post(COMPLETIONS, ENDLESS))
         while not client.engine.running:
             await asyncio.sleep(0.001)
@@ -448,7 +430,7 @@ async def test_the_loop_is_free_while_the_engine_works(
         return step()
 
     monkeypatch.setattr(engine, "step", waiting)
-    async with serving(engine_client(text_engine), text_engine) as client:
+    async with client_of(text_engine, engine_client(text_engine)) as client:
         request = asyncio.create_task(client.ok(COMPLETIONS, GREEDY | {"prompt": PROMPT}))
         async with client.session.get(client.url + "/health") as response:
             assert response.status == 200

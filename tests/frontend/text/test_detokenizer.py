@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models
 
 from coppice.frontend.text.detokenizer import REPLACEMENT, IncrementalDecoder
 from coppice.frontend.text.tokenizer import DEMO_MODEL, Tokenizer
+from tests.frontend.conftest import byte_fallback_tokenizer
 
 Decode = Callable[[list[int]], str]
 
@@ -71,19 +71,7 @@ def test_random_tokens_of_a_byte_level_tokenizer(tokenizer: Tokenizer, ids: list
 
 @pytest.fixture(scope="module")
 def fallback_tokenizer() -> FastTokenizer:
-    """Words that begin with a space mark, single bytes for the rest, as in SentencePiece models."""
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁key", "s", "a"]
-    vocabulary = {word: index for index, word in enumerate(words)}
-    tokenizer = FastTokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return tokenizer
+    return byte_fallback_tokenizer("▁the", "▁key", "s", "a")
 
 
 PARTS = st.lists(st.one_of(st.sampled_from(["▁", "▁the", "▁key", "s", "a"]), TEXTS))
@@ -102,33 +90,33 @@ def test_a_byte_fallback_tokenizer(fallback_tokenizer: FastTokenizer, parts: lis
 
 
 @given(words=st.lists(st.sampled_from(["▁", "▁the", "▁key", "s", "a"])), cut=st.integers(0, 20))
-def test_text_behind_other_text_keeps_its_space(
+def test_text_after_other_text_keeps_its_space(
     fallback_tokenizer: FastTokenizer, words: list[str], cut: int
 ) -> None:
     """Where the decoder would drop it, prompt and continuation read as one text."""
     ids = [fallback_tokenizer.token_to_id(word) for word in words]
-    before, behind = ids[:cut], ids[cut:]
+    before, after = ids[:cut], ids[cut:]
     decoder = IncrementalDecoder(fallback_tokenizer.decode, before)
     other = decoder.copy()
-    text = "".join([decoder.push((token,)) for token in behind]) + decoder.flush()
+    text = "".join([decoder.push((token,)) for token in after]) + decoder.flush()
     assert fallback_tokenizer.decode(before) + text == fallback_tokenizer.decode(ids)
-    assert other.push(behind) + other.flush() == text
+    assert other.push(after) + other.flush() == text
 
 
 def test_where_a_text_goes_on_from() -> None:
     """The demo's decoder drops the first space, as those of SentencePiece models do."""
     tokenizer = Tokenizer(DEMO_MODEL)
     prompt = tokenizer.encode("The badge is")
-    behind = tokenizer.encode_more("NK-48")
-    assert tokenizer.decode(behind).startswith("NK")
+    after = tokenizer.encode_more("NK-48")
+    assert tokenizer.decode(after).startswith("NK")
     before = tokenizer.text_before(prompt)
     assert before == prompt[-len(before) :] and 1 < len(before) < len(prompt)
-    assert IncrementalDecoder(tokenizer.decode, before).push(behind).startswith(" NK")
+    assert IncrementalDecoder(tokenizer.decode, before).push(after).startswith(" NK")
     # An answer after the mark of its speaker is a new text, unless it must have a form.
     chat = tokenizer.encode_chat([{"role": "user", "content": "Which?"}])
     assert tokenizer.text_before(chat) == tokenizer.text_before([]) == []
     exact = tokenizer.text_before(chat, exact=True)
-    assert IncrementalDecoder(tokenizer.decode, exact).push(behind).startswith(" NK")
+    assert IncrementalDecoder(tokenizer.decode, exact).push(after).startswith(" NK")
     # What cuts a character is no text to go on from.
     cut = tokenizer.encode("é東")[:-1]
     assert tokenizer.decode(cut).endswith(REPLACEMENT)

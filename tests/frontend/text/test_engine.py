@@ -166,7 +166,7 @@ def test_special_tokens_are_shown_on_request(tokenizer: Tokenizer) -> None:
     assert "".join(delta.text for delta in shown) == "the<|end|>key"
 
 
-def test_a_failed_step_tells_why(tokenizer: Tokenizer) -> None:
+def test_a_failed_step_has_a_reason(tokenizer: Tokenizer) -> None:
     _, deltas = run(tokenizer, [*singly(tokenizer, "the"), ()], ("error", "out of cheese"))
     output = deltas[-1].output
     assert output is not None

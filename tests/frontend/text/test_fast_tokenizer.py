@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from coppice.frontend.text.fast_tokenizer import plain_tokenizer
 from coppice.frontend.text.tokenizer import DEMO_MODEL, Tokenizer
-from tests.frontend.conftest import byte_level_tokenizer
+from tests.frontend.conftest import byte_fallback_tokenizer, byte_level_tokenizer
 
 TEXTS = (
     "",
@@ -46,22 +46,8 @@ def llama3(fast: FastTokenizer) -> FastTokenizer:
 
 
 def spaced(fast: FastTokenizer) -> FastTokenizer:
-    """SentencePiece's way: spaces are a character, bytes a fallback; no special token but two."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += ["\u2581", "\u2581the", "\u2581key", "t", "h", "e"]
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    fast = FastTokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    fast.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    fast.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    """SentencePiece's way, with no special token but two."""
+    fast = byte_fallback_tokenizer("<s>", "</s>", "▁the", "▁key", "t", "h", "e")
     fast.add_special_tokens(["<s>", "</s>"])
     return fast
 

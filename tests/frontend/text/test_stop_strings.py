@@ -1,4 +1,4 @@
-"""Stop strings: the same match as a search over the whole text, whatever the pieces."""
+"""Stop strings: the same match as a search over the whole text, however it is cut."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(
 
 
 @given(text=LETTERS, stops=STOPS, silent=st.integers(0, 24))
-def test_a_match_must_end_behind_the_unarmed_text(text: str, stops: list[str], silent: int) -> None:
+def test_a_match_must_end_after_the_unarmed_text(text: str, stops: list[str], silent: int) -> None:
     watcher = StopStrings(stops, include=True)
     for position, character in enumerate(text):
         watcher.push(character, armed=position >= silent)

@@ -5,38 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.frontend.text.tokens import TokenTexts
+from tests.frontend.conftest import byte_fallback_tokenizer
 
 TEXT = "The key 🙂 is under 東京, naïve café"
 
 
 @pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A vocabulary in the manner of SentencePiece: spaces are ▁, unknown characters are bytes."""
-    vocabulary = {"<unk>": 0, "<s>": 1}
-    vocabulary |= {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
-    for piece in ["▁", *"Thekyisundrcafïv,", "▁the", "▁key"]:
-        vocabulary.setdefault(piece, len(vocabulary))
-    model = models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    tokenizer = FastTokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    pieces = dict.fromkeys([*"Thekyisundrcafïv,", "▁the", "▁key", "<s>"])
     path = tmp_path_factory.mktemp("byte-fallback")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(path)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=byte_fallback_tokenizer(*pieces), bos_token="<s>"
+    )
+    wrapped.save_pretrained(path)
     return Tokenizer(path)
 
 

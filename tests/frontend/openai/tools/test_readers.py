@@ -90,7 +90,7 @@ CASES: list[tuple[type[ToolReader], str, str, list[tuple[str, object]]]] = [
 
 
 @pytest.mark.parametrize(("kind", "text", "beside", "calls"), CASES)
-def test_calls_and_text_whatever_the_pieces(
+def test_calls_and_text_from_any_pieces(
     kind: type[ToolReader], text: str, beside: str, calls: list[tuple[str, object]]
 ) -> None:
     generator = random.Random(5)

@@ -180,7 +180,7 @@ def test_forced_calls_fit_the_schema(
         assert arguments["place"] in ("東京", "Paris", "the old town")
 
 
-def test_the_model_is_told_of_tools_and_results(http: httpx.Client) -> None:
+def test_the_prompt_has_tools_and_results(http: httpx.Client) -> None:
     """Tools add prompt tokens, and the template takes a whole exchange."""
     first = chat(http, max_tokens=1)["usage"]["prompt_tokens"]
     assert first > chat(http, max_tokens=1, tool_choice="none")["usage"]["prompt_tokens"] + 100
