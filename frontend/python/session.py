@@ -122,7 +122,7 @@ class Session:
         """Unpins its tokens, which may be evicted from now on; without effect if it is closed."""
         if self._open:
             self._open = False
-            self._text_engine.engine.pins.unpin(self._name)
+            self._text_engine.engine.unpin(self._name)
 
     def __enter__(self) -> Session:
         return self
@@ -140,7 +140,7 @@ class Session:
     def _keep(self) -> None:
         """Pins all of its tokens, if the budget allows it."""
         engine = self._text_engine.engine
-        engine.pins.unpin(self._name)
+        engine.unpin(self._name)
         if self._token_ids:
             with contextlib.suppress(PinRefused):
                 engine.pin(self._name, self._token_ids, cache_salt=self._salt)

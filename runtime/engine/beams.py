@@ -1,4 +1,4 @@
-"""Runs beam searches over sequences: which go on, which are forked, which end."""
+"""Runs beam searches: decides which sequences continue, which are forked and which end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from coppice.runtime.engine.sequences import Sequences
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.request import BestLine, Request, Sequence, StepOutput
-from coppice.runtime.sampling.beam_search import (
-    BeamSearch,
-    Hypothesis,
-    WatchLines,
-)
+from coppice.runtime.sampling.beam_search import BeamSearch, Hypothesis, WatchLines
 from coppice.runtime.sampling.logit_rules import change_logits
 from coppice.runtime.sampling.logprob_rows import best_of_rows, log_probabilities, of_tokens
 from coppice.runtime.schedule.paging import Paging
@@ -40,7 +36,7 @@ class Found(NamedTuple):
 
 
 class Trail(NamedTuple):
-    """The logprobs of a line's tokens, from the last one back; forks share their common part."""
+    """The logprobs of a line's tokens, linked from the last one back; forks share a common part."""
 
     before: Trail | None
     last: Logprobs  # of one token
@@ -56,7 +52,7 @@ class Trail(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What a step of the search asks for. The forks come first, then the tokens."""
+    """What a step of the search requires. The forks are made before the tokens are appended."""
 
     ended: list[Sequence]  # sequences on which a result ended; they may continue as well
     dropped: list[Sequence]  # sequences that no beam continues
@@ -67,8 +63,8 @@ class Moves:
 class BeamGroup:
     """The search of one request, and the sequence that carries each of its beams.
 
-    All beams of a step have the same length. A sequence that is computed earlier than the others,
-    of which some may have been preempted, waits for them.
+    All beams of a step have the same length. A sequence that is computed before the others, some
+    of which may have been preempted, waits for them.
     """
 
     def __init__(self, search: BeamSearch, first: Sequence) -> None:
@@ -81,7 +77,7 @@ class BeamGroup:
         self._reported: tuple[int, ...] = ()  # the best line that `news` returned last
 
     def take(self, sequence: Sequence, found: Found) -> None:
-        """Takes the possible next tokens of one of its sequences."""
+        """Records the possible next tokens of one of its sequences."""
         self._found[id(sequence)] = found
 
     @property
@@ -90,7 +86,7 @@ class BeamGroup:
         return self.error is not None or all(id(line) in self._found for line in self.lines)
 
     def advance(self) -> Moves:
-        """Takes a step of the search; afterwards `adopt` the sequences that carry its beams."""
+        """Takes a step of the search; call `adopt` once its forks are made."""
         lines, found = self.lines, [self._found[id(line)] for line in self.lines]
         beams = self.search.advance([each.continuations for each in found])
         self._found = {}
@@ -193,25 +189,22 @@ class BeamSearches:
         search = BeamSearch(params, stop_ids=stop_ids, max_tokens=room, watch=watch)
         self._groups[request.request_id] = BeamGroup(search, first)
 
-    def results(self, request_id: str) -> int | None:
+    def num_results(self, request_id: str) -> int | None:
         """How many results a search returns; None if the request is not a search."""
         group = self._groups.get(request_id)
-        if group is None:
-            return None
-        params = group.search.params
-        return params.beam_width if params.n is None else params.n
+        return None if group is None else group.search.params.num_results
 
     def forget(self, request_id: str) -> None:
         """Drops a request's search before it is done; does nothing for other requests.
 
-        The results that it has stay in the tree.
+        Results that it has found stay in the tree.
         """
         group = self._groups.pop(request_id, None)
         if group is not None:
             self._settle(group.lines[0].request, group.search.finished, keep=True)
 
     def _settle(self, request: Request, results: list[Hypothesis], *, keep: bool) -> None:
-        for result in results:  # the token that ended it has no KV
+        for result in results:  # its last token has no KV
             line = request.prompt_token_ids + array("i", result.tokens[:-1])
             self._paging.settle(line, request.namespace, keep=keep)
 
@@ -236,7 +229,7 @@ class BeamSearches:
             count = group.search.continuations
             best = zip(tokens[row][:count], values[row][:count], strict=True)
             allowed = [(token, value) for token, value in best if value > -math.inf]
-            wanted = raw is not None and group.search.params.logprobs is not None
+            wanted = group.search.params.logprobs is not None
             group.take(sequence, Found(allowed, raw[row] if raw is not None and wanted else None))
 
     def _scores(
@@ -267,7 +260,7 @@ class BeamSearches:
         """Takes a step of each search whose beams are all computed.
 
         Returns the results of searches that end, and the best lines so far where they are asked
-        for. A search that fails ends with an error, and the others go on.
+        for. A search that fails ends with an error; the others continue.
         """
         outputs = []
         for request_id, group in list(self._groups.items()):
@@ -275,7 +268,7 @@ class BeamSearches:
                 continue
             try:
                 outputs += self._advance(request_id, group)
-            except Exception as error:  # such as one in `watch_lines`, which others gave
+            except Exception as error:  # the caller's `watch_lines` may raise anything
                 logger.exception("a beam search failed; its request ends")
                 why = f"the search failed: {type(error).__name__}: {error}"
                 outputs += self._fail(request_id, group, why)

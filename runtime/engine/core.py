@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from coppice.radix import (
-    PagePool,
-    Pin,
-    PinRefused,
-    Pins,
-    RadixTree,
-)
+from coppice.radix import PagePool, Pin, PinRefused, Pins, RadixTree
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.beams import BeamSearches
 from coppice.runtime.engine.intake import Intake
@@ -57,8 +51,8 @@ class Engine:
 
         Args:
             config: the engine's options.
-            tokenizer: where the tokenizer is, which grammars need, if not with the model.
-            watch_lines: finds stop strings for beam searches, which have none without it.
+            tokenizer: path or name of the tokenizer, which grammars need; None: the model's.
+            watch_lines: finds stop strings for beam searches; without it they are refused.
         """
         self.config = config
         with without_collecting():
@@ -133,10 +127,11 @@ class Engine:
         """Queues a request.
 
         Requests reuse each other's KV only if `cache_salt` and `tenant` are equal. `priority` is
-        the request's class under the scheduling policy "priority": the least number first.
+        the request's class under the scheduling policy "priority": the least number is served
+        first.
 
-        Raises ValueError if the request can't be served, and QueueFull if too much waits already;
-        nothing is queued then.
+        Raises ValueError if the request can't be served, QueueFull if too much waits already, and
+        DeviceLost if the device has failed for good; nothing is queued then.
         """
         self._steps.check_device()
         self.intake.add(
@@ -223,7 +218,7 @@ class Engine:
         tenant: str | None = None,
         ttl: float | None = None,
     ) -> Pin:
-        """Keeps a prefix in the cache until `pins.unpin`, or until it was unused for `ttl` seconds.
+        """Keeps a prefix in the cache until `unpin`, or until it was unused for `ttl` seconds.
 
         The part that is cached already is kept from now on, the rest once a request has computed
         it. A pin of this name with the same prefix is renewed. Raises PinRefused, a ValueError, if
@@ -235,12 +230,16 @@ class Engine:
         pin = self.pins.pin(name, token_ids, self.intake.namespace(cache_salt, tenant), ttl=ttl)
         most = self._sequences.longest()
         if not self.intake.would_fit(most):
-            self.pins.unpin(name)
+            self.unpin(name)
             raise PinRefused(
                 f"pin {name!r}: a request that may grow to {most} tokens could not be served "
                 f"beside it; try again when it has ended"
             )
         return pin
+
+    def unpin(self, name: str) -> bool:
+        """Ends a pin; what it kept may be evicted from now on. Returns False if there is none."""
+        return self.pins.unpin(name)
 
     # -- the cache ---------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from coppice.runtime.schedule.scheduler import Chunk, Schedule, Scheduler
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_WAIT_SECONDS = 0.01
+_GRAMMAR_WAIT_SECONDS = 0.01  # of a step that has nothing else to do
 
 
 class Step:
@@ -122,7 +122,7 @@ class Steps:
         if not schedule.chunks:
             if before is not None:
                 return outputs + self._commit(before)
-            self._sequences.wait_for_grammar(GRAMMAR_WAIT_SECONDS)
+            self._sequences.wait_for_grammar(_GRAMMAR_WAIT_SECONDS)
             return outputs
         step, failure = None, None
         try:
@@ -222,14 +222,14 @@ class Steps:
         """Takes the tokens of a step; a sequence that its token ends gives back its pages."""
         try:
             sampled = step.settle()
-        except Exception as error:  # of the device, which may report anything since the last tokens
+        except Exception as error:  # the device may report the failure of any earlier call here
             logger.exception("the tokens of a step did not come; the requests in it end")
             return self._fail(step.schedule, error)
         except BaseException:  # an interrupt: the next call waits for them again
             self._before = step
             raise
         now = time.perf_counter()
-        # The device began it when it was queued, or when the step before it was done.
+        # The device began this step when it was queued, or when the one before it was done.
         seconds = now - max(step.started, self._settled)
         self._settled = now
         schedule = step.schedule
@@ -281,7 +281,7 @@ class Steps:
             raise DeviceLost(self._lost)
 
     def _lose(self, fault: str, error: BaseException) -> NoReturn:
-        """Ends all requests: what the device holds can neither be trusted nor read."""
+        """Ends all requests, since the device's memory can neither be trusted nor read."""
         self._lost = (
             f"the device has failed, and its process has to end: {fault} "
             f"(found by {type(error).__name__} in a step)"
@@ -292,10 +292,10 @@ class Steps:
         raise DeviceLost(self._lost) from error
 
     def _end_failed(self, request_id: str, message: str) -> list[StepOutput]:
-        """Ends a request with an error for each of its results, those not yet begun included."""
+        """Ends a request with an error for each of its results, those not begun yet included."""
         sequences = self._sequences.of(request_id)
         first = sequences[0]
-        results = self._searches.results(request_id)
+        results = self._searches.num_results(request_id)
         if results is None and not first.forked:
             results = first.request.params.n
         indices = [each.index for each in sequences] if results is None else range(results)

@@ -1,4 +1,4 @@
-"""The accounts of prompts: why their tokens were hit or computed, from admission to leaving."""
+"""Accounts for prompts: why their tokens were hit or computed, from admission to the end."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.requests.request import Sequence
 
 RECENT_REQUESTS = 64
-"""The last requests, for which the causes of misses are kept one by one."""
+"""The number of last requests whose causes of misses are kept one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCauses:
-    """Why the tokens of one request's prompt were computed, where they were not hit.
+    """Why those tokens of one request's prompt were computed that were not hit.
 
     Attributes:
-        request_id: its name in the engine.
-        namespace: of the tree, in which it was matched.
-        seconds_ago: when it was admitted.
+        request_id: as the engine knows it.
+        namespace: in which the tree matched it.
+        seconds_ago: since it was admitted.
         prompt_tokens: the hit ones and those of all causes.
         hit_tokens: whose KV was reused.
         causes: the computed ones by cause; only causes that occurred.
         evicted_idle_seconds: how long before the request its evicted tokens had been used last.
         evicted_seconds: how long before it they were evicted, if that is known.
         divergence: after how many tokens the tree differed from it; None: nowhere, or evicted.
-        before: the last tokens up to there.
+        before: the last tokens before that place.
         difference: what follows in the prompt and in the tree, up to where they agree again.
     """
 
@@ -63,9 +63,9 @@ class PromptCauses:
 class PromptAccounts:
     """The accounts of one engine's prompts, kept beside its tree by `Paging`.
 
-    `clock` gives seconds and never goes back. A prompt is accounted when its sequence is admitted,
-    once as a request and again after each preemption; what it generated is added when it leaves.
-    What was evicted or rounded off is counted in `counters`.
+    `clock` gives seconds and never goes back. A prompt is accounted for when its sequence is
+    admitted, and again after each preemption; generated tokens are added when it leaves. Evicted
+    and rounded-off tokens are counted in `counters`.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class PromptAccounts:
         self._counters = counters
         self._accounting = Accounting(pool_tokens, now=clock())
         self._uses = Timeline()  # the tree's logical clock in seconds
-        self._evicted_tokens = 0  # that were recorded
+        self._evicted_tokens = 0  # those recorded so far
         self._recent: deque[_Recent] = deque(maxlen=RECENT_REQUESTS)
 
     def admitted(self, sequence: Sequence, tree: RadixTree, match: Match, in_flight: int) -> None:
-        """Accounts a sequence that holds `match` and will be computed from its end on."""
+        """Accounts for a sequence that holds `match` and is computed from its end on."""
         now = self._clock()
         self.evictions(tree, now)
         self._uses.record(tree.clock, now)
@@ -108,14 +108,14 @@ class PromptAccounts:
             self._recent.append(_Recent(sequence.request.request_id, sequence.account))
 
     def forked(self, sequence: Sequence) -> None:
-        """Accounts a sequence that continues from what another one of its request has computed."""
+        """Accounts for a fork: it continues from what another sequence of its request computed."""
         tokens = sequence.tokens[: sequence.computed].tobytes()
         sequence.account = self._accounting.request(
             tokens, sequence.request.namespace, sequence.computed, kind="same", now=self._clock()
         )
 
     def left(self, sequence: Sequence, tree: RadixTree, computed: int) -> None:
-        """Accounts a sequence that leaves with its first `computed` tokens entered in the tree."""
+        """Accounts for a sequence that leaves; its first `computed` tokens are in the tree."""
         now = self._clock()
         self.evictions(tree, now)
         self._uses.record(tree.clock, now)
@@ -152,7 +152,7 @@ class PromptAccounts:
         return self._accounting.counts(now=self._clock())
 
     def savings(self, tree: RadixTree) -> PrefixSavings:
-        """What the cached prefixes have saved so far, and since when they are idle."""
+        """What the cached prefixes have saved so far, and when they were used last."""
         now = self._clock()
         self._uses.record(tree.clock, now)
         return PrefixSavings(tree, uses=self._uses, now=now)
@@ -160,7 +160,7 @@ class PromptAccounts:
     def evictions(self, tree: RadixTree, now: float | None = None) -> None:
         """Records what was evicted since the last call; to be called at least once a step. O(1).
 
-        What was evicted between two calls counts as old as the last of it.
+        All tokens that were evicted between two calls get the age of the last of them.
         """
         count = tree.evicted_tokens - self._evicted_tokens
         if not count:
@@ -180,7 +180,7 @@ def _kind(sequence: Sequence) -> Kind:
 
 
 class _Recent:
-    """One of the last requests. What became of its prompt is looked up at the first call."""
+    """One of the last requests. Its causes are found at the first call, and kept."""
 
     __slots__ = ("_account", "_causes", "_request_id")
 
@@ -193,7 +193,7 @@ class _Recent:
         account, ago = self._account, now - self._account.time
         if self._causes is not None:
             return replace(self._causes, seconds_ago=ago)
-        went, parted = account.evicted_at, account.divergence
+        evicted, parted = account.evicted_at, account.divergence
         self._causes = PromptCauses(
             self._request_id,
             account.namespace,
@@ -202,7 +202,7 @@ class _Recent:
             account.hit_tokens,
             {cause: tokens for cause, tokens in account.causes.items() if tokens},
             account.evicted_idle_seconds,
-            None if went is None else account.time - went,
+            None if evicted is None else account.time - evicted,
             None if parted is None else parted.position,
             () if parted is None else _ids(parted.before),
             None if parted is None else difference(_ids(parted.ours), _ids(parted.theirs)),

@@ -1,4 +1,4 @@
-"""What another process may ask of an engine: a list of calls, each by its name."""
+"""The calls to an engine that another process may make, each by its name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from functools import partial
 from typing import Any
 
 from coppice.runtime.engine.core import Engine
-from coppice.runtime.report.gather import (
-    make_report,
-    make_stats,
-    pin_state,
-)
+from coppice.runtime.report.gather import make_report, make_stats, pin_state
 from coppice.runtime.report.snapshot import PinState
 
 
@@ -35,7 +31,7 @@ class EngineService:
             "has_unfinished": engine.has_unfinished,
             "put_pin": self.put_pin,
             "list_pins": self.list_pins,
-            "unpin": engine.pins.unpin,
+            "unpin": engine.unpin,
             "reset_cache": engine.reset_cache,
             "stats": partial(make_stats, engine),
             "cache_report": partial(make_report, engine),
@@ -70,7 +66,7 @@ class EngineService:
         return pin_state(pin, self.engine.pins.clock())
 
     def list_pins(self) -> tuple[PinState, ...]:
-        """All pins, after those have ended whose time has passed."""
+        """All pins that have not expired."""
         pins = self.engine.pins
         pins.refresh()
         return tuple(pin_state(pin, pins.clock()) for pin in pins)

@@ -1,4 +1,4 @@
-"""Makes the snapshots of an engine, which does not know them."""
+"""Makes the snapshots of an engine; the engine itself does not import them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from coppice.radix import Pin, Pins, RadixTree
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.metrics.counters import FINISH_REASONS, REFUSALS, EngineCounters
 from coppice.runtime.metrics.histogram import Buckets
-from coppice.runtime.metrics.pool_use import pool_use
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.report.snapshot import CacheReport, EngineStats, PinState, TreeReport
 
@@ -58,19 +57,23 @@ def pin_state(pin: Pin, now: float) -> PinState:
 def counted(
     counters: EngineCounters, accounts: PromptAccounts, tree: RadixTree, pins: Pins | None = None
 ) -> dict[str, Any]:
-    """Those fields of `EngineStats` that need no model: a replay has them, too."""
+    """Those fields of `EngineStats` that need no model: a replay has them, too.
+
+    O(nodes on the paths of pins). Settles the cache's accounts.
+    """
     values = vars(counters)
-    pages = pool_use(tree, pins)
+    total, free, cached = tree.pool.num_pages, tree.pool.free_pages, tree.evictable_pages
+    pinned = 0 if pins is None else pins.locked_pages()
     return {name: _plain(values[name]) for name in _FIELDS if name in values} | {
         "counts": accounts.counts(),
         "finished": {reason: counters.finished[reason] for reason in FINISH_REASONS},
         "refused": {limit: counters.refused[limit] for limit in REFUSALS},
         "page_size": tree.page_size,
-        "pages_total": pages.total,
-        "pages_free": pages.free,
-        "pages_cached": pages.cached,
-        "pages_pinned": pages.pinned,
-        "pages_held": pages.held,
+        "pages_total": total,
+        "pages_free": free,
+        "pages_cached": cached,
+        "pages_pinned": pinned,
+        "pages_held": total - free - cached - pinned,
     }
 
 

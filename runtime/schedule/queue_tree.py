@@ -1,4 +1,4 @@
-"""Waiting sequences as a tree of their own, in which the next one is always known.
+"""A tree of the waiting sequences of a namespace, in which the next one is always known.
 
 Sequences that begin alike share a path here, whether or not the cache has it. Each branch knows how
 much of its edge is cached and whether a running sequence is about to compute it, so a change of the
@@ -7,8 +7,8 @@ cache touches the branches on one path, however many sequences wait below them.
     branch     cached                 waiting below
     root       -
       system   all of it              900
-        doc A  none, a leader runs    400    wait: they will hit what the leader computes
-        doc B  half of it             500    all of them hit the same tokens: system + half of B
+        doc A  none, a leader runs    400    they wait, and will hit what the leader computes
+        doc B  half of it             500    they all hit the same tokens: system + half of B
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sortedcontainers import SortedList
 
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 
-# A follower that would save fewer tokens than this does not wait for its leader: a step of the
-# whole batch costs more than they do.
+# A sequence that would save fewer tokens than this does not wait for a leader: a step of the whole
+# batch costs more than computing them.
 MIN_SHARED_TOKENS = 16
 
 NEVER = float("inf")
 
 Rank = tuple[Any, ...]
-"""What branches and sequences are ordered by, least first; of one tree all have one length."""
+"""What branches and sequences are ordered by, least first; in one tree all have one length."""
 
 
 class Branch:
@@ -76,9 +76,6 @@ class WaitingTree:
         self._by_weight = by_weight
         self.root = Branch(None, b"", 0)
 
-    def __len__(self) -> int:
-        return self.root.waiting
-
     @property
     def empty(self) -> bool:
         """Whether neither waiting nor leading sequences are left."""
@@ -94,17 +91,13 @@ class WaitingTree:
 
     # -- sequences ---------------------------------------------------------------------------
 
-    def add(self, tokens: bytes, arrival: int, cached: int) -> Branch:
-        """Enters a waiting sequence, of whose tokens (int32 bytes) the first `cached` can be hit.
-
-        Returns the branch that ends with it, for `remove` and `lead`.
-        """
+    def add(self, tokens: bytes, arrival: int, cached: int) -> None:
+        """Enters a waiting sequence; of its tokens (int32 bytes) the first `cached` can be hit."""
         branch = self._at(tokens, cached)
         if branch.ending is None:
             branch.ending = SortedList()
         branch.ending.add(arrival)
         self._count(branch, waiting=1)
-        return branch
 
     def remove(self, tokens: bytes, arrival: int) -> None:
         """Takes a waiting sequence out."""
@@ -114,11 +107,11 @@ class WaitingTree:
         self._count(branch, waiting=-1)
 
     def lead(self, tokens: bytes, cached: int) -> None:
-        """Notes a running sequence that is about to compute its tokens: others may wait for it."""
+        """Notes a leader: a running sequence that is about to compute its tokens."""
         self._count(self._at(tokens, cached), leaders=1)
 
     def stop_leading(self, tokens: bytes) -> None:
-        """Notes that this sequence has computed its tokens, or has left."""
+        """Notes that a leader has computed its tokens, or has left."""
         self._count(self._find(tokens), leaders=-1)
 
     def cached(self, tokens: bytes) -> int:
@@ -168,7 +161,7 @@ class WaitingTree:
 
     @staticmethod
     def _common(tokens: bytes, branch: Branch) -> int:
-        """How many tokens of a branch's edge `tokens` enter."""
+        """The number of tokens of a branch's edge that `tokens` share."""
         return common_prefix(tokens, branch.start * TOKEN_BYTES, branch.edge) // TOKEN_BYTES
 
     # -- the tree ----------------------------------------------------------------------------
@@ -194,7 +187,7 @@ class WaitingTree:
         return path[-1]
 
     def _at(self, tokens: bytes, cached: int) -> Branch:
-        """The branch that ends with `tokens`, made if there is none."""
+        """The branch that ends with `tokens`, made if there is none; `cached` as in `add`."""
         path = self._path(tokens)
         branch = path[-1] if path else self.root
         at = branch.start * TOKEN_BYTES
@@ -282,7 +275,7 @@ class WaitingTree:
         branch.rank, branch.oldest = None, NEVER
 
     def _order(self, branch: Branch) -> None:
-        """Finds the best and the oldest of a branch from what its children know."""
+        """Finds the best and the oldest sequence of a branch from those of its children."""
         ending = branch.ending[0] if branch.ending else NEVER
         branch.oldest = min(ending, branch.ages[0][0] if branch.ages else NEVER)
         branch.rank, branch.pick = None, -1
@@ -295,7 +288,7 @@ class WaitingTree:
                 branch.pick = int(arrival)
                 branch.rank = self._rank_of(branch, hit)
             return
-        # All of it is cached: its sequences hit at least that much, and children know of more.
+        # All of it is cached: its own sequences hit that much, those of children maybe more.
         if ending != NEVER:
             branch.pick = int(ending)
             branch.rank = self._rank_of(branch, branch.end)
@@ -312,7 +305,7 @@ class WaitingTree:
         return self._rank(hit, branch.pick, branch.waiting)
 
     def _oldest_free(self, branch: Branch, hit: int) -> float:
-        """Least arrival at or below a branch that need not wait for a leader; all with that hit."""
+        """Least arrival at or below a branch that waits for no leader; all have that hit."""
         if not branch.leaders:
             return branch.oldest
         if branch.end - hit >= MIN_SHARED_TOKENS:

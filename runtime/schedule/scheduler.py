@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 from coppice.radix import Match, OutOfPages, RadixTree
 from coppice.runtime.metrics.counters import EngineCounters
@@ -12,7 +13,7 @@ from coppice.runtime.schedule.paging import PageCopy, Paging
 from coppice.runtime.schedule.queue import WaitingQueue
 from coppice.runtime.schedule.step_times import StepTimes
 
-# In one step at most this many sequences that do not fit now are passed by ones that do.
+# The most sequences that do not fit now and are passed, in one step, by others that do.
 LOOK_PAST = 8
 
 
@@ -24,7 +25,7 @@ class Chunk:
 
     __slots__ = ("sequence", "count", "start", "decode")
 
-    # By hand: one is made for each sequence in each step.
+    # Written out, not a dataclass, for speed: one is made for each sequence in each step.
     def __init__(self, sequence: Sequence, count: int) -> None:
         self.sequence = sequence
         self.count = count
@@ -36,7 +37,7 @@ class Chunk:
 class Schedule:
     """What one step does: copy pages, in order, then compute the chunks in one mixed batch.
 
-    `short`: pages were missing, and no sequence was preempted for them since tokens are late.
+    `short`: pages were missing, and no sequence was preempted for them since tokens were late.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -57,13 +58,13 @@ class Scheduler:
     """Continuous batching over the pages of one tree.
 
     Every step is one mixed batch of at most `max_num_batched_tokens` tokens of at most
-    `max_num_seqs` sequences: first a token for each sequence that decodes, then chunks of the
-    prompts in work, then waiting sequences, longest hit first. With `max_step_stretch` a step takes
-    at most that many times as long as its decodes alone: it has accordingly few prompt tokens.
+    `max_num_seqs` sequences: first a token for each sequence that decodes, then chunks of prompts
+    that are partly computed, then waiting sequences, longest hit first. With `max_step_stretch` a
+    step gets only as many prompt tokens as keep it within that multiple of its decodes' time alone.
 
     When pages run out, a sequence may take those of one that was admitted after it, which is
-    preempted: its computed tokens enter the tree, and it resumes from what is left of them then.
-    Under "priority" those of worse classes count as admitted after those of better ones. The
+    preempted: its computed tokens enter the tree, and it resumes from those that are still cached.
+    Under "priority" sequences of worse classes count as admitted after those of better ones. The
     sequence admitted first is never preempted for another, so every request finishes. Only if it
     runs alone and still lacks pages (it needs a copy of the page in which its hit ends, beside that
     page) it starts again as a *private* sequence, which locks nothing and can evict all the rest.
@@ -93,10 +94,10 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.running: list[Sequence] = []  # in order of admission
-        self.waiting = WaitingQueue(
-            paging.tree, policy, slack=max_num_batched_tokens, overtaking=overtaking
+        self._new_queue = partial(
+            WaitingQueue, policy=policy, slack=max_num_batched_tokens, overtaking=overtaking
         )
-        self._overtaking = overtaking
+        self.waiting = self._new_queue(paging.tree)
         self.late = False
         self._admissions = 0
         self._forks: dict[Sequence, PageCopy] = {}  # copies that the next step has to make
@@ -104,7 +105,7 @@ class Scheduler:
         self._times = StepTimes(stretch) if math.isfinite(stretch) else None
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence by how much of it is cached now."""
+        """Queues a sequence, in the order that the tokens of it that are cached now give it."""
         cached = self.paging.cached(sequence)
         self.waiting.add(sequence, min(cached, sequence.hit_limit), cached)
 
@@ -113,17 +114,15 @@ class Scheduler:
         assert not self.running
         waiting = list(self.waiting)
         self.paging.tree = tree
-        self.waiting = WaitingQueue(
-            tree,
-            self.waiting.policy,
-            slack=self.max_num_batched_tokens,
-            overtaking=self._overtaking,
-        )
+        self.waiting = self._new_queue(tree)
         for sequence in waiting:
             self.add(sequence)
 
     def schedule(self) -> Schedule:
-        """The next step; empty if there is nothing to do. Pages are taken, locks are held."""
+        """The next step; empty if there is nothing to do. Takes its pages and locks.
+
+        O(running sequences), and O(tokens at memory speed) for each one that is admitted.
+        """
         schedule = Schedule()
         budget = self.max_num_batched_tokens
         if self.waiting.policy == "priority":
@@ -143,8 +142,8 @@ class Scheduler:
             served = served and all_served
         if served or not self.running:
             self._admit(schedule, budget)
-        # Sequences may wait for others of their request that can't be admitted: the last request
-        # makes room, so that the first one can continue with all of its sequences.
+        # Beams may wait for others of their search that can't be admitted: the last request makes
+        # room, so that the first one can continue with all of its sequences.
         while not (schedule.chunks or self.late) and self.running and len(self.waiting):
             self.preempt(max(self.running, key=lambda each: (each.request.arrival, each.admitted)))
             self._admit(schedule, budget)
@@ -157,7 +156,7 @@ class Scheduler:
     def _continue(
         self, sequences: list[Sequence], schedule: Schedule, budget: int
     ) -> tuple[int, bool]:
-        """Schedules running sequences; returns the budget left, and whether all had their pages."""
+        """Schedules running sequences; returns the budget left and whether all got pages."""
         chunks, served, size = schedule.chunks, True, self.paging.page_size
         for sequence in sequences:
             computed = sequence.computed
@@ -192,7 +191,10 @@ class Scheduler:
     # -- running sequences -------------------------------------------------------------------
 
     def _grow(self, sequence: Sequence, count: int, schedule: Schedule) -> bool:
-        """Takes a sequence's pages, if need be from later ones; False: not in this step."""
+        """Takes pages for a sequence's next tokens, if need be by preempting later ones.
+
+        Returns False if it gets none in this step.
+        """
         while True:
             if self.paging.try_grow(sequence, count):
                 return True
@@ -206,7 +208,7 @@ class Scheduler:
             if victims:
                 self.preempt(self._cheapest(victims))
             elif len(self.running) > 1:
-                return False  # older ones run; when they leave there are pages
+                return False  # older sequences run; their pages are free once they end
             else:
                 assert not sequence.private, "a request was accepted that does not fit the pool"
                 self.preempt(sequence)
@@ -214,15 +216,15 @@ class Scheduler:
                 return False
 
     def _turn(self, sequence: Sequence) -> tuple[int, int]:
-        """The order in which running sequences may take pages: the lower from the higher."""
+        """Orders running sequences: each may take pages of those that are greater."""
         by_class = self.waiting.policy == "priority"
         return sequence.request.priority if by_class else 0, sequence.admitted
 
     def _cheapest(self, victims: list[Sequence]) -> Sequence:
-        """The victim whose return costs least: of the worst class, with the fewest tokens to redo.
+        """The victim that costs least: of the worst class, with the fewest tokens to redo.
 
-        What it shares with others stays; the rest may be evicted before it resumes. Of equals, the
-        one with most work left, then the one admitted last.
+        Tokens that it shares with others stay; the rest may be evicted before it resumes. Of
+        equals, the one with most work left, then the one admitted last.
         """
         return min(
             victims,
@@ -237,11 +239,11 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Lets `child` continue from what the running `parent` has computed; it runs from now on.
 
-        Returns False if there is no place or no page for it: then give it its next token and `add`
+        Returns False if there is no place or no page for it: then append its next token and `add`
         it; it will hit what its parent has entered in the tree.
         """
         child.cached_tokens = parent.cached_tokens
-        child.counted = True  # as part of its request
+        child.counted = True  # its request was counted
         if len(self.running) < self.max_num_seqs:
             try:
                 copy = self.paging.fork(parent, child)
@@ -252,7 +254,7 @@ class Scheduler:
                     self._forks[child] = copy
                 self._run(child)
                 return True
-        child.preempted = True  # it comes before new ones
+        child.preempted = True  # it is admitted before new requests
         return False
 
     def _run(self, sequence: Sequence) -> None:
@@ -341,7 +343,7 @@ class Scheduler:
             self.preempt(self._cheapest(worse))
 
     def _worse(self, sequence: Sequence, other: Sequence) -> bool:
-        """Whether it is of a worse class than the other."""
+        """Whether `sequence` is of a worse class than `other`."""
         by_class = self.waiting.policy == "priority"
         return by_class and sequence.request.priority > other.request.priority
 
@@ -350,7 +352,7 @@ class Scheduler:
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = sequence.computed
         if sequence.remaining > 1 and not sequence.private and self.paging.caching:
-            limited = sequence.prompt_logprobs is not None  # its hit is shorter than what is cached
+            limited = sequence.prompt_logprobs is not None  # it may hit less than is cached
             cached = self.paging.cached(sequence) if limited else sequence.computed
             self.waiting.lead(sequence, cached)
 
@@ -358,17 +360,17 @@ class Scheduler:
         """Counts a chunk as computed; what others can hit is entered in the tree."""
         sequence = chunk.sequence
         if chunk.decode:
-            sequence.computed += 1  # it enters the tree when it leaves: see `Paging.commit`
+            sequence.computed += 1  # enters the tree when the sequence leaves: see `Paging.commit`
         else:
             self.paging.commit(sequence, chunk.count)
         if self.waiting.leaders and len(sequence.tokens) - sequence.computed <= 1:
             self.waiting.stop_leading(sequence)
 
     def _fits(self, sequence: Sequence, match: Match) -> bool:
-        """Whether all of it and its next token fit, with a page to spare for each running one.
+        """Whether a sequence and its next token fit, with a page to spare for each running one.
 
-        Only the pages of the first chunk are taken now; looking further ahead keeps a prompt from
-        being admitted just to be preempted.
+        Only the pages of the first chunk are taken now, but a prompt is not admitted only to be
+        preempted in its next chunk.
         """
         length = min(len(sequence.tokens) + 1, sequence.request.max_length)
         needed = self.paging.pages_needed(length, match) + len(self.running)

@@ -1,7 +1,7 @@
-"""Steps that are queued before the tokens of the one before are here, on a fake device.
+"""Steps that are queued before the tokens of the step before have arrived, on a fake device.
 
-The order in which steps are queued and tokens waited for is written down; what comes of it is what
-comes without overlap.
+The fake logs the order in which steps are queued and tokens are waited for. Results must be those
+without overlap.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 class LateFetch:
-    """Stands for `Fetched`, and writes down when it is made and waited for."""
+    """Stands for `Fetched`, and logs when it is made and waited for."""
 
     log: ClassVar[list[str]] = []
     count = 0
@@ -117,7 +117,7 @@ def test_a_step_is_queued_before_the_tokens_of_the_one_before_are_waited_for(
     assert make_stats(engine).decode_steps["graph"] == 3
 
 
-def test_what_ends_by_its_token_is_computed_once_too_often_and_counts_nowhere(
+def test_a_sequence_that_its_token_ends_is_computed_once_too_often_and_not_counted(
     checkpoint, late_device
 ):
     (plain, plain_model), (engine, model) = engine_pair(checkpoint)
@@ -142,7 +142,7 @@ def test_what_ends_by_its_token_is_computed_once_too_often_and_counts_nowhere(
 
 
 def every_kind():
-    """Requests with all that looks at tokens, by name."""
+    """Requests with every option that depends on earlier tokens, by name."""
     plain = {"temperature": 0.9, "max_tokens": 9}
     return {
         "greedy": SamplingParams(temperature=0, max_tokens=9),
@@ -182,7 +182,7 @@ def forbid_all_at_three(generated, logits):
 
 
 @pytest.mark.parametrize("pages", [128, 12])
-def test_whatever_looks_at_tokens_gets_the_same_ones(checkpoint, late_device, pages):
+def test_options_that_depend_on_tokens_give_the_same_with_overlap(checkpoint, late_device, pages):
     """All kinds of request at once, alone, and with a pool so small that they are preempted."""
     (plain, plain_model), (engine, model) = engine_pair(checkpoint, kv_cache_tokens=4 * pages)
     found = []
@@ -190,7 +190,7 @@ def test_whatever_looks_at_tokens_gets_the_same_ones(checkpoint, late_device, pa
         for number, (name, params) in enumerate(every_kind().items()):
             each.add_request(name, [5, 6, 7, 8, 9, 3 + number], params)
         outputs = summary(run(each, its_model))
-        if pages == 12:  # hits hang on what had to go
+        if pages == 12:  # hits depend on what was evicted
             outputs = {key: seen[:-1] for key, seen in outputs.items()}
         found.append(outputs)
     assert found[0] == found[1]
@@ -215,7 +215,7 @@ def test_a_step_short_of_pages_waits_for_the_tokens_before_it_preempts(checkpoin
 
 
 def test_beams_are_not_overlapped_and_find_the_same(tiny_checkpoint):
-    """With a real model: prefills in chunks, hits, forks, beams; all but beams overlapped."""
+    """With a real model: prefills in chunks, hits, forks and beams; all but beams overlap."""
     found = [
         answers(
             make_engine(tiny_checkpoint("llama"), device="cpu", async_scheduling=overlap),
@@ -226,7 +226,7 @@ def test_beams_are_not_overlapped_and_find_the_same(tiny_checkpoint):
     assert found[0] == found[1]
 
 
-def test_aborts_take_back_what_is_on_its_way(checkpoint, late_device):
+def test_aborts_discard_tokens_that_have_not_arrived(checkpoint, late_device):
     _, (engine, model) = engine_pair(checkpoint)
     forks = SamplingParams(temperature=0.9, seed=1, n=2, max_tokens=9, ignore_eos=True)
     engine.add_request("a", [5, 6, 7, 8, 9], GREEDY)
@@ -241,7 +241,7 @@ def test_aborts_take_back_what_is_on_its_way(checkpoint, late_device):
     assert len(rest["b", 1]) == 7 and rest["b", 1][-1].finish_reason == "length"
     engine.add_request("c", [5, 6, 7, 8, 9], GREEDY)
     engine.step()
-    engine.abort("c")  # with its first token on its way, and nothing else
+    engine.abort("c")  # only its first token has not arrived yet
     assert not engine.has_unfinished()
     engine.reset_cache()
     assert engine.tree.pool.free_pages == engine.num_pages
@@ -250,7 +250,7 @@ def test_aborts_take_back_what_is_on_its_way(checkpoint, late_device):
     assert len(outputs) == 8
 
 
-def test_tokens_that_do_not_come_end_their_requests_and_the_engine_goes_on(
+def test_a_fetch_that_fails_ends_its_requests_and_the_engine_continues(
     checkpoint, late_device, monkeypatch
 ):
     _, (engine, model) = engine_pair(checkpoint)
@@ -271,10 +271,10 @@ def test_tokens_that_do_not_come_end_their_requests_and_the_engine_goes_on(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_tokens_that_do_not_come_while_forks_wait_for_places(
+def test_a_fetch_that_fails_while_forks_wait_for_places(
     checkpoint, late_device, monkeypatch, overlap
 ):
-    """The step waits for them at once: what fails then ends its requests, and no others."""
+    """The step waits for its tokens at once: a failure ends the requests in it, and no others."""
     engine, model = fake_engine(
         checkpoint, async_scheduling=overlap, kv_cache_tokens=512, page_size=4, max_num_seqs=2
     )
@@ -329,7 +329,7 @@ def test_an_interrupt_while_tokens_are_waited_for_loses_none(checkpoint, late_de
 
 
 class Broken:
-    """A device that has failed for good, as CUDA does: each later call says so."""
+    """A device that has failed for good: as with CUDA, each later call raises."""
 
     def __init__(self, engine, monkeypatch):
         self.failed = False
@@ -370,7 +370,7 @@ def test_a_device_that_has_failed_for_good_ends_everything(
         engine.add_request("d", [5, 6], GREEDY)
 
 
-def test_an_error_that_passes_ends_its_requests_alone(checkpoint, late_device, monkeypatch):
+def test_an_error_of_one_step_ends_only_its_requests(checkpoint, late_device, monkeypatch):
     _, (engine, model) = engine_pair(checkpoint)
     Broken(engine, monkeypatch)
     engine.add_request("a", [5, 6, 7, 8, 9], GREEDY)
@@ -382,10 +382,10 @@ def test_an_error_that_passes_ends_its_requests_alone(checkpoint, late_device, m
 
 
 def test_pages_are_freed_and_reused_as_fast_as_possible(checkpoint, late_device):
-    """Short requests that part in the middle of pages, more than fit, in a pool of few pages.
+    """Short requests that diverge inside pages, more than fit in the pool.
 
-    Each step frees pages of sequences of which the device has one more row to compute, and hands
-    them to others at once. The fake model knows which KV each row must read.
+    Each step frees pages of sequences of which the device has one more row to compute, and other
+    sequences get them at once. The fake model checks which KV each row reads.
     """
     rng = random.Random(1)
     for size, pages in ((1, 40), (4, 12), (16, 5)):

@@ -1,13 +1,15 @@
-"""Beam search in the engine: transformers' results, beside other requests, from few pages."""
+"""Beam search in the engine: results of transformers, beside other requests and from few pages."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+from reference_engine import reference_engine
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from coppice.runtime.config import EngineConfig
@@ -20,13 +22,7 @@ PROMPTS = ([5, 9, 33, 7, 12, 81, 44, 3, 3, 17, 60], [5, 9, 33, 7, 12, 81, 2, 8],
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
-def make(path, **options):
-    options = {
-        "kv_cache_tokens": 2048,
-        "max_num_seqs": 16,
-        "attention_backend": "reference",
-    } | options
-    return Engine(EngineConfig(model=str(path), dtype="float32", **options))
+make = partial(reference_engine, max_num_seqs=16)
 
 
 def run(engine):
@@ -70,7 +66,7 @@ def theirs(path, prompt, params, eos, **options):
 
 @pytest.fixture(scope="module")
 def eos(tiny_checkpoint):
-    """A token that ends some beams of the first prompt on their way."""
+    """A token that ends some beams of the first prompt before max_tokens."""
     engine = make(tiny_checkpoint("llama"))
     engine.add_request("a", PROMPTS[0], GREEDY)
     (outputs,) = run(engine).values()
@@ -133,7 +129,7 @@ def test_beams_share_pages_and_prompt_and_winners_stay_cached(tiny_checkpoint):
 
 
 class Doubled(LogitsProcessor):
-    """Changes scores by the tokens so far; like `doubled` below."""
+    """Applies `doubled` to each row, as a logits processor of transformers."""
 
     def __init__(self, prompt):
         self.prompt = prompt
@@ -173,7 +169,7 @@ def test_rules_act_as_those_of_transformers(tiny_checkpoint, eos, name, width):
     prompt = PROMPTS[0] if name == "min_tokens" else [56, 91, *range(101, 320, 3), *PROMPTS[0]]
     if name in RULES:
         ours, their = RULES[name]
-    else:  # what would be found without, and pieces of it
+    else:  # pieces of what is found without bad words
         engine = make(path)
         engine.add_beam_search("a", prompt, BeamSearchParams(4, 9, ignore_eos=True))
         (outputs,) = run(engine).values()
@@ -203,7 +199,7 @@ def test_rules_act_as_those_of_transformers(tiny_checkpoint, eos, name, width):
 
 @torch.inference_mode()
 def test_penalties_are_counted_for_each_line_by_itself(tiny_checkpoint):
-    """Against a search that computes every line anew, from what the parameters say."""
+    """Against a search that computes every line anew, and applies the parameters by itself."""
     path, prompt = tiny_checkpoint("qwen2"), PROMPTS[0]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     params = BeamSearchParams(
@@ -244,7 +240,9 @@ def test_logprobs_are_those_of_the_results_own_lines(tiny_checkpoint, eos, top):
     engine.add_beam_search("c", [4, *prompt], BeamSearchParams(4, 9))
     results = run(engine)
     assert all(output.logprobs is None for output in results["c"])
-    assert len({len(output.new_token_ids) for output in results["a"]}) > 1, "one ends on its way"
+    assert len({len(output.new_token_ids) for output in results["a"]}) > 1, (
+        "one ends before the others"
+    )
     for output in results["a"]:
         tokens = list(output.new_token_ids)
         raw = model(torch.tensor([[*prompt, *tokens]])).logits[0].log_softmax(-1)
@@ -367,9 +365,11 @@ def test_a_step_is_one_forward_and_copies_a_page_for_each_beam_that_diverges(tin
     engine.add_beam_search("b", PROMPTS[0], BeamSearchParams(3, 8, ignore_eos=True))
     engine.add_request("c", PROMPTS[0], GREEDY)
     results = run(engine)
-    assert rows[:2] == [3, 8] and set(rows[1:8]) == {8}, "a row a beam, and one of the other"
+    assert rows[:2] == [3, 8] and set(rows[1:8]) == {8}, (
+        "a row for each beam, and one for the other request"
+    )
     assert [output.cached_tokens for output in results["a"]] == [len(PROMPTS[0]) - 1] * 4
-    # Those of the start are three copies of the prompt's last page, which is cached.
+    # At the start the prompt's last page, which is cached, is copied three times.
     assert forked >= 5 and copied <= forked + 3
 
 
@@ -377,7 +377,7 @@ def test_the_best_line_so_far_is_reported_when_it_changes(tiny_checkpoint, eos):
     engine = make(tiny_checkpoint("llama"))
     params = BeamSearchParams(4, 12, stop_token_ids=(eos,), length_penalty=0.7, best_so_far=True)
     engine.add_beam_search("a", PROMPTS[1], params)
-    told, results = [], []
+    reported, results = [], []
     while engine.has_unfinished():
         group = engine._searches._groups["a"]
         for output in engine.step():
@@ -392,14 +392,15 @@ def test_the_best_line_so_far_is_reported_when_it_changes(tiny_checkpoint, eos):
             ]
             assert (best.score, best.token_ids) == max(ended + live)
             assert (best.finish_reason is not None) == ((best.score, best.token_ids) in ended)
-            told.append(best.token_ids)
+            reported.append(best.token_ids)
     assert len(results) == 4
-    assert len(told) > 3 and len(set(told)) == len(told)
-    assert any(after[: len(before)] != before for before, after in pairwise(told)), "no delta"
+    assert len(reported) > 3 and len(set(reported)) == len(reported)
+    pairs = pairwise(reported)
+    assert any(after[: len(before)] != before for before, after in pairs), "no mere continuation"
 
 
 def union(size, lines):
-    """Pages that hold lines of tokens which share what they have in common."""
+    """The number of pages that hold lines of tokens, which share their common prefixes."""
     nodes = {tuple(line[:end]) for line in lines for end in range(1, len(line) + 1)}
     tails = {node for node in nodes if not len(node) % size}
     # A line's unfinished last page is its own, unless another line continues after it.
@@ -423,7 +424,7 @@ def test_beams_that_die_give_their_pages_back_in_that_step(tiny_checkpoint, page
         if not outputs:
             assert engine.tree.evictable_pages == 0, "every page is free or a live beam's"
             most = max(most, make_report(engine).pages_held)
-    assert dead > 8, "beams have died on the way"
+    assert dead > 8, "beams must have died"
     kept = [[*prompt, *output.new_token_ids][:-1] for output in outputs]
     pages = engine.tree.pool
     assert engine.tree.cached_tokens == len(
@@ -436,7 +437,7 @@ def test_beams_that_die_give_their_pages_back_in_that_step(tiny_checkpoint, page
 
 
 def results_of(search):
-    """Those that may still be returned."""
+    """The results that may still be returned."""
     return search.results() if search.done else search.finished
 
 
@@ -465,8 +466,8 @@ def test_results_that_are_beaten_give_their_pages_back_in_that_step(tiny_checkpo
         used = engine.num_pages - engine.tree.pool.free_pages
         # A line may have a copy of the page in which it left the one that it was forked from.
         assert used <= union(page_size, standing + lines) + len(standing) + len(lines)
-    assert beaten > 2, "results were beaten on the way"
-    assert alone > 0, "results stood that no beam went on from"
+    assert beaten > 2, "results must have been beaten"
+    assert alone > 0, "results must have stood that no beam continues"
     assert used <= union(page_size, standing) + n
     for line in standing:
         assert engine.tree.match(line, engine.intake.namespace(None)).length == len(line)
@@ -474,7 +475,7 @@ def test_results_that_are_beaten_give_their_pages_back_in_that_step(tiny_checkpo
 
 
 def test_a_search_drops_no_result_of_another_one_that_asks_for_more(tiny_checkpoint):
-    """Two of one prompt go the same ways, and end with one and with all of the same results."""
+    """Two searches of one prompt have the same beams; one returns one result, the other four."""
     engine = make(tiny_checkpoint("llama"), page_size=4)
     params = BeamSearchParams(4, 20, ignore_eos=True, stop_token_ids=tuple(range(0, 320, 12)))
     engine.add_beam_search("one", PROMPTS[0], replace(params, n=1))
@@ -487,7 +488,7 @@ def test_a_search_drops_no_result_of_another_one_that_asks_for_more(tiny_checkpo
     assert not any(node.draft or node.wanted for node in engine.tree.nodes())
 
 
-def test_results_so_far_outlive_an_aborted_search_and_nothing_behind_them(tiny_checkpoint):
+def test_an_aborted_search_leaves_only_its_prompt_and_results(tiny_checkpoint):
     engine = make(tiny_checkpoint("llama"), page_size=4)
     params = BeamSearchParams(4, 30, ignore_eos=True, stop_token_ids=tuple(range(0, 320, 12)))
     engine.add_beam_search("a", PROMPTS[0], params)
@@ -495,7 +496,9 @@ def test_results_so_far_outlive_an_aborted_search_and_nothing_behind_them(tiny_c
     while len(search.finished) < 3:
         engine.step()
     assert engine.abort("a")
+    assert not engine.has_unfinished()
     engine.check()
+    assert make_report(engine).pages_held == 0
     kept = [[*PROMPTS[0], *result.tokens[:-1]] for result in search.finished]
     prefixes = {
         tuple(line[:end]) for line in [*kept, PROMPTS[0]] for end in range(1, 1 + len(line))
@@ -504,8 +507,8 @@ def test_results_so_far_outlive_an_aborted_search_and_nothing_behind_them(tiny_c
     assert not any(node.draft or node.wanted for node in engine.tree.nodes())
 
 
-def test_what_preempted_and_aborted_beams_left_goes_too(tiny_checkpoint):
-    """From a pool so small that beams wait: nothing but prompts and results stays."""
+def test_drafts_of_preempted_and_aborted_beams_are_dropped(tiny_checkpoint):
+    """In a pool so small that beams wait, only prompts and results stay."""
     engine = make(tiny_checkpoint("llama"), page_size=4, kv_cache_tokens=4 * 36)
     params = BeamSearchParams(4, 24, n=1, ignore_eos=True)
     for number, name in enumerate("abcdef"):
@@ -517,8 +520,7 @@ def test_what_preempted_and_aborted_beams_left_goes_too(tiny_checkpoint):
     results = run(engine)
     assert engine.counters.preemptions > 0
     assert set(results) == set("acdef")
-    drafts = [node for node in engine.tree.nodes() if node.draft]
-    assert not drafts
+    assert not any(node.draft for node in engine.tree.nodes())
     alone = make(tiny_checkpoint("llama"), page_size=4)
     for number, name in enumerate("abcdef"):
         if name != "b":
@@ -527,7 +529,7 @@ def test_what_preempted_and_aborted_beams_left_goes_too(tiny_checkpoint):
         assert output.new_token_ids == results[name][0].new_token_ids
 
 
-def test_what_another_request_has_hit_outlives_its_beam(tiny_checkpoint):
+def test_a_draft_that_another_request_has_hit_outlives_its_beam(tiny_checkpoint):
     engine = make(tiny_checkpoint("llama"), page_size=4)
     engine.add_beam_search("a", PROMPTS[0], BeamSearchParams(4, 20, n=1, ignore_eos=True))
     for _ in range(9):
@@ -543,7 +545,7 @@ def test_what_another_request_has_hit_outlives_its_beam(tiny_checkpoint):
     assert not any(node.draft for node in engine.tree.nodes())
 
 
-def test_a_search_ends_where_the_context_does(tiny_checkpoint):
+def test_max_model_len_ends_a_search(tiny_checkpoint):
     engine = make(tiny_checkpoint("llama"), max_model_len=32, page_size=4)
     engine.add_beam_search("a", [3] * 26, BeamSearchParams(3, 10**6, ignore_eos=True))
     outputs = run(engine)["a"]
@@ -551,18 +553,7 @@ def test_a_search_ends_where_the_context_does(tiny_checkpoint):
     assert {output.finish_reason for output in outputs} == {"length"}
 
 
-def test_a_beam_search_can_be_aborted(tiny_checkpoint):
-    engine = make(tiny_checkpoint("llama"))
-    engine.add_beam_search("a", PROMPTS[0], BeamSearchParams(4, 20))
-    for _ in range(3):
-        engine.step()
-    assert engine.abort("a")
-    assert not engine.has_unfinished()
-    engine.check()
-    assert make_report(engine).pages_held == 0
-
-
-def test_what_can_not_run_is_refused_by_name(tiny_checkpoint):
+def test_a_search_that_cannot_run_is_refused_by_name(tiny_checkpoint):
     engine = make(tiny_checkpoint("llama"), kv_cache_tokens=128, page_size=16)
     with pytest.raises(ValueError, match="beam_width must be at most max_num_seqs, 16, got 17"):
         engine.add_beam_search("a", [1, 2], BeamSearchParams(17))

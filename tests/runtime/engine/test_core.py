@@ -1,17 +1,18 @@
-"""The engine against transformers' generate, and what it says and does when things go wrong."""
+"""The engine against transformers' generate; its limits, its errors, and how it recovers."""
 
 import dataclasses
 import random
 
 import pytest
 import torch
+from reference_engine import reference_engine as engine
 from transformers import AutoModelForCausalLM
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report, make_stats
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
-from coppice.runtime.requests.request import QueueFull
+from coppice.runtime.requests.request import QueueFull, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
@@ -41,16 +42,6 @@ def make_prompts():
 
 
 PROMPTS = make_prompts()
-
-
-def engine(path, **options):
-    options = {
-        "kv_cache_tokens": 2048,
-        "max_num_seqs": 8,
-        "attention_backend": "reference",
-        **options,
-    }
-    return Engine(EngineConfig(model=str(path), dtype="float32", **options))
 
 
 def run(engine, prompts, params=GREEDY, **options):
@@ -212,7 +203,7 @@ def test_shared_stretches_reach_the_attention_plan(tiny_checkpoint, monkeypatch)
     ]
 
 
-def test_sampling_is_repeatable_by_seed_whatever_else_runs(tiny_checkpoint):
+def test_sampling_is_repeatable_by_seed_beside_any_requests(tiny_checkpoint):
     made = engine(tiny_checkpoint("qwen2"), kv_cache_tokens=192)
     params = [
         SamplingParams(temperature=1.0, seed=index, max_tokens=10, top_k=index * 5, ignore_eos=True)
@@ -235,7 +226,7 @@ def test_ends(tiny_checkpoint, expected):
     assert got == tokens[: first + 1]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
 
-    # min_tokens forbids the stop token for so long.
+    # The stop token is forbidden before min_tokens.
     longer = SamplingParams(
         temperature=0, stop_token_ids=[stop], min_tokens=first + 3, ignore_eos=True
     )
@@ -332,7 +323,7 @@ def test_abort_at_every_stage_gives_the_pages_back_and_keeps_the_work(tiny_check
     assert make_report(made).computed_tokens < 2 * len(prompt)
 
 
-def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(tiny_checkpoint, expected):
+def test_a_failing_step_ends_its_requests_and_the_engine_continues(tiny_checkpoint, expected):
     made = engine(tiny_checkpoint("llama"), max_num_seqs=2)
     run(made, PROMPTS[:2])
     forward = made.runner.decoder.forward
@@ -374,7 +365,7 @@ def test_the_accounts_are_settled_between_steps(tiny_checkpoint, monkeypatch):
     monkeypatch.setattr("coppice.radix.accounting.ledger._BATCH_REQUESTS", 3)
     made = engine(tiny_checkpoint("llama"))
     run(made, PROMPTS)
-    assert len(made.accounts._accounting._waiting) < 6, "nobody has asked"
+    assert len(made.accounts._accounting._waiting) < 6, "they are settled before anyone asks"
     assert made.accounts._accounting._taken >= len(PROMPTS) - 3
     counts = made.accounts.snapshot().overall.since_start
     assert counts.requests == len(PROMPTS)
@@ -383,7 +374,7 @@ def test_the_accounts_are_settled_between_steps(tiny_checkpoint, monkeypatch):
 def test_reset_is_refused_while_requests_run(tiny_checkpoint):
     made = engine(tiny_checkpoint("llama"))
     made.add_request("a", PROMPTS[0], GREEDY)
-    with pytest.raises(RuntimeError, match="refused while 1 requests"):
+    with pytest.raises(Unfinished, match="refused while 1 requests are unfinished"):
         made.reset_cache()
     while made.has_unfinished():
         made.step()
@@ -443,7 +434,7 @@ def test_an_unknown_attention_backend_and_too_long_a_length_are_refused(tiny_che
         engine(tiny_checkpoint("llama"), max_model_len=10**7, kv_cache_tokens=2 * 10**7)
 
 
-def test_a_type_that_the_attention_backend_can_not_compute_in_is_refused(tiny_checkpoint):
+def test_a_type_that_the_attention_backend_does_not_support_is_refused(tiny_checkpoint):
     config = EngineConfig(model=str(tiny_checkpoint("llama")), dtype="bfloat16")
     with pytest.raises(ValueError, match="dtype: the cpu attention backend computes in float32"):
         Engine(config)
@@ -468,14 +459,16 @@ def test_a_pin_keeps_its_prefix_and_leaves_room_for_requests(tiny_checkpoint):
         made.check()
     with pytest.raises(ValueError, match="pin 'much' needs"):
         made.pin("much", [9] * 32)
+    made.pin("little", [9] * 4)
+    assert made.unpin("little") and not made.unpin("little")
     made.reset_cache()
     assert len(made.pins) == 0
     assert made.tree.cached_tokens == 0
     made.check()
 
 
-def test_a_pin_ends_though_no_step_is_made(tiny_checkpoint):
-    """Whoever asks an idle engine for anything finds the pins as they are by then."""
+def test_a_pin_expires_though_no_step_is_made(tiny_checkpoint):
+    """Any call to an idle engine finds only the pins that have not expired by then."""
     made = engine(tiny_checkpoint("llama"), kv_cache_tokens=64, page_size=4, pin_budget=0.5)
     now = 0.0
     made.pins.clock = lambda: now
@@ -498,7 +491,7 @@ def test_a_pin_ends_though_no_step_is_made(tiny_checkpoint):
         assert "old" not in [pin.name for pin in made.pins], what
         made.abort("a")
         made.abort("b")
-        made.pins.unpin("new")
+        made.unpin("new")
         made.check()
 
 
@@ -518,7 +511,7 @@ def test_load_is_shed_with_a_clear_refusal(tiny_checkpoint):
 
 
 def test_only_requests_that_wait_to_begin_fill_the_queue(tiny_checkpoint):
-    """Siblings without a place and preempted sequences are of requests that were let in."""
+    """The requests of siblings without a place and of preempted sequences have begun."""
     limits = {"max_queued_requests": 1, "max_queued_tokens": 20}
     made = engine(tiny_checkpoint("llama"), max_num_seqs=2, **limits)
     made.add_request("a", [1] * 20, SamplingParams(n=6, max_tokens=5, ignore_eos=True))

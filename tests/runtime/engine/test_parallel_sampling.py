@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference_engine import reference_engine as make
 
-from coppice.runtime.config import EngineConfig
-from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 PROMPT = [5, 9, 33, 7, 12, 81, 44, 3, 3, 17, 60, 61, 62, 63, 64, 65, 66, 67, 68]
-
-
-def make(path, **options):
-    options = {
-        "kv_cache_tokens": 2048,
-        "max_num_seqs": 8,
-        "attention_backend": "reference",
-    } | options
-    return Engine(EngineConfig(model=str(path), dtype="float32", **options))
 
 
 def run(engine, requests):
@@ -65,8 +55,8 @@ def test_the_prompt_is_computed_once(tiny_checkpoint, page_size, caching):
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_sequence_is_reproducible_whatever_else_runs(tiny_checkpoint, page_size):
-    """Alone, beside others, with too few places, and with a pool so small that all preempt."""
+def test_a_sequence_is_reproducible_beside_any_requests(tiny_checkpoint, page_size):
+    """Alone, beside others, with too few places, and with a pool so small that they preempt."""
     path = tiny_checkpoint("qwen2")
     alone = run(make(path), {"a": (PROMPT, sampled(4, seed=7))})
     few = run(make(path), {"a": (PROMPT, sampled(2, seed=7))})
@@ -147,7 +137,7 @@ def test_logprobs_of_siblings_are_their_own(tiny_checkpoint):
     assert torch.tensor(list(seen.values())).lt(0).all()
 
 
-def test_the_engine_leaves_the_choice_of_the_best_to_who_knows_the_texts(tiny_checkpoint):
+def test_best_of_above_n_is_left_to_the_caller_who_has_the_texts(tiny_checkpoint):
     engine = make(tiny_checkpoint("llama"))
     with pytest.raises(ValueError, match="best_of must not be above n here"):
         engine.add_request("a", PROMPT, SamplingParams(n=1, best_of=2))

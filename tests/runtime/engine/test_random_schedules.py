@@ -1,8 +1,8 @@
-"""Whatever the schedule: the same tokens and scores as each request alone, and no page lost.
+"""In any schedule each request gets the tokens and scores that it gets alone; no page is lost.
 
     COPPICE_SCHEDULES=20000 pytest tests/runtime/engine/test_random_schedules.py --timeout 0
 
-runs that many instead of a few; the seed in a failure's message repeats it.
+runs 20,000 schedules instead of a few; the seed in a failure's message repeats it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from random_schedules import RandomSchedule
 
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.schedule.paging import PageCopy, copy_batches
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 
 _SCHEDULES = int(os.environ.get("COPPICE_SCHEDULES", "24"))
@@ -56,7 +55,7 @@ def run(engine):
     return outputs
 
 
-def test_the_fake_model_tells_when_it_reads_other_kv(checkpoint):
+def test_the_fake_model_raises_when_it_reads_other_kv(checkpoint):
     engine, model = fake_engine(checkpoint, page_size=4, kv_cache_tokens=64)
     engine.add_request("a", [5, 6, 7, 8, 9], SamplingParams(temperature=0, max_tokens=4))
     engine.step()
@@ -74,15 +73,8 @@ def test_the_fake_model_tells_when_it_reads_other_kv(checkpoint):
         model.check_cache()
 
 
-def test_copies_are_made_in_order_where_pages_are_handed_on():
-    copies = [PageCopy(1, 2), PageCopy(1, 3), PageCopy(4, 1), PageCopy(1, 5), PageCopy(6, 5)]
-    batches = list(copy_batches(copies))
-    assert batches == [copies[:2], copies[2:3], copies[3:4], copies[4:]]
-    assert list(copy_batches([])) == []
-
-
 def test_a_fork_may_copy_from_a_page_that_its_parent_has_given_back(checkpoint):
-    """The first one ends in the step in which its sibling is forked; the next page copied is it."""
+    """The first sequence ends in the step that forks its sibling, before the copy is made."""
     params = SamplingParams(n=2, temperature=0, max_tokens=2, ignore_eos=True)
     for limit in (1, 2):
         engine, _ = fake_engine(
@@ -100,14 +92,14 @@ def test_a_fork_may_copy_from_a_page_that_its_parent_has_given_back(checkpoint):
 
 
 def test_beams_that_do_not_fit_together_take_turns(checkpoint, monkeypatch):
-    """Between the steps of the search each runs alone; those that are computed wait."""
+    """Within a step of the search the beams run one after another; those that are done wait."""
     params = BeamSearchParams(4, 12, ignore_eos=True)
     prompt = list(range(3, 23))
     found = []
     for tokens in (16 * 17, 4096):
         engine, _ = fake_engine(checkpoint, page_size=16, kv_cache_tokens=tokens, max_num_seqs=4)
         engine.add_beam_search("a", prompt, params)
-        if tokens < 4096:  # most of the pool is gone, which no accounting knows of
+        if tokens < 4096:  # most of the pool is taken, unknown to the accounting
             monkeypatch.setattr(engine, "_check_when_idle", lambda: None)
             engine.tree.allocate(engine.num_pages - 3)
         steps = 0
@@ -124,7 +116,7 @@ def test_beams_that_do_not_fit_together_take_turns(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_beam_computes_its_prompt_again_in_chunks(checkpoint, page_size):
-    """It was preempted and its prompt evicted: no more enters the tree than has been computed."""
+    """A preempted beam whose prompt was evicted enters only what it has computed again."""
     params, prompt = BeamSearchParams(3, 6, ignore_eos=True), list(range(3, 33))
     found = []
     for disturbed in (False, True):

@@ -19,7 +19,7 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 
 
 def make_prompts(stem: int) -> list[list[int]]:
-    """Four prompts that leave a text of ``stem`` tokens at several places; one repeats another."""
+    """Four prompts that diverge from a text of `stem` tokens at several places; two are equal."""
     rng = random.Random(5)
     text = [rng.randrange(3, 250) for _ in range(stem)]
     own = [[rng.randrange(3, 250) for _ in range(length)] for length in (3, 7, 1)]
@@ -62,9 +62,9 @@ def lines_and_bits(
         engine.add_request(str(number), prompt, SamplingParams(**(params | options)))
     made = []
     for _, outputs in sorted(run(engine).items()):
-        told = Logprobs.joined([each.logprobs for each in outputs if each.logprobs is not None])
-        assert len(told) == tokens
-        made.append((joined(outputs), told.logprobs.tobytes() + told.top_logprobs.tobytes()))
+        found = Logprobs.joined([each.logprobs for each in outputs if each.logprobs is not None])
+        assert len(found) == tokens
+        made.append((joined(outputs), found.logprobs.tobytes() + found.top_logprobs.tobytes()))
     return made
 
 

@@ -1,6 +1,6 @@
 """Random schedules: an engine with a fake model under requests, aborts, pins, failures and resets.
 
-`RandomSchedule(seed, checkpoint).run()` does one. The seed determines everything random.
+`RandomSchedule(seed, checkpoint, policy).run()` does one. The seed determines everything random.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.request import QueueFull, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 
 _FAILURES = ("prepare", "copy", "begin", "layer 0", "layer 1", "logits")
 _MOST_STEPS = 3000  # of one schedule: far more than any needs that makes progress
@@ -40,7 +39,7 @@ class _Broken:
 
 @dataclass(slots=True)
 class Asked:
-    """A request, and what came of it."""
+    """A request, and its outputs."""
 
     name: str
     prompt: list[int]
@@ -71,12 +70,11 @@ class Asked:
 
 
 class RandomSchedule:
-    """One engine's life."""
+    """One random schedule: an engine, and the requests and calls that it gets."""
 
-    def __init__(self, seed: int, checkpoint: Path, policy: str | None = None) -> None:
+    def __init__(self, seed: int, checkpoint: Path, policy: str) -> None:
         self.rng = rng = random.Random(seed)
         self.now = 0.0
-        self.failures = self.interruptions = self.resets = self.unpinned = 0
         size = rng.choice([1, 4, 16])
         least = -(-24 // size)
         seqs = rng.randint(1, 6)
@@ -85,7 +83,7 @@ class RandomSchedule:
             "kv_cache_tokens": size * int(least * rng.choice([1, 1.3, 2, 3, 5])),
             "max_num_seqs": seqs,
             "max_num_batched_tokens": seqs + rng.choice([0, 1, 3, 8, 30, 100]),
-            "scheduling_policy": policy or rng.choice(SCHEDULING_POLICIES),
+            "scheduling_policy": policy,
             "enable_prefix_caching": rng.random() < 0.9,
             "overtaking": rng.choice([None, 0.0, 0.15]),
             "max_step_stretch": rng.choice([None, None, 1.2, 2.5]),
@@ -108,7 +106,7 @@ class RandomSchedule:
         self.stems = [[], system, system + self._tokens(14), self._tokens(20)]
 
     def _use_own_clocks(self) -> None:
-        """What the engine does by the clock must follow from the seed too."""
+        """Replaces clocks, so that the seed determines what the engine does by time."""
         engine, observe = self.engine, self.engine.scheduler.observe
         engine.pins.clock = lambda: self.now
 
@@ -119,10 +117,10 @@ class RandomSchedule:
         engine.scheduler.observe = timed  # type: ignore[method-assign]
 
     def _tokens(self, count: int) -> list[int]:
-        few = self.rng.choice([2, VOCABULARY])  # with two, prompts part and meet in many places
+        few = self.rng.choice([2, VOCABULARY])  # with two, prompts diverge and agree in many places
         return [self.rng.randrange(few) for _ in range(count)]
 
-    # -- what happens ------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------
 
     def run(self) -> None:
         rng = self.rng
@@ -136,7 +134,7 @@ class RandomSchedule:
             elif chance < 0.45:
                 self.pin()
             elif chance < 0.47 and self.pins:
-                self.engine.pins.unpin(self.pins.pop(rng.randrange(len(self.pins))))
+                self.engine.unpin(self.pins.pop(rng.randrange(len(self.pins))))
             elif chance < 0.50:
                 self.reset()
             elif chance < 0.53:
@@ -148,7 +146,7 @@ class RandomSchedule:
         self.finish()
 
     def finish(self) -> None:
-        """Serves what is left, and looks for pages that are missing."""
+        """Serves the remaining requests, and checks that no page is lost."""
         self.model.failure = None
         steps = 0
         while self.engine.has_unfinished():
@@ -169,7 +167,7 @@ class RandomSchedule:
         assert pool.free_pages == pool.num_pages, "pages are lost"
 
     def ask(self) -> None:
-        """A new request; often one that begins like others, or goes on where one has ended."""
+        """Adds a request; often one that begins like others, or continues one that has ended."""
         rng, engine = self.rng, self.engine
         prompt = list(rng.choice(self.stems))
         if self.asked and rng.random() < 0.4:
@@ -236,14 +234,14 @@ class RandomSchedule:
         ended = present if index is None else present & {index}
         assert self.engine.abort(request.name, index) == bool(ended)
         if index is None or ended == present:
-            # The siblings that a first sequence has not forked yet go with it.
+            # This ends the siblings that the first sequence has not forked yet, too.
             ended = set(range(request.sequences))
         request.cut |= {each for each in ended if not request.ended(each)}
         self._forget_ended()
         self.check()
 
     def pin(self) -> None:
-        """Pins the beginning of something that was asked."""
+        """Pins the beginning of a prompt."""
         rng = self.rng
         stem = rng.choice([*self.stems, *(each.prompt for each in self.asked.values())])
         tokens = stem[: rng.randint(1, len(stem))] if stem else [3]
@@ -263,7 +261,6 @@ class RandomSchedule:
                 self.engine.reset_cache()
             return
         self.engine.reset_cache()
-        self.resets += 1
         assert self.engine.tree.pool.free_pages == self.engine.num_pages
         self.check()
 
@@ -271,21 +268,19 @@ class RandomSchedule:
         engine, model = self.engine, self.model
         self.now += 1.0
         armed, before = model.failure, model.steps
-        # With tokens on their way there may be nothing to do but to wait for them.
+        # A step with late tokens before it may have nothing to do but to wait for them.
         busy = engine.has_unfinished() and engine._steps._before is None
         try:
             outputs = engine.step()
         except Interrupted:
-            self.interruptions += 1
             outputs = []
         failed = armed is not None and model.failure is None
-        self.failures += failed
         if busy and not failed:
             assert model.steps == before + 1, "unfinished requests, but an empty step"
         for output in outputs:
             self._take(output, failed)
         if failed:
-            # Nobody may have got the outputs, and some siblings were never forked.
+            # The outputs may be lost, and some siblings were never forked.
             names = {each.request.request_id for each in self._sequences()}
             for request in self.live:
                 if request.name not in names:
@@ -312,7 +307,7 @@ class RandomSchedule:
         assert names == {each.name for each in self.live}, "a request is lost, or lives on"
 
     def check(self) -> None:
-        """Recounts every page and lock, and looks into every page."""
+        """Recounts every page and lock; at some steps also checks the KV of every page."""
         assert self.engine.tree is self.tree, "the page accounting was repaired"
         self.engine.check()
         self._check_queue()
@@ -321,7 +316,7 @@ class RandomSchedule:
         self.model.poison()
 
     def _check_queue(self) -> None:
-        """What the queue believes to be cached is what the tree has."""
+        """The queue has the number of cached tokens that the tree has."""
         queue, paging = self.engine.scheduler.waiting, self.engine.scheduler.paging
         for place in queue._places.values():
             if paging.caching and not place.sequence.private:

@@ -1,4 +1,4 @@
-"""Replays without a model: what hits, what the fast way leaves out, what the tree looks like."""
+"""Replays without a model: their hits, merged steps, reports and the nodes they show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def request(prompt, output=(), namespace=None, time=0.0) -> ReplayRequest:
 
 
 def replayed(requests, kind=Replay, **options) -> tuple[Replay, ReplayReport]:
-    """A replay to its end, after which every page is free or cached."""
+    """A finished replay, after which every page is free or cached, and its report."""
     replay = kind(ReplayOptions(**options))
     finished = list(replay.run(requests, len(requests)))
     assert finished == sorted(finished)
@@ -40,7 +40,7 @@ class StepByStep(Replay):
 
 
 def random_trace(seed: int, count: int, longest: int) -> list[ReplayRequest]:
-    """Prompts that go on with earlier ones as often as not, of two namespaces."""
+    """Prompts of two namespaces, half of which continue earlier ones."""
     rng = random.Random(seed)
     texts: list[list[int]] = []
     requests = []
@@ -87,14 +87,14 @@ def test_one_after_another_hits_the_longest_prefix_of_all_before(trace, page_siz
     assert sum(counts.causes.values()) == counts.computed_tokens
 
 
-def test_a_prompt_that_is_being_computed_is_waited_for() -> None:
+def test_a_request_waits_for_a_prompt_that_another_computes() -> None:
     prompt = list(range(300))
     twins = [request(prompt, range(5)), request(prompt, range(5, 9))]
     _, report = replayed(twins, pool_tokens=2000, concurrency=2)
     assert report.accounts.overall.since_start.hit_tokens == 299
 
 
-def test_the_longest_hit_is_admitted_first_among_those_that_wait() -> None:
+def test_the_longest_hit_of_the_waiting_requests_is_admitted_first() -> None:
     """With a pool for one conversation, order decides whether its second turn still hits."""
     first, other = list(range(100)), list(range(500, 600))
     trace = [
@@ -109,12 +109,12 @@ def test_the_longest_hit_is_admitted_first_among_those_that_wait() -> None:
     assert together.accounts.overall.since_start.hit_tokens >= 100
 
 
-# -- the fast way ------------------------------------------------------------------------------
+# -- merged steps ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 3, 8])
 @pytest.mark.parametrize("pool_tokens", [96, 200, 600, 5000])
-def test_steps_taken_as_one_change_nothing(concurrency: int, pool_tokens: int) -> None:
+def test_merged_steps_change_no_result(concurrency: int, pool_tokens: int) -> None:
     for seed in range(6):
         trace = random_trace(seed, 40, 60)
         options = {"pool_tokens": pool_tokens, "page_size": 4, "concurrency": concurrency}
@@ -125,7 +125,7 @@ def test_steps_taken_as_one_change_nothing(concurrency: int, pool_tokens: int) -
             assert getattr(fast, name) == getattr(slow, name), name
 
 
-def test_it_does_take_steps_as_one() -> None:
+def test_steps_are_merged() -> None:
     steps = []
 
     class Counting(Replay):
@@ -137,7 +137,7 @@ def test_it_does_take_steps_as_one() -> None:
     assert len(steps) < 5
 
 
-def test_preempted_sequences_come_to_their_end() -> None:
+def test_preempted_sequences_finish() -> None:
     prompts = [[100 * number + each for each in range(20)] for number in range(8)]
     trace = [request(prompt, range(2000, 2040)) for prompt in prompts]
     _, report = replayed(trace, pool_tokens=128, page_size=4, concurrency=4)

@@ -1,4 +1,4 @@
-"""Scheduling figures that can be worked out by hand, from the scheduler on a simulated machine."""
+"""The scheduler on a simulated machine, compared with figures that can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from coppice.runtime.offline.simulation import Arrival, Machine, Simulation
-from coppice.runtime.schedule.step_times import LEAST_PREFILL, StepTimes
 
 
 def arrival(number: int, tokens: int, output: int, time: float = 0.0, label: str = "") -> Arrival:
@@ -22,7 +21,7 @@ def arrival(number: int, tokens: int, output: int, time: float = 0.0, label: str
     ("outputs", "efficiency"), [((32, 128, 64, 256), 0.46875), ((10, 50, 100, 200), 0.45)]
 )
 def test_a_static_batch_wastes_what_textbooks_say(outputs, efficiency):
-    """Four at a time, and the next four when the longest has ended; continuously, none is idle."""
+    """Four at a time wait for the longest of them; with continuous batching no place is idle."""
     static = Simulation(Machine(1.0, 0.0), pool_tokens=10_000, max_num_seqs=4)
     static.run([arrival(number, 1, count) for number, count in enumerate(outputs)])
     assert static.decoded == sum(outputs)
@@ -49,7 +48,7 @@ def test_the_last_pages_waste_little():
     assert 0 < 1 - simulation.tree.cached_tokens / (16 * pages) < 0.04
 
 
-def test_time_is_what_the_machine_says():
+def test_a_step_takes_the_time_of_the_machine():
     simulation = Simulation(Machine(step=1.0, token=0.01), pool_tokens=1000)
     first, second = simulation.run([arrival(0, 100, 3), arrival(1, 10, 1, time=50.0)])
     assert first.ttft == pytest.approx(2.0)
@@ -73,8 +72,8 @@ def test_bad_arrivals_are_refused():
         simulation.run([arrival(0, 4, 1, time=2.0), arrival(1, 4, 1, time=1.0)])
 
 
-def test_no_one_starves_behind_hot_traffic():
-    """Cold requests wait about as long as first come first served would let them."""
+def test_cold_requests_do_not_starve_beside_hot_ones():
+    """Cold requests wait about as long as with first come, first served."""
 
     def arrivals():
         hot = array("i", range(500))
@@ -96,7 +95,7 @@ def test_no_one_starves_behind_hot_traffic():
     fcfs, _ = run("fcfs", None)
     unbounded, most_hits = run("lpm", None)
     bounded, hits = run("lpm", 0.15)
-    assert unbounded > 1.25 * fcfs, "the mix is not one that starves anyone"
+    assert unbounded > 1.25 * fcfs, "the mix must let cold requests starve without a bound"
     assert bounded < 1.2 * fcfs
     assert hits >= 0.98 * most_hits
 
@@ -108,7 +107,7 @@ def test_no_one_starves_behind_hot_traffic():
 def test_batches_known_in_advance_hit_what_depth_first_order_would(
     batch, pool, policy, monkeypatch
 ):
-    """The batches are the benchmark's; of a shuffled one at least 98 % of the optimum is hit."""
+    """Of the benchmark's batches, shuffled, at least 98 % of the possible hits are made."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     benchmark = import_module("scheduler")
     row = benchmark.optimum(getattr(benchmark, batch), policy, pool)
@@ -119,7 +118,7 @@ def test_batches_known_in_advance_hit_what_depth_first_order_would(
         assert first_come["hit_rate"] < row["hit_rate"], "the order matters"
 
 
-def test_a_long_prompt_does_not_stall_those_who_decode():
+def test_a_long_prompt_does_not_stall_decodes():
     def longest_gap(stretch):
         simulation = Simulation(Machine(0.01, 1e-4), pool_tokens=40_000, max_step_stretch=stretch)
         chats = [arrival(number, 20, 300, label="chat") for number in range(8)]
@@ -137,76 +136,7 @@ def test_a_long_prompt_does_not_stall_those_who_decode():
     assert longest_gap(2.5) < 3
 
 
-def test_step_times_know_no_limit_before_both_kinds_were_seen():
-    times = StepTimes(2.0)
-    assert times.prefill_tokens(4) is None
-    times.observe(4, [], 0.010)
-    assert times.prefill_tokens(4) is None
-    times.observe(0, [(2000, 0)], 0.400)  # alone is all that is known yet
-    assert times.prefill_tokens(4) == pytest.approx(50, rel=0.1)
-    with pytest.raises(ValueError, match="stretch must be more than 1"):
-        StepTimes(1.0)
-
-
-def observe(times, seconds, steps=100, seed=0):
-    """Shows steps of a machine; prompts come as the limit lets them, in one step of two."""
-    rng = random.Random(seed)
-    for _ in range(steps):
-        decodes, limit = rng.randrange(1, 64), times.prefill_tokens(32)
-        tokens = rng.choice((0, min(rng.randrange(1, 400), limit or 400)))
-        times.observe(decodes, [(tokens, 0)] if tokens else [], seconds(decodes, tokens))
-
-
-def test_step_times_find_what_each_part_costs():
-    times = StepTimes(2.5)
-    observe(times, lambda decodes, tokens: 0.01 + 0.0002 * decodes + 0.0001 * tokens)
-    assert times.prefill_tokens(32) == pytest.approx(1.5 * 0.0164 / 0.0001, rel=0.02)
-    assert times.prefill_tokens(4) == pytest.approx(1.5 * 0.0108 / 0.0001, rel=0.02)
-    observe(times, lambda decodes, tokens: 0.01 + 0.0002 * decodes + 0.0004 * tokens, 200)
-    assert times.prefill_tokens(32) == pytest.approx(1.5 * 0.0164 / 0.0004, rel=0.02)
-    observe(times, lambda decodes, tokens: 0.01 + 0.1 * tokens, 200)
-    assert times.prefill_tokens(32) == LEAST_PREFILL
-
-
-def test_a_machine_that_stood_still_does_not_keep_prompts_waiting():
-    def seconds(decodes, tokens):
-        return 0.01 + 0.0002 * decodes + 0.0001 * tokens
-
-    times = StepTimes(2.5)
-    observe(times, seconds)
-    before = times.prefill_tokens(32)
-    times.observe(32, [(100, 0)], 5.0)  # suspended in the middle of it
-    assert times.prefill_tokens(32) > before / 2
-    times.observe(32, [], 5.0)
-    observe(times, seconds, 20)
-    assert times.prefill_tokens(32) == pytest.approx(before, rel=0.3)
-
-
-def test_what_any_prompt_costs_a_step_is_not_laid_on_its_tokens():
-    """Else few tokens look dear, so that fewer come, which look dearer still."""
-
-    def seconds(decodes, tokens):
-        return 0.01 + (0.02 if tokens and decodes else 0.0) + 0.0001 * tokens
-
-    times = StepTimes(2.5)
-    for _ in range(100):
-        times.observe(64, [(LEAST_PREFILL, 0)], seconds(64, LEAST_PREFILL))
-    observe(times, seconds)
-    half = 1.5 * 0.01 / 2 / 0.0001  # of what is allowed: the constant alone is more than all of it
-    assert 0.6 * half < times.prefill_tokens(64) < 1.1 * half
-
-
-def test_step_times_know_that_a_long_context_costs():
-    times = StepTimes(2.5)
-    for context in range(0, 32_000, 100):
-        times.observe(16, [(100, context)], 0.01 + 100 * (1e-4 + 1e-8 * context))
-        times.observe(16, [], 0.01)
-    assert times.prefill_tokens(16, 0) == pytest.approx(150, rel=0.1)
-    assert times.prefill_tokens(16, 30_000) == pytest.approx(0.015 / 4e-4, rel=0.1)
-
-
-def test_steps_that_are_repeated_are_those_that_would_have_come_one_by_one(monkeypatch):
-    """Only what it costs to simulate them differs."""
+def test_repeated_steps_have_the_results_of_single_ones(monkeypatch):
     repeated = []
     repeat = Simulation._repeat
 
@@ -244,7 +174,7 @@ def test_steps_that_are_repeated_are_those_that_would_have_come_one_by_one(monke
         assert repeated
 
 
-def test_outcomes_come_as_they_end_and_are_put_in_order():
+def test_serve_yields_outcomes_by_end_and_run_by_arrival():
     simulation = Simulation(Machine(1.0, 0.0), pool_tokens=1000)
     arrivals = [arrival(0, 10, 5), arrival(1, 10, 2)]
     assert [each.number for each in simulation.serve(arrivals)] == [1, 0]

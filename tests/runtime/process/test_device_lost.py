@@ -1,4 +1,4 @@
-"""The engine's process when its device has failed for good: it says why, and ends."""
+"""The engine's process when its device has failed for good: it reports why, and ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if not child:
     config = EngineConfig(model=sys.argv[1], load_format="dummy", kv_cache_tokens=256)
     engine_main(config, theirs, {})
 theirs.close()
-channel, told, tokens = Channel(ours), [], 0
+channel, reasons, tokens = Channel(ours), [], 0
 try:
     while True:
         for item in channel.receive():
@@ -46,17 +46,17 @@ try:
                 params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
                 channel.send((0, "add_request", ("a", [5, 6, 7], params), {}))
             elif isinstance(item, Leaving):
-                told.append(item.reason)
+                reasons.append(item.reason)
             elif isinstance(item, list):
                 tokens += sum(len(row[2]) for row in item)
 except EOFError:
     pass
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-print(json.dumps({"told": told, "tokens": tokens, "status": status}))
+print(json.dumps({"reasons": reasons, "tokens": tokens, "status": status}))
 """
 
 
-def test_its_process_says_why_and_ends(tmp_path: Path) -> None:
+def test_its_process_reports_why_and_ends(tmp_path: Path) -> None:
     checkpoint = fake_checkpoint(tmp_path / "model")
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, checkpoint], capture_output=True, text=True, timeout=120
@@ -64,6 +64,6 @@ def test_its_process_says_why_and_ends(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert (found["status"], found["tokens"]) == (LOST_STATUS, 2)
-    (reason,) = found["told"]
+    (reason,) = found["reasons"]
     assert "has failed" in reason and "CUDA error: unspecified launch failure" in reason
-    assert "the kernel failed" in ran.stderr  # what the step itself said is in the log
+    assert "the kernel failed" in ran.stderr  # the step's own error is in the log

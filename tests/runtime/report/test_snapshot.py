@@ -1,4 +1,4 @@
-"""What the engine counts for metrics: cumulative numbers, and what must stay 0."""
+"""The snapshots of an engine: cumulative counts for metrics, and counts that must stay 0."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 from coppice.radix import Match
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
-from coppice.runtime.engine.sequences import Sequence
 from coppice.runtime.report.gather import make_report, make_stats
 from coppice.runtime.report.snapshot import EngineStats
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
-from coppice.runtime.requests.request import QueueFull, Unfinished
+from coppice.runtime.requests.request import QueueFull, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.schedule.paging import Paging
 
@@ -40,9 +39,6 @@ def run(engine: Engine) -> EngineStats:
     while engine.has_unfinished():
         engine.step()
     return make_stats(engine)
-
-
-# -- the engine --------------------------------------------------------------------------------
 
 
 def test_every_request_and_token_is_counted_once(make: Callable[..., Engine]) -> None:
@@ -70,7 +66,7 @@ def test_every_request_and_token_is_counted_once(make: Callable[..., Engine]) ->
     assert pickle.loads(pickle.dumps(stats)) == stats
 
 
-def test_a_request_that_one_reader_has_enough_of_has_stopped(make: Callable[..., Engine]) -> None:
+def test_a_request_whose_only_sequence_is_aborted_has_stopped(make: Callable[..., Engine]) -> None:
     engine = make()
     engine.add_request("a", PROMPT, params(5))
     engine.step()
@@ -170,13 +166,3 @@ def test_the_report_is_plain_data(make: Callable[..., Engine]) -> None:
     cheap = make_report(engine, tree=False)
     assert (cheap.tree, cheap.top_prefixes) == (None, ())
     assert repr(cheap) == "<CacheReport: 2 requests, 36 of 74 prompt tokens hit (48.6%)>"
-
-
-def test_the_cache_is_not_emptied_while_requests_run(make: Callable[..., Engine]) -> None:
-    engine = make()
-    engine.add_request("a", PROMPT, params(1))
-    with pytest.raises(Unfinished, match="1 requests are unfinished"):
-        engine.reset_cache()
-    run(engine)
-    engine.reset_cache()
-    assert make_stats(engine).pages_free == engine.num_pages

@@ -1,4 +1,4 @@
-"""The queue's order against a plain search over all that wait, while the cache changes."""
+"""The queue's order against a plain search over all waiting sequences, while the cache changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sequence(arrival: int, tokens: list[int], namespace: object = None, priority
 
 
 def enter(tree: RadixTree, tokens: list[int], namespace: object = None) -> None:
-    """The tokens are computed and cached."""
+    """Enters tokens in the tree, as if they had been computed."""
     hold = tree.lock(tree.match(tokens, namespace))
     table = tree.page_table(hold)
     if hold.length % tree.page_size and not tree.claim_tail(hold):
@@ -34,7 +34,7 @@ def enter(tree: RadixTree, tokens: list[int], namespace: object = None) -> None:
 
 
 class World:
-    """A queue, its tree, and the same kept plainly."""
+    """A queue and its tree, and plain lists of what they should hold."""
 
     def __init__(self, policy: str, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -92,14 +92,14 @@ class World:
         elif chance < 0.65:
             self.tree.evict(rng.randint(0, 12))
         elif chance < 0.75 and self.waiting:
-            gone = self.waiting.pop(rng.choice(list(self.waiting)))
-            self.queue.remove(gone)
-            if gone in self.aside:
-                self.aside.remove(gone)
+            removed = self.waiting.pop(rng.choice(list(self.waiting)))
+            self.queue.remove(removed)
+            if removed in self.aside:
+                self.aside.remove(removed)
             if rng.random() < 0.7:
-                gone.computed = self.hit(gone)
-                self.queue.lead(gone, gone.computed)
-                self.leading.append(gone)
+                removed.computed = self.hit(removed)
+                self.queue.lead(removed, removed.computed)
+                self.leading.append(removed)
         elif chance < 0.85 and self.leading:
             leader = self.leading.pop(rng.randrange(len(self.leading)))
             if rng.random() < 0.6:
@@ -140,18 +140,18 @@ def test_the_next_is_the_one_that_a_plain_search_finds(policy, least, monkeypatc
         while world.leading:
             world.queue.stop_leading(world.leading.pop())
         assert world.queue.next() is None
-        assert not world.queue._trees and not world.queue._order, "something was left behind"
+        assert not world.queue._trees and not world.queue._order, "something is left"
 
 
 def test_what_is_set_aside_is_not_offered_from_a_leaders_path():
-    """A branch can look unchanged from below, and yet have nobody to offer to those above.
+    """A branch can keep its own best sequence, and yet have none to offer to the branch above.
 
-        0 .. 3        `late` goes its own way here, with nothing to share
-        4 .. 7        `free` goes its own way here: 8 tokens are not worth waiting for
-        8 .. 16       `bound` shares these 17 tokens with the leader: it waits for them
+        0 .. 3        `late` leaves the leader's path after these tokens
+        4 .. 7        `free` leaves it after these: 8 shared tokens are not worth waiting for
+        8 .. 16       `bound` shares these 17 tokens with the leader, and waits for them
 
-    To the branch 4 .. 7, after whose beginning the leader computes 13 tokens only, `bound` is the
-    one to offer, with or without `free`; from the root it is 17, too many to be offered.
+    The branch 4 .. 7 offers `bound`, with or without `free`: from its beginning the leader computes
+    only 13 tokens. From the root it computes 17, so that `bound` is not offered there.
     """
     queue = WaitingQueue(RadixTree(PagePool(64, 4)), "lpm", slack=10**9, overtaking=None)
     shared = list(range(17))
@@ -189,7 +189,7 @@ def test_dfs_descends_where_most_wait():
     assert order == [1, 2, 3, 4, 0, 5]
 
 
-def test_after_a_reset_nothing_is_cached_for_those_that_wait():
+def test_after_a_reset_no_waiting_sequence_has_a_hit():
     tree = RadixTree(PagePool(64, 4))
     enter(tree, [1] * 8)
     enter(tree, [1] * 8, "a")
@@ -204,7 +204,7 @@ def test_after_a_reset_nothing_is_cached_for_those_that_wait():
     assert queue.next() == (cold, False)
 
 
-def test_whoever_was_overtaken_by_much_goes_next_and_none_may_pass():
+def test_a_sequence_that_was_overtaken_by_much_is_next_and_none_may_pass():
     tree = RadixTree(PagePool(64, 4))
     enter(tree, [1] * 8)
     queue = WaitingQueue(tree, "lpm", slack=100, overtaking=0.15)

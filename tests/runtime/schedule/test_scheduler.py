@@ -13,7 +13,7 @@ from coppice.runtime.schedule.scheduler import Scheduler
 
 
 class Machine:
-    """Drives a scheduler with a scripted model, and keeps the KV memory as (namespace, prefix)."""
+    """Drives a scheduler with a scripted model; the KV of a slot is its (namespace, prefix)."""
 
     def __init__(self, pages, page_size, *, seqs=4, tokens=16, caching=True, policy="lpm"):
         self.size = page_size
@@ -165,7 +165,7 @@ def test_a_sequence_as_long_as_the_pool_ends_although_its_hit_needs_a_page_more(
     assert list(machine.finished[-1].tokens) == expected([1] * 9 + [2], 6)
 
 
-def test_the_longest_hit_goes_first_and_equals_in_order_of_arrival():
+def test_the_longest_hit_is_first_and_equals_follow_in_order_of_arrival():
     machine = Machine(pages=64, page_size=4, seqs=1, tokens=64)
     machine.add([1] * 20, max_new=1)
     machine.drain()
@@ -175,13 +175,12 @@ def test_the_longest_hit_goes_first_and_equals_in_order_of_arrival():
     second = machine.add([2] * 20, max_new=1)
     machine.finished.clear()
     machine.drain()
-    # The last one hits what the cold one computed meanwhile, so only the first four orders hold.
     assert machine.finished.index(long) < machine.finished.index(short)
     assert machine.finished.index(short) < machine.finished.index(cold)
     assert machine.finished.index(cold) < machine.finished.index(second)
 
 
-def test_nothing_waits_for_ever_behind_hot_traffic():
+def test_hot_traffic_lets_nothing_wait_for_ever():
     machine = Machine(pages=64, page_size=4, seqs=1, tokens=64)
     machine.add([1] * 30, max_new=1)
     machine.drain()
@@ -195,7 +194,7 @@ def test_nothing_waits_for_ever_behind_hot_traffic():
     assert 1 < passed <= 6  # overtaken at least once, but by little more than a step's work
 
 
-def test_a_prefix_that_another_one_is_about_to_compute_is_computed_once():
+def test_a_prefix_that_several_need_is_computed_once():
     machine = Machine(pages=64, page_size=4, seqs=8, tokens=512)
     system = list(range(10, 30))
     document = list(range(100, 140))
@@ -205,7 +204,9 @@ def test_a_prefix_that_another_one_is_about_to_compute_is_computed_once():
     for question in range(6):
         machine.add([*system, *document, 1000 + question, 1001], max_new=1)
     first = machine.step()
-    assert [chunk.count for chunk in first.chunks] == [42]  # leader alone, below the cached prefix
+    assert [chunk.count for chunk in first.chunks] == [
+        42
+    ]  # the leader alone, after the cached prefix
     machine.drain()
     assert machine.computed - before == 42 + 5 * 2
 
@@ -223,7 +224,7 @@ def test_long_prompts_are_chunked_beside_running_decodes():
     machine.drain()
 
 
-def test_a_follow_up_turn_hits_prompt_and_answer_and_writes_on_in_their_last_page():
+def test_a_follow_up_turn_hits_prompt_and_answer_and_continues_in_their_last_page():
     machine = Machine(pages=32, page_size=16, seqs=4, tokens=64)
     first = machine.add([1, 2, 3, 4, 5], max_new=4)
     machine.drain()
@@ -240,7 +241,7 @@ def test_a_follow_up_turn_hits_prompt_and_answer_and_writes_on_in_their_last_pag
 
 
 def test_a_class_waits_for_as_long_as_a_better_one_brings_work():
-    """No bound protects it: that is what classes are for. Then it is served in its own order."""
+    """No bound protects it from better ones. When those are served, it has its own order."""
     machine = Machine(pages=64, page_size=4, seqs=1, tokens=64, policy="priority")
     low = [machine.add([2 + n] * 20, max_new=1, priority=1) for n in range(3)]
     for number in range(60):
@@ -276,7 +277,7 @@ def test_a_better_class_takes_place_and_pages_and_gives_none():
     high = machine.add([9] * 12, max_new=30, priority=0)
     for _ in range(29):
         machine.step()
-        assert high.status is Status.RUNNING, "nobody took its place or its pages"
+        assert high.status is Status.RUNNING, "nothing took its place or its pages"
     assert machine.scheduler.counters.preemptions >= 1
     machine.drain()
     assert machine.finished[0] is high
@@ -286,8 +287,8 @@ def test_a_better_class_takes_place_and_pages_and_gives_none():
         assert list(sequence.tokens) == expected(prompt, new)
 
 
-def test_nobody_of_a_worse_class_is_admitted_past_one_that_does_not_fit():
-    """It would be preempted for it in the next step, and so on."""
+def test_a_worse_class_does_not_pass_a_sequence_that_does_not_fit():
+    """Else each would be preempted for it in the next step."""
     machine = Machine(pages=12, page_size=4, seqs=4, tokens=64, policy="priority")
     first = machine.add([1] * 20, max_new=12, priority=0)
     machine.step()
@@ -304,11 +305,11 @@ def test_nobody_of_a_worse_class_is_admitted_past_one_that_does_not_fit():
     equal.add([2] * 30, max_new=2)
     passing = equal.add([3] * 4, max_new=2)
     equal.step()
-    assert passing.status is Status.RUNNING, "of equals one that fits goes past one that does not"
+    assert passing.status is Status.RUNNING, "within a class one that fits passes one that does not"
 
 
-def test_preempted_is_whoever_is_cheapest_to_bring_back():
-    """What two share stays, so each of these loses less than a third one that came last."""
+def test_the_sequence_that_costs_least_to_resume_is_preempted():
+    """Shared tokens stay, so each of two that share some loses less than a third one."""
     machine = Machine(pages=20, page_size=4, seqs=4, tokens=64)
     machine.add([9] * 8, max_new=60)
     machine.step()
@@ -322,7 +323,7 @@ def test_preempted_is_whoever_is_cheapest_to_bring_back():
         computed = second.computed
         machine.step()
     assert machine.scheduler.counters.preemptions == 1
-    assert second.status is Status.WAITING, "it has least of its own"
+    assert second.status is Status.WAITING, "it has the fewest tokens of its own"
     assert first.status is last.status is Status.RUNNING
     assert machine.paging.cached(second) > computed - 4, "all but the page that was needed"
     machine.drain()
@@ -343,13 +344,13 @@ def test_one_that_does_not_fit_is_passed_only_within_the_bound():
         machine.step()
         passed = len(machine.finished)
         assert passed < 40
-    assert 1 < passed <= 5, "some went past it, and then none"
+    assert 1 < passed <= 5, "some passed it, and then none"
     machine.drain()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_leaders_and_followers_at_any_depth(depth):
-    """Branches of a tree of which nothing is cached: each is computed once, by one of many."""
+    """None of a tree of prompts is cached: each branch is computed once, by one of its requests."""
     machine = Machine(pages=512, page_size=4, seqs=64, tokens=4096)
     prompts = [[7] * 24]
     for level in range(depth):
@@ -359,6 +360,6 @@ def test_leaders_and_followers_at_any_depth(depth):
         for question in range(4):
             machine.add([*prompt, 5000 + question, 6000], max_new=1)
     steps = machine.drain()
-    assert steps == depth + 2, "a level a step, and the followers at the end"
+    assert steps == depth + 2, "one step for each level, and one for the followers"
     branches = 24 * sum(2**level for level in range(depth + 1))
     assert machine.computed == branches + 2 * 4 * len(prompts)
