@@ -1,4 +1,4 @@
-"""What tensors and page copies every attention backend refuses, by name."""
+"""Checks of tensors, plans and page copies that all attention backends share."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ def check_attend(
         raise ValueError(f"q is {q.dtype}; it must be {k.dtype} as k is")
     if k.shape[0] != plan.num_rows:
         raise ValueError(f"k has {k.shape[0]} rows; it must have {plan.num_rows} as q has")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.stride(2) != 1 or tensor.stride(1) != head_dim:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}; heads and head_dim must be contiguous"
-            )
+    check_rows(q=q, k=k, v=v)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}; it must be None or at least 1")
     if logit_softcap is not None:
@@ -103,8 +99,17 @@ def check_cache(
             raise ValueError(f"{name} is {tensor.dtype}; it must be {k_cache.dtype} as cache.k is")
 
 
+def check_rows(**tensors: torch.Tensor) -> None:
+    """Refuse tensors ``[T, H, D]`` whose rows are not contiguous: ``ValueError``, by name."""
+    for name, tensor in tensors.items():
+        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}; heads and head_dim must be contiguous"
+            )
+
+
 def check_fixed(plan: AttentionPlan, size: int, page_size: int, num_pages: int) -> None:
-    """Refuse a plan that is none of a decoding step of ``size`` sequences: ``ValueError``."""
+    """Refuse a plan other than that of a decoding step of ``size`` sequences: ``ValueError``."""
     plan.check(num_pages)
     for name, found, needed in (
         ("context_len", plan.num_sequences, size),

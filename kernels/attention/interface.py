@@ -47,7 +47,7 @@ class AttentionCase:
     """What a model asks of attention: a backend may have kernels for some cases only.
 
     ``cache_dtype`` differs from ``dtype`` where the cache has scales. ``sliding_windows`` are the
-    different ones of its layers.
+    distinct ones of its layers.
     """
 
     num_heads: int
@@ -115,8 +115,8 @@ class AttentionPlan:
     def check(self, num_pages: int | None = None) -> np.ndarray:
         """Refuse a plan that breaks the rules above, with a ``ValueError`` that names the field.
 
-        Page ids are held below ``num_pages`` where that is known. Returns the pages that the
-        stretches cover, int32 ``[B]``. O(page tables + members), the former at memcmp speed.
+        Page ids must be below ``num_pages`` if that is given. Returns how many pages the stretches
+        cover of each sequence, int32 ``[B]``. O(page tables + members), the former at memcmp speed.
         """
         if self.page_size < 1:
             raise ValueError(f"page_size is {self.page_size}; it must be at least 1")
@@ -218,7 +218,7 @@ class AttentionPlan:
                         f"members of {_named(stretch)}: the pages of sequences "
                         f"{stretch.members[0]} and {i} differ there"
                     )
-        covered[members] = end  # of each the last, which is the farthest
+        covered[members] = end  # a member's last entry remains, which reaches farthest
         return covered
 
     def _refuse_members(self, stretch: SharedStretch) -> None:
@@ -229,11 +229,11 @@ class AttentionPlan:
 
 
 class FixedPlan(ABC):
-    """Room on the device for the plans of decoding steps with one number of sequences, for a graph.
+    """Room on the device for plans of decoding steps of a fixed number of sequences, for a graph.
 
     A graph repeats launches with the addresses and grids that they had when it was captured. So
-    what kernels read of a plan lies at the same addresses in every step, and each grid does for
-    every plan that fits; programs for which a step has no work leave at once.
+    the parts of a plan that kernels read lie at the same addresses in every step, and each grid is
+    large enough for every plan that fits; programs for which a step has no work return at once.
 
         fixed.load(plan)                  of sequences with a row each
         attend(..., fixed, ...)           in each layer: compiles, and learns the kinds of layers;
@@ -244,9 +244,17 @@ class FixedPlan(ABC):
     be read.
     """
 
+    _plan: AttentionPlan | None = None
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The plan that was loaded last."""
+        assert self._plan is not None, "no plan is loaded"
+        return self._plan
+
     @abstractmethod
     def load(self, plan: AttentionPlan) -> bool:
-        """Have the next replay attend by this plan; False, and no replay, if it does not fit.
+        """Have the next replay attend by this plan; False if it does not fit: do not replay then.
 
         ``plan`` has as many sequences as there is room for, each with one row, and is checked as
         ``AttentionBackend.prepare`` does. Waits for nothing.
@@ -256,8 +264,9 @@ class FixedPlan(ABC):
 class AttentionBackend(ABC):
     """Attention over pages and the two writes to the cache, on one kind of device.
 
-    A step calls ``prepare`` once, then for every layer ``write_kv`` and ``attend``. A backend keeps
-    nothing of one call for the next but compiled code and scratch memory; one thread calls it.
+    A step calls ``prepare`` once, then for every layer ``write_kv`` and ``attend``. No result
+    depends on earlier calls: a backend keeps compiled code, scratch memory and schedules only to
+    save time. One thread calls it.
     """
 
     name: ClassVar[str]
@@ -276,8 +285,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """Write keys and values ``[T, Hkv, D]`` to flat slots, int64 ``[T]`` without repeats.
 
-        With scales, what is stored times the scale of its head is the value, and what the type
-        cannot hold is written as the greatest that it can.
+        With scales, a stored number times the scale of its head is the value, and values beyond the
+        range of the type are clamped to it.
         """
 
     def write_rotated(
@@ -313,8 +322,8 @@ class AttentionBackend(ABC):
     def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> Any:
         """Check the plan (``ValueError``) and turn it into what ``attend`` takes, once a step.
 
-        Give ``num_pages``, the size of the cache, to have page ids checked too: a page that does
-        not exist is otherwise read from whatever memory lies there.
+        Page ids are checked only if ``num_pages``, the size of the cache, is given: without it, a
+        kernel that is sent to a page beyond the cache reads other memory.
         """
 
     def fixed_plans(
@@ -322,7 +331,7 @@ class AttentionBackend(ABC):
     ) -> Sequence[Sequence[FixedPlan]] | None:
         """Plans for graphs of decoding steps, for each number of sequences in ``sizes``.
 
-        None: the backend has none. A size may have several plans, for steps of different kinds: a
+        None if the backend has none. A size may have several plans, for steps of different kinds: a
         step uses the first that can load its plan. A page table has at most ``max_pages`` of the
         ``num_pages`` of the cache. ``attend`` takes a fixed plan in place of the result of
         ``prepare``. The plans may share memory, since only one is loaded at a time.
@@ -348,7 +357,7 @@ class AttentionBackend(ABC):
         ``[T, Hkv, D]`` are this step's own keys and values, rotated, which ``write_kv`` has put in
         the cache already: a backend reads them from either place. Heads and ``D`` must be
         contiguous within a row. ``scale`` multiplies the products of queries and keys; a
-        ``logit_softcap`` c then makes c * tanh(x / c) of them.
+        ``logit_softcap`` c then replaces each product x by c * tanh(x / c).
 
         Returns ``[T, Hq, D]`` in the type of ``q``, contiguous, and the natural logarithm of each
         row's sum of exponentials, float32 ``[T, Hq]``, by which results over disjoint keys are
@@ -388,5 +397,6 @@ def _describe(value: object) -> str:
 
 
 def brief(values: Sequence[int] | np.ndarray) -> str:
+    """The first eight values, for a message."""
     shown = ", ".join(str(int(v)) for v in values[:8])
     return f"[{shown}{', ...' if len(values) > 8 else ''}]"

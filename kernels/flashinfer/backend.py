@@ -7,11 +7,9 @@ wrapper where few query heads share a KV head, else through the prefill wrapper:
 what the decode wrapper calls for tensor cores, and it copies no array from pageable memory, for
 which the host would wait. Partial results are merged in place.
 
-FlashInfer's log-sum-exps are to base 2, its plans default to float16, and its plans keep the scale
-of the scores: all of it is given or turned here. K and V are written, rotated and copied by our own
-Triton kernels: FlashInfer rotates and appends to the cache by two kernels, so that keys go to
-memory and back between them (its one fused kernel for 16-bit caches is for two head counts only),
-and its RMSNorm does the same as that of ``triton.rows``.
+FlashInfer's log-sum-exps are to base 2 and are converted here. Our own Triton kernels write, rotate
+and copy K and V: FlashInfer rotates and appends to the cache by two kernels, so that keys go to
+memory and back between them (its one fused kernel for 16-bit caches is for two head counts only).
 """
 
 from __future__ import annotations
@@ -32,13 +30,8 @@ from coppice.kernels.attention.interface import (
 )
 from coppice.kernels.flashinfer.fixed import FlashInferFixedPlan, fixed_plans
 from coppice.kernels.flashinfer.levels import SharedLevel, build_levels, choose_levels
-from coppice.kernels.flashinfer.wrappers import (
-    WORKSPACE_BYTES,
-    LayerKind,
-    SentSchedule,
-    Wrappers,
-)
-from coppice.kernels.schedule.cost import H100_MULTIPROCESSORS, CostModel, SharedRange
+from coppice.kernels.flashinfer.wrappers import WORKSPACE_BYTES, LayerKind, SentSchedule, Wrappers
+from coppice.kernels.schedule.cost import CostModel, SharedRange
 from coppice.kernels.schedule.tiles import choose_tiles
 from coppice.kernels.triton.base import GpuBackend, on
 
@@ -69,9 +62,10 @@ class PreparedPlan:
 class FlashInferBackend(GpuBackend):
     """Attention by FlashInfer's kernels, beside our own for the cache.
 
-    ``case`` is tried out on a small batch: kernels are loaded, or built, then. Without it that
-    happens at the first use. Raises ``ValueError``, by name, for a device that is not CUDA, where
-    FlashInfer cannot be imported, and for a case that it does not cover here.
+    The constructor tries ``case`` on a small batch, for which FlashInfer loads its kernels or
+    builds them; without a case that happens at the first use. Raises ``ValueError``, by name, for a
+    device that is not CUDA, where FlashInfer cannot be imported, and for a case that it does not
+    cover here.
     """
 
     name = "flashinfer"
@@ -87,12 +81,9 @@ class FlashInferBackend(GpuBackend):
         except Exception as error:  # it raises types of its own where versions do not match
             raise ValueError(
                 "attention_backend is 'flashinfer', which cannot be imported here "
-                f"({_said(error)}); install the extra 'flashinfer', or take 'triton'"
+                f"({_summary(error)}); install the extra 'flashinfer', or take 'triton'"
             ) from error
         self._library = flashinfer
-        self._multiprocessors = H100_MULTIPROCESSORS
-        if device.type == "cuda":
-            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         # The decode wrapper wants zeros at its first use.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[LayerKind, Wrappers] = {}
@@ -148,7 +139,7 @@ class FlashInferBackend(GpuBackend):
         return wrappers
 
     def cost_model(self, kind: LayerKind) -> CostModel:
-        """What the levels of a step are chosen by; fa2's tiles have as many rows as our own."""
+        """The cost model that chooses levels; fa2's tiles have as many rows as our own."""
         return CostModel(
             choose_tiles(kind.head_dim, kind.dtype.itemsize, kind.group),
             kind.group,
@@ -159,7 +150,7 @@ class FlashInferBackend(GpuBackend):
         )
 
     def _cover(self, case: AttentionCase) -> None:
-        """Try every kind of layers that the case has, each by each kind of level."""
+        """Try every kind of layer of the case with every kind of level; ``ValueError``, by name."""
         _check_head_dim(case.head_dim)
         for name, found, allowed in (
             ("dtype", case.dtype, self.dtypes),
@@ -178,14 +169,13 @@ class FlashInferBackend(GpuBackend):
                     window, case.logit_softcap, case.scale, case.num_heads, case.num_kv_heads,
                     case.head_dim, case.page_size, case.dtype, cache_dtype,
                 )  # fmt: skip
-                self.cost_model(kind)
                 try:
                     self._try_out(kind)
                 except Exception as error:  # of FlashInfer, its compiler, CUDA, or a wrong result
                     raise ValueError(
                         f"attention_backend 'flashinfer' does not cover {kind.dtype} queries over "
                         f"a cache of {cache_dtype} with heads of {kind.head_dim}, sliding_window "
-                        f"{window} and logit_softcap {kind.softcap} here ({_said(error)})"
+                        f"{window} and logit_softcap {kind.softcap} here ({_summary(error)})"
                     ) from error
 
     def _try_out(self, kind: LayerKind) -> None:
@@ -234,6 +224,6 @@ def _check_head_dim(head_dim: int) -> None:
         )
 
 
-def _said(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

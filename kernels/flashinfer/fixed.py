@@ -15,7 +15,7 @@ replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,7 @@ from coppice.kernels.flashinfer.levels import (
     build_levels,
     choose_levels,
 )
-from coppice.kernels.flashinfer.wrappers import (
-    LayerKind,
-    SentSchedule,
-    Wrappers,
-)
+from coppice.kernels.flashinfer.wrappers import LayerKind, SentSchedule, Wrappers
 from coppice.kernels.schedule.cost import CostModel
 
 #: Shared levels of the graphs of a size, and the least size of each: fewer sequences seldom make so
@@ -90,7 +86,7 @@ class FixedMemory:
         return (partials * kind.heads * (kind.head_dim + 1) + 64) * 4
 
     def place(self, name: str) -> dict[str, torch.Tensor]:
-        """The arrays of one launch, as long as they ever are."""
+        """The arrays of one launch, of the greatest length that any step needs."""
         if name not in self._arrays:
             lengths = {
                 "query_indptr": self._largest + 1,
@@ -174,75 +170,54 @@ class _Choices:
         return self._shared[kind]
 
 
+@dataclass(eq=False)
 class FlashInferFixedPlan(FixedPlan):
     """A plan in fixed places, for each kind of layer, with a number of shared ``levels``.
 
     It takes the steps that would share at most as many, and the ``deepest`` of its size all steps
-    whose sequences lie in depth-first order.
+    whose sequences lie in depth-first order. ``size`` is the number of its sequences, ``largest``
+    the greatest of all plans; plans of all sizes share ``memory`` and ``choices``.
     """
 
-    def __init__(
-        self,
-        size: int,
-        levels: int,
-        memory: dict[LayerKind, FixedMemory],
-        choices: _Choices,
-        *,
-        deepest: bool,
-        largest: int,
-        page_size: int,
-        num_pages: int,
-        max_pages: int,
-        library: Any,
-        workspace: torch.Tensor,
-        cost_model: Callable[[LayerKind], CostModel],
-    ) -> None:
-        self._size = size
-        self._levels = levels
-        self._memory = memory
-        self._choices = choices
-        self._deepest = deepest
-        self._largest = largest
-        self._page_size = page_size
-        self._num_pages = num_pages
-        self._max_pages = max_pages
-        self._library = library
-        self._workspace = workspace
-        self._cost_model = cost_model
-        self._plan: AttentionPlan | None = None
-        self._kinds: dict[LayerKind, FixedWrappers] = {}
-
-    @property
-    def plan(self) -> AttentionPlan:
-        """The plan that was loaded last."""
-        assert self._plan is not None, "no plan is loaded"
-        return self._plan
+    size: int
+    levels: int
+    memory: dict[LayerKind, FixedMemory]
+    choices: _Choices
+    deepest: bool
+    largest: int
+    page_size: int
+    num_pages: int
+    max_pages: int
+    library: Any
+    workspace: torch.Tensor
+    cost_model: Callable[[LayerKind], CostModel]
+    _kinds: dict[LayerKind, FixedWrappers] = field(default_factory=dict, init=False)
 
     def load(self, plan: AttentionPlan) -> bool:
-        self._choices.load(plan, self._size, self._page_size, self._num_pages)
+        self.choices.load(plan, self.size, self.page_size, self.num_pages)
         self._plan = plan
         return all(self._fill(kind) for kind in self._kinds)
 
     def wrappers(self, kind: LayerKind) -> FixedWrappers:
         """Those of a kind of layers, planned; made when the first layer of that kind asks."""
         if kind not in self._kinds:
-            if kind not in self._memory:
-                pages = self._largest * self._max_pages
-                model = self._cost_model(kind)
-                memory = FixedMemory(kind, self._largest, pages, model, self._workspace)
-                self._memory[kind] = memory
-            self._kinds[kind] = FixedWrappers(self._library, kind, self._memory[kind], self._size)
+            if kind not in self.memory:
+                pages = self.largest * self.max_pages
+                model = self.cost_model(kind)
+                memory = FixedMemory(kind, self.largest, pages, model, self.workspace)
+                self.memory[kind] = memory
+            self._kinds[kind] = FixedWrappers(self.library, kind, self.memory[kind], self.size)
             if not self._fill(kind):
-                raise ValueError("the first plan that is attended by must fit, and does not")
+                raise ValueError("the first plan that a graph attends by must fit, and does not")
         return self._kinds[kind]
 
     def _fill(self, kind: LayerKind) -> bool:
         plan = self.plan
-        shared = self._choices.shared(kind, self._cost_model(kind))
-        if len(shared) > self._levels and not self._deepest:
+        shared = self.choices.shared(kind, self.cost_model(kind))
+        if len(shared) > self.levels and not self.deepest:
             return False
         schedule = self._fit(plan, kind.window, shared)
-        room = self._memory[kind].pages
+        room = self.memory[kind].pages
         if schedule.rows is not None or any(len(e.page_indices) > room for e in schedule.levels):
             return False
         wrappers = self._kinds[kind]
@@ -253,12 +228,12 @@ class FlashInferFixedPlan(FixedPlan):
         self, plan: AttentionPlan, window: int | None, shared: Sequence[SharedLevel]
     ) -> LevelSchedule:
         """As many levels as the graph has, each of as many groups."""
-        levels = sorted(shared, key=_tokens_saved, reverse=True)[: self._levels]
+        levels = sorted(shared, key=_tokens_saved, reverse=True)[: self.levels]
         levels = [level for level in shared if any(level is each for each in levels)]
         while True:
             schedule = build_levels(plan, window, levels)
             wide = [self._whole(level) for level in schedule.shared]
-            most = num_groups(self._size)
+            most = num_groups(self.size)
             if all(len(level.kv_len) <= most for level in wide):
                 break
             # Of a level with too many groups, the better half stays.
@@ -267,8 +242,8 @@ class FlashInferFixedPlan(FixedPlan):
                 for level, each in zip(levels, wide, strict=True)
             ]
         nothing = np.zeros(0, np.int32)
-        while len(wide) < self._levels:
-            all_rows = np.array([0, self._size], np.int32)
+        while len(wide) < self.levels:
+            all_rows = np.array([0, self.size], np.int32)
             zero = np.zeros(1, np.int32)
             wide.append(Level(0, all_rows, np.zeros(2, np.int32), nothing, zero, zero, False))
         padded = tuple(_with_groups(level, most) for level in wide)
@@ -277,11 +252,11 @@ class FlashInferFixedPlan(FixedPlan):
     def _whole(self, level: Level) -> Level:
         """The level over all rows: those before and after it have no pages."""
         ends = [level.first_row + level.query_indptr]
-        before, after = int(level.first_row > 0), int(ends[0][-1] < self._size)
+        before, after = int(level.first_row > 0), int(ends[0][-1] < self.size)
         if before:
             ends.insert(0, np.zeros(1, np.int32))
         if after:
-            ends.append(np.full(1, self._size, np.int32))
+            ends.append(np.full(1, self.size, np.int32))
         return Level(
             first_row=0,
             query_indptr=np.concatenate(ends).astype(np.int32),
@@ -294,17 +269,15 @@ class FlashInferFixedPlan(FixedPlan):
 
 
 def fixed_plans(sizes: Sequence[int], **options: Any) -> list[tuple[FlashInferFixedPlan, ...]]:
-    """See ``AttentionBackend.fixed_plans``; ``options`` are those of ``FlashInferFixedPlan``."""
+    """See ``AttentionBackend.fixed_plans``; ``options`` are fields of ``FlashInferFixedPlan``."""
     memory: dict[LayerKind, FixedMemory] = {}
     choices = _Choices()
 
     def of_size(size: int) -> Iterator[FlashInferFixedPlan]:
         depths = [levels for levels, least in LEVELS.items() if size >= least]
         for levels in depths:
-            yield FlashInferFixedPlan(
-                size, levels, memory, choices,
-                deepest=levels == depths[-1], largest=max(sizes), **options,
-            )  # fmt: skip
+            deepest = levels == depths[-1]
+            yield FlashInferFixedPlan(size, levels, memory, choices, deepest, max(sizes), **options)
 
     return [tuple(of_size(size)) for size in sizes]
 

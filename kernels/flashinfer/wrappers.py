@@ -65,7 +65,11 @@ class SentLevel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SentSchedule:
-    """A schedule as wrappers take it. ``rows``: the batch row of each place; ``places``: back."""
+    """A schedule as wrappers take it.
+
+    ``rows``, int64 ``[T]``, is the batch row of each place, ``places`` the place of each batch row;
+    both are None where all rows keep their places.
+    """
 
     schedule: LevelSchedule
     shared: tuple[SentLevel, ...]
@@ -76,7 +80,7 @@ class SentSchedule:
 
     @classmethod
     def of(cls, schedule: LevelSchedule, device: torch.device) -> SentSchedule:
-        """Two pieces of memory and one transfer for all levels."""
+        """Of all levels, in one transfer and one piece of staged memory."""
         levels = schedule.levels
         names = ("query_indptr", "page_indptr", "last_page_len", "kv_len")
         read = iter(stage([getattr(each, name) for each in levels for name in names], device))
@@ -136,14 +140,14 @@ class Wrappers:
         self._step = step
 
     def run(self, q: torch.Tensor, cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend as ``AttentionBackend.attend`` does, by the plan that was made last."""
-        step, kind = self._step, self._kind
+        """Attend by the plan that was made last; results as of ``AttentionBackend.attend``."""
+        step = self._step
         assert step is not None
         if step.rows is not None:
             q = q.index_select(0, step.rows)
         if cache.scales is not None:
-            # FlashInfer has one scale for all heads: those of keys go to the queries, those of
-            # values to the result.
+            # FlashInfer has one scale for all heads: so those of keys multiply the queries, and
+            # those of values the result.
             scaled = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             q = torch.mul(q, self._of_queries(cache.scales[0]), out=scaled)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -162,7 +166,6 @@ class Wrappers:
         lse.mul_(math.log(2))
         if step.places is not None:
             out, lse = out.index_select(0, step.places), lse.index_select(0, step.places)
-        assert out.shape[1:] == (kind.heads, kind.head_dim)
         return out, lse
 
     def _last(self, step: SentSchedule) -> Iterator[tuple[Any, SentLevel]]:
@@ -191,34 +194,20 @@ class Wrappers:
 
     def _plan_rows(self, wrapper: Any, level: SentLevel) -> None:
         wrapper.plan(
-            level.query_indptr,
-            level.page_indptr,
-            level.page_indices,
-            level.last_page_len,
-            self._kind.heads,
-            self._kind.kv_heads,
-            self._kind.head_dim,
-            self._kind.page_size,
-            causal=level.level.causal,
-            seq_lens=level.kv_len,
-            **self._constants(),
-        )
+            level.query_indptr, *self._pages(level), causal=level.level.causal,
+            seq_lens=level.kv_len, **self._constants(),
+        )  # fmt: skip
 
     def _plan_decode(self, level: SentLevel) -> None:
         if self._tensor_cores:
             self._plan_rows(self._decode, level)
             return
-        self._decode.plan(
-            level.page_indptr,
-            level.page_indices,
-            level.last_page_len,
-            self._kind.heads,
-            self._kind.kv_heads,
-            self._kind.head_dim,
-            self._kind.page_size,
-            seq_lens=level.kv_len,
-            **self._constants(),
-        )
+        self._decode.plan(*self._pages(level), seq_lens=level.kv_len, **self._constants())
+
+    def _pages(self, level: SentLevel) -> tuple[Any, ...]:
+        kind = self._kind
+        pages = level.page_indptr, level.page_indices, level.last_page_len
+        return (*pages, kind.heads, kind.kv_heads, kind.head_dim, kind.page_size)
 
     def _constants(self) -> dict[str, Any]:
         """What every plan of the kind is given. FlashInfer's window leaves the row itself out."""

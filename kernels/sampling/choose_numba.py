@@ -19,7 +19,7 @@ from coppice.kernels.sampling.columns import COLUMNS, MIN_P, TEMPERATURE, TOP_K,
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
-# Numbers of all rows from which they are shared among threads.
+# Logits of all rows from which threads share the rows.
 _SHARED_FROM = 1 << 16
 # Bits of a key that a pass reads, of 30: the key of 1.0, the greatest, has 30.
 _BITS = 10
@@ -41,7 +41,7 @@ _E2, _E3, _E4, _E5, _E6, _E7 = (np.float32(1 / math.factorial(n)) for n in range
 
 @njit(fastmath=_FAST)
 def _greatest(row: np.ndarray) -> np.float32:
-    """Floats are in the order of these integers, whose maximum vectorises."""
+    """The maximum of a row, by integers in the order of its floats: their maximum vectorises."""
     bits, most = row.view(np.int32), np.int32(-0x80000000)
     for i in range(len(row)):
         ordered = bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF))
@@ -152,7 +152,7 @@ def _draw(
     """The first token at which the running sum of what is kept exceeds ``uniform`` of all of it.
 
     Kept are keys above ``last`` and the first ``equals`` that equal it, of at least the weight
-    ``least``. Where rounding passes the very end, it is the last token that is kept.
+    ``least``. Where rounding passes the very end, the last kept token is chosen.
     """
     width, keys = len(weights), weights.view(np.int32)
     pieces, rank, total = -(-width // _PIECE), 0, 0.0

@@ -59,7 +59,7 @@ def _above(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The weight of, or how many are, keys above a place."""
+    """The weight, or with COUNT the number, of keys above a place; float64."""
     sums = tl.zeros([BLOCK], tl.float64)
     for start in range(0, vocabulary, BLOCK):
         weights, _ = _weights(logits, start, vocabulary, top, temperature, BLOCK)
@@ -81,7 +81,7 @@ def _place(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The least key above which there is less than the target, and how much there is."""
+    """The least key above which there is less than the target, and the amount above it."""
     low = tl.full((), 0, tl.int32)
     high = tl.full((), 0x3F800000, tl.int32)
     while low < high:
@@ -116,7 +116,11 @@ def choose_row(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """logits float32 [R, V] with ``stride`` between rows, columns float64 [R, COLUMNS]."""
+    """One row: grid ``(R,)``.
+
+    ``logits`` are float32 ``[R, V]`` with ``stride`` between rows, V the ``vocabulary``;
+    ``columns`` float64 ``[R, COLUMNS]``; ``tokens`` int64 ``[R]``.
+    """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
     columns += row * COLUMNS
@@ -173,7 +177,7 @@ def choose_row(
                 chosen = first
                 done = tl.full((), 1, tl.int32)
             else:
-                # Should rounding keep the sums from the target, the last one that is kept is meant.
+                # If rounding keeps the sums below the target, the last kept token is chosen.
                 chosen = tl.maximum(chosen, tl.max(tl.where(kept > 0, ids, 0)))
             running += tl.sum(kept)
             start += BLOCK

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 #: Numbers of a row, float64: the temperature, above 0; top-k (from the size of the vocabulary on:
-#: all tokens; 1: the most probable one, whatever the other columns are); top-p (from 1 on: all);
+#: all tokens; 1: the most probable one, for any other columns); top-p (from 1 on: all);
 #: min-p; and the number in [0, 1) that chooses.
 COLUMNS: Final = 5
 TEMPERATURE, TOP_K, TOP_P, MIN_P, UNIFORM = range(COLUMNS)

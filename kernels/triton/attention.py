@@ -26,9 +26,9 @@ def _load_part(
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tl.tensor:
-    """Elements ``FIRST .. FIRST + BLOCK`` of the rows that begin at ``at``; what is not there is 0.
+    """Elements ``FIRST .. FIRST + BLOCK`` of the rows that begin at ``at``, in DTYPE or float32.
 
-    In DTYPE, or float32 with UPCAST.
+    Rows that are not ``real``, and elements past HEAD_DIM, are 0. UPCAST: in float32.
     """
     d = FIRST + tl.arange(0, BLOCK)
     there = real[:, None]
@@ -187,7 +187,7 @@ def attend_items(
     item = items + tl.program_id(0) // (KV_HEADS * parts) * ITEM_FIELDS
     kv_head = unit // parts
     first_row, rows = tl.load(item), tl.load(item + 1)
-    if rows == 0:  # in a graph, whose grid does for more items than this step has
+    if rows == 0:  # in a graph, whose grid has room for more items than this step has
         return
     table = page_table + tl.load(item + 2)
     begin, end = tl.load(item + 3), tl.load(item + 4)
@@ -204,7 +204,7 @@ def attend_items(
     dtype: tl.constexpr = q.dtype.element_ty
     queries = _load_part(q, q_at, valid, 0, HEAD_DIM, BLOCK_D, dtype, UPCAST)
     accumulator = tl.full([QUERIES, BLOCK_D], 0.0, tl.float32)
-    # Without a rest these are names for the same, and never used.
+    # Without REST_D these are not used, but have to be defined.
     queries_rest, rest = queries, accumulator
     if REST_D:
         queries_rest = _load_part(q, q_at, valid, BLOCK_D, HEAD_DIM, REST_D, dtype, UPCAST)
@@ -234,7 +234,7 @@ def attend_items(
         HEAD_DIM, BLOCK_D, REST_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, True, UPCAST,
     )  # fmt: skip
 
-    # A row that sees nothing of this item weighs nothing in the merge: exp2(-inf).
+    # A row that sees no key of this item has weight 0 in the merge: exp2(-inf).
     weight = tl.where(total == 0.0, 1.0, total)
     log = peak + tl.log2(weight)
     result = accumulator / weight[:, None]

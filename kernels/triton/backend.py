@@ -1,8 +1,5 @@
 """The attention backend for an NVIDIA GPU, in Triton: it launches the items of ``schedule.items``.
 
-On a CPU it runs only where Triton interprets its kernels (``TRITON_INTERPRET=1`` before the first
-import of triton), which is for tests: a tile takes milliseconds.
-
 **What is guaranteed.** Always: the same batch over the same cache gives the same bits, run after
 run, since no result depends on the order in which programs finish. With ``deterministic``: a
 row's result depends on its query and on the keys and values that it sees, and on nothing else: not
@@ -24,7 +21,7 @@ import triton
 
 from coppice.kernels.attention.checks import check_attend
 from coppice.kernels.attention.interface import AttentionPlan, LayerCache
-from coppice.kernels.schedule.cost import H100_MULTIPROCESSORS, CostModel
+from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.schedule.tiles import choose_tiles, head_blocks
 from coppice.kernels.triton.attention import attend_items, merge_partials
 from coppice.kernels.triton.base import INTERPRETED, GpuBackend, on
@@ -50,14 +47,12 @@ class TritonBackend(GpuBackend):
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
         super().__init__(device)
         self.deterministic = deterministic
-        self._multiprocessors = H100_MULTIPROCESSORS
         if device.type == "cuda":
-            chip = torch.cuda.get_device_properties(device)
-            self._multiprocessors = chip.multi_processor_count
+            capability = torch.cuda.get_device_capability(device)
             # What older chips lack instructions for: bfloat16 before 8.0, 8-bit floats before 8.9.
-            if (chip.major, chip.minor) < (8, 0):
+            if capability < (8, 0):
                 self.dtypes = (torch.float16, torch.float32)
-            if (chip.major, chip.minor) < (8, 9):
+            if capability < (8, 9):
                 self.scaled_dtypes = ()
 
     def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:

@@ -1,7 +1,7 @@
-"""The writes to a cache on a GPU, which its attention backends share: Triton kernels, launched.
+"""What the attention backends of a GPU share: writes to the cache and copies of pages, in Triton.
 
 On a CPU they run only where Triton interprets its kernels (``TRITON_INTERPRET=1`` before the first
-import of triton), which is for tests.
+import of triton), which is for tests: a tile takes milliseconds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import numpy as np
 import torch
 import triton
 
-from coppice.kernels.attention.checks import check_cache, check_copy
+from coppice.kernels.attention.checks import check_cache, check_copy, check_rows
 from coppice.kernels.attention.interface import AttentionBackend, LayerCache
+from coppice.kernels.schedule.cost import H100_MULTIPROCESSORS
 from coppice.kernels.transfer import send
 from coppice.kernels.triton.cache import copy_page_words, rotate_rows, write_rows
 
@@ -44,12 +45,15 @@ class GpuBackend(AttentionBackend):
                 "'cpu' where TRITON_INTERPRET=1 is set before triton is imported, for tests)"
             )
         self.device = device
+        self._multiprocessors = H100_MULTIPROCESSORS
+        if device.type == "cuda":
+            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
     ) -> None:
         check_cache(self, k, v, cache)
-        _check_rows(k=k, v=v)
+        check_rows(k=k, v=v)
         if not len(k):
             return
         width = k.shape[1] * k.shape[2]
@@ -73,7 +77,7 @@ class GpuBackend(AttentionBackend):
         kv_heads, head_dim = cache.k.shape[2:]
         heads = qk.shape[1] - kv_heads
         check_cache(self, qk[:, heads:], v, cache)
-        _check_rows(qk=qk, v=v)
+        check_rows(qk=qk, v=v)
         if head_dim % 2:
             raise ValueError(f"qk has heads of {head_dim}; rotation needs an even number")
         rotated = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
@@ -113,13 +117,5 @@ class GpuBackend(AttentionBackend):
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Launches go to the current device."""
+    """A context in which Triton launches kernels on that GPU; of a CPU, an empty one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _check_rows(**tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}; heads and head_dim must be contiguous"
-            )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from coppice.kernels.schedule.items import TreeSchedule, build_tree_schedule
 from coppice.kernels.schedule.tiles import Tile
 from coppice.kernels.transfer import Landing, send
 
-# What a graph has room for, beside the rows of its step. Programs that find no item cost about a
-# nanosecond each, partial results memory: of 32 heads of 128 numbers 16 KiB an entry.
+# What a graph has room for, beside the rows of its step. A program that finds no item costs about a
+# nanosecond, a partial result memory: 16 KiB for 32 heads of 128.
 _WAVES = 8  # of programs, for ranges that are split
 _PARTS = 16  # pieces of a row's keys, on average ...
 _MORE_PARTS = 1024  # ... and for few rows, which are split more finely
@@ -31,7 +32,7 @@ class DeviceSchedule:
     """A schedule with its arrays on the device; see ``TreeSchedule``.
 
     Grids follow from the lengths of arrays, which may be filled in part: an item without rows, and
-    a merge without slots, is no work. ``launches``: each one's tile, whether it walks in phases,
+    a merge without slots, is no work. ``launches``: the tile of each, whether it walks in phases,
     and its items.
     """
 
@@ -107,44 +108,27 @@ class _Room:
         return [(shape, np.int32) for shape in shapes]
 
 
+@dataclass(eq=False)
 class TritonFixedPlan(FixedPlan):
-    """A plan in fixed places, for each kind of layer; ``memory`` is shared by plans of all sizes.
+    """A plan in fixed places, for each kind of layer.
 
-    Launches are in the graph already when a plan is loaded: the choice of sharing and splitting
+    ``size`` is the number of its sequences, ``largest`` the greatest of all plans, which share
+    ``memory``. The graph contains all launches already, so the choice of sharing and splitting
     leaves out their cost.
     """
 
-    def __init__(
-        self,
-        size: int,
-        largest: int,
-        memory: dict[Kind, torch.Tensor],
-        *,
-        device: torch.device,
-        page_size: int,
-        num_pages: int,
-        max_pages: int,
-        deterministic: bool,
-    ) -> None:
-        self._size = size
-        self._largest = largest
-        self._memory = memory
-        self._device = device
-        self._page_size = page_size
-        self._num_pages = num_pages
-        self._max_pages = max_pages
-        self._deterministic = deterministic
-        self._plan: AttentionPlan | None = None
-        self._kinds: dict[Kind, tuple[Landing, DeviceSchedule]] = {}
-
-    @property
-    def plan(self) -> AttentionPlan:
-        """The plan that was loaded last."""
-        assert self._plan is not None, "no plan is loaded"
-        return self._plan
+    size: int
+    largest: int
+    memory: dict[Kind, torch.Tensor]
+    device: torch.device
+    page_size: int
+    num_pages: int
+    max_pages: int
+    deterministic: bool
+    _kinds: dict[Kind, tuple[Landing, DeviceSchedule]] = field(default_factory=dict, init=False)
 
     def load(self, plan: AttentionPlan) -> bool:
-        check_fixed(plan, self._size, self._page_size, self._num_pages)
+        check_fixed(plan, self.size, self.page_size, self.num_pages)
         self._plan = plan
         return all(self._fill(kind) for kind in self._kinds)
 
@@ -153,17 +137,17 @@ class TritonFixedPlan(FixedPlan):
         if kind not in self._kinds:
             self._kinds[kind] = self._place(kind)
             if not self._fill(kind):
-                raise ValueError("the first plan that is attended by must fit, and does not")
+                raise ValueError("the first plan that a graph attends by must fit, and does not")
         return self._kinds[kind][1]
 
     def _place(self, kind: Kind) -> tuple[Landing, DeviceSchedule]:
         model = kind[1]
-        options = self._max_pages, model, self._deterministic
-        if kind not in self._memory:
-            size = Landing.size(_Room.of(self._largest, *options).arrays())
-            self._memory[kind] = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        room = _Room.of(self._size, *options)
-        landing = Landing(room.arrays(), self._memory[kind])
+        options = self.max_pages, model, self.deterministic
+        if kind not in self.memory:
+            size = Landing.size(_Room.of(self.largest, *options).arrays())
+            self.memory[kind] = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        room = _Room.of(self.size, *options)
+        landing = Landing(room.arrays(), self.memory[kind])
         few, *many = landing.arrays[:-5]
         launches = [(model.tiles.few, False, few)]
         launches += [(model.tiles.many, True, items) for items in many]
@@ -174,7 +158,7 @@ class TritonFixedPlan(FixedPlan):
         window, model = kind
         landing, sent = self._kinds[kind]
         made = build_tree_schedule(
-            self.plan, window, replace(model, launch_bytes=0), deterministic=self._deterministic
+            self.plan, window, replace(model, launch_bytes=0), deterministic=self.deterministic
         )
         if made.num_partials > sent.num_partials:
             return False
@@ -196,23 +180,7 @@ def fixed_entries(size: int) -> int:
     return _PARTS * size + _MORE_PARTS
 
 
-def fixed_plans(
-    sizes: Sequence[int],
-    *,
-    device: torch.device,
-    page_size: int,
-    num_pages: int,
-    max_pages: int,
-    deterministic: bool,
-) -> list[tuple[TritonFixedPlan]]:
-    """See ``AttentionBackend.fixed_plans``."""
+def fixed_plans(sizes: Sequence[int], **options: Any) -> list[tuple[TritonFixedPlan]]:
+    """See ``AttentionBackend.fixed_plans``; ``options`` are fields of ``TritonFixedPlan``."""
     memory: dict[Kind, torch.Tensor] = {}
-    return [
-        (
-            TritonFixedPlan(
-                size, max(sizes), memory, device=device, page_size=page_size,
-                num_pages=num_pages, max_pages=max_pages, deterministic=deterministic,
-            ),
-        )
-        for size in sizes
-    ]  # fmt: skip
+    return [(TritonFixedPlan(size, max(sizes), memory, **options),) for size in sizes]

@@ -126,7 +126,7 @@ def quantize_rows(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
-    """One row: grid ``(T,)``. Its largest number goes to the largest of the type."""
+    """One row: grid ``(T,)``. Its largest number becomes the largest of the type."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     mask = d < WIDTH

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # compiled code depends on this module, and not on those
 
 
 class Items(NamedTuple):
-    """The items of a step and who does them, for layers of one kind.
+    """The items of a step and their distribution among threads, for layers of one kind.
 
     ``tasks`` int32 ``[n, 3]``: item, first KV head, end of KV heads. ``shares`` int64
     ``[threads + 1]``: thread i works tasks ``shares[i]:shares[i + 1]``. ``items``, ``rows``,

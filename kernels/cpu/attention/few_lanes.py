@@ -57,7 +57,7 @@ def _totals(b: Any, vectors: list[Any]) -> Any:
 
 
 def _turned(b: Any, vector: Any, by: int) -> Any:
-    """A vector whose lanes have moved round."""
+    """A vector with its lanes rotated by a number of places."""
     lanes = ir.Constant(INTS, [(lane + by) % LANES for lane in range(LANES)])
     return b.shuffle_vector(vector, ir.Constant(VECTOR, ir.Undefined), lanes)
 

@@ -68,7 +68,7 @@ def _locate(
 ) -> None:
     """Where the keys ``begin .. stop`` lie, in floats; past ``end`` the last one again.
 
-    That is memory that the sequence owns, whose product is not looked at.
+    That one is readable, since the sequence owns it, and its repeated products are not used.
     """
     page = begin // page_size
     slot = begin - page * page_size
@@ -384,10 +384,10 @@ def _attend(function: int, items: Items, inputs: Inputs, results: Results) -> No
         run_share(function, frame.ctypes.data, 0, len(items.tasks))
     else:
         run_shares(function, frame.ctypes.data, items.shares)
-    frame[0] = 0  # numba frees an array after its last use by name; an address is none
+    frame[0] = 0  # numba frees an array after its last use by name, not by address
     merge_share(np.int64(0), len(items.merges), items, results)
 
 
 def attend_items(items: Items, inputs: Inputs, results: Results) -> None:
-    """Attend all rows of a step."""
+    """Attend all rows of a step; O(keys of the items), in the threads of ``items.shares``."""
     _attend(run_tasks.address, items, inputs, results)

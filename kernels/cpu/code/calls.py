@@ -17,9 +17,8 @@ from numba.extending import intrinsic
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.threads import use_torch_threads
 
-# Code that calls parallel code needs numba's threads, and crashes without them. It may come out of
-# numba's cache without the request to start them: if its callee came from the cache, too, when it
-# was compiled.
+# Code that calls parallel code needs numba's threads, and crashes without them. Code from numba's
+# cache may lack the request to start them, if its callee came from the cache when it was compiled.
 use_torch_threads()
 
 

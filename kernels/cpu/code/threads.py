@@ -11,7 +11,7 @@ of a step's pattern (a linear layer of 32 rows of 1,024 x 4,096, then decode att
     they sleep at once                                      12.4
     numba's own pool instead of OpenMP                      12.3
 
-To run numba's code on torch's pool gained nothing more.
+Running numba's code on torch's pool gained nothing more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import sys
 
 _log = logging.getLogger(__name__)
 
-# passive is the standard's word, for any OpenMP; GNU's reads the count, about 50 us of spinning,
-# which spans the gap between two operators of a layer.
+# "passive" is the OpenMP standard's value; GNU's library also reads the count, about 50 us of
+# spinning, which spans the gap between two operators of a layer.
 _CALM = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 

@@ -36,7 +36,7 @@ def _parts(rows: int, inner: int) -> int:
 @njit
 def laid_numbers(rows: int, inner: int) -> int:
     """Float32 numbers that ``multiply_share`` needs to lay out up to ``rows`` rows of ``inner``."""
-    # A part has that many blocks, what is left of a block, and one as blocks do not divide.
+    # Rounded up, and one more each for an incomplete block and for an uneven division into parts.
     most = _TOGETHER // (4 * inner * ROWS) + 3
     return min(most * ROWS, rows) * inner
 
@@ -79,7 +79,7 @@ def multiply_share(
         address = frame.ctypes.data
         run_share(panels.run, address, count * me // threads, count * (me + 1) // threads)
         met = meet(team, met)
-    # numba frees an array after its last use by name, and an address is no such use.
+    # numba frees an array after its last use by name, not by address.
     frame[0] = 0
     return met
 

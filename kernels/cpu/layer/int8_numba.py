@@ -65,7 +65,7 @@ def multiply_share(
     address = frame.ctypes.data
     run_share(panels.run, address, count * me // threads, count * (me + 1) // threads)
     met = meet(team, met)
-    # numba frees an array after its last use by name, and an address is no such use.
+    # numba frees an array after its last use by name, not by address.
     frame[0] = 0
     return met
 
@@ -104,7 +104,7 @@ def multiply_rows(
 ) -> None:
     """``out`` float32 ``[T, N]`` = ``x`` float32 ``[T, K]`` times a packed weight, plus bias.
 
-    A row of ``x`` is rounded to 127 levels of its largest number. ``weight`` is the address of a
+    Each row of ``x`` is rounded to 127 levels of its largest number. ``weight`` is the address of a
     packed weight, ``scale`` that of float32 ``[N]``, the scale of each output divided by 127, and
     ``bias`` that of float32 ``[N]`` or 0.
     """

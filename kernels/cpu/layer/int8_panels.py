@@ -52,7 +52,7 @@ _FRAME = 9
 
 _BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _INTS, _FLOATS = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
-# What the instruction's function takes its bytes as.
+# The type in which LLVM's function of the instruction takes the bytes.
 _BYTES = ir.VectorType(_BYTE, 4 * LANES) if llvm.llvm_version_info >= (21,) else _INTS
 
 

@@ -22,7 +22,7 @@ use_torch_threads()  # before compiled code is loaded; see ``code.calls``
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
-# Numbers from which rows are shared among threads: below, waking them takes longer.
+# Numbers of all rows from which threads share the rows: below, waking them takes longer.
 _SHARED_FROM = 1 << 15
 # Elements at a time of what needs a buffer: it stays in the nearest cache.
 _TILE = 64
@@ -52,6 +52,7 @@ def norm_share(
     eps: np.float32,
     out: np.ndarray,
 ) -> None:
+    """``add_norm`` of the rows ``begin .. end``."""
     width = x.shape[1]
     adds = len(added) > 0
     for row in range(begin, end):
@@ -168,6 +169,7 @@ def rotate_share(
     slots: np.ndarray,
     out: np.ndarray,
 ) -> bool:
+    """``rotate_write`` of the rows ``begin .. end``; False at a slot beyond the cache."""
     dim, kept = cos.shape[1], k_cache.shape[1]
     width, half = out.shape[1], dim // 2
     queries = width - kept

@@ -89,7 +89,7 @@ class Step(NamedTuple):
     """The rows of a step, T of them, and the cache.
 
     ``x`` float32 ``[T, hidden]`` is what the first layer reads, and is overwritten; ``cos`` and
-    ``signed_sin`` ``[T, dim]``; ``slots`` int64 ``[T]``, where their keys and values go;
+    ``signed_sin`` ``[T, dim]``; ``slots`` int64 ``[T]``, those of their keys and values;
     ``logit_rows`` int64 ``[R]``. ``caches`` int64 ``[layers, 2]``: addresses of keys and values, of
     ``num_slots`` slots. The result goes to ``out`` float32 ``[R, hidden]``.
     """
@@ -221,7 +221,7 @@ def _layers_share(
             inputs = Inputs(scratch.rotated.reshape(-1), qk_width, keys, values)
             frame = attention_frame(items, inputs, results)
             run_share(model.attention, frame.ctypes.data, first_task, last_task)
-            frame[0] = 0  # numba frees an array after its last use by name; an address is none
+            frame[0] = 0  # numba frees an array after its last use by name, not by address
         met = meet(team, met)
         if merges:
             merge_share(merges * me // threads, merges * (me + 1) // threads, items, results)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trees import MIXED
+from trees import LEVELS, MIXED
 
 from coppice.kernels.attention.interface import AttentionBackend, LayerCache
 from coppice.kernels.attention.reference import ReferenceBackend
@@ -80,14 +80,6 @@ def agree(got, expected) -> None:
             # The kernels add up exponentials that are rounded to 16 bits.
             tolerance = 5e-3
         torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
-
-
-LEVELS = [
-    (range(7), 3),
-    ([0, 1, 2, 3], 2),
-    ([4, 5], 1),
-    ([0, 2, 3], 2),
-]
 
 
 @pytest.mark.parametrize("window", [None, 1, 6])
@@ -195,7 +187,7 @@ def test_any_number_of_threads(make_batch, cpu_backend, threads, tails):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("found_anew", [False, True])
 def test_the_schedule_of_growing_sequences(make_batch, monkeypatch, stretches, threads, found_anew):
-    """What is remembered of a step is right for later ones, and made anew where it is not."""
+    """The schedule of a step serves later ones, and is made anew where it would be wrong."""
     backend, made = cpu.CpuBackend(), []
 
     def build(plan, *rest):
@@ -214,7 +206,7 @@ def test_the_schedule_of_growing_sequences(make_batch, monkeypatch, stretches, t
                 batch.plan.stretches = first.plan.stretches
             agree(batch.run(backend), batch.run(REFERENCE))
             assert len(made) == times
-        # Others that share, and more rows: nothing that is remembered holds.
+        # Other sequences share, or there are more rows: the kept schedule does not hold.
         for tails in ([(1, 301), (1, 8), (1, 21)], [(2, 300), (1, 8), (1, 21)]):
             batch = make_batch(tails, [(range(2), 12)])
             agree(batch.run(backend), batch.run(REFERENCE))
@@ -291,7 +283,7 @@ def test_decode_reads_nothing_before_the_window(make_batch, backend):
     agree(batch.run(backend, window), expected)
 
 
-def test_missing_numba_is_said_once(caplog, monkeypatch):
+def test_missing_numba_is_logged_once(caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "coppice.kernels.cpu.attention.numba_items", raising=False)
     monkeypatch.delattr("coppice.kernels.cpu.attention.numba_items", raising=False)

@@ -10,6 +10,7 @@ import math
 import sys
 from dataclasses import replace
 
+import fake_flashinfer
 import pytest
 import torch
 from fake_flashinfer import Library
@@ -21,7 +22,6 @@ from coppice.kernels.backends import select_backend
 from coppice.kernels.flashinfer import backend as backend_module
 from coppice.kernels.flashinfer.backend import FlashInferBackend
 from coppice.kernels.flashinfer.wrappers import LayerKind
-from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.triton import backend as triton_backend
 from coppice.kernels.triton import base as gpu_backend
 
@@ -51,12 +51,7 @@ def library(monkeypatch) -> Library:
 
 @pytest.fixture
 def share_all(monkeypatch):
-    """Everything is shared that can be, also in small batches."""
-    monkeypatch.setattr(CostModel, "row_bytes", 0)
-    usual = FlashInferBackend.cost_model
-    monkeypatch.setattr(
-        FlashInferBackend, "cost_model", lambda *given: replace(usual(*given), launch_bytes=0)
-    )
+    fake_flashinfer.share_all(monkeypatch)
 
 
 def agree(got, expected) -> None:
@@ -91,7 +86,7 @@ def test_windows_and_soft_caps_equal_the_reference(make_batch, backend, share_al
 @needs_no_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_8_bit_cache(make_batch, backend, share_all, dtype):
-    """Every head has a scale of its own, which FlashInfer's plans know nothing of."""
+    """Every head has a scale of its own, which FlashInfer's plans cannot express."""
     batch = make_batch(MIXED, TREES["three levels"][1], dtype=dtype, page_size=4)
     scales = torch.tensor([0.01, 0.3]), torch.tensor([0.02, 0.1])
     shape = batch.k_cache.shape
@@ -240,7 +235,7 @@ def test_kernels_that_are_not_built_are_refused_by_name(monkeypatch, change, mis
     ids=str,
 )
 def test_what_is_tried_out_is_used(library, make_batch, change):
-    """The wrappers of the trial serve the model: it is the model's case that was tried."""
+    """The wrappers of the trial serve the model, whose own case was tried."""
     case = replace(CASE, **change)
     backend = FlashInferBackend(CPU, case)
     made = len(library.wrappers)

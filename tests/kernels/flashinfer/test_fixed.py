@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
-from fake_flashinfer import Library
+from fake_flashinfer import Library, share_all
 
 from coppice.kernels.attention.interface import LayerCache
 from coppice.kernels.attention.reference import ReferenceBackend
@@ -33,11 +32,7 @@ STEPS = [
 @pytest.fixture
 def backend(flashinfer_backend, monkeypatch) -> FlashInferBackend:
     """With everything shared that can be."""
-    monkeypatch.setattr(CostModel, "row_bytes", 0)
-    usual = FlashInferBackend.cost_model
-    monkeypatch.setattr(
-        FlashInferBackend, "cost_model", lambda *given: replace(usual(*given), launch_bytes=0)
-    )
+    share_all(monkeypatch)
     return flashinfer_backend
 
 
@@ -62,12 +57,9 @@ def test_one_step_after_the_other_is_the_reference(make_batch, backend, group):
         taken.append([fixed.load(batch.plan) for fixed in (plain, shared, deep)])
         for fixed in (plain, shared, deep):
             if fixed.load(batch.plan):
-                agree(
-                    batch.run(backend, prepared=fixed),
-                    batch.run(ReferenceBackend()),
-                )
+                agree(batch.run(backend, prepared=fixed), batch.run(ReferenceBackend()))
         assert fixed.load(batch.plan)
-    # The levels of each step: the first plan that takes it is the one with no more than it needs.
+    # The levels of each step: the first plan that takes it has no more than the step needs.
     needed = [0, 1, 2, 3, 1, 2]
     for found, levels in zip(taken[len(STEPS) :], reversed(needed), strict=True):
         assert found == [levels == 0, levels <= 2, True]
@@ -78,7 +70,7 @@ def test_one_step_after_the_other_is_the_reference(make_batch, backend, group):
 
 
 def record(run):
-    """What repeats `run` and gives what it gave: a graph on a GPU, elsewhere the run itself."""
+    """A function that repeats ``run`` and returns its result: a graph's replay on a GPU."""
     run()
     if not torch.cuda.is_available():
         return run
@@ -93,7 +85,7 @@ def record(run):
     return replay
 
 
-def test_a_graph_replays_whatever_is_loaded(make_batch, backend):
+def test_a_graph_replays_the_plan_that_is_loaded(make_batch, backend):
     batches = [
         make_batch(TAILS, levels, seed=seed, page_size=4, group=2)
         for seed, levels in enumerate(STEPS)

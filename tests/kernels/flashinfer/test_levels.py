@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from trees import TREES
+from trees import TREES, tree
 
-from coppice.kernels.attention.interface import AttentionPlan, SharedStretch
+from coppice.kernels.attention.interface import AttentionPlan
 from coppice.kernels.flashinfer.levels import LevelSchedule, build_levels, choose_levels
 from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.schedule.tiles import choose_tiles
@@ -148,30 +148,6 @@ def test_groups_without_pages_fill_gaps(make_batch):
     assert level.query_indptr.tolist() == [0, 2, 4, 6]
     assert level.page_indptr.tolist() == [0, 3, 3, 5]
     assert level.last_page_len.tolist() == [4, 0, 4]
-
-
-def tree(stretches, own: int, batch: int, page_size: int = 16) -> AttentionPlan:
-    """One decoding row a sequence; ``stretches`` are (members, tokens), parents first."""
-    tables: list[list[int]] = [[] for _ in range(batch)]
-    made, used = [], 0
-    for members, tokens in stretches:
-        pages = tokens // page_size
-        made.append(SharedStretch(len(tables[members[0]]), pages, np.array(members, np.int32)))
-        for i in members:
-            tables[i] += range(used, used + pages)
-        used += pages
-    context = [len(table) * page_size + own for table in tables]
-    for table in tables:
-        table += range(used, used + -(-own // page_size))
-        used += -(-own // page_size)
-    return AttentionPlan(
-        page_size=page_size,
-        query_start=np.arange(batch + 1, dtype=np.int32),
-        context_len=np.array(context, np.int32),
-        page_indptr=np.cumsum([0, *map(len, tables)]).astype(np.int32),
-        page_indices=np.concatenate(tables).astype(np.int32),
-        stretches=tuple(made),
-    )
 
 
 def test_three_levels_of_a_llama():

@@ -1,7 +1,7 @@
 """Stands for FlashInfer where there is no GPU: what the attention backend calls of it, by torch.
 
 Arguments are checked as FlashInfer and its kernels check them, and where those would silently read
-elsewhere or wait for the device, more strictly. Plans are kept for tests to look at. Attention is
+elsewhere or wait for the device, more strictly. Plans are kept for tests. Attention is
 float32 arithmetic, log-sum-exps are to base 2. In graph mode a run reads the wrapper's buffers, as
 a replay does.
 """
@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
+
+from coppice.kernels.flashinfer.backend import FlashInferBackend
+from coppice.kernels.schedule.cost import CostModel
 
 HEAD_DIMS = (64, 128, 256, 512)
 DECODE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
@@ -190,7 +193,7 @@ class _Wrapper:
 class Library(ModuleType):
     """The module ``flashinfer``, to be put into ``sys.modules``.
 
-    ``compiled`` says of a ``Case`` whether there is a module for it; ``wrappers`` are all that were
+    ``compiled`` returns whether there is a module for a ``Case``; ``wrappers`` are all that were
     made.
     """
 
@@ -298,3 +301,12 @@ class Library(ModuleType):
 def _types(q, kv, out) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     q = getattr(torch, q) if isinstance(q, str) else q
     return q, q if kv is None else kv, q if out is None else out
+
+
+def share_all(monkeypatch) -> None:
+    """Have FlashInfer's backend share all that sequences have in common, however short."""
+    usual = FlashInferBackend.cost_model
+    monkeypatch.setattr(CostModel, "row_bytes", 0)
+    monkeypatch.setattr(
+        FlashInferBackend, "cost_model", lambda *given: replace(usual(*given), launch_bytes=0)
+    )

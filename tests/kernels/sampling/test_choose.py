@@ -1,4 +1,4 @@
-"""A token of each row without sorting, against what a sort finds: torch's way, and the kernels'."""
+"""The choice of tokens by numba, torch and Triton, against what a sort finds."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_equals_are_kept_by_their_ids(way):
 
 
 @pytest.mark.parametrize("way", ways())
-def test_a_row_does_not_hang_on_the_others(way):
+def test_a_row_does_not_depend_on_the_others(way):
     generator = np.random.default_rng(2)
     logits = torch.from_numpy(generator.normal(0, 2, (12, 100)).astype(np.float32))
     columns = numbers(12, generator, 100)
@@ -143,8 +143,8 @@ def test_the_greatest_numbers_choose_the_last_token_that_is_kept():
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_rows_that_are_no_numbers_get_some_token(rows):
-    """Who asks for them is told of it; the others' tokens are what they are without them."""
+def test_rows_that_are_not_finite_get_some_token(rows):
+    """The tokens of the other rows are what they are without them."""
     generator = np.random.default_rng(3)
     logits = torch.from_numpy(generator.normal(0, 2, (rows, 5000)).astype(np.float32))
     columns = numbers(rows, generator, 5000)

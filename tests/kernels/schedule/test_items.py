@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from trees import LEVELS, MIXED, tree
 
-from coppice.kernels.attention.interface import AttentionPlan, SharedStretch
+from coppice.kernels.attention.interface import AttentionPlan
 from coppice.kernels.schedule import cost
 from coppice.kernels.schedule import items as tree_schedule
 from coppice.kernels.schedule.cost import CostModel, choose_shared, least_cost
@@ -20,42 +21,12 @@ LLAMA = CostModel(choose_tiles(128, 2), 4, 8, 128, 512)
 #: Tiles so small that small batches are cut in every way.
 SMALL = CostModel(Tiles(Tile(4, 4, 4, 2, 1), Tile(12, 8, 4, 2, 1)), 2, 2, 16, 128, 4, 0)
 
-TAILS = [(1, 0), (5, 0), (1, 7), (9, 8), (1, 8), (12, 3), (2, 1)]
-LEVELS = [(range(7), 3), ([0, 1, 2, 3], 2), ([4, 5], 1), ([0, 2, 3], 2)]
-
-
-def tree(parents: list[tuple[range, int]], own: int, batch: int, rows: int = 1) -> AttentionPlan:
-    """A batch of ``batch`` sequences, of ``own`` tokens beside stretches of so many tokens each."""
-    size = 16
-    tables: list[list[int]] = [[] for _ in range(batch)]
-    stretches, used = [], 0
-    for members, tokens in parents:
-        pages = tokens // size
-        stretches.append(SharedStretch(len(tables[members[0]]), pages, np.array(members, np.int32)))
-        for i in members:
-            tables[i] += range(used, used + pages)
-        used += pages
-    context = np.array([len(table) * size + own for table in tables], np.int32)
-    for table in tables:
-        table += range(used, used + -(-own // size))
-        used += -(-own // size)
-    plan = AttentionPlan(
-        page_size=size,
-        query_start=np.arange(batch + 1, dtype=np.int32) * rows,
-        context_len=context,
-        page_indptr=np.cumsum([0, *map(len, tables)]).astype(np.int32),
-        page_indices=np.concatenate(tables).astype(np.int32),
-        stretches=tuple(stretches),
-    )
-    plan.check()
-    return plan
-
 
 def assert_covers(plan: AttentionPlan, schedule: TreeSchedule, window: int | None) -> None:
-    """By brute force: each row meets the slots that it may see, each once, where its items say."""
+    """By brute force: each row reads the slots that it may see, each once, by its items."""
     positions = row_positions(plan)
-    met: list[list[int]] = [[] for _ in range(plan.num_rows)]
-    goes: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_rows)]
+    read_slots: list[list[int]] = [[] for _ in range(plan.num_rows)]
+    places: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_rows)]
     for launch in schedule.launches:
         keys = launch.tile.keys
         for first, count, table, begin, end, clear, unclear, slot in launch.items.tolist():
@@ -71,11 +42,11 @@ def assert_covers(plan: AttentionPlan, schedule: TreeSchedule, window: int | Non
                     assert unclear <= min(position + 1, end)
                 for t in range(max(begin, low), min(end, position + 1)):
                     page = int(plan.page_indices[table + t // plan.page_size])
-                    met[row].append(page * plan.page_size + t % plan.page_size)
+                    read_slots[row].append(page * plan.page_size + t % plan.page_size)
                 if len(schedule.slots):
-                    goes[row].append((begin, int(schedule.slots[slot + place])))
+                    places[row].append((begin, int(schedule.slots[slot + place])))
                 else:
-                    goes[row].append((begin, -1))
+                    places[row].append((begin, -1))
     merges = {row: (first, count) for row, first, count in schedule.merges.tolist()}
     for i in range(plan.num_sequences):
         table = plan.page_indices[plan.page_indptr[i] : plan.page_indptr[i + 1]]
@@ -84,12 +55,12 @@ def assert_covers(plan: AttentionPlan, schedule: TreeSchedule, window: int | Non
             low = 0 if window is None else max(0, position - window + 1)
             seen = np.arange(low, position + 1)
             slots = table[seen // plan.page_size] * plan.page_size + seen % plan.page_size
-            assert sorted(met[row]) == sorted(slots.tolist())
+            assert sorted(read_slots[row]) == sorted(slots.tolist())
             if row in merges:
                 first, count = merges[row]
-                assert [slot for _, slot in sorted(goes[row])] == [*range(first, first + count)]
+                assert [slot for _, slot in sorted(places[row])] == [*range(first, first + count)]
             else:
-                assert [slot for _, slot in goes[row]] == [-1]
+                assert [slot for _, slot in places[row]] == [-1]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -103,7 +74,7 @@ def test_every_key_once(make_batch, monkeypatch, window, splits, row_bytes, dete
     if not row_bytes:
         monkeypatch.setattr(CostModel, "row_bytes", 0)
     for stretches in ((), LEVELS, LEVELS[1:3]):
-        plan = make_batch(TAILS, stretches).plan
+        plan = make_batch(MIXED, stretches).plan
         schedule = build_tree_schedule(plan, window, SMALL, deterministic=deterministic)
         assert_covers(plan, schedule, window)
 
@@ -192,7 +163,7 @@ def test_nothing_to_gain_is_plain_decode():
         assert np.array_equal(ours.items, theirs.items)
 
 
-def test_a_stretch_too_short_goes_on_with_its_children():
+def test_a_stretch_too_short_is_read_with_its_children():
     """Two groups below a stretch of one page: each reads that page along with its own stretch."""
     plan = tree([(range(4), 16), (range(2), 4096), (range(2, 4), 4096)], 64, 4)
     chosen = choose_shared(plan, None, replace(LLAMA, launch_bytes=0))
@@ -210,7 +181,7 @@ def test_one_long_sequence_fills_the_chip():
 
 
 def test_threads_share_one_sequence_by_its_keys_where_heads_are_worked_together():
-    """Eight KV heads alone would occupy two threads, each of which read a part of every token."""
+    """Divided by its eight KV heads, every thread would read a part of each token."""
     model = cpu_cost_model(16, 8, 128, lanes=16, most_lanes=64, keys=48, threads=2)
     made = build_cpu_schedule(tree([], 8192, 1), None, model)
     assert made.tasks.tolist() == [[0, 0, 8], [1, 0, 8]]
@@ -221,7 +192,7 @@ def test_threads_share_one_sequence_by_its_keys_where_heads_are_worked_together(
 
 @pytest.mark.parametrize(("tokens", "shared"), [(64, False), (1024, True)])
 def test_a_cpu_shares_a_stretch_where_that_saves_more_than_memory(tokens, shared):
-    """Seven query heads of a KV head: many of these rows together compute as long as one by one."""
+    """Seven query heads of a KV head: many such rows compute as long together as one by one."""
     model = cpu_cost_model(14, 2, 64, lanes=16, most_lanes=64, keys=48, threads=2)
     made = build_cpu_schedule(tree([(range(32), tokens)], 64, 32), None, model)
     assert bool(made.tree.shared) is shared
@@ -259,7 +230,7 @@ def test_many_heads_of_a_kv_head_fit_the_tile_or_are_cut(
     assert_covers(plan, build_tree_schedule(plan, None, model), None)
 
 
-def test_a_window_that_some_members_have_left_behind(make_batch):
+def test_a_stretch_before_the_window_of_some_members(make_batch):
     """Members that do not see all of a stretch read it apart; those below it may still share."""
     tails = [(1, 0), (1, 0), (1, 0), (1, 90)]
     plan = make_batch(tails, [(range(4), 4), ([0, 1, 2], 12), ([0, 1], 3)]).plan

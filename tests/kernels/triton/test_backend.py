@@ -97,7 +97,7 @@ def test_soft_cap(make_batch, triton_backend, softcap):
 
 
 def test_8_bit_cache(make_batch, triton_backend):
-    """Written as torch rounds, read as the reference reads it; what is too much is clamped."""
+    """It is written as torch rounds, and read as the reference reads it; large numbers are cut."""
     batch = make_batch(TAILS, LEVELS)
     device = triton_backend.device
     scales = torch.tensor([0.01, 0.3]), torch.tensor([0.02, 0.1])
@@ -139,11 +139,8 @@ def test_every_feature_with_every_other(
     make_batch, triton_backend, monkeypatch, dtype, eight_bits, page_size, window, softcap, tree,
     head_dim, deterministic,
 ):  # fmt: skip
-    """Types, 8-bit caches with a scale a head, pages, windows, soft-caps: results, logarithms.
-
-    Pages that nobody owns are NaN.
-    """
-    monkeypatch.setattr(CostModel, "row_bytes", -(10**9))  # whatever can be shared is
+    """Results and log-sum-exps are the reference's; pages without an owner are NaN."""
+    monkeypatch.setattr(CostModel, "row_bytes", -(10**9))  # all that can be is shared
     backend = select_backend("triton", triton_backend.device, deterministic=deterministic)
     levels = [(range(3), 1)] if tree else []
     batch = make_batch(
@@ -208,7 +205,7 @@ def test_norm(triton_backend, shape):
     total = x + added
     expected = torch.nn.functional.rms_norm(total, shape[-1:], eps=1e-3) * weight
     torch.testing.assert_close(rms_norm(x, weight, 1e-3, added), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(x, total)  # the residual goes on
+    assert torch.equal(x, total)  # the residual is the sum
     with pytest.raises(ValueError, match=r"added is \(2,.*contiguous"):
         rms_norm(x, weight, 1e-3, added[:2])
     with pytest.raises(ValueError, match=r"weight is \(5,\)"):
@@ -282,7 +279,7 @@ def test_the_same_batch_gives_the_same_bits(make_batch, triton_backend, size, fi
 
 
 class Sequence:
-    """Queries, keys and values of one sequence, to be attended in whatever steps one likes."""
+    """Queries, keys and values of one sequence, to be attended in any steps."""
 
     kv_heads, group, head_dim = 2, 2, 16
 

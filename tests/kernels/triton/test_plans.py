@@ -12,7 +12,7 @@ from coppice.kernels.transfer import Landing
 from coppice.kernels.triton import plans as triton_plans
 
 SIZE = 6
-# Decoding sequences: alone, below one text, below two levels, and with a short rest of nothing.
+# Decoding sequences: private, below two levels, two below one stretch, and of one token each.
 STEPS = [
     ([(1, 9), (1, 0), (1, 30), (1, 3), (1, 12), (1, 1)], []),
     ([(1, 2), (1, 5), (1, 7), (1, 0), (1, 1), (1, 21)], [(range(6), 7), ([0, 2, 3, 5], 2)]),
@@ -149,6 +149,6 @@ def test_a_landing_is_filled_in_part_by_one_transfer():
     assert [array.data_ptr() % 16 for array in landing.arrays] == [memory.data_ptr() % 16] * 3
 
 
-def test_backends_without_graphs_say_so():
+def test_backends_without_graphs_have_no_fixed_plans():
     backend = ReferenceBackend()
     assert backend.fixed_plans([1], page_size=4, num_pages=8, max_pages=2) is None

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from fake_flashinfer import Library
+from fake_flashinfer import Library, share_all
 from fake_model import FakeRecorder
 from mixed_requests import answers, greedy, make_engine, make_prompts
 
 from coppice.kernels.flashinfer import backend as flashinfer_backend
-from coppice.kernels.flashinfer.backend import FlashInferBackend
 from coppice.kernels.flashinfer.fixed import FlashInferFixedPlan
 from coppice.kernels.flashinfer.levels import build_levels
 from coppice.kernels.sampling.choose import choose
 from coppice.kernels.sampling.columns import TOP_K, UNIFORM
-from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.triton.base import INTERPRETED
 from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
@@ -39,15 +36,6 @@ def library(monkeypatch) -> Library:
     made = Library()
     monkeypatch.setitem(sys.modules, "flashinfer", made)
     return made
-
-
-def share_all(monkeypatch) -> None:
-    """Everything that can be, however short."""
-    usual = FlashInferBackend.cost_model
-    monkeypatch.setattr(CostModel, "row_bytes", 0)
-    monkeypatch.setattr(
-        FlashInferBackend, "cost_model", lambda *given: replace(usual(*given), launch_bytes=0)
-    )
 
 
 class Draws:

@@ -119,7 +119,6 @@ class FakeFixedPlan(FixedPlan):
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        self._plan: AttentionPlan | None = None
 
     def load(self, plan: AttentionPlan) -> bool:
         plan.check(self._num_pages)

@@ -118,4 +118,4 @@ def test_numbas_own_classes_are_taken_where_the_user_says_so(package: Path) -> N
     place = {"NUMBA_CACHE_LOCATOR_CLASSES": "InTreeCacheLocator"}
     run(package, **place)
     (package / "constants.py").write_text("FACTOR = 3\n")
-    assert run(package, **place)[0] == 11, "numba looks at the file of the function alone"
+    assert run(package, **place)[0] == 11, "numba compares the file of the function alone"

@@ -23,7 +23,7 @@ ROUNDS = 2000
 
 @numba.njit(parallel=True)
 def _count_rounds(members: int, state: int, counts: np.ndarray, seen: np.ndarray) -> None:
-    """Each adds to its own count, and when all have, looks at everybody's."""
+    """Each member adds to its own count and, when all have, compares the counts of all."""
     for me in numba.prange(members):
         if gathered(state, members):
             team, met = member(me, members, state), 0
@@ -52,7 +52,7 @@ def test_nobody_leaves_a_meeting_before_all_have_come(two_threads):
     _count_rounds(members, state.ctypes.data, counts, seen)
     assert came_together(state)
     assert counts.tolist() == [ROUNDS] * members
-    assert not seen.any(), "somebody saw a count of another round"
+    assert not seen.any(), "a member saw a count of another round"
 
 
 def test_one_alone_meets_nobody():
@@ -62,11 +62,11 @@ def test_one_alone_meets_nobody():
     assert came_together(state)
 
 
-def test_who_waits_in_vain_ends_the_team():
+def test_a_thread_that_waits_in_vain_ends_the_team():
     state = new_team()
     assert not gathered(state.ctypes.data, 2)
     assert not came_together(state)
-    assert not gathered(state.ctypes.data, 2), "who comes later does not begin"
+    assert not gathered(state.ctypes.data, 2), "a thread that comes later does not begin"
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, "int8"], ids=str)

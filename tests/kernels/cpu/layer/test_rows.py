@@ -54,7 +54,7 @@ def test_silu_mul(kernels, rows, width):
     torch.testing.assert_close(kernels.silu_mul(both), F.silu(gate) * up, rtol=1e-5, atol=1e-5)
 
 
-def test_silu_mul_hands_on_what_is_no_number(kernels):
+def test_silu_mul_of_nan_is_nan(kernels):
     both = torch.ones(2, 128)
     both[1, 5] = torch.nan
     assert kernels.silu_mul(both).isnan().sum() == 1
@@ -76,7 +76,7 @@ def test_rotate_write(kernels, rows):
     untouched[slots] = False
     assert not k_cache.flatten(0, 1)[untouched].any()
     again = kernels.rotate_write(qk.contiguous(), v.contiguous(), cos, sin, k_cache, v_cache, slots)
-    assert torch.equal(out, again)  # whatever the rows' distance
+    assert torch.equal(out, again)  # for any distance of rows
 
 
 @pytest.mark.parametrize("slot", [-1, 8])
@@ -103,7 +103,7 @@ def test_an_int8_product_by_rows(kernels, rows, biased):
     torch.testing.assert_close(got, expected.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_with_a_number_that_is_none_stays_so(kernels):
+def test_an_int8_product_of_a_row_with_nan_is_nan(kernels):
     x = torch.ones(2, 32)
     x[1, 3] = torch.nan
     levels, peaks = kernels.quantize(x)
@@ -167,7 +167,7 @@ def test_a_weight_that_is_not_multiplied_in_float32_is_left_as_it_is():
 def test_threads_run_before_compiled_code_is_loaded(module):
     """Cached code that calls parallel code crashes otherwise, if two processes had compiled it.
 
-    Their start leaves torch the number of threads that it was told.
+    Their start does not change the number of torch's threads.
     """
     program = (
         "import torch\n"
