@@ -145,7 +145,7 @@ def test_graphs_replay_with_shared_levels_and_without(tiny_checkpoint, library, 
 
     def counted(plan, step):
         fits = load(plan, step)
-        loaded[plan._levels] += fits
+        loaded[plan.levels] += fits
         return fits
 
     monkeypatch.setattr(FlashInferFixedPlan, "load", counted)
