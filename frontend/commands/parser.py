@@ -22,7 +22,7 @@ _GROUPS: Mapping[str, str] = {
     "max_concurrent_requests requests_per_minute max_body_bytes",
     "time": "request_timeout drain_timeout drain_grace header_timeout body_timeout engine_timeout "
     "max_stream_delay",
-    "address": "host port root_path ssl_certfile ssl_keyfile ssl_keyfile_password ssl_ca_certs",
+    "address": "host port root_path ssl_certfile ssl_keyfile ssl_keyfile_password",
     "logs and reports": "log_format log_level log_prompts report_text",
 }
 """The options of each group by their names; others stay in the group that a command gives them."""

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from coppice.frontend.chat.pieces import CallArguments, CallBegins, Piece
+from coppice.frontend.chat.tools.nesting import Nesting
 
 # The beginning of a call's object, in the order in which models write it.
 _HEAD = re.compile(
@@ -24,8 +25,7 @@ class CallObject:
         self._index = index
         self._read: list[str] = []  # the text so far, never added up, since each sum is a copy
         self._length = 0
-        self._depth = 0
-        self._quoted = self._escaped = False
+        self._nesting = Nesting()
         self._nested = False  # whether a value of the object has begun that has values itself
         self._ends: list[int] = []  # of such values
         self._begin = 0  # of the arguments
@@ -50,23 +50,13 @@ class CallObject:
         return self._read[0]
 
     def _scan(self, character: str, place: int) -> None:
-        if self._quoted:
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._quoted = False
-        elif character == '"':
-            self._quoted = True
-        elif character in "{[":
-            self._depth += 1
-            self._nested |= self._depth == 2
-        elif character in "}]":
-            self._depth -= 1
-            if self._depth == 1:
+        change, depth = self._nesting.push(character), self._nesting.depth
+        if change > 0:
+            self._nested |= depth == 2
+        elif change < 0:
+            if depth == 1:
                 self._ends.append(place + 1)
-            self.complete = self._depth <= 0
+            self.complete = depth <= 0
 
     def _pieces(self, new: str, *, begins: bool) -> list[Piece]:
         """The pieces that the text's end, `new`, completes.

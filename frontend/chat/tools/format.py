@@ -21,6 +21,7 @@ from coppice.frontend.chat.pieces import (
 )
 from coppice.frontend.chat.tools.call_object import CallObject
 from coppice.frontend.chat.tools.choice import Tool, Tools
+from coppice.frontend.chat.tools.nesting import Nesting
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 from coppice.runtime.sampling.grammar_source import followed
 
@@ -212,25 +213,11 @@ class JsonExtent:
     """Finds the end of a JSON object in text that comes in pieces."""
 
     def __init__(self) -> None:
-        self._depth = 0
-        self._quoted = self._escaped = False
+        self._nesting = Nesting()
 
     def end(self, text: str) -> int | None:
         """The characters of the text up to the object's end; None: it goes on."""
         for place, character in enumerate(text):
-            if self._quoted:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == '"':
-                    self._quoted = False
-            elif character == '"':
-                self._quoted = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return place + 1
+            if self._nesting.push(character) < 0 and self._nesting.depth <= 0:
+                return place + 1
         return None
