@@ -190,7 +190,9 @@ async def spend(price: float, bare: Bare, seconds: float) -> None:
     end, first, begun = time.monotonic() + seconds, bare.tokens, time.process_time()
     while time.monotonic() < end:
         await asyncio.sleep(0.02)
-        while time.process_time() - begun < price * (bare.tokens - first):
+        while time.monotonic() < end and time.process_time() - begun < price * (
+            bare.tokens - first
+        ):
             sum(range(1000))
 
 
