@@ -25,14 +25,17 @@ def write_report(
     console: Console,
     report: Mapping[str, Any],
     json_file: Path | None,
-    html_file: Path | None,
-    render_page: Callable[[Mapping[str, Any]], str],
+    html_file: Path | None = None,
+    render_page: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> None:
-    """Writes the files that are wanted and prints their names. Raises ValueError if that fails."""
+    """Writes the files that are wanted and prints their names. Raises ValueError if that fails.
+
+    `render_page` makes the HTML of a report.
+    """
     if json_file is not None:
         _write(json_file, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         console.print(Text(f"JSON: {json_file}"), soft_wrap=True)
-    if html_file is not None:
+    if html_file is not None and render_page is not None:
         _write(html_file, render_page(report))
         console.print(Text(f"page: {html_file}"), soft_wrap=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from coppice.frontend.replay.run import check_files, write
+    from coppice.frontend.replay.files import check_files, write_report
     from coppice.frontend.simulate.bench import Measured, measure
     from coppice.frontend.simulate.machine import encode_machine
     from coppice.frontend.text.model.loading import load_around
@@ -117,6 +116,5 @@ def run(arguments: argparse.Namespace) -> int:
                 "rounds": arguments.rounds,
             },
         }
-        write(arguments.json, json.dumps(encode_machine(found.machine, about), indent=1) + "\n")
-        console.print(Text(f"JSON: {arguments.json}"), soft_wrap=True)
+        write_report(console, encode_machine(found.machine, about), arguments.json)
     return 0
