@@ -89,6 +89,12 @@ class EngineClient(EngineLifecycle):
         return self.ready.recipe
 
     @property
+    def caching(self) -> bool:
+        """Whether computed prompts stay in the cache."""
+        assert self.ready is not None, "the engine was never started"
+        return self.ready.caching
+
+    @property
     def running(self) -> int:
         """Requests that were submitted and have not ended."""
         return len(self._running) + len(self._pooled)

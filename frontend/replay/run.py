@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from coppice.frontend.replay.encode import describe, encode_plan, encode_replay
-from coppice.frontend.replay.files import check_files, write_report
 from coppice.frontend.replay.trace import Encode, Trace, read_trace
 from coppice.frontend.report.terminal import render_totals
 from coppice.frontend.report.words import token_text
@@ -68,7 +68,14 @@ def run(
     others = compared(console, trace, options) if compare and replayed.evicted_tokens else {}
     report = encode_replay(plan, replayed, token_text(loaded), others)
     console.print(render_totals(report, full=True))
-    write_report(console, report, json_file, html_file, _render)
+    if json_file is not None:
+        write(json_file, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        console.print(Text(f"JSON: {json_file}"), soft_wrap=True)
+    if html_file is not None:
+        from coppice.frontend.replay.page import render_page  # takes a while to import
+
+        write(html_file, render_page(report))
+        console.print(Text(f"page: {html_file}"), soft_wrap=True)
 
 
 def replay(console: Console, trace: Trace, options: ReplayOptions) -> ReplayReport:
@@ -160,7 +167,34 @@ def load_encoder(tokenizer: str | None) -> Encode | None:
     return None if tokenizer is None else _encode(_load(tokenizer))
 
 
-def _render(report: Mapping[str, Any]) -> str:
-    from coppice.frontend.replay.page import render_page  # takes a while to import
+def check_files(trace: Path | None, json_file: Path | None, html_file: Path | None) -> None:
+    """Raises ValueError if a report can't be written, or would be written over another file."""
+    for name, file in (("json", json_file), ("html", html_file)):
+        if file is not None:
+            _check_writable(name, file, trace)
+    if json_file is not None and html_file is not None and _same(json_file, html_file):
+        raise ValueError(f"html must not be the file of json, got {str(html_file)!r}")
 
-    return render_page(report)
+
+def _check_writable(name: str, file: Path, trace: Path | None) -> None:
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise ValueError(f"{name} must be a file in a directory that exists, got {str(file)!r}")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise ValueError(f"{name} must be a file that may be written, got {str(file)!r}")
+    if trace is not None and _same(file, trace):
+        raise ValueError(f"{name} must not be the trace itself, got {str(file)!r}")
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether both paths name one file, which need not exist."""
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return one.resolve() == other.resolve()
+
+
+def write(file: Path, text: str) -> None:
+    """Writes a report. Raises ValueError if that fails."""
+    try:
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ValueError(f"{str(file)!r} cannot be written: {error.strerror}") from error

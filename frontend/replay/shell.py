@@ -19,24 +19,18 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 def fill(template: Path, parts: Mapping[str, str], charts: Mapping[str, go.Figure]) -> str:
     """The page: a template with its places filled, once, and everything that it loads inside.
 
-    `parts` are HTML by the names of the places; "title" and "subtitle" stand above the template. A
-    chart is drawn in the element whose id is its name after "chart-".
+    `parts` are HTML by the names of the places. A chart is drawn in the element whose id is its
+    name after "chart-".
     """
-    around = {
-        "title": parts["title"],
-        "subtitle": parts["subtitle"],
-        "page": _filled(template.read_text(encoding="utf-8"), parts),
+    filled = {
+        **parts,
         "style": _read("style.css"),
         "draw": _read("draw.js"),
         "charts": _embedded({name: _plain(figure) for name, figure in charts.items()}),
         "plotly": get_plotlyjs(),
     }
-    return _filled((_FOLDER / "shell.html").read_text(encoding="utf-8"), around)
-
-
-def _filled(text: str, parts: Mapping[str, str]) -> str:
-    """What fills a place is not searched for places: it may be the text of prompts."""
-    return _PLACE.sub(lambda place: parts[place.group(1)], text)
+    text = template.read_text(encoding="utf-8")
+    return _PLACE.sub(lambda place: filled[place.group(1)], text)
 
 
 def _read(name: str) -> str:

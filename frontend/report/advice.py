@@ -84,6 +84,11 @@ def _about(
             "The same prefix was asked for several times at once",
             "Send one request of such a burst first, and the others once its first token has come.",
         ),
+        "no_cache": (
+            "Prefix caching is off",
+            "Every prompt is computed as a whole. Start the engine with --enable-prefix-caching, "
+            "its default, to reuse what prompts share.",
+        ),
     }.get(cause, ("", ""))
 
 

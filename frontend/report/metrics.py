@@ -222,8 +222,7 @@ def _tokens(stats: EngineStats) -> Iterator[Metric]:
         "Prompt tokens that were not hit, by cause; with the hit tokens of kind cross they make up "
         "all prompt tokens. no_cache: prefix caching is off",
         "cause",
-        # The accounts have every request that was admitted, or none where there is no cache.
-        counts.causes | {"no_cache": stats.prompt_tokens - counts.prompt_tokens},
+        counts.causes,
     )
     yield CounterMetricFamily(
         "coppice_ideal_hit_tokens",

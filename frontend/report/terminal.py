@@ -45,6 +45,7 @@ _CAUSE_STYLES = {
     "in_flight": "blue",
     "last_token": "cyan",
     "prompt_logprobs": "green",
+    "no_cache": "bright_black",
 }
 
 

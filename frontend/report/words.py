@@ -25,6 +25,7 @@ CAUSE_NAMES = {
     "in_flight": "in flight",
     "last_token": "last token",
     "prompt_logprobs": "logprobs",
+    "no_cache": "no cache",
 }
 CAUSE_MEANINGS = {
     "cold": "never seen before",
@@ -34,6 +35,7 @@ CAUSE_MEANINGS = {
     "in_flight": "another request was computing it",
     "last_token": "needed for its logits",
     "prompt_logprobs": "computed again for prompt logprobs",
+    "no_cache": "prefix caching is off",
 }
 assert set(CAUSE_NAMES) == set(CAUSE_MEANINGS) == set(CAUSES)
 

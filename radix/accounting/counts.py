@@ -34,6 +34,7 @@ class Counts:
     namespace: int = 0  # the same prefix is known under another namespace only
     diverged: int = 0  # known content, but after another prefix
     cold: int = 0  # never seen
+    no_cache: int = 0  # there is no cache
     ideal_tokens: int = 0  # hit tokens of an unlimited cache
     evicted_idle: int = 0  # evicted tokens times the seconds since each was last used
     same_tokens: int = 0  # prompt tokens of further sequences of a request
@@ -69,9 +70,12 @@ class Counts:
 FIELDS = tuple(field.name for field in fields(Counts))
 """The columns of a row of counts, in order."""
 
-CAUSES = (
+FOUND_CAUSES = (
     "last_token", "in_flight", "prompt_logprobs", "evicted", "namespace", "diverged", "cold",
 )  # fmt: skip
+"""Why a prompt token was computed though there is a cache."""
+
+CAUSES = (*FOUND_CAUSES, "no_cache")
 """Why a prompt token was computed."""
 
 

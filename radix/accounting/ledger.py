@@ -42,6 +42,7 @@ class Accounting:
     - `namespace`: up to the longest prefix that was seen in any other.
     - `diverged`: content that was seen in the namespace, after another prefix.
     - `cold`: all else.
+    - `no_cache`: those of requests that are reported as `uncached`, and no others.
 
     Prefixes are known at the first 32 multiples of `block_tokens`, at one of 8 after these, and at
     the ends of prompts and sequences. Where a seen prefix ends between, the tokens after the last
@@ -133,6 +134,14 @@ class Accounting:
         )  # fmt: skip
         self._log(account, prompt if node is None else prompt - hit_tokens)
         return account
+
+    def uncached(self, tokens: int, namespace: Hashable, *, now: float) -> None:
+        """A request with a prompt of `tokens` tokens was admitted where there is no cache. O(1).
+
+        All its tokens have the cause `no_cache`; nothing of it is remembered.
+        """
+        self._pass(now)
+        self._settler.add_uncached(tokens, namespace, now)
 
     def finish(self, account: RequestAccount, added: bytes, *, now: float) -> None:
         """The request has ended, and the tree holds these tokens (int32 bytes) after its prompt.

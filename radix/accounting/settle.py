@@ -9,7 +9,7 @@ import numpy as np
 from coppice.radix.accounting.accounts import Divergence, RequestAccount
 from coppice.radix.accounting.batches import Abandonment, Batch, BatchHasher, Growth
 from coppice.radix.accounting.causes import Causes, split
-from coppice.radix.accounting.counts import CAUSES, FIELDS, RollingCounts
+from coppice.radix.accounting.counts import FIELDS, FOUND_CAUSES, RollingCounts
 from coppice.radix.accounting.miss_ratio import FACTORS, MissRatioCurve
 from coppice.radix.accounting.near_misses import SHOWN_TOKENS, SKETCH, NearMisses, Sighting
 from coppice.radix.accounting.reuses import Reuses
@@ -59,6 +59,13 @@ class Settler:
         self._contents.clear()
         self.uses.clear()
 
+    def add_uncached(self, tokens: int, namespace: Hashable, now: float) -> None:
+        """Counts a prompt of this many tokens that no cache could hit. O(1)."""
+        row = np.zeros((1, len(FIELDS)), np.int64)
+        for name, value in (("requests", 1), ("prompt_tokens", tokens), ("no_cache", tokens)):
+            row[0, _COLUMN[name]] = value
+        self.counts.add(row, [namespace], [int(now - self._start)])
+
     def process(self, items: list[RequestAccount | Growth], first: int) -> None:
         """Settles requests and what they added; the first has the serial number `first`.
 
@@ -106,7 +113,7 @@ class Settler:
             self._contents.known(batch.anchor_keys),
             self.block_tokens,
         )
-        found = {name: int(getattr(causes, name)[0]) for name in CAUSES}
+        found = {name: int(getattr(causes, name)[0]) for name in FOUND_CAUSES}
         idle = None
         if found["evicted"]:
             used = float(self._stamps.time_of(causes.last_seen)[0])
@@ -156,7 +163,7 @@ class Settler:
         rows[:, _COLUMN["requests"]] = 1
         rows[:, _COLUMN["prompt_tokens"]] = batch.prompts.tokens
         rows[:, _COLUMN["hit_tokens"]] = batch.prompts.hit
-        for name in (*CAUSES, "ideal_tokens"):
+        for name in (*FOUND_CAUSES, "ideal_tokens"):
             rows[:, _COLUMN[name]] = getattr(causes, name)
         rows[:, _COLUMN["evicted_idle"]] = (causes.evicted * idle).round()
 

@@ -108,6 +108,13 @@ class PromptAccounts:
         if sequence.account.kind == "cross":
             self._recent.append(_Recent(sequence.request.request_id, sequence.account))
 
+    def uncached(self, sequence: Sequence) -> None:
+        """Accounts for a sequence that is admitted while prefix caching is off."""
+        if _kind(sequence) == "cross":
+            request, now = sequence.request, self._clock()
+            tokens = len(request.prompt_token_ids)
+            self._accounting.uncached(tokens, request.namespace, now=now)
+
     def preview(
         self,
         tokens: bytes,

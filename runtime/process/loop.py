@@ -61,6 +61,7 @@ class EngineLoop:
                 self._engine.max_model_len,
                 config.vocab_size,
                 self._engine.runner.recipe,
+                self._engine.config.enable_prefix_caching,
             )
         )
         reader = threading.Thread(target=self._read, name="coppice-reader", daemon=True)

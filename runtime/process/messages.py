@@ -39,6 +39,7 @@ class Ready:
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int
     recipe: Recipe  # what the checkpoint is made for
+    caching: bool = True  # whether prompts stay in the cache
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class Paging:
         self.page_size = tree.page_size
         self.caching = enable_prefix_caching
         self.accounts = accounts if enable_prefix_caching else None
+        self._uncached = None if enable_prefix_caching else accounts
 
     def match(self, sequence: Sequence) -> Match:
         """The longest cached prefix of a sequence, at most `Sequence.hit_limit` tokens.
@@ -97,6 +98,8 @@ class Paging:
         hold = sequence.hold
         if self.accounts is not None:
             self.accounts.admitted(sequence, tree, match, in_flight)
+        elif self._uncached is not None:
+            self._uncached.uncached(sequence)
         copy = None
         if hold.length % size and not tree.claim_tail(hold):
             page = tree.allocate(1)[0]
