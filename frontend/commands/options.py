@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from coppice.frontend.commands.foreign import flags_of
-from coppice.frontend.commands.parser import CommandParser
+from coppice.frontend.commands.parser import CommandParser, Several
 from coppice.frontend.foreign_options import same_value
 from coppice.frontend.http.options import ServerOptions
 from coppice.frontend.text.model.generation_config import NAMES
@@ -148,7 +148,7 @@ def _add(
     if get_origin(hint) is tuple:  # argparse copies the list before it appends
         several: dict[str, Any] = {"action": "append"}
         if option.metadata.get("several"):  # as many as follow, each time
-            several = {"action": "extend", "nargs": "+"}
+            several = {"action": Several, "nargs": "+"}
         group.add_argument(*flags, **several, default=[], metavar="TEXT", help=text)
         return
     if get_origin(hint) in (Union, types.UnionType):

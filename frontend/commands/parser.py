@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from coppice.frontend.commands.foreign import flag
 from coppice.frontend.foreign_options import FOREIGN, Renamed
@@ -22,7 +22,8 @@ _GROUPS: Mapping[str, str] = {
     "max_concurrent_requests requests_per_minute max_body_bytes",
     "time": "request_timeout drain_timeout drain_grace header_timeout body_timeout engine_timeout "
     "max_stream_delay",
-    "address": "host port root_path ssl_certfile ssl_keyfile ssl_keyfile_password",
+    "address": "host port root_path ssl_certfile ssl_keyfile ssl_keyfile_password "
+    "ssl_ca_certs ssl_cert_reqs",
     "logs and reports": "log_format log_level log_prompts report_text",
 }
 """The options of each group by their names; others stay in the group that a command gives them."""
@@ -60,6 +61,23 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         options["formatter_class"] = _Formatter
         super().__init__(*args, **options)
+        self._taken: tuple[str, Sequence[str]] | None = None  # the last option with a list
+
+    def took(self, option: str, words: Sequence[str]) -> None:
+        """Notes the words that an option took, which may have been meant for an argument."""
+        self._taken = option, words
+
+    def error(self, message: str) -> NoReturn:
+        lacking = message.startswith("the following arguments are required")
+        if lacking and self._taken is not None:
+            option, words = self._taken
+            (name, *_) = [str(each.metavar) for each in self._get_positional_actions()]
+            message += (
+                f"; {option} takes all words that follow it, here {' '.join(words)}: write {name} "
+                f"before it, as in {self.prog} {words[-1]} {option} "
+                f"{' '.join(words[:-1]) or 'NAME'}"
+            )
+        super().error(message)
 
     def shorten(self, common: str) -> None:
         """`--help` shows only these options, named in a text, and the arguments without a flag.
@@ -121,6 +139,14 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
+
+
+class Several(argparse.Action):
+    """Adds all words that follow to a list, each time."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), *values])
+        parser.took(option, values)
 
 
 class _HelpAll(argparse.Action):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from coppice.frontend.replay.files import check_files, write_report
+    from coppice.frontend.replay.run import check_files, write
     from coppice.frontend.simulate.bench import Measured, measure
     from coppice.frontend.simulate.machine import encode_machine
     from coppice.frontend.text.model.loading import load_around
@@ -116,5 +117,6 @@ def run(arguments: argparse.Namespace) -> int:
                 "rounds": arguments.rounds,
             },
         }
-        write_report(console, encode_machine(found.machine, about), arguments.json)
+        write(arguments.json, json.dumps(encode_machine(found.machine, about), indent=1) + "\n")
+        console.print(Text(f"JSON: {arguments.json}"), soft_wrap=True)
     return 0

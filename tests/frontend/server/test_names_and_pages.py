@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from coppice.frontend.client.engine import EngineClient
+from coppice.frontend.commands.main import build_parser
 from coppice.frontend.commands.options import add_server_options, server_options
 from coppice.frontend.commands.parser import CommandParser
 from coppice.frontend.http.options import ServerOptions
@@ -28,6 +29,19 @@ def test_names_are_repeated_or_follow_one_another() -> None:
     for wrong in ("one", ("",), (1,)):
         with pytest.raises(ValueError, match=r"served_model_name must be a tuple of names, got"):
             ServerOptions(served_model_name=wrong)  # type: ignore[arg-type]
+
+
+def test_a_model_that_names_have_swallowed_is_missed_with_the_way_to_write_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--served-model-name", "one", "two", "demo"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--served-model-name takes all words that follow it, here one two demo" in said
+    assert "write MODEL before it, as in coppice serve demo --served-model-name one two" in said
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--port", "1"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: MODEL\n")
 
 
 async def test_every_name_counts_and_none_is_needed(
