@@ -17,6 +17,7 @@ from coppice.frontend.chat.pieces import GatheredSpace, Reader, TextReader
 from coppice.frontend.chat.reasoning.channels import ChannelReasoning
 from coppice.frontend.chat.reasoning.format import ReasoningFormat, Start
 from coppice.frontend.chat.reasoning.registry import reasoning_of
+from coppice.frontend.chat.request_template import REQUEST_TEMPLATES
 from coppice.frontend.chat.template import Messages, write_chat
 from coppice.frontend.chat.tools.choice import Tools
 from coppice.frontend.chat.tools.format import ToolFormat
@@ -83,6 +84,7 @@ class Dialect:
         reasoning_effort: str | None = None,
         template_arguments: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        longest: int | None = None,
         **more: Any,
     ) -> str:
         """The text of a conversation; `more` are arguments of `write_chat`, which raises.
@@ -97,14 +99,19 @@ class Dialect:
                 "chat_template is taken from requests only with --trust-request-chat-template"
             )
         given = self._effort(reasoning_effort, chat_template) | dict(template_arguments or {})
-        return write_chat(
+        text = write_chat(
             self.tokenizer,
             messages,
             template_arguments=given,
             chat_template=chat_template,
             format=self.calls,
+            apart=None if chat_template is None else REQUEST_TEMPLATES,
+            longest=longest,
             **more,
         )
+        if chat_template is not None and longest is not None:  # it may write more than it is given
+            self.tokenizer.check_length("messages", text, longest)
+        return text
 
     def _effort(self, effort: str | None, template: str | None) -> dict[str, Any]:
         if effort is None:

@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import Any, TypeAlias
 
 from coppice.frontend.chat.messages import Message, MessageBody, turns
+from coppice.frontend.chat.request_template import RequestTemplates
 from coppice.frontend.chat.tools.described import described
 from coppice.frontend.chat.tools.format import ToolFormat
 from coppice.frontend.chat.tools.hermes import HermesFormat
@@ -39,6 +40,7 @@ def write_chat(
     template_arguments: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
     format: ToolFormat | None = None,
+    apart: RequestTemplates | None = None,
 ) -> str:
     """The text of a conversation, marks included, up to where the assistant's answer begins.
 
@@ -53,6 +55,7 @@ def write_chat(
         template_arguments: more variables for the chat template.
         chat_template: used in place of the model's.
         format: how calls are written where the template has no place for tools.
+        apart: fills `chat_template`, which comes from a request, with bounds.
 
     Raises:
         ValueError: the model has no chat template, the template refuses the conversation, or a
@@ -74,10 +77,21 @@ def write_chat(
         if name in _template_options() or not name.isidentifier():
             raise ValueError(f"chat_template_kwargs must not have {name!r}")
 
+    wanted = shown if shown and "tools" in written else None
+
     def fill(turns: Sequence[Mapping[str, Any]]) -> str:
+        if apart is not None:
+            return apart.fill(
+                messages=[{k: v for k, v in turn.items() if v is not None} for turn in turns],
+                tools=wanted,
+                chat_template=written,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables={**tokenizer.wrapped.special_tokens_map, **more},
+            )
         text = tokenizer.wrapped.apply_chat_template(
             turns,
-            tools=shown if shown and "tools" in written else None,
+            tools=wanted,
             chat_template=template if isinstance(template, str) else None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
