@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coppice.frontend.chat.budget import bounded_after
 from coppice.frontend.python.forms import check_form
 from coppice.frontend.python.progress import Bar, UseTqdm
 from coppice.frontend.python.prompts import EncodedPrompt
@@ -61,6 +62,10 @@ class Batches:
         for form in {each.structured_outputs for each in params}:
             if form is not None:
                 check_form(form)
+        params = [
+            bounded_after(prompt.token_ids, each, self.text_engine.tokenizer)
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
         ids: list[str] = []
         results: dict[str, RequestOutput] = {}
         try:

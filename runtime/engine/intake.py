@@ -82,6 +82,11 @@ class Intake:
             self._check_beams(params, prompt_token_ids, longest, pages)
             params = replace(params.sampling, n=1)  # a search forks its beams itself
         self._check_params(params)
+        if params.thinking_token_budget is not None and params.thinking_marks is None:
+            raise ValueError(
+                f"thinking_token_budget needs thinking_marks here, "
+                f"got {params.thinking_token_budget}"
+            )
         if params.prompt_logprobs_start >= len(prompt_token_ids):
             raise ValueError(
                 f"prompt_logprobs_start must be below {len(prompt_token_ids)}, the number of "

@@ -30,10 +30,14 @@ BOUNDS: dict[str, tuple[int, int] | tuple[float, float]] = {
     "seed": (-(2**63), 2**63 - 1),
     "max_tokens": (1, _MOST),
     "min_tokens": (0, _MOST),
+    "thinking_token_budget": (0, _MOST),
 }
 """Least and greatest value of each number in `SamplingParams`: integers, or any numbers."""
 
-_OPTIONAL = ("best_of", "logprobs", "prompt_logprobs", "seed", "max_tokens")  # may be None
+# These may be None.
+_OPTIONAL = (
+    "best_of", "logprobs", "prompt_logprobs", "seed", "max_tokens", "thinking_token_budget",
+)  # fmt: skip
 # Logits divided by less than this may overflow float32, and the choice is certain by then.
 GREEDY_BELOW = 1e-5
 
@@ -43,6 +47,18 @@ LogitsProcessor = Callable[..., Any]
 `prompt` and `generated` are lists of token ids, `logits` is the float32 row [vocabulary] of the
 token to be chosen, which the function may change in place; it returns a row of that shape.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingMarks:
+    """The tokens around a model's reasoning; `inside`: the text begins after the first of them.
+
+    Where no token begins it, since the text always begins with it, `begin` is that of the end.
+    """
+
+    begin: int
+    end: int
+    inside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +103,10 @@ class SamplingParams:
     """Functions that change the logits, before anything else does; kept as a tuple."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the text must have; tokens that would leave it are forbidden."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning before the answer; then its end mark follows. None: no bound."""
+    thinking_marks: ThinkingMarks | None = None
+    """The marks of the reasoning, which the engine, without a tokenizer, must be given."""
     logprobs: int | None = None
     """Log-probabilities to return for each generated token: its own, and those of this many most
     probable ones; -1: all. Of the model's logits, before temperature, penalties and filters."""
@@ -176,6 +196,7 @@ class SamplingParams:
             ("stop_token_ids", self.stop_ids),
             ("logit_bias", self.logit_bias or ()),
             ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("thinking_marks", self._marks()),
             ("bad_words_token_ids", (t for word in self.bad_words_token_ids or () for t in word)),
         )
         for name, tokens in named:
@@ -188,6 +209,10 @@ class SamplingParams:
                     f"{name} must be at most {size}, the size of the vocabulary, or -1 for all, "
                     f"got {getattr(self, name)}"
                 )
+
+    def _marks(self) -> tuple[int, ...]:
+        marks = self.thinking_marks
+        return () if marks is None else (marks.begin, marks.end)
 
     @property
     def chooses(self) -> bool:

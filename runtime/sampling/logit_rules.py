@@ -1,4 +1,4 @@
-"""The rules by which requests change logits: penalties, biases, bans, grammars, functions.
+"""The rules by which requests change logits: penalties, biases, bans, grammars, functions, budgets.
 
 Every row of a batch follows its own rules. They are gathered into flat arrays of (row, token,
 value), so that each kind is one operation over the batch, and rows without rules are not touched.
@@ -7,7 +7,6 @@ value), so that each kind is one operation over the batch, and rows without rule
 from __future__ import annotations
 
 import inspect
-from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from copy import copy
@@ -19,77 +18,15 @@ from coppice.kernels.transfer import send
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.requests.sampling_params import LogitsProcessor, SamplingParams
 from coppice.runtime.sampling.grammars import CompiledGrammar, GrammarState, forbid_other_tokens
-
-
-class TokenCounts:
-    """The distinct tokens of a sequence, and how often each was generated; updated token by token.
-
-    `prompt` tokens are listed with the count 0, where they matter.
-    """
-
-    __slots__ = ("ids", "times", "_counted", "_place")
-
-    def __init__(self, prompt: Iterable[int] = ()) -> None:
-        self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
-        self.ids = array("i", self._place)
-        self.times = array("i", bytes(self.ids.itemsize * len(self.ids)))
-        self._counted = 0
-
-    def update(self, sequence: Sequence) -> None:
-        """Counts what the sequence has generated since the last call. O(those tokens)."""
-        begin = len(sequence.request.prompt_token_ids) + self._counted
-        for token in sequence.tokens[begin:]:
-            place = self._place.setdefault(token, len(self.ids))
-            if place == len(self.ids):
-                self.ids.append(token)
-                self.times.append(0)
-            self.times[place] += 1
-        self._counted = sequence.num_generated
-
-    def copy(self) -> TokenCounts:
-        """Counts as of now, for a fork. O(distinct tokens)."""
-        other = TokenCounts()
-        other.ids, other.times = self.ids[:], self.times[:]
-        other._place, other._counted = self._place.copy(), self._counted
-        return other
-
-
-class BadWords:
-    """Token sequences of which the last token is forbidden wherever the others come before it.
-
-    The tokens before it may be of the prompt, as in transformers' NoBadWordsLogitsProcessor.
-    """
-
-    __slots__ = ("single", "_by_last")
-
-    def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
-        self.single: list[int] = []  # words of one token, which are forbidden everywhere
-        # The longer ones: by the token before their last and their number of tokens, from the bytes
-        # of all tokens but the last to the last ones. However many there are, a look-up for each
-        # length finds those that could be completed.
-        self._by_last: dict[int, dict[int, dict[bytes, list[int]]]] = {}
-        for word in dict.fromkeys(words):
-            if len(word) == 1:
-                self.single.append(word[0])
-            else:
-                start = array("i", word[:-1])
-                lengths = self._by_last.setdefault(start[-1], {})
-                starts = lengths.setdefault(len(start), {})
-                starts.setdefault(start.tobytes(), []).append(word[-1])
-
-    def completing(self, tokens: array[int]) -> list[int]:
-        """The tokens that would complete a word of more than one token after `tokens`."""
-        found: list[int] = []
-        for length, starts in self._by_last.get(tokens[-1], {}).items() if self._by_last else ():
-            found += starts.get(tokens[-length:].tobytes(), ())
-        return found
+from coppice.runtime.sampling.thinking import Thinking
+from coppice.runtime.sampling.token_rules import BadWords, TokenCounts
 
 
 class LogitRules:
     """The rules of one sequence, prepared from its parameters for use at every token."""
 
     __slots__ = ("allowed", "bad_words", "bias", "biased", "counts", "empty", "grammar",
-                 "processors")  # fmt: skip
+                 "processors", "thinking")  # fmt: skip
 
     def __init__(
         self,
@@ -110,15 +47,20 @@ class LogitRules:
         self.bad_words = BadWords(words) if words else None
         self.processors = [(each, _wants_prompt(each)) for each in params.logits_processors or ()]
         self.grammar = None if grammar is None else GrammarState(grammar)
-        self.empty = not (penalised or bias or allowed or words or self.processors or self.grammar)
+        self.thinking = Thinking.of(params)
+        self.empty = not (
+            penalised or bias or allowed or words or self.processors or self.grammar
+            or self.thinking
+        )  # fmt: skip
 
     def forked(self) -> LogitRules:
         """The rules of a sequence that continues from the same tokens."""
-        if self.counts is None and self.grammar is None:
+        if self.counts is None and self.grammar is None and self.thinking is None:
             return self  # what never changes is shared
         other = copy(self)
         other.counts = None if self.counts is None else self.counts.copy()
         other.grammar = None if self.grammar is None else self.grammar.forked()
+        other.thinking = copy(self.thinking)
         return other
 
 
@@ -183,6 +125,7 @@ def may_have_rules(sequence: Sequence) -> bool:
         or params.repetition_penalty != 1
         or params.presence_penalty
         or params.frequency_penalty
+        or params.thinking_token_budget is not None
     )
 
 
@@ -195,8 +138,9 @@ def change_logits(
     """Changes `logits`, float32 [R, vocabulary], in place by the rules of each row's sequence.
 
     The order is vLLM's: functions, biases, penalties (repetition, then frequency and presence);
-    tokens are forbidden last here, so that nothing can allow them again. `min_tokens` forbids those
-    that would end a sequence early. `rows` are those that may have rules; None: all.
+    tokens are forbidden last here, so that nothing can allow them again, but for the end of
+    reasoning that is over its budget. `min_tokens` forbids those that would end a sequence early.
+    `rows` are those that may have rules; None: all.
 
     Returns the errors, by row (a function failed; the row's logits are undefined), and the rows in
     which the rules may leave no token. Costs O(entries of the rules), and O(vocabulary) for rows
@@ -229,6 +173,7 @@ def change_logits(
         _keep_allowed(logits, ruled)
         errors |= _keep_to_grammars(logits, ruled, sequences)
     _ban(logits, banned)
+    _end_thinking(logits, ruled, sequences)
     strict = {
         row
         for row, rules in ruled
@@ -388,6 +333,21 @@ def _ban(logits: torch.Tensor, banned: Seq[tuple[int, Seq[int]]]) -> None:
     if banned:
         rows, tokens = _places(logits, banned)
         logits[rows, tokens] = -torch.inf
+
+
+def _end_thinking(
+    logits: torch.Tensor, ruled: Seq[tuple[int, LogitRules]], sequences: Seq[Sequence]
+) -> None:
+    """Leaves only the end mark in rows whose reasoning has used up its budget."""
+    ends = [
+        (row, end)
+        for row, rules in ruled
+        if rules.thinking is not None and (end := rules.thinking.due(sequences[row])) is not None
+    ]
+    if ends:
+        for row, end in ends:
+            logits[row] = -torch.inf
+            logits[row, end] = 0.0
 
 
 def _places(

@@ -28,7 +28,7 @@ from coppice.frontend.http import json_bodies
 from coppice.frontend.text.detokenizer import REPLACEMENT, IncrementalDecoder
 from coppice.frontend.text.outputs import TextDelta, joined
 from coppice.frontend.text.stop_strings import StopStrings
-from coppice.runtime.sampling.logit_rules import BadWords
+from coppice.runtime.sampling.token_rules import BadWords
 from tests.frontend.work import Bytes, Text, growth, pumps, regex_steps
 
 ROOT = Path(__file__).resolve().parents[2]

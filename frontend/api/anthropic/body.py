@@ -52,7 +52,10 @@ class NoChoice(Lenient):
 
 
 class Thinking(Lenient):
-    """Whether the model thinks before it answers, if it can; the budget does not bind it."""
+    """Whether the model thinks before it answers, if it can, and at most how long.
+
+    The budget is held where the marks of the model's reasoning are tokens, and else without effect.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None

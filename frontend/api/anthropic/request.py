@@ -49,6 +49,9 @@ def parse_messages(body: Any, defaults: GenerationDefaults) -> TextRequest:
     values = {"max_tokens": asked.max_tokens} | asked.given(*_SAMPLING)
     if asked.stop_sequences:
         values["stop"] = asked.stop_sequences
+    thinking = asked.thinking
+    if thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
+        values["thinking_token_budget"] = thinking.budget_tokens
     if asked.max_tokens == 0:
         if asked.stream:
             raise BadRequest("max_tokens may be 0 only without stream", param="max_tokens")
@@ -107,6 +110,7 @@ def _request(asked: PromptBody, body: Any, values: dict[str, Any], **more: Any) 
         },
         text_field="prompt",
         names=NAMES,
+        thinking_binds=False,  # clients must send a budget
         breakpoints=tuple(_breakpoints(asked, conversation, tools is not None)),
         **more,
     )

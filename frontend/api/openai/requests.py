@@ -62,6 +62,7 @@ Stop: TypeAlias = Annotated[
     | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)],
     must_be(f"a string or a list of at most {MAX_STOP_STRINGS} strings that are not empty"),
 ]
+ThinkingBudget: TypeAlias = Annotated[int, between(*BOUNDS["thinking_token_budget"])]
 _EarlyStopping: TypeAlias = Annotated[bool | Literal["never"], must_be('a boolean or "never"')]
 
 
@@ -164,6 +165,8 @@ class ChatBody(TextBody, TemplateFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool = True
+    thinking_token_budget: ThinkingBudget | None = None  # vLLM's name
+    thinking_budget: ThinkingBudget | None = None  # Qwen's name for the same
 
     # They name, tag or group requests; the answer does not depend on them.
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
@@ -255,6 +258,16 @@ def parse_chat(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) -> TextReq
                 param="max_completion_tokens",
             )
         values["max_tokens"] = asked.max_completion_tokens
+    budgets = asked.given("thinking_token_budget", "thinking_budget")
+    if len(budgets) > 1:
+        raise BadRequest(
+            "thinking_token_budget and thinking_budget mean the same; give one of them",
+            param="thinking_budget",
+        )
+    for name, budget in budgets.items():
+        if asked.use_beam_search:
+            raise BadRequest(f"{name} is not supported with use_beam_search", param=name)
+        values["thinking_token_budget"] = budget
     if asked.logprobs:
         values["logprobs"] = asked.top_logprobs or 0
     elif asked.top_logprobs:

@@ -8,6 +8,7 @@ from enum import Enum
 
 from coppice.frontend.chat.marks import Marks
 from coppice.frontend.chat.pieces import Reader
+from coppice.runtime.requests.sampling_params import ThinkingMarks
 
 
 class Start(Enum):
@@ -49,3 +50,7 @@ class ReasoningFormat(ABC):
         self, ids: Sequence[int], start: Start, marks: Marks, decode: Callable[[list[int]], str]
     ) -> int | None:
         """The tokens of the reasoning, without its marks; None: they can't be counted exactly."""
+
+    def token_marks(self, start: Start, marks: Marks) -> ThinkingMarks | None:
+        """The marks as tokens, for a bound of the reasoning; None: it can't be bounded."""
+        return None

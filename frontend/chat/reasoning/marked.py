@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from coppice.frontend.chat.marks import Marks
 from coppice.frontend.chat.pieces import Piece, Reader, ReasoningPiece, held_back
 from coppice.frontend.chat.reasoning.format import ReasoningFormat, Start
+from coppice.runtime.requests.sampling_params import ThinkingMarks
 
 
 class MarkedReasoning(ReasoningFormat):
@@ -58,6 +59,13 @@ class MarkedReasoning(ReasoningFormat):
             return 0
         first = 0 if place is None else place + 1
         return next((at for at in range(first, len(ids)) if ids[at] == end), len(ids)) - first
+
+    def token_marks(self, start: Start, marks: Marks) -> ThinkingMarks | None:
+        begin, end = marks.id(self.begin), marks.id(self.end)
+        inside = start is Start.INSIDE
+        if end is None or (begin is None and not inside):
+            return None
+        return ThinkingMarks(end if begin is None else begin, end, inside)
 
 
 class MarkedReader(Reader):

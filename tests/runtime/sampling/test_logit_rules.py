@@ -18,8 +18,9 @@ from transformers import (
 
 from coppice.runtime.requests.request import Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.sampling.logit_rules import TokenCounts, apply_rules
+from coppice.runtime.sampling.logit_rules import apply_rules
 from coppice.runtime.sampling.sampler import Sampler
+from coppice.runtime.sampling.token_rules import TokenCounts
 
 VOCABULARY = 40
 

@@ -6,7 +6,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from coppice.frontend.api.openai.requests import MAX_LOGPROBS, Stop, TokenIds, bounded
+from coppice.frontend.api.openai.requests import (
+    MAX_LOGPROBS,
+    Stop,
+    ThinkingBudget,
+    TokenIds,
+    bounded,
+)
 from coppice.frontend.api.openai.response_formats import (
     JsonObjectFormat,
     StructuredOutputs,
@@ -154,6 +160,7 @@ class ResponsesBody(InputBody):
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     min_tokens: Annotated[int, bounded("min_tokens")] | None = None
+    thinking_token_budget: ThinkingBudget | None = None
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None

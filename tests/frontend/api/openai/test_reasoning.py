@@ -264,6 +264,67 @@ def test_a_schema_holds_after_the_reasoning(http: tuple[httpx.Client, Dialect]) 
     assert thoughts
 
 
+def test_a_budget_ends_the_reasoning(http: tuple[httpx.Client, Dialect]) -> None:
+    """The random model would think to the end of its tokens."""
+    client, dialect = http
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "messages": ASK,
+        "max_tokens": 90,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logit_bias": {str(dialect.tokenizer.added_tokens["</think>"]): -100},
+        "chat_template_kwargs": {"inside": True},
+    }
+    inside = {key: value for key, value in body.items() if key != "ignore_eos"} | {
+        "guided_json": SCHEMA
+    }
+    for asked in (body, inside):
+        for name, budget in (("thinking_token_budget", 7), ("thinking_budget", 3)):
+            answer = client.post("/v1/chat/completions", json=asked | {name: budget}).json()
+            message = answer["choices"][0]["message"]
+            details = answer["usage"]["completion_tokens_details"]
+            assert details == {"reasoning_tokens": budget}
+            assert message["content"]
+            if asked is inside:
+                assert json.loads(message["content"])["n"] in (1, 2, 3)
+    answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 90}
+    answer = client.post(
+        "/v1/messages",
+        json={
+            "model": "tiny",
+            "messages": ASK,
+            "max_tokens": 30,
+            "ignore_eos": True,
+            "thinking": {"type": "enabled", "budget_tokens": 5},
+            "chat_template_kwargs": {"inside": True},
+        },
+    ).json()
+    assert answer["usage"]["output_tokens_details"]["thinking_tokens"] <= 5
+    assert answer["content"][-1]["type"] == "text"
+
+
+def test_budgets_that_cannot_be_held(dialect: Dialect, tokenizer: Tokenizer) -> None:
+    budget = {"thinking_token_budget": 3}
+    _, given = prepared(dialect, **budget)
+    assert given.params.thinking_marks is not None
+    assert given.params.thinking_marks.inside is False
+    _, given = prepared(dialect, **budget, chat_template_kwargs={"enable_thinking": False})
+    assert given.params.thinking_token_budget is None, "there is no reasoning"
+    for other, why in (
+        (Dialect.of(tokenizer), "how this model marks its reasoning is not known"),
+        (Dialect.of(tokenizer, "auto", "qwen3"), "is not a single token"),
+        (Dialect.of(tokenizer, "auto", "gpt_oss"), "is not a single token"),
+    ):
+        with pytest.raises(ValueError, match=f"thinking_token_budget: it can't be held, .*{why}"):
+            prepared(other, **budget)
+    with pytest.raises(BadRequest, match="mean the same"):
+        prepared(dialect, **budget, thinking_budget=3)
+    with pytest.raises(BadRequest, match="not supported with use_beam_search"):
+        prepared(dialect, **budget, use_beam_search=True, beam_width=2, max_tokens=4)
+
+
 def test_without_reasoning_the_schema_holds_at_once(http: tuple[httpx.Client, Dialect]) -> None:
     client, _ = http
     body = {
