@@ -9,9 +9,10 @@ from typing import Any
 from pydantic_core import to_json
 
 from coppice.frontend.api.answers import Answers, counts
-from coppice.frontend.api.openai.logprobs import chat_logprobs
+from coppice.frontend.api.openai.logprobs import Place, chat_logprobs
 from coppice.frontend.api.openai.responses.body import ResponsesBody
 from coppice.frontend.api.openai.responses.output import Output
+from coppice.frontend.api.openai.responses.text_logprobs import TextLogprobs
 from coppice.frontend.api.prepare import Prepared
 from coppice.frontend.chat.pieces import Piece, TextPiece
 from coppice.frontend.http.ids import fresh_id
@@ -31,13 +32,20 @@ class ResponseAnswers(Answers):
         prepared: Prepared,
         texts: TokenTexts,
         keep: Callable[[Json], None],
+        *,
+        caching: bool = True,
     ) -> None:
-        """`keep` is given the response once it has ended."""
+        """`keep` is given the response once it has ended; `caching`: whether there is a cache."""
         self._asked = asked
         self._texts = texts
         self._reading = prepared.reading
-        self._reader = None if self._reading is None else self._reading.reader()
+        reader = None if self._reading is None else self._reading.reader()
+        self._reader = reader
+        self._finds = None
+        if reader is not None and prepared.params.logprobs is not None:
+            self._finds = TextLogprobs(reader)
         self._keep = keep
+        self._caching = caching
         self._output = Output()
         self._numbers = 0
         self._top = prepared.params.logprobs
@@ -45,7 +53,7 @@ class ResponseAnswers(Answers):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         (made,) = outputs[0].outputs
-        self._push(made.text, made.logprobs or (), last=True)
+        self._push(made.text, made.logprobs or (), made.text_offsets or (), last=True)
         return self._ended(outputs)[0]
 
     def opening(self) -> list[Json]:
@@ -54,7 +62,8 @@ class ResponseAnswers(Answers):
 
     def delta(self, place: int, delta: TextDelta) -> list[Json]:
         last = delta.completion is not None
-        return self._numbered(self._push(delta.text, delta.logprobs, last=last))
+        events = self._push(delta.text, delta.logprobs, delta.text_offsets, last=last)
+        return self._numbered(events)
 
     def ending(self, outputs: Sequence[RequestOutput]) -> list[Json]:
         response, events = self._ended(outputs)
@@ -73,18 +82,26 @@ class ResponseAnswers(Answers):
     def encoded(self, event: Json) -> bytes:
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))
 
-    def _push(self, text: str, logprobs: Sequence[Any], *, last: bool) -> list[Json]:
+    def _push(
+        self, text: str, logprobs: Sequence[Place], offsets: Sequence[int], *, last: bool
+    ) -> list[Json]:
         """The events for the next piece of text."""
-        written: list[Json] = []
-        if logprobs:
-            content = chat_logprobs(logprobs, self._top or 0, self._texts)["content"]
-            written = [_with_bytes(entry) for entry in content]
+        if self._finds is not None:
+            found = self._finds.push(text, logprobs, offsets, last=last)
+            events = [self._output.push([piece], self._written(own)) for piece, own in found]
+            return [event for some in events for event in some]
         pieces: list[Piece] = []
         if self._reader is not None:
             pieces = self._reader.push(text) + (self._reader.end() if last else [])
         elif text:
             pieces = [TextPiece(text)]
-        return self._output.push(pieces, written)
+        return self._output.push(pieces, self._written(logprobs))
+
+    def _written(self, logprobs: Sequence[Place]) -> list[Json]:
+        if not logprobs:
+            return []
+        content = chat_logprobs(logprobs, self._top or 0, self._texts)["content"]
+        return [_with_bytes(entry) for entry in content]
 
     def _ended(self, outputs: Sequence[RequestOutput]) -> tuple[Json, list[Json]]:
         """The whole response, and the events that end its last item."""
@@ -102,7 +119,7 @@ class ResponseAnswers(Answers):
                 "input_tokens": size.prompt,
                 "input_tokens_details": {
                     "cached_tokens": size.cached,
-                    "cache_write_tokens": size.prompt - size.cached,
+                    "cache_write_tokens": size.prompt - size.cached if self._caching else 0,
                 },
                 "output_tokens": size.generated,
                 "output_tokens_details": {"reasoning_tokens": self._thought(outputs)},

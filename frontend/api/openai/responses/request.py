@@ -43,6 +43,7 @@ NAMES: Mapping[str, str] = {
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
+    "thinking_token_budget",
 )  # fmt: skip
 
 
@@ -59,10 +60,8 @@ class Call:
     input: list[Json]
     before: Remembered | None
 
-    def __init__(self, memory: ResponseMemory, owner: str, *, reasons: bool = False) -> None:
-        """`owner` is the name of the client's key, whose responses it may continue; `reasons`:
-        whether the model does."""
-        self._reasons = reasons
+    def __init__(self, memory: ResponseMemory, owner: str) -> None:
+        """`owner` is the name of the client's key, whose responses it may continue."""
         self._memory = memory
         self._owner = owner
 
@@ -76,11 +75,6 @@ class Call:
             asked.include or ()
         ):
             values["logprobs"] = asked.top_logprobs or 0
-            if asked.tools or self._reasons:
-                other = "tools" if asked.tools else "a model that reasons"
-                raise BadRequest(
-                    f"top_logprobs is not supported with {other}", param="top_logprobs"
-                )
         return self._request(
             asked,
             body,

@@ -86,8 +86,7 @@ class ResponseRoutes:
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
         handler, owner = self._handler, _owner(request)
-        reasons = handler.dialect.reasoning is not None
-        call = Call(self._memory, owner, reasons=reasons)
+        call = Call(self._memory, owner)
         submitted = await handler.submit(request, call.parse)
         answers = ResponseAnswers(
             handler.model.as_asked(submitted.asked.model),
@@ -95,6 +94,7 @@ class ResponseRoutes:
             submitted.prepared,
             handler.texts,
             partial(self._keep, owner, call),
+            caching=handler.caching,
         )
         return await handler.answer(request, submitted, answers)
 

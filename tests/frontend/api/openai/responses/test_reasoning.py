@@ -14,9 +14,8 @@ from coppice.frontend.api.openai.responses.memory import ResponseMemory
 from coppice.frontend.api.openai.responses.request import Call
 from coppice.frontend.api.prepare import prepare
 from coppice.frontend.chat.dialect import Dialect
-from coppice.frontend.errors import BadRequest
 from coppice.frontend.text.model.generation_config import NO_DEFAULTS
-from coppice.frontend.text.outputs import CompletionOutput, RequestOutput, TextDelta
+from coppice.frontend.text.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.frontend.text.tokens import TokenTexts
 
@@ -86,9 +85,71 @@ def test_the_events(dialect: Dialect) -> None:
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
-def test_no_logprobs_of_a_model_that_reasons() -> None:
-    call = Call(ResponseMemory(2**20, 60), "me", reasons=True)
-    with pytest.raises(BadRequest, match="a model that reasons"):
-        call.parse({"model": "m", "input": "Where?", "top_logprobs": 1}, NO_DEFAULTS)
+def test_efforts() -> None:
+    call = Call(ResponseMemory(2**20, 60), "me")
     asked = call.parse({"model": "m", "input": "x", "reasoning": {"effort": "low"}}, NO_DEFAULTS)
     assert asked.template["reasoning_effort"] == "low"
+
+
+SPLITS = (
+    (*TEXT,),
+    ("<think>\n", "Under the mat", ", I think.", "\n</think>", "\n\nI", " look", ".\n<tool",
+     "_call>", '\n{"name": "lo', 'ok", "arguments', '": {', "}}\n</tool_call>", "<end>"),
+    ("<think>Hm.</think>", "A < b: ", "I", " 東", "", "", "京", " look", " here", "!", ""),
+    ("Hm", ".</think> I said Hm. ", "And <", "</", "think> is text"),
+    (CALL, "\nI", " called", " it."),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", SPLITS)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_text_has_its_tokens_and_their_logprobs(
+    dialect: Dialect, tokens: tuple[str, ...], streamed: bool
+) -> None:
+    """Those of reasoning, calls and marks are left out, however the tokens are cut."""
+    call = Call(ResponseMemory(2**20, 60), "me")
+    body = {"model": "m", "input": "x", "tools": [TOOL], "top_logprobs": 0}
+    prepared = prepare(call.parse(body, NO_DEFAULTS), dialect, TokenTexts(dialect.tokenizer), 4096)
+    texts = TokenTexts(dialect.tokenizer)
+    answers = ResponseAnswers("m", call.body, prepared, texts, lambda response: None)
+    whole, places, offsets = "".join(tokens), [], []
+    for number, token in enumerate(tokens):
+        places.append({5 + number: Logprob(-float(number), 1, token)})
+        offsets.append(len("".join(tokens[:number])))
+    made = CompletionOutput(
+        0, whole, tuple(range(len(tokens))), "stop", "end",
+        logprobs=places, text_offsets=tuple(offsets),
+    )  # fmt: skip
+    output = RequestOutput("r", None, tuple(prepared.prompts[0][1]), [made], True, 0)
+    if streamed:
+        events: list[Any] = [*answers.opening()]
+        for token, place, offset in zip(tokens, places, offsets, strict=True):
+            delta = TextDelta("r", token, (1,), None, (place,), (offset,))
+            events += answers.delta(0, delta)
+        events += answers.delta(0, TextDelta("r", "", (), output, completion=made))
+        events += answers.ending([output])
+        for event in events:
+            EVENTS.validate_python(event, strict=True)
+        response = events[-1]["response"]
+        deltas = [each for each in events if each["type"] == "response.output_text.delta"]
+        written = [entry for each in deltas for entry in each["logprobs"]]
+    else:
+        response = answers.whole([output])
+        written = [
+            entry
+            for item in response["output"]
+            if item["type"] == "message"
+            for entry in item["content"][0]["logprobs"]
+        ]
+    items = [each for each in response["output"] if each["type"] == "message"]
+    for item in items:
+        (part,) = item["content"]
+        joined = "".join(entry["token"] for entry in part["logprobs"])
+        assert part["text"] in joined
+        assert len(joined) - len(part["text"]) <= len("</think> ") + len("\n<tool"), (
+            "no more tokens"
+        )
+        numbers = [-entry["logprob"] for entry in part["logprobs"]]
+        assert numbers == [*range(int(numbers[0]), int(numbers[0]) + len(numbers))]
+    assert items
+    assert written == [entry for item in items for entry in item["content"][0]["logprobs"]]
