@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coppice.frontend.chat.request_template import MEMORY_BYTES, SECONDS
+
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "critical")
 TOOL_CALL_PARSERS = (
     "auto", "hermes", "llama", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "gpt_oss",
-    "pythonic",
+    "pythonic", "glm45", "glm47", "granite",
 )  # fmt: skip
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "gpt_oss", "mistral", "granite")
 
@@ -44,7 +46,7 @@ class ServerOptions:
     served_model_name: tuple[str, ...] = _option(
         (),
         "names under which requests ask for the model, instead of MODEL (may be repeated); reports "
-        "have the first",
+        "have the first; all words that follow are names, so write MODEL before them",
         several=True,
     )
     api_key: tuple[str, ...] = _option(
@@ -110,6 +112,14 @@ class ServerOptions:
         None, "file with the certificate's private key, if that is not in the same one"
     )
     ssl_keyfile_password: str | None = _option(None, "password of the private key, if it has one")
+    ssl_ca_certs: str | None = _option(
+        None, "file with the certificates (PEM) by which those of clients are checked"
+    )
+    ssl_cert_reqs: int = _option(
+        0,
+        "whether clients show a certificate, as Python's ssl counts: 0: none is asked for, 1: one "
+        "that is shown is checked, 2: without a good one no connection is made",
+    )
     root_path: str = _option(
         "",
         "path below which a proxy shows this server, such as /llm; requests may have it or not",
@@ -130,7 +140,7 @@ class ServerOptions:
     trust_request_chat_template: bool = _option(
         False,
         "take chat_template from requests; a template is a program that can't touch the machine, "
-        "but nothing bounds its time and memory",
+        f"and may take {SECONDS:g} s and {MEMORY_BYTES >> 20} MiB in a process of its own",
     )
     log_format: str = _option("text", f"format of log lines: {', '.join(LOG_FORMATS)}")
     log_level: str = _option("info", f"least important lines to log: {', '.join(LOG_LEVELS)}")
@@ -167,7 +177,13 @@ class ServerOptions:
         for name in ("header_timeout", "body_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
-        for name in ("ssl_keyfile", "ssl_keyfile_password"):
+        if isinstance(self.ssl_cert_reqs, bool) or self.ssl_cert_reqs not in (0, 1, 2):
+            raise ValueError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs!r}")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ValueError(
+                "ssl_cert_reqs needs ssl_ca_certs, the certificates by which others are checked"
+            )
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ValueError(f"{name} needs ssl_certfile, the file of the certificate")
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
@@ -204,7 +220,7 @@ class ServerOptions:
         """
         if self.ssl_certfile is None:
             return None
-        for name in ("ssl_certfile", "ssl_keyfile"):
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ValueError(f"{name} must be a file, got {path!r}")
@@ -217,6 +233,15 @@ class ServerOptions:
                 f"ssl_certfile and ssl_keyfile must be a certificate and its key in PEM form, "
                 f"got {self.ssl_certfile!r} and {self.ssl_keyfile or 'the same file'!r}: {error}"
             ) from error
+        if self.ssl_ca_certs is not None:
+            try:
+                context.load_verify_locations(self.ssl_ca_certs)
+            except OSError as error:
+                raise ValueError(
+                    f"ssl_ca_certs must be certificates in PEM form, got {self.ssl_ca_certs!r}: "
+                    f"{error}"
+                ) from error
+        context.verify_mode = ssl.VerifyMode(self.ssl_cert_reqs)
         return context
 
     def keys(self) -> list[ApiKey]:

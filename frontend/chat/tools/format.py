@@ -53,7 +53,10 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def call(self, tool: Tool, marks: Marks) -> str:
-        """What matches one call of the tool in a Lark rule."""
+        """What matches one call of the tool in a Lark rule; further lines are rules that it needs.
+
+        Rules of the same name must be the same.
+        """
 
     @abstractmethod
     def after(self, call: str, parallel: bool, marks: Marks) -> str:
@@ -78,7 +81,9 @@ class ToolFormat(ABC):
         calls = " | ".join(f"call_{index}" for index in range(len(wanted)))
         rules = [self.rules(f"({calls})", tools, marks)]
         rules += [f"call_{index}: {self.call(tool, marks)}" for index, tool in enumerate(wanted)]
-        return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
+        lines = "\n".join(rules).split("\n")
+        # Calls may share terminals, and each has a line of its own.
+        return StructuredOutputsParams(grammar="\n".join(dict.fromkeys(lines)) + "\n")
 
 
 def object_of(tool: Tool, key: str = "arguments") -> str:

@@ -55,7 +55,7 @@ class MistralFormat(ToolFormat):
 class MistralReader(MarkedToolReader):
     """Reads both ways of writing calls."""
 
-    openings = (OPEN,)
+    openings: tuple[str, ...] = (OPEN,)
     _listed = False  # whether the calls are objects
     _extent: JsonExtent | None = None  # of the arguments after a name
 

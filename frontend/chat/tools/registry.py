@@ -7,11 +7,13 @@ import re
 from coppice.frontend.chat.tools.deepseek import DeepSeekFormat
 from coppice.frontend.chat.tools.format import ToolFormat
 from coppice.frontend.chat.tools.gpt_oss import GptOssFormat
+from coppice.frontend.chat.tools.granite import GraniteFormat
 from coppice.frontend.chat.tools.hermes import HermesFormat
 from coppice.frontend.chat.tools.llama import LlamaFormat
 from coppice.frontend.chat.tools.mistral import MistralFormat
 from coppice.frontend.chat.tools.pythonic import PythonicFormat
-from coppice.frontend.chat.tools.qwen3_coder import Qwen3CoderFormat
+from coppice.frontend.chat.tools.tagged.glm import GlmFormat
+from coppice.frontend.chat.tools.tagged.qwen3_coder import Qwen3CoderFormat
 from coppice.frontend.text.tokenizer import Tokenizer
 
 FORMATS: dict[str, ToolFormat] = {
@@ -23,12 +25,17 @@ FORMATS: dict[str, ToolFormat] = {
     "deepseek_v31": DeepSeekFormat(fenced=False),
     "gpt_oss": GptOssFormat(),
     "pythonic": PythonicFormat(),
+    "glm45": GlmFormat(lines=True),
+    "glm47": GlmFormat(lines=False),
+    "granite": GraniteFormat(),
 }
 
-# The first expression that is found in a template decides; None: the format is not known here.
-_SIGNS: tuple[tuple[str, str | None], ...] = (
+# The first expression that is found in a template decides.
+_SIGNS = (
     (r"<function=", "qwen3_coder"),
-    (r"<arg_key>", None),  # of GLM
+    (r"</arg_key>(?:\n|\\n)", "glm45"),
+    (r"<arg_key>", "glm47"),
+    (r"<\|tool_call\|>", "granite"),
     (r"<tool_call>", "hermes"),
     (r"\[TOOL_CALLS\]", "mistral"),
     (r"(?s)<｜tool▁calls▁begin｜>.*```json", "deepseek_v3"),
@@ -51,5 +58,5 @@ def format_of(tokenizer: Tokenizer, chosen: str = "auto") -> ToolFormat | None:
     template = str(tokenizer.chat_template or "")
     for sign, name in _SIGNS:
         if re.search(sign, template):
-            return None if name is None else FORMATS[name]
+            return FORMATS[name]
     return None if "tools" in template else FORMATS["hermes"]

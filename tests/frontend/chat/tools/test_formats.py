@@ -171,6 +171,20 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("qwen3_coder", "<tool_call>\n<function=other>\n<parameter=x>\n5\n</parameter>\n</function>\n"
      "</tool_call>", "", [("other", {"x": "5"})]),
     ("qwen3_coder", "<tool_call>\nnothing", "<tool_call>\nnothing", []),
+    # GLM: each tag in a line of its own or not, a value that is no JSON, tags that are missing.
+    ("glm45", "<tool_call>weather\n<arg_key>place</arg_key>\n<arg_value>P</arg_value>\n"
+     "<arg_key> days </arg_key><arg_value>2</arg_value></tool_call>\n<tool_call>clock\n"
+     "</tool_call>done", "done", [("weather", {"place": "P", "days": 2}), ("clock", {})]),
+    ("glm47", "<tool_call>clock<arg_key>h24</arg_key><arg_value>True</arg_value></tool_call>", "",
+     [("clock", {"h24": True})]),
+    ("glm45", "<tool_call>clock\n<arg_key>zone</arg_key>\n<arg_value>\n two\n</arg_value>\n"
+     "</tool_call>", "", [("clock", {"zone": "\n two\n"})]),
+    ("glm45", "<tool_call>clock\n<arg_key>zone</arg_key>\n</tool_call>", "", [("clock", {})]),
+    ("glm45", '<tool_call>{"name": "clock"}\n', '<tool_call>{"name": "clock"}\n', []),
+    ("glm45", "<tool_call>\n", "<tool_call>\n", []),
+    # Granite, with the tag of its later models.
+    ("granite", '<tool_call>[{"name": "clock", "arguments": {}}]', "", [("clock", {})]),
+    ("granite", '<|tool_call|> [{"arguments": {}, "name": "clock"}] x', "x", [("clock", {})]),
     # Python's literals and those of JSON.
     ("pythonic", "[clock(zone='it\\'s', h24=True), clock(h24=false, zone=\"\\ud83d\\ude42\")]", "",
      [("clock", {"zone": "it's", "h24": True}), ("clock", {"h24": False, "zone": "🙂"})]),
@@ -228,7 +242,8 @@ def test_a_call_that_is_cut_keeps_what_there_is(name: str) -> None:
 
 
 STREAMED = {"hermes": 20, "llama": 20, "mistral": 20, "deepseek_v3": 20, "deepseek_v31": 20,
-            "gpt_oss": 20, "qwen3_coder": 5, "pythonic": 0}  # fmt: skip
+            "gpt_oss": 20, "qwen3_coder": 5, "pythonic": 0,
+            "glm45": 5, "glm47": 5, "granite": 20}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
@@ -298,7 +313,10 @@ def test_grammars(name: str, whole: bool) -> None:
             assert ok(text) != forced
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral", "deepseek_v31", "qwen3_coder"])
+OPTIONAL = ["hermes", "mistral", "deepseek_v31", "qwen3_coder", "glm45", "glm47", "granite"]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
 @pytest.mark.parametrize("whole", [True, False])
 def test_grammars_take_text_before_optional_calls(name: str, whole: bool) -> None:
     form = FORMATS[name].constraint(tools(held=True), marks(whole=whole))
@@ -319,6 +337,51 @@ def test_parameters_of_which_none_is_required_may_come_alone() -> None:
     assert not accepts(source(form).text, "[clock(, h24=True)]", whole=False)
 
 
+BOUNDED = {
+    "type": "object",
+    "properties": {
+        "digits": {"$ref": "#/$defs/digits"},
+        "found": {"type": "string", "pattern": "b/\\d"},
+        "either": {"type": "string", "pattern": "^(yes|no)$"},
+        "short": {"type": "string", "minLength": 2, "maxLength": 3},
+        "fixed": {"const": "as is"},
+        "middle": {"type": "string", "pattern": "a|^b"},
+    },
+    "$defs": {"digits": {"type": "string", "pattern": "^\\d{4}$", "maxLength": 9}},
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "glm47"])
+def test_texts_between_tags_are_held_to_their_schemas(name: str, whole: bool) -> None:
+    offered = [
+        Tool.model_validate({"type": "function", "function": {"name": each, "parameters": BOUNDED}})
+        for each in ("one", "two")
+    ]
+    asked = tools_of(offered, "required", None)
+    assert asked is not None
+    form = FORMATS[name].constraint(asked, marks(whole=whole))
+    assert form is not None
+    plain = FORMATS[name].constraint(asked, Marks())
+    assert plain is not None
+    assert check(plain) == ()
+    grammar = source(form).text
+    for good, bad in (
+        ({"digits": "1234"}, {"digits": "123"}),
+        ({"digits": "0000"}, {"digits": "a0000"}),
+        ({"found": "a b/7 c\nd"}, {"found": "b 7"}),
+        ({"either": "no"}, {"either": "no more"}),
+        ({"short": "東京"}, {"short": "abcd"}),
+        ({"fixed": "as is"}, {"fixed": "as was"}),
+        ({"digits": "1234", "short": "ab"}, {"digits": "1234", "short": "a"}),
+        ({"middle": "c"}, {"other": "c"}),
+    ):
+        for values, fits in ((good, True), (bad, False)):
+            text = FORMATS[name].write([("two", json.dumps(values))])
+            assert accepts(grammar, text, whole=whole) == fits, values
+
+
 TEMPLATES = {
     "hermes": "{{ tools }}<tool_call>\n{}",
     "qwen3_coder": "{{ tools }}<tool_call>\n<function=example_function_name>",
@@ -327,6 +390,9 @@ TEMPLATES = {
     "deepseek_v31": "{{ '<｜tool▁calls▁begin｜>' + tool['function']['name'] }}",
     "gpt_oss": "{{ tools }}<|channel|>commentary to=functions.x <|constrain|>json",
     "llama": '{{ tools }}{"name": function name, "parameters": dictionary}',
+    "glm45": "{{ tools }}<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>",
+    "glm47": "{{ tools }}<tool_call>{{ name }}<arg_key>{{ k }}</arg_key><arg_value>",
+    "granite": "{{ tools }}respond with <|tool_call|> followed by a JSON list",
     "pythonic": "{{ tools }}[func_name1(params_name1=params_value1), func_name2(params)]",
 }
 
@@ -338,8 +404,6 @@ def test_a_format_is_known_by_its_marks_in_the_template(name: str) -> None:
 
 
 def test_templates_without_calls() -> None:
-    glm: Any = SimpleNamespace(chat_template="{{ tools }}<tool_call>{{ name }}<arg_key>")
-    assert format_of(glm) is None, "a format that is not known is not taken for another"
     other: Any = SimpleNamespace(chat_template="{{ tools }}")
     assert format_of(other) is None
     plain: Any = SimpleNamespace(chat_template="{{ messages }}")

@@ -1,0 +1,1 @@
+"""Calls whose parameters stand between tags of their own, texts as they are, all else as JSON."""
