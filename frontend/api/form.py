@@ -16,13 +16,13 @@ class Form:
     params: StructuredOutputsParams
     field: str
 
-    def check(self) -> tuple[str, ...]:
-        """The keywords of its schema that the text need not follow.
+    def check(self, tenant: str | None = None) -> tuple[str, ...]:
+        """The keywords of its schema that the text need not follow; asked for by this tenant.
 
         Raises BadRequest, with the field, if the form can't be followed. May take seconds.
         """
         try:
-            return check(self.params)
+            return check(self.params, tenant)
         except ValueError as error:
             raise named(error, self.field) from error
 

@@ -109,6 +109,11 @@ class TextHandler:
         self._options = options
         self._check_open = check_open
 
+    @property
+    def caching(self) -> bool:
+        """Whether the tokens of prompts that are computed stay in the cache."""
+        return self._engine.caching
+
     async def submit(self, request: web.Request, parse: Parse) -> Submitted:
         """Brings a request from the client's bytes to the engine's queue.
 
@@ -124,7 +129,7 @@ class TextHandler:
         deadline = None if limit is None else asyncio.get_running_loop().time() + limit
         try:
             async with asyncio.timeout_at(deadline):
-                prepared = await self._prepare(asked, request.content_length)
+                prepared = await self._prepare(asked, request)
                 if prepared.relaxed:
                     keywords = ", ".join(dict.fromkeys(prepared.relaxed))
                     note.headers["X-Coppice-Relaxed"] = note.fields["relaxed"] = keywords
@@ -142,7 +147,7 @@ class TextHandler:
         """The tokens of the prompt of a request that is not run. Raises BadRequest."""
         body, asked = await self._read(request, parse)
         try:
-            prepared = await self._prepare(asked, request.content_length)
+            prepared = await self._prepare(asked, request)
         except ValueError as error:
             raise _refusal(error, asked, body) from error
         return sum(len(ids) for _, ids in prepared.prompts)
@@ -153,7 +158,7 @@ class TextHandler:
         body, asked = await self._read(request, parse)
         params, tenant = asked.params, request[NOTE].tenant
         try:
-            prepared = await self._prepare(asked, request.content_length)
+            prepared = await self._prepare(asked, request)
             packed = [packed_ids(ids) for _, ids in prepared.prompts]
             peeks = await asyncio.gather(
                 *(
@@ -232,13 +237,13 @@ class TextHandler:
                 if error.limit != BESIDE_PINS or not await self.kept.give_way():
                     raise
 
-    async def _prepare(self, asked: TextRequest, size: int | None) -> Prepared:
-        """What the engine is given; `size` is that of the body in bytes, if it is known."""
-        engine = self._engine
-        given = (asked, self.dialect, self.texts, engine.max_model_len)
+    async def _prepare(self, asked: TextRequest, request: web.Request) -> Prepared:
+        """What the engine is given."""
+        engine, size = self._engine, request.content_length  # bytes, if it is known
+        given = (asked, self.dialect, self.texts, engine.max_model_len, request[NOTE].tenant)
         if not asked.needs_tokenizer:
             return prepare(*given)  # so little work that another thread would cost more
-        long = size is None or size > LONG_BYTES or asked.has_grammar
+        long = size is None or size > LONG_BYTES or asked.is_long_work
         return await self._threads.run(prepare, *given, long=long)
 
     def _too_late(self) -> TimeoutError:

@@ -14,6 +14,7 @@ from coppice.frontend.api.breakpoints import Shown, prefixes
 from coppice.frontend.api.kept_prefixes import Prefix
 from coppice.frontend.api.request import TextRequest
 from coppice.frontend.api.shortening import encode_latest
+from coppice.frontend.chat.budget import bounded
 from coppice.frontend.chat.dialect import Dialect, Reading
 from coppice.frontend.chat.marks import Marks
 from coppice.frontend.chat.messages import turns
@@ -71,6 +72,7 @@ def prepare(
     dialect: Dialect,
     texts: TokenTexts,
     longest: int,
+    tenant: str | None = None,
 ) -> Prepared:
     """Makes tokens of the prompts, and one form of what is asked of the text.
 
@@ -80,15 +82,16 @@ def prepare(
         texts: of the tokenizer's tokens, for echoed prompts.
         longest: the most tokens that the model takes. Only texts far above it are refused here,
             before encoding them takes long; the engine checks the exact lengths.
+        tenant: who asks; forms that were checked for others are checked again.
 
     Raises:
         ValueError: for what can't be done; a BadRequest where the parameter is known.
     """
-    relaxed = () if asked.form is None else asked.form.check()
+    relaxed = () if asked.form is None else asked.form.check(tenant)
     params = words_as_tokens(asked.params, dialect.tokenizer)
     beam = None if asked.beam is None else words_as_tokens(asked.beam, dialect.tokenizer)
     if asked.messages:
-        relaxed += _check_tools(asked, dialect)
+        relaxed += _check_tools(asked, dialect, tenant)
         chat = _prepare_chat(asked, params, beam, dialect, longest)
         return replace(chat, relaxed=relaxed)
     tokenizer = dialect.tokenizer
@@ -128,13 +131,14 @@ def _prepare_chat(
     if reading is not None and (changes := _changes(params, reading)):
         params = replace(params, **changes)
         beam = None if beam is None else replace(beam, **changes)
+    params = bounded(params, reading, binds=asked.thinking_binds)
     kept: Sequence[Prefix] = ()
     if asked.breakpoints:
         kept = prefixes(write(asked.messages), asked.breakpoints, write, dialect.tokenizer)
     return Prepared([(None, ids)], params, beam, reading=reading, prefixes=kept)
 
 
-def _check_tools(asked: TextRequest, dialect: Dialect) -> tuple[str, ...]:
+def _check_tools(asked: TextRequest, dialect: Dialect, tenant: str | None) -> tuple[str, ...]:
     """The keywords of the tools' schemas that calls need not follow.
 
     Raises BadRequest if the tools can't be called as it is asked.
@@ -147,11 +151,11 @@ def _check_tools(asked: TextRequest, dialect: Dialect) -> tuple[str, ...]:
             "tools: how this model writes calls is not known; choose a tool_call_parser",
             param="tools",
         )
-    relaxed = tools.check()
+    relaxed = tools.check(tenant)
     try:
         form = dialect.calls.constraint(tools, Marks())  # token ids can't be tried apart
         if form is not None:
-            check(form)
+            check(form, tenant)
     except ValueError as error:
         raise BadRequest(
             f"tools must be tools whose calls can be followed: {error}", param="tools"

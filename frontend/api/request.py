@@ -40,6 +40,7 @@ class TextRequest:
     text_field: str = "prompt"  # the client's name for `prompts` or `messages`
     names: Mapping[str, str] = field(default_factory=dict)  # its names for others (see renaming.py)
     include_reasoning: bool = True  # whether the answer has what the model thought before it
+    thinking_binds: bool = True  # whether a budget of reasoning that can't be held is refused
     breakpoints: tuple[Breakpoint, ...] = ()  # ends of prefixes of `messages` that are to be kept
     shortens: bool = False  # whether the oldest messages may be left out if there are too many
 
@@ -47,6 +48,11 @@ class TextRequest:
     def has_grammar(self) -> bool:
         """Whether a grammar is to be compiled, which may take as long as a large prompt."""
         return self.form is not None or (self.tools is not None and self.tools.held)
+
+    @property
+    def is_long_work(self) -> bool:
+        """Whether preparing it may take seconds, whatever its size."""
+        return self.has_grammar or "chat_template" in self.template
 
     @property
     def needs_tokenizer(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, grammar_from
@@ -16,7 +17,7 @@ from coppice.runtime.sampling.forms.trial import TRIALS
 
 # Without a bound, a model that prefers white space would never reach the end.
 _WHITESPACE = r"[ \t\n\r]{0,64}"
-_MOST_CHECKED = 256  # forms whose result is kept
+_MOST_CHECKED = 256  # forms of a tenant whose result is kept
 
 
 if TYPE_CHECKING:
@@ -36,14 +37,25 @@ class Source:
     relaxed: tuple[str, ...] = ()
 
 
-@lru_cache(_MOST_CHECKED)
-def check(params: StructuredOutputsParams) -> tuple[str, ...]:
+def check(params: StructuredOutputsParams, tenant: str | None = None) -> tuple[str, ...]:
     """The keywords of the form's schema that the text need not follow.
+
+    Results are kept apart for each tenant: the time that one takes tells nobody what others asked.
 
     Raises ValueError, naming the field, if there is no such schema, expression or grammar, if no
     text can have the form, or if it takes too long to compile. Needs no tokenizer. Takes
     milliseconds, at most the seconds that a trial may take.
     """
+    return _checks(tenant)(params)
+
+
+@cache
+def _checks(tenant: str | None) -> Callable[[StructuredOutputsParams], tuple[str, ...]]:
+    """`_check` with the last results of one tenant."""
+    return lru_cache(_MOST_CHECKED)(_check)
+
+
+def _check(params: StructuredOutputsParams) -> tuple[str, ...]:
     try:
         found = source(params)
         warnings = TRIALS.run(found.text)

@@ -33,10 +33,10 @@ from coppice.runtime.sampling.forms.trial_worker import Bytes
 from coppice.runtime.sampling.grammar_source import source
 from coppice.runtime.startup.light_transformers import load_tokenizer
 
-_Key: TypeAlias = tuple[str | None, StructuredOutputsParams]  # tenant and form
+_Kept: TypeAlias = OrderedDict[StructuredOutputsParams, Future["CompiledGrammar"]]
 _IMPORTING = Lock()
 
-MAX_COMPILED = 128  # grammars that are kept for requests to come
+MAX_COMPILED = 128  # grammars of a tenant that are kept for requests to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class CompiledGrammar:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer; the last `MAX_COMPILED` are kept.
+    """Compiles grammars for one tokenizer; the last `MAX_COMPILED` of each tenant are kept.
 
     Args:
         tokenizer: a directory with the tokenizer's files; it is read when first needed.
@@ -70,7 +70,7 @@ class Grammars:
         self._vocabulary = vocabulary
         self._eos = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[_Key, Future[CompiledGrammar]] = OrderedDict()
+        self._compiled: dict[str | None, _Kept] = {}
         # One thread: it also keeps the tokenizer from being read twice.
         self._thread = ThreadPoolExecutor(1, "coppice-grammars")
 
@@ -79,16 +79,18 @@ class Grammars:
     ) -> Future[CompiledGrammar]:
         """The grammar, ready now or later; it fails with ValueError if it can't be followed.
 
-        Tenants do not share grammars: the time to the first token would tell what others ask for.
+        Tenants share no grammars, and none takes the place of another's: the time to the first
+        token would tell what others ask for. They share the thread, as they share steps: one waits
+        while another's grammar is compiled, which tells that there is one, and not which.
         One that failed is compiled anew when it is next asked for, since some failures pass.
         """
-        key = (tenant, params)
-        found = self._compiled.get(key)
+        kept = self._compiled.setdefault(tenant, OrderedDict())
+        found = kept.get(params)
         if found is None or (found.done() and found.exception() is not None):
-            found = self._compiled[key] = self._thread.submit(self._compile, params)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
+            found = kept[params] = self._thread.submit(self._compile, params)
+            if len(kept) > MAX_COMPILED:
+                kept.popitem(last=False)
+        kept.move_to_end(params)
         return found
 
     def close(self) -> None:

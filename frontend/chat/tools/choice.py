@@ -104,8 +104,8 @@ class Tools:
         """Whether the text must follow a grammar of calls."""
         return bool(self.forced) or self.strict or len(self.allowed) < len(self.offered)
 
-    def check(self) -> tuple[str, ...]:
-        """The keywords of schemas that calls must fit which they need not follow.
+    def check(self, tenant: str | None = None) -> tuple[str, ...]:
+        """The keywords of schemas that calls must fit which they need not follow; see `check`.
 
         Raises BadRequest if a schema that must be followed can't be. May take seconds.
         """
@@ -117,7 +117,8 @@ class Tools:
             field = f"tools[{index}].function.parameters"
             try:
                 strict = bool(tool.function.strict)
-                found = check(StructuredOutputsParams(json=tool.schema_text, strict=strict))
+                form = StructuredOutputsParams(json=tool.schema_text, strict=strict)
+                found = check(form, tenant)
             except ValueError as error:
                 raise BadRequest(f"{field} {str(error).partition(' ')[2]}", param=field) from error
             relaxed |= dict.fromkeys(found)

@@ -475,8 +475,29 @@ def test_compiled_grammars_are_kept_and_forgotten(
     assert made.compiled(forms[0]) is first
     made.compiled(forms[2])
     assert made.compiled(forms[0]) is first
-    assert len(made._compiled) == 2
+    assert [len(kept) for kept in made._compiled.values()] == [2]
+    own = made.compiled(forms[0], "a")
+    for form in forms:
+        made.compiled(form, "b")
+    assert made.compiled(forms[0], "a") is own, "another tenant takes no place of it"
+    assert made.compiled(forms[0]) is first
     made.close()
+
+
+def test_what_was_checked_for_one_tenant_is_checked_again_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[str] = []
+
+    def run(grammar: str) -> list[str]:
+        tried.append(grammar)
+        return []
+
+    monkeypatch.setattr(grammar_source.TRIALS, "run", run)
+    form = StructuredOutputsParams(regex="tenants[0-9]")
+    for tenant in ("a", "b", "a", None, "b"):
+        grammar_source.check(form, tenant)
+    assert len(tried) == 3
 
 
 def test_a_model_without_an_end_is_refused(checkpoint: Path) -> None:
