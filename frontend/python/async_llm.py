@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from coppice.frontend.chat.budget import bounded_after
 from coppice.frontend.chat.messages import Message
 from coppice.frontend.chat.template import encode_chat
 from coppice.frontend.client.engine import EngineClient
@@ -14,7 +15,13 @@ from coppice.frontend.client.process import EngineProcess
 from coppice.frontend.python.forms import check_form
 from coppice.frontend.python.growing import GrowingOutput
 from coppice.frontend.python.options import Configured
-from coppice.frontend.python.prompts import EncodedPrompt, Prompt, encoded_prompt
+from coppice.frontend.python.pooling import (
+    EmbeddingRequestOutput,
+    Scoring,
+    ScoringRequestOutput,
+    vectors,
+)
+from coppice.frontend.python.prompts import EncodedPrompt, Prompt, encoded, encoded_prompt
 from coppice.frontend.text.model.loading import load_around
 from coppice.frontend.text.model.options import TextOptions
 from coppice.frontend.text.outputs import RequestOutput
@@ -22,6 +29,8 @@ from coppice.frontend.text.threads import TokenizerThreads
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.report.snapshot import CacheReport
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.pooling_params import PoolingParams
+from coppice.runtime.requests.request import StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 
@@ -152,6 +161,42 @@ class AsyncLLM(Configured):
         assert last is not None
         return last
 
+    async def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling_params: PoolingParams | None = None
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt, as `LLM.embed`. Raises as `generate`."""
+        await self.start()
+        parsed = await self._threads.run(encoded, prompts, self._tokenizer, long=True)
+        outputs = await self._pool(parsed, pooling_params or PoolingParams())
+        return vectors(parsed, outputs)
+
+    async def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_activation: bool | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """The score of each pair of texts, as `LLM.score`. Raises as `generate`."""
+        await self.start()
+        recipe, longest = self._engine.recipe, self._engine.max_model_len
+        given = (self._tokenizer, recipe, longest, text_1, text_2, use_activation)
+        asked = await self._threads.run(Scoring, *given, long=True)
+        return asked.scores(await self._pool(asked.prompts, asked.params))
+
+    async def _pool(
+        self, prompts: Sequence[EncodedPrompt], params: PoolingParams
+    ) -> list[StepOutput]:
+        """What the engine makes of the prompts, in their order."""
+        found: dict[int, StepOutput] = {}
+        salts = dict.fromkeys(prompt.cache_salt for prompt in prompts)
+        for salt in salts:
+            places = [place for place, each in enumerate(prompts) if each.cache_salt == salt]
+            ids = [prompts[place].token_ids for place in places]
+            outputs = await self._engine.pool(ids, params, cache_salt=salt)
+            found |= dict(zip(places, outputs, strict=True))
+        return [found[place] for place in range(len(prompts))]
+
     async def _run(
         self,
         encode: Callable[[], EncodedPrompt],
@@ -168,6 +213,7 @@ class AsyncLLM(Configured):
         if params.structured_outputs is not None:
             await self._threads.run(check_form, params.structured_outputs, long=True)
         prompt = await self._threads.run(encode)
+        params = bounded_after(prompt.token_ids, params, self._tokenizer)
         deltas = await self._engine.submit(
             [(prompt.text, prompt.token_ids)],
             params,

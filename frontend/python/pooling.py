@@ -9,8 +9,9 @@ from coppice.frontend.python.progress import Bar, UseTqdm
 from coppice.frontend.python.prompts import EncodedPrompt
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.pooling_prompts import cosine, pair_ids, pairs
+from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.requests.pooling_params import PoolingParams
-from coppice.runtime.requests.pooling_recipe import ScoreRecipe
+from coppice.runtime.requests.pooling_recipe import Recipe, ScoreRecipe
 from coppice.runtime.requests.request import StepOutput
 
 
@@ -54,7 +55,13 @@ def embed(
     engine: TextEngine, prompts: Sequence[EncodedPrompt], params: PoolingParams, use_tqdm: UseTqdm
 ) -> list[EmbeddingRequestOutput]:
     """The vector of each prompt. Raises ValueError, and RuntimeError if a step failed."""
-    outputs = _run(engine, prompts, params, use_tqdm)
+    return vectors(prompts, _run(engine, prompts, params, use_tqdm))
+
+
+def vectors(
+    prompts: Sequence[EncodedPrompt], outputs: Sequence[StepOutput]
+) -> list[EmbeddingRequestOutput]:
+    """What the engine made of the prompts, in their order."""
     return [
         EmbeddingRequestOutput(
             output.request_id,
@@ -74,41 +81,78 @@ def score(
     use_tqdm: UseTqdm,
 ) -> list[ScoringRequestOutput]:
     """The score of each pair. Raises ValueError, and RuntimeError if a step failed."""
-    recipe, tokenizer = engine.engine.runner.recipe, engine.tokenizer
-    found, longest = pairs(("text_1", "text_2"), first, second), engine.engine.max_model_len
-    if isinstance(recipe.score, ScoreRecipe):
-        if recipe.score.labels != 1:
-            raise ValueError(
-                f"model: its classifier has {recipe.score.labels} labels; a score is one number"
-            )
-        written = [
-            EncodedPrompt(None, pair_ids(tokenizer, recipe.score, a, b, None, longest=longest))
-            for a, b in found
+    core = engine.engine
+    asked = Scoring(
+        engine.tokenizer, core.runner.recipe, core.max_model_len, first, second, use_activation
+    )
+    return asked.scores(_run(engine, asked.prompts, asked.params, use_tqdm))
+
+
+class Scoring:
+    """Pairs of texts that are to be scored, by a classifier or by the cosine of their vectors.
+
+    Attributes:
+        prompts: what the engine is asked for: each pair, or each text.
+        params: how it is asked.
+    """
+
+    prompts: list[EncodedPrompt]
+    params: PoolingParams
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        recipe: Recipe,
+        longest: int,
+        first: str | Sequence[str],
+        second: str | Sequence[str],
+        use_activation: bool | None,
+    ) -> None:
+        """`longest`: most tokens of a prompt. Raises ValueError if the pairs can't be scored."""
+        pairing = recipe.score
+        self._pairs = pairs(("text_1", "text_2"), first, second)
+        self._texts: list[str] | None = None  # of vectors
+        if isinstance(pairing, ScoreRecipe):
+            if pairing.labels != 1:
+                raise ValueError(
+                    f"model: its classifier has {pairing.labels} labels; a score is one number"
+                )
+            self.params = PoolingParams("score", use_activation=use_activation)
+            self.prompts = [
+                EncodedPrompt(None, pair_ids(tokenizer, pairing, a, b, None, longest=longest))
+                for a, b in self._pairs
+            ]
+            return
+        if isinstance(recipe.embed, str):
+            recipe.check(PoolingParams("score"))
+        self.params = PoolingParams()
+        self._texts = list(dict.fromkeys(text for pair in self._pairs for text in pair))
+        self.prompts = [
+            EncodedPrompt(text, tokenizer.encode(text, longest=longest)) for text in self._texts
         ]
-        params = PoolingParams("score", use_activation=use_activation)
+
+    def scores(self, outputs: Sequence[StepOutput]) -> list[ScoringRequestOutput]:
+        """The score of each pair, from what the engine made of the prompts."""
+        if self._texts is None:
+            return [
+                ScoringRequestOutput(
+                    output.request_id,
+                    ScoringOutput(_numbers(output)[0]),
+                    prompt.token_ids,
+                    output.cached_tokens,
+                )
+                for prompt, output in zip(self.prompts, outputs, strict=True)
+            ]
+        made = dict(zip(self._texts, vectors(self.prompts, outputs), strict=True))
         return [
             ScoringRequestOutput(
-                output.request_id,
-                ScoringOutput(_numbers(output)[0]),
-                prompt.token_ids,
-                output.cached_tokens,
+                made[b].request_id,
+                ScoringOutput(cosine(made[a].outputs.embedding, made[b].outputs.embedding)),
+                made[a].prompt_token_ids + made[b].prompt_token_ids,
+                made[a].cached_tokens + made[b].cached_tokens,
             )
-            for prompt, output in zip(written, _run(engine, written, params, use_tqdm), strict=True)
+            for a, b in self._pairs
         ]
-    if isinstance(recipe.embed, str):
-        recipe.check(PoolingParams("score"))
-    texts = list(dict.fromkeys(text for pair in found for text in pair))
-    prompts = [EncodedPrompt(text, tokenizer.encode(text, longest=longest)) for text in texts]
-    vectors = dict(zip(texts, embed(engine, prompts, PoolingParams(), use_tqdm), strict=True))
-    return [
-        ScoringRequestOutput(
-            vectors[b].request_id,
-            ScoringOutput(cosine(vectors[a].outputs.embedding, vectors[b].outputs.embedding)),
-            vectors[a].prompt_token_ids + vectors[b].prompt_token_ids,
-            vectors[a].cached_tokens + vectors[b].cached_tokens,
-        )
-        for a, b in found
-    ]
 
 
 def _run(

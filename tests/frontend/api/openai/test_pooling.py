@@ -16,10 +16,13 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from coppice.frontend.python import async_llm
+from coppice.frontend.python.async_llm import AsyncLLM
 from coppice.frontend.python.llm import LLM
 from coppice.frontend.text.engine import TextEngine
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.requests.pooling_params import PoolingParams
+from tests.frontend.conftest import EngineInThread
 
 if TYPE_CHECKING:
     from tests.frontend.conftest import LiveServer
@@ -213,3 +216,33 @@ def test_in_python(embedder: Path, reranker: Path, checkpoint: Path) -> None:
         for call in (lambda: llm.embed("x"), lambda: llm.score("a", "b")):
             with pytest.raises(ValueError, match="is not what this model is made for"):
                 call()
+
+
+async def test_in_python_for_coroutines(
+    embedder: Path, reranker: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        async_llm,
+        "EngineProcess",
+        lambda config, **_: EngineInThread(TextEngine.load(config)),
+    )
+    async with AsyncLLM(str(embedder), kv_cache_tokens=4096) as llm:
+        salted: list[Any] = [TEXTS[0], {"prompt": TEXTS[1], "cache_salt": "a"}, TEXTS[0]]
+        outputs = await llm.embed(salted)
+        for output, text in zip(outputs, (*TEXTS, TEXTS[0]), strict=True):
+            np.testing.assert_allclose(output.outputs.embedding, vector(embedder, text), atol=1e-5)
+        (pair,) = await llm.score(*TEXTS)
+        expected = float(np.dot(*(vector(embedder, text) for text in TEXTS)))
+        assert pair.outputs.score == pytest.approx(expected, abs=1e-5)
+        with pytest.raises(ValueError, match="dimensions"):
+            await llm.embed("x", pooling_params=PoolingParams(dimensions=99))
+    async with AsyncLLM(str(reranker), kv_cache_tokens=4096) as llm:
+        raw = await llm.score("Where?", ["The key", "A band"], use_activation=False)
+        found = await llm.score("Where?", ["The key", "A band"])
+        for each, plain in zip(found, raw, strict=True):
+            expected = 1 / (1 + np.exp(-plain.outputs.score))
+            assert each.outputs.score == pytest.approx(expected, abs=1e-5)
+    async with AsyncLLM(str(checkpoint), kv_cache_tokens=4096) as llm:
+        for call in (llm.embed("x"), llm.score("a", "b")):
+            with pytest.raises(ValueError, match="is not what this model is made for"):
+                await call
