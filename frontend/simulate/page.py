@@ -24,7 +24,8 @@ def render_page(report: Report) -> str:
     stages = report["stages"]
     parts = {
         "title": escape(f"Simulation of {report['requests']['source']}"),
-        "subtitle": f"{escape(describe(report))}<br>{escape(machine_words(report))}",
+        "subtitle": escape(describe(report)),
+        "machine": escape(machine_words(report)),
         "tiles": "\n".join(map(_tile, stages)),
         "keys": "".join(
             f'<li><i style="--colour: {COLOURS[stage["name"]]}"></i><b>{stage["name"]}</b>: '

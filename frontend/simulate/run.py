@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coppice.frontend.replay.files import check_files, write_report
-from coppice.frontend.replay.run import load_encoder
+from coppice.frontend.replay.run import check_files, load_encoder, write
 from coppice.frontend.replay.trace import read_trace
 from coppice.frontend.report.words import Report
 from coppice.frontend.simulate import load, words
@@ -81,7 +81,14 @@ def run(
             stages.append(simulate(name, arrivals, machine, options))
     report = encode_simulation(source, arrivals, options, reserved, machine, stages)
     show(console, report)
-    write_report(console, report, json_file, html_file, _render)
+    if json_file is not None:
+        write(json_file, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        console.print(Text(f"JSON: {json_file}"), soft_wrap=True)
+    if html_file is not None:
+        from coppice.frontend.simulate.page import render_page  # takes a while to import
+
+        write(html_file, render_page(report))
+        console.print(Text(f"page: {html_file}"), soft_wrap=True)
 
 
 def show(console: Console, report: Report) -> None:
@@ -100,9 +107,3 @@ def show(console: Console, report: Report) -> None:
     console.print()
     for name, meaning in MEANINGS.items():
         console.print(Text.assemble((f"{name:<11}", "bold"), (meaning, "dim")))
-
-
-def _render(report: Report) -> str:
-    from coppice.frontend.simulate.page import render_page  # takes a while to import
-
-    return render_page(report)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from coppice.radix import POLICIES, PagePool, RadixTree
+from coppice.radix.pages.pool import MAX_PAGES
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
-from coppice.runtime.offline.pool import check_counts, check_pool, pages_of
 from coppice.runtime.report.gather import counted, tree_report
 from coppice.runtime.report.snapshot import CacheReport, Counts
 from coppice.runtime.requests.request import Request, Sequence
@@ -53,17 +53,30 @@ class ReplayOptions:
     """
 
     def __post_init__(self) -> None:
-        counts = ("pool_tokens", "page_size", "concurrency", "accounted_tokens")
-        check_counts(self, counts, optional="accounted_tokens")
+        for name in ("pool_tokens", "page_size", "concurrency", "accounted_tokens"):
+            value = getattr(self, name)
+            if name == "accounted_tokens" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.eviction_policy not in POLICIES:
+            raise ValueError(
+                f"eviction_policy must be one of {', '.join(POLICIES)}, "
+                f"got {self.eviction_policy!r}"
+            )
         for name, tokens in (("page_size", self.page_size), ("pool_tokens", self.pool_tokens)):
             if tokens > MAX_POOL_TOKENS:
                 raise ValueError(f"{name} must be at most {MAX_POOL_TOKENS}, got {tokens}")
-        check_pool(self)
+        if self.pages > MAX_PAGES:
+            raise ValueError(
+                f"pool_tokens must be at most {MAX_PAGES} pages of {self.page_size}, "
+                f"got {self.pool_tokens}"
+            )
 
     @property
     def pages(self) -> int:
         """Pages of the pool, the last one filled partly if need be."""
-        return pages_of(self)
+        return -(-self.pool_tokens // self.page_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coppice.radix import POLICIES
+from coppice.radix.pages.pool import MAX_PAGES
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.offline.machine import Machine
-from coppice.runtime.offline.pool import check_counts, check_pool, pages_of
 from coppice.runtime.offline.reserved import Reserved
 from coppice.runtime.offline.simulation import Arrival, Outcome, Simulation
 from coppice.runtime.offline.usage import Usage, counted, quantile
@@ -44,19 +45,33 @@ class StageOptions:
     eviction_policy: str = _ENGINE.eviction_policy
 
     def __post_init__(self) -> None:
-        counts = ("pool_tokens", "page_size", "max_num_seqs", "max_num_batched_tokens")
-        check_counts(self, (*counts, "max_model_len"), optional="max_model_len")
+        for name in ("pool_tokens", "page_size", "max_num_seqs", "max_num_batched_tokens",
+                     "max_model_len"):  # fmt: skip
+            value = getattr(self, name)
+            if name == "max_model_len" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), "
                 f"got {self.max_num_batched_tokens}"
             )
-        check_pool(self)
+        if self.eviction_policy not in POLICIES:
+            raise ValueError(
+                f"eviction_policy must be one of {', '.join(POLICIES)}, "
+                f"got {self.eviction_policy!r}"
+            )
+        if self.pages > MAX_PAGES:
+            raise ValueError(
+                f"pool_tokens must be at most {MAX_PAGES} pages of {self.page_size}, "
+                f"got {self.pool_tokens}"
+            )
 
     @property
     def pages(self) -> int:
         """Pages of the pool, the last one filled partly if need be."""
-        return pages_of(self)
+        return -(-self.pool_tokens // self.page_size)
 
 
 @dataclass(frozen=True, slots=True)

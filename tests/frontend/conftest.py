@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import socket
@@ -81,6 +82,28 @@ def byte_fallback_tokenizer(*pieces: str) -> FastTokenizer:
         ]
     )
     return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_handler_stays() -> Iterator[None]:
+    """A handler that a test leaves would write to its stream, which is closed by then."""
+    yield
+    handlers = logging.getLogger().handlers
+    left = [each for each in handlers if type(each) is logging.StreamHandler]
+    for each in left:
+        handlers.remove(each)
+    assert not left, "the test leaves a handler of log records: use own_logs"
+
+
+@pytest.fixture
+def own_logs() -> Iterator[None]:
+    """For a test that configures the logs of this process: they are as before after it."""
+    loggers = [logging.getLogger(name) for name in (None, "coppice", "aiohttp.server")]
+    before = [(each, each.handlers[:], each.filters[:], each.level) for each in loggers]
+    yield
+    for logger, handlers, filters, level in before:
+        logger.handlers[:], logger.filters[:] = handlers, filters
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -332,18 +332,13 @@ def test_the_reason_leaves_out_what_users_wrote(
     assert found == ({} if param is None else {"param": param}) | {"error": shown}
 
 
+@pytest.mark.usefixtures("own_logs")
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_log_lines(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    try:
-        logs.configure(log_format)
-        fields = {"path": "/a", "prompt": 'line\nlevel=error "quoted"', "status": 200}
-        logging.getLogger("coppice.x").info("request", extra={"fields": fields})
-        logging.getLogger("other").info("not wanted")
-    finally:
-        root.handlers[:] = before
-        root.setLevel(level)
+    logs.configure(log_format)
+    fields = {"path": "/a", "prompt": 'line\nlevel=error "quoted"', "status": 200}
+    logging.getLogger("coppice.x").info("request", extra={"fields": fields})
+    logging.getLogger("other").info("not wanted")
     (line,) = capsys.readouterr().err.splitlines()
     if log_format == "json":
         parsed = json.loads(line)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import ssl
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ import httpx
 import pytest
 
 from coppice.frontend.commands.main import main
+from coppice.frontend.commands.options import add_server_options, server_options
+from coppice.frontend.commands.parser import CommandParser
 from coppice.frontend.http.options import ServerOptions
 from coppice.frontend.text.engine import TextEngine
 
@@ -60,12 +64,53 @@ def test_a_server_with_tls(
 
 
 @pytest.mark.parametrize(
+    ("required", "shown", "accepted"),
+    [(0, False, True), (1, False, True), (1, True, True), (2, False, False), (2, True, True)],
+)
+def test_certificates_of_clients(
+    certificate: tuple[Path, Path], required: int, shown: bool, accepted: bool
+) -> None:
+    """By vLLM's options, as its server passes them to Python's ssl."""
+    file, key = map(str, certificate)
+    given = ["--ssl-certfile", file, "--ssl-keyfile", key, "--ssl-ca-certs", file]
+    parser = CommandParser()
+    add_server_options(parser)
+    options = server_options(parser.parse_args([*given, "--ssl-cert-reqs", str(required)]))
+    context = options.tls()
+    assert context is not None
+    trusting = ssl.create_default_context(cafile=file)
+    if shown:
+        trusting.load_cert_chain(file, key)
+    ours, theirs = socket.socketpair()
+
+    def connect() -> None:
+        try:
+            with trusting.wrap_socket(theirs, server_hostname="127.0.0.1") as connection:
+                connection.recv(1)
+        except OSError:  # the server has refused
+            theirs.close()
+
+    client = threading.Thread(target=connect)
+    client.start()
+    try:
+        with context.wrap_socket(ours, server_side=True):
+            assert accepted
+    except ssl.SSLError:
+        assert not accepted
+        ours.close()
+    client.join()
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"ssl_keyfile": "key"}, "ssl_keyfile needs ssl_certfile"),
         ({"ssl_certfile": "nowhere"}, "ssl_certfile must be a file, got 'nowhere'"),
         ({"ssl_certfile": __file__}, "must be a certificate and its key in PEM form, got "),
         ({"ssl_certfile": __file__, "ssl_keyfile": "no"}, "ssl_keyfile must be a file, got 'no'"),
+        ({"ssl_ca_certs": "ca"}, "ssl_ca_certs needs ssl_certfile"),
+        ({"ssl_cert_reqs": 2}, "ssl_cert_reqs needs ssl_ca_certs"),
+        ({"ssl_cert_reqs": 3}, "ssl_cert_reqs must be 0, 1 or 2, got 3"),
         ({"root_path": "llm"}, "root_path must be a path such as /llm, .* got 'llm'"),
         ({"root_path": "/llm/"}, "root_path must be a path such as /llm, .* got '/llm/'"),
         ({"root_path": "/{x}"}, "root_path must be a path such as /llm"),
