@@ -30,16 +30,28 @@ class Ending:
     Args:
         start: the grammar at its beginning, compiled for a tokenizer of 256 bytes.
         tokenizer: of the model.
+        lead: what comes before that, such as reasoning, at its beginning, for the model's tokens;
+            None: nothing does.
 
     Attributes:
         cut: whether a token was forbidden, so that the text ends earlier than the model would.
     """
 
-    __slots__ = ("cut", "_start", "_tokenizer", "_matcher", "_fed", "_next", "_bytes", "_tokens")
+    __slots__ = ("cut", "_start", "_tokenizer", "_lead", "_led", "_read", "_begin", "_begun",
+                 "_matcher", "_fed", "_next", "_bytes", "_tokens")  # fmt: skip
 
-    def __init__(self, start: LLMatcher, tokenizer: LLTokenizer) -> None:
+    def __init__(
+        self, start: LLMatcher, tokenizer: LLTokenizer, lead: LLMatcher | None = None
+    ) -> None:
         self.cut = False
         self._start = start
+        self._lead = lead
+        self._led: LLMatcher | None = None  # the lead after the first `_read` tokens
+        self._read = 0
+        self._begin: int | None = None  # tokens after which the form begins, or may begin
+        self._begun = False  # whether it has
+        if lead is None:
+            self._begin, self._begun = 0, True
         self._tokenizer = tokenizer
         self._matcher: LLMatcher | None = None
         self._fed = b""  # what `_matcher` has read
@@ -48,7 +60,7 @@ class Ending:
 
     def forked(self) -> Ending:
         """That of a text that continues from the same tokens."""
-        other = Ending(self._start, self._tokenizer)
+        other = Ending(self._start, self._tokenizer, self._lead)
         other.cut, other._next = self.cut, self._next
         return other
 
@@ -64,7 +76,9 @@ class Ending:
 
         `room` counts from the token on.
         """
-        matcher = self._at(self._tokenizer.decode_bytes([*generated, token]))
+        if not self._begun and self._leads(generated, token):
+            return True
+        matcher = self._at([*generated, token])
         # The completion before the token mostly completes the text after it, too.
         if matcher is None or not (len(self._tokens) < room and self._completes(matcher)):
             found = None if matcher is None else shortest(matcher, self._fed)
@@ -77,14 +91,14 @@ class Ending:
         self._next = room - 1 - max(0, slack - _NEAR) // 4
         return slack >= 0
 
-    def forced(self, generated: list[int], room: int) -> int | None:
-        """The first token of the shortest completion, if there is one for the room."""
-        matcher = self._at(self._tokenizer.decode_bytes(generated))
+    def forced(self, generated: list[int], room: int, otherwise: int) -> int:
+        """The first token of the shortest completion; `otherwise` if none has the room."""
+        matcher = self._at(generated)
         found = None if matcher is None else shortest(matcher, self._fed)
         tokens = _fewest(self._tokenizer, found) if found else []
         if not tokens or len(tokens) > room:
             self._next = -1  # it can't be helped any more
-            return None
+            return otherwise
         self._bytes, self._tokens = b"", [0]
         return tokens[0]
 
@@ -98,8 +112,31 @@ class Ending:
             matcher.rollback(read)
         return complete
 
-    def _at(self, text: bytes) -> LLMatcher | None:
-        """The grammar after a text; None if it does not follow the grammar."""
+    def _leads(self, generated: list[int], token: int) -> bool:
+        """Whether the token still belongs to what comes before the form."""
+        if self._led is None:
+            assert self._lead is not None
+            self._led = self._lead.deep_copy()
+            self._begin = 0 if self._led.is_accepting() else None
+        for each in generated[self._read :]:
+            if not self._led.try_consume_tokens([each]):
+                self._begun = True
+                return False
+            self._read += 1
+            if self._led.is_accepting():
+                self._begin = self._read
+        if self._begin is None:
+            return True
+        if self._led.try_consume_tokens([token]):
+            self._led.rollback(1)
+            return True
+        return False
+
+    def _at(self, tokens: list[int]) -> LLMatcher | None:
+        """The grammar after these tokens; None if they do not follow it."""
+        text = self._tokenizer.decode_bytes(tokens[self._begin or 0 :])
+        if self._begin:
+            text = text.lstrip(b" \n")  # a token may end the lead and begin the form
         matcher, fed = self._matcher, self._fed
         if matcher is None:
             matcher, fed = self._start.deep_copy(), b""

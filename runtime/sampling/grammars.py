@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -47,13 +47,15 @@ class CompiledGrammar:
         matcher: at its beginning; sequences use copies.
         vocabulary: tokens that its masks cover, those beyond the model's included.
         tokenizer: of the model.
-        of_bytes: the same grammar for a tokenizer of 256 bytes; None unless it is one for JSON.
+        of_bytes: the form for a tokenizer of 256 bytes; None unless it is JSON.
+        lead: what comes before the form, for the model's tokens; None: nothing does.
     """
 
     matcher: LLMatcher
     vocabulary: int
     tokenizer: LLTokenizer
     of_bytes: LLMatcher | None = None
+    lead: LLMatcher | None = None
 
 
 class Grammars:
@@ -105,10 +107,15 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(f"{params.kind}: it cannot be followed: {matcher.get_error():.400}")
-        of_bytes = None
-        if params.kind in ("json", "json_object"):
-            of_bytes = LLMatcher(_bytes(), grammar.text, log_level=0, limits=limits)
-        return CompiledGrammar(matcher, self._tokenizer.vocab_size, self._tokenizer, of_bytes)
+        made = CompiledGrammar(matcher, self._tokenizer.vocab_size, self._tokenizer)
+        if params.kind not in ("json", "json_object"):
+            return made
+        if params.prefix is not None:  # its marks may be tokens, which bytes can't write
+            grammar = source(replace(params, prefix=None))
+            lead = f"start: prefix\n{params.prefix}"
+            made = replace(made, lead=LLMatcher(self._tokenizer, lead, log_level=0, limits=limits))
+        of_bytes = LLMatcher(_bytes(), grammar.text, log_level=0, limits=limits)
+        return replace(made, of_bytes=of_bytes)
 
     def _load(self) -> LLTokenizer:
         if not self._eos:
@@ -136,7 +143,7 @@ class GrammarState:
     def __init__(self, grammar: CompiledGrammar) -> None:
         self.matcher = grammar.matcher.deep_copy()
         start = grammar.of_bytes
-        self.ending = None if start is None else Ending(start, grammar.tokenizer)
+        self.ending = None if start is None else Ending(start, grammar.tokenizer, grammar.lead)
         self.vocabulary = grammar.vocabulary
         self._consumed = 0
 

@@ -205,17 +205,21 @@ def leave_room(
         room = most - len(sequence.tokens)
         if ending is None or not ending.due(room, most - prompt):
             continue
-        generated, token = sequence.tokens[prompt:].tolist(), int(tokens[row])
+        generated, chosen = sequence.tokens[prompt:].tolist(), int(tokens[row])
+        token = chosen
         for _ in range(_CHOICES):
             if ending.fits(generated, token, room):
                 break
-            ending.cut = True
             logits[row, token] = -torch.inf
+            if not logits[row].amax().isfinite():  # the form allows no other
+                token = ending.forced(generated, room, chosen)
+                break
             token = choose_again(row)
         else:
-            forced = ending.forced(generated, room)
-            token = token if forced is None else forced
-        tokens[row] = token
+            token = ending.forced(generated, room, chosen)
+        if token != chosen:
+            ending.cut = True
+            tokens[row] = token
 
 
 def was_cut(sequence: Sequence) -> bool:

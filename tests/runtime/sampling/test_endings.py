@@ -168,3 +168,54 @@ def test_too_little_room_for_any_text_ends_as_ever(checkpoint: Path) -> None:
     made.add_request("a", [5], params(RECORD, max_tokens=6, temperature=0))
     tokens, output = run(made)["a", 0]
     assert (len(tokens), output.finish_reason) == (6, "length")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_that_no_room_could_hold_keeps_its_form_as_far_as_it_goes(
+    checkpoint: Path, decode: Callable[[list[int]], str], temperature: float
+) -> None:
+    """At most places such a form allows very few tokens, of which none may be left."""
+    made = engine(checkpoint)
+    whole = '{"name":{"aged":[12,true]}}'
+    for room in range(1, 16):
+        form = StructuredOutputsParams(
+            json={"const": json.loads(whole)}, disable_any_whitespace=True
+        )
+        asked = SamplingParams(
+            structured_outputs=form, temperature=temperature, seed=room, max_tokens=room
+        )
+        made.add_request(str(room), [5, 7], asked)
+    for (room, _), (tokens, output) in run(made).items():
+        text = decode([token for token in tokens if token != EOS])
+        assert output.error is None, f"{room} tokens: {output.error}"
+        assert whole.startswith(text), f"{room} tokens: {text!r}"
+        assert text == whole or (output.finish_reason, len(tokens)) == ("length", int(room))
+
+
+@pytest.mark.parametrize("mark", ["!", "<[1]>"])
+def test_json_after_reasoning_is_completed_too(
+    checkpoint: Path, decode: Callable[[list[int]], str], mark: str
+) -> None:
+    """Whatever the reasoning says, and whether a text or a special token ends it."""
+    end = (
+        'thought: THOUGHT? <[1]>\nTHOUGHT: /[{"\\[x]+/'
+        if mark == "<[1]>"
+        else 'thought: /[{"\\[x]{0,9}!/'
+    )
+    made = engine(checkpoint)
+    for seed in range(12):
+        form = StructuredOutputsParams(json=json.dumps(TREE), prefix=f"prefix: thought\n{end}\n")
+        asked = SamplingParams(
+            structured_outputs=form, temperature=1.0, seed=seed, max_tokens=90, logit_bias={1: 3.0}
+        )
+        made.add_request(str(seed), [5, 7], asked)
+    cut = 0
+    for (seed, _), (tokens, output) in run(made).items():
+        tokens = [token for token in tokens if token != EOS]
+        if mark == "<[1]>":
+            text = decode(tokens[tokens.index(1) + 1 :]) if 1 in tokens else ""
+        else:
+            text = decode(tokens).partition(mark)[2]
+        assert jsonschema.Draft202012Validator(TREE).is_valid(json.loads(text)), (seed, text)
+        cut += output.finish_reason == "length"
+    assert cut
