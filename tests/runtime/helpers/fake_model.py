@@ -87,9 +87,9 @@ def _contexts(keys: np.ndarray) -> np.ndarray:
 
 
 def _salt(namespace: Hashable) -> int:
-    """Keeps the keys of requests with different cache salts apart."""
+    """Keeps the keys of requests with different cache salts or tenants apart."""
     assert isinstance(namespace, Namespace)
-    return xxhash.xxh3_64_intdigest((namespace.cache_salt or "").encode())
+    return xxhash.xxh3_64_intdigest(f"{namespace.cache_salt} {namespace.tenant}".encode())
 
 
 class FakeAttention(ReferenceBackend):
@@ -211,6 +211,24 @@ class FakeModel:
         mixed = _mix(hidden.numpy().view(np.uint64) ^ tokens)
         return torch.from_numpy((mixed >> np.uint64(40)).astype(np.float32) * (10 / 2**24) - 5)
 
+    def scores(self, hidden: torch.Tensor, tokens: tuple[int, int | None] | None) -> torch.Tensor:
+        """Float32 [R, 3]: stands for a classifier's head."""
+        return self.logits(hidden)[:, :3]
+
+    def sleep(self, level: int) -> None:
+        """Stands for the runner's: the KV cache is not kept."""
+        self._engine.runner.asleep = level
+        self._fill(0)
+
+    def wake_up(self) -> None:
+        self._engine.runner.asleep = 0
+        self._fill(_POISON)
+
+    def _fill(self, value: int) -> None:
+        for layer in self.cache:
+            for pages in (layer.k, layer.v):
+                pages.fill_(value)
+
     def _write(self, layer: int, slots: np.ndarray, keys: np.ndarray) -> None:
         for cache, values in zip(self._flat[layer], (keys, ~keys), strict=True):
             cache[slots] = values
@@ -314,6 +332,8 @@ def fake_engine(
     engine.runner.decoder = model  # type: ignore[assignment]
     engine.runner.attention = FakeAttention(model)
     engine.runner.kv_cache = model.cache
+    engine.runner.sleep = model.sleep  # type: ignore[method-assign]
+    engine.runner.wake_up = model.wake_up  # type: ignore[method-assign]
     if graphs is not None:
         engine.runner.capture(FakeRecorder(), graphs, engine.config.max_num_seqs)
         model.steps = 0

@@ -1,4 +1,4 @@
-"""Random schedules: an engine with a fake model under requests, aborts, pins, failures and resets.
+"""Random schedules: requests of all kinds, aborts, pins, failures and sleep, with a fake model.
 
 `RandomSchedule(seed, checkpoint, policy).run()` does one. The seed determines everything random.
 """
@@ -6,69 +6,24 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from fake_model import VOCABULARY, Interrupted, fake_engine
+from fake_grammars import LateGrammars
+from fake_model import Interrupted, fake_engine
+from random_requests import RECIPES, Asked, random_params, random_tokens
 
 from coppice.radix import POLICIES, Match, PinRefused
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.metrics.prompt_accounts import RECENT_REQUESTS
-from coppice.runtime.requests.beam_search_params import BeamSearchParams
-from coppice.runtime.requests.logprobs import Logprobs
-from coppice.runtime.requests.request import QueueFull, Sequence, StepOutput
+from coppice.runtime.requests.pooling_params import PoolingParams
+from coppice.runtime.requests.request import QueueFull, Sequence, StepOutput, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.schedule.paging import Paging
 
 _FAILURES = ("prepare", "copy", "begin", "layer 0", "layer 1", "logits")
 _MOST_STEPS = 3000  # of one schedule: far more than any needs that makes progress
-
-
-class _Broken:
-    """A logits processor that fails once `after` tokens were generated."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def __call__(self, generated: list[int], logits: Any) -> Any:
-        if len(generated) >= self.after:
-            raise ArithmeticError("on purpose")
-        return logits
-
-
-@dataclass(slots=True)
-class Asked:
-    """A request, and its outputs."""
-
-    name: str
-    prompt: list[int]
-    params: SamplingParams | BeamSearchParams
-    salt: str | None
-    longest: int = 0  # tokens, as the engine allowed
-    outputs: dict[int, list[StepOutput]] = field(default_factory=dict)  # by sequence
-    cut: set[int] = field(default_factory=set)  # sequences that were aborted or failed
-
-    @property
-    def beams(self) -> bool:
-        return isinstance(self.params, BeamSearchParams)
-
-    @property
-    def sequences(self) -> int:
-        return 1 if isinstance(self.params, BeamSearchParams) else self.params.n
-
-    def tokens(self, index: int) -> list[int]:
-        return [t for output in self.outputs.get(index, ()) for t in output.new_token_ids]
-
-    def ended(self, index: int) -> bool:
-        if index in self.cut:
-            return True
-        if self.beams:
-            return bool(self.outputs)
-        outputs = self.outputs.get(index)
-        return bool(outputs) and outputs[-1].finish_reason is not None
 
 
 class Admissions:
@@ -115,7 +70,7 @@ class RandomSchedule:
     def __init__(self, seed: int, checkpoint: Path, policy: str) -> None:
         self.rng = rng = random.Random(seed)
         self.now = 0.0
-        size = rng.choice([1, 4, 16])
+        size = rng.choice([1, 4, 7, 16])
         least = -(-24 // size)
         seqs = rng.randint(1, 6)
         self.options: dict[str, Any] = {
@@ -132,19 +87,24 @@ class RandomSchedule:
             "eviction_policy": rng.choice(sorted(POLICIES)),
             "pin_budget": rng.choice([0.0, 0.25, 0.5, 1.0]),
             "async_scheduling": rng.random() < 0.5,
+            "max_model_len": rng.choice([None, None, None, 20]),
         }
         self.graphs = rng.choice([None, (1, 2, 4, 6), (1, 3), (6,)])
         if self.graphs is not None:
             self.graphs = [size for size in self.graphs if size <= seqs] or None
         self.engine, self.model = fake_engine(checkpoint, graphs=self.graphs, **self.options)
         self._use_own_clocks()
+        self.engine.intake._recipe = rng.choice(RECIPES)
+        self.grammars = self.engine.intake._grammars = LateGrammars()
         self.tree = self.engine.tree
+        self.generated = 0  # tokens that came
+        self.lost = False  # whether outputs were, in an interrupted step
         self.admissions = Admissions(self.engine.scheduler.paging)
         self.asked: dict[str, Asked] = {}
         self.live: list[Asked] = []
         self.pins: list[str] = []
-        system = self._tokens(9)
-        self.stems = [[], system, system + self._tokens(14), self._tokens(20)]
+        system = random_tokens(self.rng, 9)
+        self.stems = [[], system, system + random_tokens(self.rng, 14), random_tokens(self.rng, 20)]
 
     def _use_own_clocks(self) -> None:
         """Replaces clocks, so that the seed determines what the engine does by time."""
@@ -156,10 +116,6 @@ class RandomSchedule:
             observe(schedule, 0.01 + 0.001 * rows)
 
         engine.scheduler.observe = timed  # type: ignore[method-assign]
-
-    def _tokens(self, count: int) -> list[int]:
-        few = self.rng.choice([2, VOCABULARY])  # with two, prompts diverge and agree in many places
-        return [self.rng.randrange(few) for _ in range(count)]
 
     # -- events ------------------------------------------------------------------------------
 
@@ -176,9 +132,13 @@ class RandomSchedule:
                 self.pin()
             elif chance < 0.47 and self.pins:
                 self.engine.unpin(self.pins.pop(rng.randrange(len(self.pins))))
-            elif chance < 0.50:
+            elif chance < 0.49:
                 self.reset()
-            elif chance < 0.53:
+            elif chance < 0.50:
+                self.sleep()
+            elif chance < 0.51 and self.grammars.late:
+                self.compile()
+            elif chance < 0.54:
                 error = Interrupted() if rng.random() < 0.2 else RuntimeError("on purpose")
                 self.model.failure = rng.choice(_FAILURES), error
             else:
@@ -191,6 +151,8 @@ class RandomSchedule:
         self.model.failure = None
         steps = 0
         while self.engine.has_unfinished():
+            while self.grammars.late:
+                self.grammars.arrive()
             self.step()
             steps += 1
             assert steps < _MOST_STEPS, "no progress"
@@ -215,61 +177,59 @@ class RandomSchedule:
             other = rng.choice(list(self.asked.values()))
             prompt = other.prompt + other.tokens(0)
             prompt = prompt[: rng.randint(0, len(prompt))] if rng.random() < 0.5 else prompt
-        prompt = prompt + self._tokens(rng.choice([0, 1, 1, 3, 8]))
-        salt = rng.choice([None, None, None, "a", "b"])
-        request = Asked(str(len(self.asked)), prompt, self._params(), salt)
+        prompt = prompt + random_tokens(self.rng, rng.choice([0, 1, 1, 3, 8]))
+        salt, tenant = rng.choice([None, None, None, "a", "b"]), rng.choice([None, None, "a"])
+        request = Asked(str(len(self.asked)), prompt, random_params(rng), salt, tenant)
         priority = rng.randint(-1, 2) if engine.config.scheduling_policy == "priority" else 0
-        add = engine.add_beam_search if request.beams else engine.add_request
-        waiting = len(engine.scheduler.waiting)
+        waiting, late = len(self._sequences()), len(self.grammars.late)
+        idle = not engine.has_unfinished()
         try:
-            add(request.name, prompt, request.params, cache_salt=salt, priority=priority)
+            request.add(engine, priority=priority)
         except (ValueError, QueueFull):
-            assert len(engine.scheduler.waiting) == waiting
+            assert len(self._sequences()) == waiting
+            assert len(self.grammars.late) == late
             assert request.name not in {each.request.request_id for each in self._sequences()}
             return
         (mine,) = (s for s in self._sequences() if s.request.request_id == request.name)
         request.longest = mine.request.max_length
         self.asked[request.name] = request
         self.live.append(request)
+        if request.form is not None and rng.random() < 0.5:
+            self.grammars.arrive(-1)
+        if idle and not (request.pooled or self.grammars.late) and self.model.failure is None:
+            self._peek(request)
+
+    def _peek(self, request: Asked) -> None:
+        """What a look at the cache promises to the only request comes true in the next step."""
+        params = request.params
+        assert not isinstance(params, PoolingParams)
+        more = {"prompt_logprobs": getattr(params, "prompt_logprobs", None)}
+        try:
+            found = self.engine.peek(
+                request.prompt, cache_salt=request.salt, tenant=request.tenant, **more
+            )
+        except ValueError:
+            return  # no room for a token after the prompt
+        waiting = self.engine._sequences.of(request.name)[0]
+        self.step()
+        private = waiting.private  # it needs all pages: what it could hit is evicted for it
+        admitted = request.name in self.admissions.hits and not private
+        if self.engine.config.enable_prefix_caching and admitted:
+            account = self.engine.accounts.recent()[-1]
+            assert account.request_id == request.name
+            assert account.hit_tokens == found.cached_tokens
+            assert account.causes == dict(found.causes)
 
     def _sequences(self) -> list[Any]:
         scheduler = self.engine.scheduler
-        return [*scheduler.running, *scheduler.waiting]
-
-    def _params(self) -> SamplingParams | BeamSearchParams:
-        rng = self.rng
-        stops = tuple(self._tokens(rng.choice([0, 0, 1, 2])))
-        most = rng.choice([1, 2, 5, 9, 16])
-        least = rng.choice([0, 0, min(3, most)])
-        if rng.random() < 0.25:
-            width = rng.randint(1, 4)
-            return BeamSearchParams(
-                width, most, n=rng.choice([None, rng.randint(1, width)]),
-                length_penalty=rng.choice([0.0, 0.5, 1.0, 2.0]),
-                early_stopping=rng.choice([True, False, "never"]), stop_token_ids=stops,
-                min_tokens=least, ignore_eos=rng.random() < 0.5,
-                temperature=rng.choice([0.0, 0.7]),
-            )  # fmt: skip
-        params = SamplingParams(
-            n=rng.choice([1, 1, 1, 2, 3, 4]), temperature=rng.choice([0.0, 0.0, 1.0]),
-            top_k=rng.choice([0, 0, 5]), seed=rng.randrange(1000), max_tokens=most,
-            min_tokens=least, stop_token_ids=stops, ignore_eos=rng.random() < 0.5,
-            logprobs=rng.choice([None, None, 0, 3]),
-        )  # fmt: skip
-        if rng.random() < 0.2:
-            params = replace(params, prompt_logprobs=rng.choice([0, 2, 30]))
-        if rng.random() < 0.2:
-            params = replace(params, frequency_penalty=1.5, repetition_penalty=1.3)
-        if rng.random() < 0.05:
-            params = replace(params, logits_processors=(_Broken(rng.randrange(4)),))
-        return params
+        return [*scheduler.running, *scheduler.waiting, *self.engine._sequences.compiling]
 
     def abort(self) -> None:
         if not self.live:
             return
         request = self.rng.choice(self.live)
         index = None
-        if not request.beams and self.rng.random() < 0.5:
+        if not (request.beams or request.pooled) and self.rng.random() < 0.5:
             index = self.rng.randrange(request.sequences)
         present = {s.index for s in self._sequences() if s.request.request_id == request.name}
         ended = present if index is None else present & {index}
@@ -289,11 +249,40 @@ class RandomSchedule:
         name = f"pin {len(self.pins)} {rng.random()}"
         try:
             self.engine.pin(
-                name, tokens, cache_salt=rng.choice([None, "a"]), ttl=rng.choice([None, 3.0, 20.0])
-            )
+                name, tokens, cache_salt=rng.choice([None, "a"]),
+                tenant=rng.choice([None, None, "a"]), ttl=rng.choice([None, 3.0, 20.0]),
+            )  # fmt: skip
         except PinRefused:
             return
         self.pins.append(name)
+        self.check()
+
+    def compile(self) -> None:
+        """A form arrives, or can't be followed."""
+        late = self.grammars.late
+        future, _ = late[place := self.rng.randrange(len(late))]
+        error = ValueError("on purpose") if self.rng.random() < 0.2 else None
+        if error is not None:
+            for each in self.engine._sequences.compiling:
+                if each.request.grammar is future:
+                    self.asked[each.request.request_id].formless = True
+        self.grammars.arrive(place, error)
+
+    def sleep(self) -> None:
+        """Frees what can be freed, if nothing runs."""
+        engine, level = self.engine, self.rng.choice([1, 2])
+        if engine.has_unfinished():
+            with pytest.raises(Unfinished, match="sleep: refused while"):
+                engine.sleep(level)
+            return
+        engine.sleep(level)
+        self.tree = engine.tree
+        with pytest.raises(ValueError, match="refused while the engine sleeps"):
+            engine.add_request("asleep", [3], SamplingParams())
+        if self.rng.random() < 0.5:
+            self.pin()
+        engine.wake_up()
+        assert engine.tree.pool.free_pages == engine.num_pages
         self.check()
 
     def reset(self) -> None:
@@ -310,11 +299,13 @@ class RandomSchedule:
         self.now += 1.0
         armed, before = model.failure, model.steps
         # A step with late tokens before it may have nothing to do but to wait for them.
-        busy = engine.has_unfinished() and engine._steps._before is None
+        scheduled = len(engine.scheduler.running) + len(engine.scheduler.waiting)
+        refused = [each for each in self.live if each.formless]
+        busy = scheduled and engine._steps._before is None and not refused
         try:
             outputs = engine.step()
         except Interrupted:
-            outputs = []
+            outputs, self.lost = [], True
         failed = armed is not None and model.failure is None
         if busy and not failed:
             assert model.steps == before + 1, "unfinished requests, but an empty step"
@@ -335,11 +326,12 @@ class RandomSchedule:
         if output.finish_reason == "error":
             params = request.params
             broken = isinstance(params, SamplingParams) and params.logits_processors
-            assert failed or broken, output.error
+            assert failed or broken or request.formless, output.error
             request.cut.add(output.index)
             return
         assert output.error is None
         assert 0 <= output.cached_tokens < len(request.prompt)
+        self.generated += len(output.new_token_ids)
         request.outputs.setdefault(output.index, []).append(output)
 
     def _forget_ended(self) -> None:
@@ -371,6 +363,9 @@ class RandomSchedule:
         assert counters.requests == truth["requests"]
         assert counters.prompt_tokens == truth["prompt_tokens"]
         assert counters.hit_tokens == truth["hit_tokens"]
+        assert sum(counters.finished.values()) == len(self.asked) - len(self.live)
+        if not self.lost:
+            assert counters.generated_tokens == self.generated
         if self.engine.config.enable_prefix_caching:
             counts = self.engine.accounts.counts()
             assert {name: getattr(counts, name) for name in truth} == truth
@@ -387,62 +382,18 @@ class RandomSchedule:
     @staticmethod
     def alone_engine(checkpoint: Path) -> Engine:
         """An engine with room for any request, and without a cache."""
-        return fake_engine(
+        engine, _ = fake_engine(
             checkpoint, page_size=16, kv_cache_tokens=4096, max_num_seqs=8,
             enable_prefix_caching=False,
-        )[0]  # fmt: skip
+        )  # fmt: skip
+        engine.intake._grammars = LateGrammars(late=False)
+        return engine
 
     def compare_with_each_alone(self, engine: Engine) -> int:
         """Serves each request again, alone in `engine`; returns how many were compared."""
-        compared = 0
-        for request in self.asked.values():
-            if not request.outputs:
-                continue
-            most = request.longest - len(request.prompt)
-            least = min(request.params.min_tokens, most)
-            if isinstance(request.params, BeamSearchParams):
-                params = replace(request.params, max_tokens=most, min_tokens=least)
-                engine.add_beam_search("alone", request.prompt, params, cache_salt=request.salt)
-            else:
-                plain = replace(request.params, max_tokens=most, min_tokens=least)
-                engine.add_request("alone", request.prompt, plain, cache_salt=request.salt)
-            alone = replace(request, outputs={}, cut=set())
-            while engine.has_unfinished():
-                for output in engine.step():
-                    alone.outputs.setdefault(output.index, []).append(output)
-            self._compare(request, alone)
-            compared += 1
-        return compared
-
-    def _compare(self, request: Asked, alone: Asked) -> None:
-        for index, outputs in request.outputs.items():
-            where = f"request {request.name}, sequence {index}"
-            theirs = alone.outputs[index]
-            if index not in request.cut:
-                assert len(outputs) == len(theirs), where
-            for mine, other in zip(outputs, theirs, strict=False):
-                assert mine.new_token_ids == other.new_token_ids, where
-                assert mine.finish_reason == other.finish_reason, where
-                assert mine.stop_reason == other.stop_reason, where
-                assert mine.score == pytest.approx(other.score, abs=1e-5), where
-                assert mine.cumulative_logprob == pytest.approx(
-                    other.cumulative_logprob, abs=1e-5
-                ), where
-                _same_logprobs(mine.logprobs, other.logprobs, where)
-                _same_logprobs(mine.prompt_logprobs, other.prompt_logprobs, where)
-        if request.beams:
-            assert len(request.outputs) == len(alone.outputs)
-
-
-def _same_logprobs(mine: Logprobs | None, other: Logprobs | None, where: str) -> None:
-    assert (mine is None) == (other is None), where
-    if mine is None or other is None:
-        return
-    # The first token of a prompt has none.
-    begin = 1 if len(mine) > 1 else 0
-    for name in ("logprobs", "top_logprobs"):
-        np.testing.assert_allclose(
-            getattr(mine, name)[begin:], getattr(other, name)[begin:], atol=1e-5, err_msg=where
-        )
-    for name in ("ranks", "top_ids"):
-        assert (getattr(mine, name)[begin:] == getattr(other, name)[begin:]).all(), where
+        engine.intake._recipe = self.engine.intake._recipe
+        asked = [each for each in self.asked.values() if each.outputs]
+        for request in asked:
+            request.check_form()
+            request.compare_with_alone(engine)
+        return len(asked)
