@@ -89,7 +89,10 @@ def _contexts(keys: np.ndarray) -> np.ndarray:
 def _salt(namespace: Hashable) -> int:
     """Keeps the keys of requests with different cache salts or tenants apart."""
     assert isinstance(namespace, Namespace)
-    return xxhash.xxh3_64_intdigest(f"{namespace.cache_salt} {namespace.tenant}".encode())
+    text = namespace.cache_salt or ""
+    if namespace.tenant is not None:
+        text = f"{text} of {namespace.tenant}"
+    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 class FakeAttention(ReferenceBackend):
