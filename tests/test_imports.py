@@ -27,6 +27,8 @@ ALLOWED: dict[str, set[str]] = {
         "transformers",
         "safetensors",
         "huggingface_hub",
+        "gguf",
+        "tqdm",
         "llguidance",
         "sortedcontainers",
         "xxhash",

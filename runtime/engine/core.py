@@ -15,7 +15,7 @@ from coppice.runtime.engine.sequences import Sequences
 from coppice.runtime.engine.step import Steps
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
-from coppice.runtime.model.path import resolve_model
+from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.request import StepOutput, Unfinished

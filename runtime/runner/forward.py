@@ -12,8 +12,8 @@ from coppice.kernels.attention.interface import AttentionCase, FixedPlan, KvScal
 from coppice.kernels.backends import select_backend
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.config_file import load_model_config
-from coppice.runtime.model.folder import check_model_folder
-from coppice.runtime.model.path import resolve_model
+from coppice.runtime.model.files.folder import check_model_folder
+from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.model.weight_size import smaller_weights
 from coppice.runtime.model.weights import load_decoder, resolve_device, resolve_dtype
 from coppice.runtime.pooling.checkpoint import read_recipe

@@ -12,8 +12,8 @@ from coppice.frontend.text.model.options import TextOptions
 from coppice.frontend.text.model.template_file import read_template
 from coppice.frontend.text.tokenizer import Tokenizer, model_source
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.model.folder import check_model_folder, check_tokenizer_folder
-from coppice.runtime.model.path import resolve_model
+from coppice.runtime.model.files.folder import check_model_folder, check_tokenizer_folder
+from coppice.runtime.model.files.path import resolve_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from coppice.runtime.model import weights
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.decoder import Decoder
-from coppice.runtime.model.path import resolve_model
+from coppice.runtime.model.files.opening import open_tensors
+from coppice.runtime.model.files.path import resolve_model
+from coppice.runtime.model.files.source import in_order
 from coppice.runtime.model.weights import load_decoder, resolve_dtype
 
 CPU = torch.device("cpu")
@@ -98,10 +99,9 @@ def test_reading_keeps_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
     names = [f"tensor{i}" for i in range(12)]
     save_file({name: torch.zeros(4 << 18) for name in names}, file)  # 4 MB each
     before = most = mapped_mb()
-    for _, tensor in weights._read_tensors(
-        tmp_path, dict.fromkeys(names, file), first=names[0], last=names[-1]
-    ):
-        tensor.sum()
+    source = open_tensors(tmp_path)
+    for name, _ in in_order(source.headers, first=names[0], last=names[-1]):
+        source.read(name).sum()
         most = max(most, mapped_mb())
     assert most - before < 16
 
@@ -183,14 +183,14 @@ def test_names_a_few_of_many_missing_tensors(edited: Callable[..., Path]) -> Non
         load(folder)
 
 
-def test_refuses_folders_without_safetensors(
+def test_refuses_folders_without_weights(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     shutil.copy(tiny_checkpoint("llama") / "config.json", tmp_path)
-    with pytest.raises(ValueError, match=r"neither model\.safetensors nor .*dummy"):
+    with pytest.raises(ValueError, match=r"holds none of model\.safetensors, .*dummy"):
         load(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin cannot be read: .*save_pretrained"):
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(ValueError, match=r"model\.pt cannot be read under such names"):
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not a tensor")
     with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):

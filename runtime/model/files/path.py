@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coppice.runtime.model.folder import not_a_folder
+from coppice.runtime.model.files.folder import not_a_folder
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:

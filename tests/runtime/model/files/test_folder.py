@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coppice.runtime.model.folder import check_model_folder, check_tokenizer_folder
-from coppice.runtime.model.path import resolve_model
+from coppice.runtime.model.files.folder import check_model_folder, check_tokenizer_folder
+from coppice.runtime.model.files.path import resolve_model
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
 
