@@ -17,7 +17,7 @@ _NEAR = 48  # tokens of slack from which each token is checked: one rarely needs
 _MOST_NODES = 3000  # of one search
 _MOST_BYTES = 4000  # of a completion
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_QUOTE, _BACKSLASH = ord('"'), ord("\\")
+_QUOTE, _BACKSLASH, _BRACE = ord('"'), ord("\\"), ord("{")
 _OPENING, _CLOSING = frozenset(b"{["), frozenset(b"}]")
 _BETWEEN = frozenset(b",:")
 _SPACE = frozenset(b" \t\n\r")
@@ -67,8 +67,9 @@ class Ending:
     def due(self, room: int, whole: int) -> bool:
         """Whether the next token must be checked: `room` tokens of `whole` are left, with it."""
         if self._next is None:
-            # Texts that end early are never searched; a bracket a token still leaves enough room.
-            self._next = whole * 2 // 3
+            # Texts that end early are never searched, and each token so far may have opened a
+            # bracket that takes seven to close, with what is required there.
+            self._next = whole * 7 // 8
         return room <= self._next
 
     def fits(self, generated: list[int], token: int, room: int) -> bool:
@@ -87,8 +88,10 @@ class Ending:
                 return True
             self._bytes, self._tokens = found, _fewest(self._tokenizer, found)
         slack = room - 1 - len(self._tokens)
-        # Most tokens need at most one more to complete the text: then slack shrinks by 2.
-        self._next = room - 1 - max(0, slack - _NEAR) // 4
+        # Most tokens need at most one more to complete the text: then slack shrinks by 2. Where
+        # brackets were opened that need much, it goes on shrinking as fast as it did.
+        growth = max(1.0, len(self._tokens) / max(1, len(generated) + 1))
+        self._next = room - 1 - int(max(0, slack - _NEAR) / (2 * (1 + growth)))
         return slack >= 0
 
     def forced(self, generated: list[int], room: int, otherwise: int) -> int:
@@ -154,21 +157,36 @@ def shortest(matcher: LLMatcher, text: bytes) -> bytes | None:
     """The shortest bytes with which JSON, read up to `text`, is complete; None if none was found.
 
     A best-first search over the bytes that the grammar allows. Two ways that leave the same bytes,
-    the same open brackets and the same number of parts are taken for one. The matcher is left as
-    it came.
+    the same open brackets, the same number of parts and the same last name of a property are taken
+    for one: without the name, a property that may be left out could hide one that is required. The
+    first way that closes a bracket of the text is taken, so that the cost grows with the number of
+    brackets and not with a power of it; where no text continues from there, all ways are searched.
+    The matcher is left as it came.
     """
+    found = _search(matcher, text, settle=True)
+    return _search(matcher, text, settle=False) if found is None else found
+
+
+def _search(matcher: LLMatcher, text: bytes, settle: bool) -> bytes | None:
+    """`shortest`, with or without settling for the first way to close a bracket."""
     outside = _STRING.sub(b"", text)
     quoted = b'"' in outside
     depth = _open(outside.partition(b'"')[0])
     escaped = quoted and (len(text) - len(text.rstrip(b"\\"))) % 2 == 1
+    name = b""
+    if quoted and _begins_name(outside.rpartition(b'"')[0]):
+        name = text[text.rfind(b'"') :]
     order = count()
-    # (length at least, tie, bytes, in a string, after a backslash, open brackets, parts, run)
-    waiting = [(depth + quoted, 0, b"", quoted, escaped, depth, 0, 0)]
+    # (length at least, tie, bytes, in a string, after a backslash, open brackets, parts, run, name)
+    waiting = [(depth + quoted, 0, b"", quoted, escaped, depth, 0, 0, name)]
     seen: set[tuple[object, ...]] = set()
-    at, nodes, found = b"", 0, None
+    at, nodes, found, lowest = b"", 0, None, depth
     while waiting:
-        _, _, path, quoted, escaped, depth, parts, run = heappop(waiting)
+        _, _, path, quoted, escaped, depth, parts, run, name = heappop(waiting)
         nodes += 1
+        if settle and depth < lowest and not quoted:
+            waiting.clear()
+            lowest, nodes = depth, 0
         same = _common(at, path)
         if len(at) > same:
             matcher.rollback(len(at) - same)
@@ -181,7 +199,7 @@ def shortest(matcher: LLMatcher, text: bytes) -> bytes | None:
         if nodes > _MOST_NODES:
             break
         mask = matcher.compute_bitmask()[:32]
-        key = (mask, quoted, escaped, depth, parts, run)
+        key = (mask, quoted, escaped, depth, parts, run, name)
         if key in seen or len(path) > _MOST_BYTES:
             continue
         seen.add(key)
@@ -194,10 +212,36 @@ def shortest(matcher: LLMatcher, text: bytes) -> bytes | None:
                 state = (byte == _QUOTE, False, level, parts + (byte in _BETWEEN))
             new = run + 1 if state[3] == parts and state[2] == depth else 0
             least = len(path) + 1 + max(0, state[2]) + state[0]
-            heappush(waiting, (least, next(order), path + bytes((byte,)), *state, new))
+            named = name
+            if quoted and _half(name) and byte < 128:  # parts of a character have many ways
+                named = name + bytes((byte,))
+            elif not quoted and byte == _QUOTE and _begins_name(text + path):
+                named = b'"'
+            heappush(waiting, (least, next(order), path + bytes((byte,)), *state, new, named))
     if at:
         matcher.rollback(len(at))
     return found
+
+
+def _half(name: bytes) -> bool:
+    """Whether a property's name has begun and not ended."""
+    return name.startswith(b'"') and (len(name) == 1 or not name.endswith(b'"'))
+
+
+def _begins_name(text: bytes) -> bool:
+    """Whether a string that begins after a text is a property's name."""
+    text = text.rstrip()
+    if not text.endswith(b","):
+        return text.endswith(b"{")
+    depth = 0
+    for byte in reversed(_STRING.sub(b"", text)):
+        if byte in _CLOSING:
+            depth += 1
+        elif byte in _OPENING:
+            depth -= 1
+            if depth < 0:
+                return byte == _BRACE
+    return False
 
 
 def _candidates(mask: bytes, quoted: bool) -> list[int]:

@@ -83,6 +83,39 @@ def test_the_shortest_completion(schema: dict[str, Any], text: str, expected: st
     assert matcher.compute_bitmask() == before
 
 
+SELF: dict[str, Any] = {"$ref": "#"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "level", "expected"),
+    [
+        # What is required takes more to write than another property's beginning.
+        (
+            {"properties": {"note": SELF, "next": SELF, "items": {"type": "object"}, "parts": {}},
+             "required": ["items", "parts"]},
+            '{"note":',
+            '"items":{},"parts":0}',
+        ),
+        # Names that have a letter in common at the same place.
+        (
+            {"properties": {"data": SELF, "tags": SELF, "value": {"type": "array"}},
+             "required": ["value"]},
+            '{"data":',
+            '"value":[]}',
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("depth", [1, 5, 60])
+def test_a_deep_text_is_completed_with_what_is_required(
+    schema: dict[str, Any], level: str, expected: str, depth: int
+) -> None:
+    schema = {"type": "object", **schema}
+    text = level * depth + "{"
+    found = shortest(after(schema, text), text.encode())
+    assert found is not None
+    assert found.decode() == expected + ("," + expected) * depth
+
+
 def test_what_never_ends_has_no_completion() -> None:
     schema = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
     tokenizer = LLTokenizer(TokenizerWrapper(Bytes()), slices=[])
