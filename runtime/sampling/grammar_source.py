@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -18,6 +19,8 @@ from coppice.runtime.sampling.forms.trial import TRIALS
 # Without a bound, a model that prefers white space would never reach the end.
 _WHITESPACE = r"[ \t\n\r]{0,64}"
 _MOST_CHECKED = 256  # forms of a tenant whose result is kept
+# Signs of Lark's rules, which shape its trees and not the text: `?start: value`.
+_SIGN = re.compile(r"^[?!]{1,2}(?=[a-z_]\w*\s*:)", re.MULTILINE | re.ASCII)
 
 
 if TYPE_CHECKING:
@@ -105,7 +108,8 @@ def _form(params: StructuredOutputsParams) -> Source:
         # One expression is one part of the grammar; as alternatives thousands would be too many.
         return Source(LLMatcher.grammar_from_regex(any_of(dict.fromkeys(params.choice))))
     assert params.grammar is not None
-    return Source(grammar_from("grammar", params.grammar))
+    text, signs = _SIGN.subn("", params.grammar)
+    return Source(grammar_from("lark" if signs else "grammar", text))
 
 
 def followed(schema: str, *, strict: bool) -> dict[str, Any]:

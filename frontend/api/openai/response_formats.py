@@ -92,10 +92,12 @@ class Formed(Body):
 def form_of(body: Formed) -> Form | None:
     """What the request asks for. Raises BadRequest for two forms, or one that is not valid."""
     found = [form for form in (_response_format(body), _structured(body), *_guided(body)) if form]
-    if len(found) > 1:
-        raise BadRequest(
-            f"{found[1].field} can't be combined with {found[0].field}", param=found[1].field
-        )
+    for other in found[1:]:
+        # Clients that know several versions of vLLM write the same form under two names.
+        if other.params != found[0].params:
+            raise BadRequest(
+                f"{other.field} can't be combined with {found[0].field}", param=other.field
+            )
     if body.guided_whitespace_pattern is not None and body.guided_json is None:
         name = "guided_whitespace_pattern"
         raise BadRequest(f"{name} needs guided_json", param=name)

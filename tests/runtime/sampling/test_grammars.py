@@ -86,6 +86,13 @@ def is_person(text: str) -> bool:
     )
 
 
+@pytest.mark.parametrize("sign", ["", "?", "!", "?!"])
+def test_rules_of_lark_may_have_a_sign(sign: str) -> None:
+    """outlines begins its grammar of JSON with `?start: value`."""
+    form = StructuredOutputsParams(grammar=f'{sign}start: value\n{sign}value: "yes"\n')
+    assert grammar_source.check(form) == ()
+
+
 @pytest.fixture(scope="module")
 def checkpoint(
     tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory

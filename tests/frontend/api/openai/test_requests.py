@@ -30,6 +30,17 @@ def refused(parse: Any, body: Any) -> dict[str, Any]:
     return error
 
 
+def test_one_form_under_two_names_is_one_form() -> None:
+    """guidance writes a grammar under vLLM's old name and its new one."""
+    lark = 'start: "yes" | "no"'
+    body = CHAT | {"guided_grammar": lark, "structured_outputs": {"grammar": lark}}
+    form = parse_chat(body).form
+    assert form is not None
+    assert form.params.grammar == lark
+    other = body | {"guided_grammar": 'start: "yes"'}
+    assert refused(parse_chat, other)["param"] == "guided_grammar"
+
+
 def test_what_is_asked_for_arrives() -> None:
     asked = parse_completion(
         COMPLETION
