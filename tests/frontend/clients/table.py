@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tests.frontend.clients.by_hand import TRIED
+
 FOLDER = Path(__file__).resolve().parent
 DOCUMENT = FOLDER.parents[2] / "docs" / "clients.md"
 
@@ -27,6 +29,7 @@ FEATURES = {
 
 Seen = dict[tuple[str, str], set[str]]  # features by client and API
 _BEGIN, _END = "<!-- the table begins -->\n", "<!-- the table ends -->"
+_BEGIN_BY_HAND, _END_BY_HAND = "<!-- by hand begins -->\n", "<!-- by hand ends -->"
 _ROW = re.compile(r"^\| `([^`]+)` [^|]*\| `([^`]+)` \|(.*)\|$", re.MULTILINE)
 
 
@@ -43,7 +46,8 @@ def marked() -> Seen:
 
 def documented() -> Seen:
     """What the table of the document has."""
-    rows = _ROW.findall(DOCUMENT.read_text(encoding="utf-8"))
+    text = DOCUMENT.read_text(encoding="utf-8")
+    rows = _ROW.findall(text.partition(_BEGIN)[2].partition(_END)[0])
     return {
         (client, api): {
             feature
@@ -63,10 +67,24 @@ def write(file: Path, seen: Mapping[tuple[str, str], set[str]]) -> None:
     for (client, api), features in sorted(seen.items()):
         cells = " | ".join("yes" if name in features else "" for name in FEATURES)
         lines.append(f"| `{client}` {_version(client)} | `{api}` | {cells} |")
-    text = file.read_text(encoding="utf-8")
-    before, _, rest = text.partition(_BEGIN)
-    after = rest.partition(_END)[2]
-    file.write_text(f"{before}{_BEGIN}{chr(10).join(lines)}\n{_END}{after}", encoding="utf-8")
+    text = _replaced(file.read_text(encoding="utf-8"), _BEGIN, _END, lines)
+    text = _replaced(text, _BEGIN_BY_HAND, _END_BY_HAND, by_hand())
+    file.write_text(text, encoding="utf-8")
+
+
+def by_hand() -> list[str]:
+    """The lines of the second table: what was tried by hand."""
+    rows = [
+        f"| `{one.client}` {one.version} | {one.date} | {one.did} | {one.surprises} |"
+        for one in sorted(TRIED, key=lambda one: one.client)
+    ]
+    return ["| client | tried on | worked | surprises |", "| --- | --- | --- | --- |", *rows]
+
+
+def _replaced(text: str, begin: str, end: str, lines: list[str]) -> str:
+    """The text with lines between two marks in place of those that were there."""
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}{chr(10).join(lines)}\n{end}{rest.partition(end)[2]}"
 
 
 def _version(client: str) -> str:
