@@ -121,7 +121,6 @@ FOREIGN: Mapping[str, Foreign] = {
     "hf_token": Missing(_HUB + "HF_TOKEN=..."),
     "download_dir": Missing(_HUB + "HF_HOME=..."),
     "config_format": Granted("checkpoints are read in Hugging Face's form", ("auto", "hf")),
-    "model_impl": Granted("models have one implementation here", ("auto", "vllm")),
     "runner": Granted("the server offers what the checkpoint is made for", ("auto", "generate")),
     "task": Granted("the server offers what the checkpoint is made for", ("auto", "generate")),
     "convert": Granted("a checkpoint is served as what it is", ("auto", "none")),
@@ -225,6 +224,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
+    "model_impl": {"vllm": "coppice", "sglang": "coppice"},
 }
 """Values of options that have our name, under which the same is known elsewhere."""
 

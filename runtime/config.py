@@ -12,6 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
+MODEL_IMPLS = ("auto", "coppice", "transformers")
 QUANTIZATIONS = (None, "int8", "fp8")
 
 
@@ -39,6 +40,11 @@ class EngineConfig:
     device: str = _option(
         "auto",
         f"device that runs the model: {', '.join(DEVICES)}; auto is cuda where torch finds a GPU",
+    )
+    model_impl: str = _option(
+        "auto",
+        f"whose code computes the model: {', '.join(MODEL_IMPLS)}; auto is our own family where "
+        "there is one, else transformers' model",
     )
     load_format: str = _option("auto", "auto: the checkpoint's weights; dummy: random ones")
     quantization: str | None = _option(
@@ -117,6 +123,7 @@ class EngineConfig:
             )
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, DEVICES)
+        _one_of("model_impl", self.model_impl, MODEL_IMPLS)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         _at_least("page_size", self.page_size, 1)

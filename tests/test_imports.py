@@ -139,7 +139,7 @@ ORDER: dict[str, str] = {
         requests
         metrics
         sampling schedule model
-        pooling
+        pooling transformers
         config
         runner
         engine

@@ -95,6 +95,12 @@ class EngineClient(EngineLifecycle):
         return self.ready.caching
 
     @property
+    def model_impl(self) -> str:
+        """Whose code computes the model: ``coppice`` or ``transformers``."""
+        assert self.ready is not None, "the engine was never started"
+        return self.ready.model_impl
+
+    @property
     def running(self) -> int:
         """Requests that were submitted and have not ended."""
         return len(self._running) + len(self._pooled)

@@ -48,6 +48,7 @@ class Configured(ABC):
         revision: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        model_impl: str = "auto",
         load_format: str = "auto",
         quantization: str | None = None,
         page_size: int = 16,
@@ -88,6 +89,8 @@ class Configured(ABC):
                 CPU, on a GPU the checkpoint's own.
             device: device that runs the model: auto, cpu, cuda; auto is cuda where torch finds a
                 GPU.
+            model_impl: whose code computes the model: auto, coppice, transformers; auto is our own
+                family where there is one, else transformers' model.
             load_format: auto: the checkpoint's weights; dummy: random ones.
             quantization: 8-bit weights and activations: int8 on a CPU, fp8 (e4m3) on a GPU.
             page_size: tokens that a page of the KV cache holds.

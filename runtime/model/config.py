@@ -129,6 +129,8 @@ class ModelConfig:
         head: what the last states are for: "text", the "labels" of a classifier, or "none" for a
             bare model. Without a head for text, logits of tokens mean nothing.
         num_labels: of a classifier.
+        implementation: whose code computes it: ours, or transformers' (which reads neither
+            constants nor names here).
     """
 
     architecture: str
@@ -158,6 +160,7 @@ class ModelConfig:
     stored: str | None = None
     head: Literal["text", "labels", "none"] = "text"
     num_labels: int = 0
+    implementation: Literal["coppice", "transformers"] = "coppice"
 
     @property
     def num_layers(self) -> int:

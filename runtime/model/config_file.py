@@ -22,7 +22,7 @@ def load_model_config(path: Path) -> ModelConfig:
     other families than ``FAMILIES``, activations other than SiLU, unsupported RoPE variants, and
     checkpoints that are stored quantized.
     """
-    raw = _read_json(path / "config.json")
+    raw = read_config(path)
     family = _family(raw)
     quantization = raw.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -31,8 +31,19 @@ def load_model_config(path: Path) -> ModelConfig:
             f"quantization_config in {path / 'config.json'} has quant_method {method!r}; "
             "checkpoints that are stored quantized are not supported: give an unquantized one"
         )
-    config = family.read(raw, eos_token_ids=_eos_token_ids(path, raw))
+    config = family.read(raw, eos_token_ids=eos_token_ids(path, raw))
     return _with_head(config, raw, *(raw.get("architectures") or []))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of ``path/config.json``; ``ValueError`` for a missing or broken file."""
+    return _read_json(path / "config.json")
+
+
+def has_family(raw: dict[str, Any]) -> bool:
+    """Whether the content of a `config.json` names a model of our families, or none at all."""
+    named = raw.get("model_type")
+    return named in FAMILIES or not isinstance(named, str)
 
 
 def _with_head(config: ModelConfig, raw: dict[str, Any], named: str = "") -> ModelConfig:
@@ -89,7 +100,7 @@ def _classes(architecture: str) -> tuple[str, str, str]:
     return architecture, f"{base}{_LABELS}", bare
 
 
-def _eos_token_ids(path: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+def eos_token_ids(path: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """All ids that either file names, those of the generation config first.
 
     The two differ in practice, most often because one of them lacks the end of a chat turn, and

@@ -62,6 +62,7 @@ class EngineLoop:
                 config.vocab_size,
                 self._engine.runner.recipe,
                 self._engine.config.enable_prefix_caching,
+                config.implementation,
             )
         )
         reader = threading.Thread(target=self._read, name="coppice-reader", daemon=True)

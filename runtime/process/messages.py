@@ -40,6 +40,7 @@ class Ready:
     vocab_size: int
     recipe: Recipe  # what the checkpoint is made for
     caching: bool = True  # whether prompts stay in the cache
+    model_impl: str = "coppice"  # whose code computes it: coppice or transformers
 
 
 @dataclass(frozen=True)

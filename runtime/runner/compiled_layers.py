@@ -23,6 +23,7 @@ from coppice.kernels.schedule.cpu import CpuSchedule, build_cpu_schedule, cpu_co
 from coppice.runtime.model.decoder import CompiledLayers, Decoder, DecoderLayer
 from coppice.runtime.model.layers import Linear, Sum
 from coppice.runtime.model.linear.eight_bit import Int8Linear
+from coppice.runtime.runner.implementation import Model
 
 if TYPE_CHECKING:
     from coppice.kernels.cpu.layer.float_panels import PackedFloat
@@ -242,8 +243,10 @@ def _panels_of(linear: Linear) -> Panels:
     return cast("Panels", kernels.product(cast("PackedFloat", linear.packed).kind))
 
 
-def compile_layers(decoder: Decoder, attention: AttentionBackend) -> LayerStack | None:
+def compile_layers(decoder: Model, attention: AttentionBackend) -> LayerStack | None:
     """The compiled layers; None if the compiled call does not support them or the backend."""
+    if not isinstance(decoder, Decoder):
+        return None
     config = decoder.config
     if not isinstance(attention, CpuBackend) or not attention.compiles(
         config.num_heads, config.num_kv_heads

@@ -11,16 +11,16 @@ import torch
 from coppice.kernels.attention.interface import AttentionCase, FixedPlan, KvScales, LayerCache
 from coppice.kernels.backends import select_backend
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.files.folder import check_model_folder
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.model.weight_size import smaller_weights
-from coppice.runtime.model.weights import load_decoder, resolve_device, resolve_dtype
+from coppice.runtime.model.weights import resolve_device, resolve_dtype
 from coppice.runtime.pooling.checkpoint import read_recipe
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, PooledRows, build_batch
 from coppice.runtime.runner.cache_size import page_bytes, plan_cache, zeroed
 from coppice.runtime.runner.compiled_layers import compile_layers
 from coppice.runtime.runner.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_sizes
+from coppice.runtime.runner.implementation import Model, choose
 from coppice.runtime.runner.kv_scales import measure_scales
 from coppice.runtime.sampling.prompt_scores import score_prompts
 from coppice.runtime.schedule.paging import copy_batches
@@ -54,7 +54,8 @@ class ModelRunner:
         self.device = resolve_device(config.device)
         path = resolve_model(config.model, config.revision)
         check_model_folder(path, weights=config.load_format != "dummy")
-        model = self.model_config = load_model_config(path)
+        self._implementation = choose(path, config)
+        model = self.model_config = self._implementation.config
         self.recipe = read_recipe(path, model)
         if config.max_model_len is not None and config.max_model_len > model.max_position:
             raise ValueError(
@@ -87,7 +88,7 @@ class ModelRunner:
                 f"kv_cache_dtype is {config.kv_cache_dtype!r}; with the {self.attention.name} "
                 "attention backend on this device it must be 'auto'"
             )
-        self._config, self._path, self._dtype = config, path, dtype
+        self._config, self._dtype = config, dtype
         self.asleep = 0
         self._load_weights()
         self.page_size = config.page_size
@@ -116,15 +117,8 @@ class ModelRunner:
 
     def _load_weights(self) -> None:
         config = self._config
-        self.decoder = load_decoder(
-            self._path,
-            self.model_config,
-            dtype=self._dtype,
-            device=self.device,
-            load_format=config.load_format,
-            quantization=config.quantization,
-            deterministic=config.deterministic,
-            seed=config.seed,
+        self.decoder: Model = self._implementation.load(
+            config, dtype=self._dtype, device=self.device
         )
         with explained(
             "the weights, laid out for this processor,",

@@ -19,7 +19,7 @@ from coppice.kernels.attention.interface import (
     LayerCache,
 )
 from coppice.kernels.transfer import send
-from coppice.runtime.model.decoder import Decoder
+from coppice.runtime.runner.implementation import Model
 
 #: Tokens of the run; one sequence, so that late positions are among them.
 CALIBRATION_TOKENS = 256
@@ -29,7 +29,7 @@ HEADROOM = 4.0
 
 @torch.inference_mode()
 def measure_scales(
-    decoder: Decoder,
+    decoder: Model,
     attention: AttentionBackend,
     *,
     cache_dtype: torch.dtype,

@@ -23,7 +23,7 @@ OTHER_FAMILIES = (
     "ministral", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite", "smollm3", "glm4",
     "mixtral", "qwen3_moe", "gpt_oss",
 )  # fmt: skip
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -89,7 +89,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
 
 def make_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """transformers' model of a family, with random weights and ``changes`` to its config."""
-    config = AutoConfig.for_model(family, **(_SHAPE | _EXTRA[family] | changes))
+    config = AutoConfig.for_model(family, **(SHAPE | _EXTRA[family] | changes))
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():

@@ -52,5 +52,6 @@ class ModelRoutes:
             "root": self._model.root,
             "parent": None,
             "max_model_len": self._engine.max_model_len,
+            "model_impl": self._engine.model_impl,
             "default_sampling_params": self._engine.defaults.in_force,
         }

@@ -157,6 +157,7 @@ class ModelCard(Body):
     root: str  # the folder or hub id that it was loaded from
     parent: None
     max_model_len: int
+    model_impl: Literal["coppice", "transformers"]  # whose code computes it
     default_sampling_params: dict[str, float]  # of generation_config.json, as far as in force
 
 

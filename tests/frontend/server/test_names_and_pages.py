@@ -55,6 +55,7 @@ async def test_every_name_counts_and_none_is_needed(
         assert [card["id"] for card in cards] == ["big", "small"]
         assert {card["root"] for card in cards} == {"tiny"}
         assert {card["max_model_len"] for card in cards} == {512}
+        assert {card["model_impl"] for card in cards} == {"coppice"}
         async with session.get(url + "/v1/models/small") as response:
             assert await response.json() == cards[1]
         for asked, answered in (({}, "big"), ({"model": "small"}, "small"), ({"model": ""}, "big")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,8 @@ def test_it_sleeps_on_if_the_weights_are_gone(
 ) -> None:
     engine.sleep(2)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "_path", tmp_path)
+        gone = replace(engine.runner._implementation, path=tmp_path)
+        patch.setattr(engine.runner, "_implementation", gone)
         with pytest.raises(ValueError, match=r"model\.safetensors"):
             engine.wake_up()
     assert engine.asleep

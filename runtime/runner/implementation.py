@@ -1,0 +1,91 @@
+"""Whose code computes a model: one of our own families, or transformers' model of it.
+
+Both are the same to the engine: a ``ModelConfig``, and a module with the methods of ``Decoder``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+import torch
+
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.model.config import ModelConfig
+from coppice.runtime.model.config_file import (
+    eos_token_ids,
+    has_family,
+    load_model_config,
+    read_config,
+)
+from coppice.runtime.model.decoder import Decoder
+from coppice.runtime.model.weights import load_decoder
+
+if TYPE_CHECKING:
+    from coppice.runtime.transformers.describe import Described
+    from coppice.runtime.transformers.foreign import ForeignModel
+
+_log = logging.getLogger(__name__)
+
+#: A model with weights. ``ForeignModel`` has the methods of ``Decoder`` that the runner calls.
+Model: TypeAlias = Union[Decoder, "ForeignModel"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Implementation:
+    """A checkpoint, and who computes it. ``described`` is None for one of our own families."""
+
+    path: Path
+    config: ModelConfig
+    described: Described | None
+
+    def load(self, options: EngineConfig, *, dtype: torch.dtype, device: torch.device) -> Model:
+        """The model with weights, not packed; raises as ``load_decoder`` does."""
+        if self.described is None:
+            return load_decoder(
+                self.path,
+                self.config,
+                dtype=dtype,
+                device=device,
+                load_format=options.load_format,
+                quantization=options.quantization,
+                deterministic=options.deterministic,
+                seed=options.seed,
+            )
+        from coppice.runtime.transformers.loading import load_foreign
+
+        return load_foreign(
+            self.path,
+            self.described,
+            dtype=dtype,
+            device=device,
+            load_format=options.load_format,
+            quantization=options.quantization,
+            seed=options.seed,
+        )
+
+
+def choose(path: Path, options: EngineConfig) -> Implementation:
+    """Our own family where ``options.model_impl`` and the checkpoint allow it, else transformers'.
+
+    With ``auto`` a model of one of our families is ours also where the family refuses its config:
+    what it refuses, transformers' model would most often compute wrongly on shared pages.
+
+    Raises ``ValueError`` that names the model and the reason for what neither can run.
+    """
+    raw = read_config(path)
+    if options.model_impl == "coppice" or (options.model_impl == "auto" and has_family(raw)):
+        return Implementation(path, load_model_config(path), None)
+    # Importing transformers' models takes seconds, which our own families do not need.
+    from coppice.runtime.transformers.describe import describe
+
+    if options.deterministic:
+        raise ValueError(
+            "deterministic is True; with transformers' model (model_impl) it must be False: the "
+            "results of its operations may depend on the rest of the batch"
+        )
+    described = describe(path, raw, eos_token_ids(path, raw))
+    _log.info("%s runs through transformers", described.model.architecture)
+    return Implementation(path, described.model, described)

@@ -1,0 +1,83 @@
+"""How weights of transformers' models are kept, and what else they make than text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from coppice.runtime.model.layers import Linear
+from coppice.runtime.model.linear.eight_bit import Int8Linear
+from coppice.runtime.model.linear.sixteen_bit import HalfLinear
+from coppice.runtime.requests.pooling_params import PoolingParams
+from tests.runtime.engine.test_families import generated, run, start
+from tests.runtime.pooling.test_pooling import pooled
+
+Make = Callable[..., Path]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_of_16_bits_stay_so_and_are_computed_in_float32(
+    foreign_checkpoint: Make, tied: bool
+) -> None:
+    path = foreign_checkpoint("stablelm", dtype="bfloat16", tie_word_embeddings=tied)
+    engine = start(path, page_size=7)
+    linears = [m for m in engine.runner.decoder.modules() if isinstance(m, Linear)]
+    assert {type(each) for each in linears} == {HalfLinear}
+    assert len(linears) == 2 * 7 + 1
+    embeddings = [p for p in engine.runner.decoder.parameters() if p.shape == (320, 64)]
+    assert [each.dtype for each in embeddings] == [torch.bfloat16] * (not tied)
+    assert run(engine) == generated(path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_int8_takes_every_linear_layer(foreign_checkpoint: Make, tied: bool) -> None:
+    path = foreign_checkpoint("gpt2", tie_word_embeddings=tied)
+    engine = start(path, quantization="int8")
+    linears = [m for m in engine.runner.decoder.modules() if isinstance(m, Linear)]
+    assert {type(each) for each in linears} == {Int8Linear}
+    assert len(linears) == 2 * 4 + 1
+
+
+def test_an_engine_sleeps_and_wakes_up(foreign_checkpoint: Make) -> None:
+    path = foreign_checkpoint("gpt2")
+    engine, expected = start(path, page_size=7), generated(path)
+    for level in (1, 2):
+        assert run(engine) == expected
+        engine.sleep(level)
+        engine.wake_up()
+    assert run(engine) == expected
+
+
+def test_random_weights_need_no_files_but_the_config(
+    foreign_checkpoint: Make, tmp_path: Path
+) -> None:
+    config = (foreign_checkpoint("phi") / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    one, same = (run(start(tmp_path, load_format="dummy", seed=3)) for _ in range(2))
+    assert one == same != run(start(tmp_path, load_format="dummy", seed=4))
+
+
+@torch.no_grad()
+def test_vectors_and_scores_equal_transformers(foreign_checkpoint: Make) -> None:
+    prompts = [[5, 9, 200, 31, 8, 77], [5, 9, 200, 31, 40]]
+    raw = PoolingParams(use_activation=False)
+    path = foreign_checkpoint("starcoder2", auto_class=AutoModel)
+    engine, model = start(path, page_size=4), AutoModel.from_pretrained(path).eval()
+    for _ in range(2):  # cold and warm
+        for found, prompt in zip(pooled(engine, prompts, raw), prompts, strict=True):
+            expected = model(torch.tensor([prompt])).last_hidden_state[0, -1]
+            assert found.pooled is not None
+            torch.testing.assert_close(torch.from_numpy(found.pooled), expected, atol=1e-3, rtol=0)
+    auto_class = AutoModelForSequenceClassification
+    path = foreign_checkpoint("phi", auto_class=auto_class, pad_token_id=0, num_labels=3)
+    engine = start(path, page_size=4)
+    classifier = auto_class.from_pretrained(path).eval()
+    score = PoolingParams("score", use_activation=False)
+    for found, prompt in zip(pooled(engine, prompts, score), prompts, strict=True):
+        expected = classifier(torch.tensor([prompt])).logits[0]
+        assert found.pooled is not None
+        torch.testing.assert_close(torch.from_numpy(found.pooled), expected, atol=1e-3, rtol=0)
