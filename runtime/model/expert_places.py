@@ -37,19 +37,21 @@ def experts_in_one(
     count, inner = mixture.spec.count, mixture.spec.inner
     experts = [cast(Expert, each) for each in mixture.experts]
 
-    def gate_up(part: torch.Tensor) -> None:
-        for expert, own in zip(experts, part, strict=True):
-            expert.gate_up.fill_weight(0, own[:, 0::2].t())
-            expert.gate_up.fill_weight(inner, own[:, 1::2].t())
+    def gate_up(number: int, own: torch.Tensor) -> None:
+        experts[number].gate_up.fill_weight(0, own[:, 0::2].t())
+        experts[number].gate_up.fill_weight(inner, own[:, 1::2].t())
 
     def gate_up_bias(part: torch.Tensor) -> None:
         for expert, own in zip(experts, part, strict=True):
             expert.gate_up.fill_bias(0, own[0::2])
             expert.gate_up.fill_bias(inner, own[1::2])
 
-    def down(part: torch.Tensor) -> None:
-        for expert, own in zip(experts, part, strict=True):
-            expert.down.fill_weight(0, own.t())
+    def down(number: int, own: torch.Tensor) -> None:
+        experts[number].down.fill_weight(0, own.t())
+
+    def each(fill: Callable[[int, torch.Tensor], object], part: torch.Tensor) -> None:
+        for number, own in enumerate(part):
+            fill(number, own)
 
     def down_bias(part: torch.Tensor) -> None:
         for expert, own in zip(experts, part, strict=True):
@@ -67,13 +69,13 @@ def experts_in_one(
             | _packed(last, (count, hidden, inner), down)
         )
     return places | {
-        both: Place((count, hidden, 2 * inner), gate_up),
-        last: Place((count, inner, hidden), down),
+        both: Place((count, hidden, 2 * inner), partial(each, gate_up)),
+        last: Place((count, inner, hidden), partial(each, down)),
     }
 
 
 def _packed(
-    name: str, shape: tuple[int, int, int], fill: Callable[[torch.Tensor], object]
+    name: str, shape: tuple[int, int, int], fill: Callable[[int, torch.Tensor], object]
 ) -> dict[str, Place]:
     """A tensor in MXFP4 (Open Compute Project 2023): 32 numbers of 4 bits have a scale of 8.
 
@@ -90,7 +92,10 @@ def _packed(
         if len(parts) == 2:
             from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-            fill(convert_moe_packed_tensors(parts.pop("blocks"), parts.pop("scales")))
+            packed = parts.pop("blocks"), parts.pop("scales")
+            # One expert at a time: all of a layer, unpacked, take four times what is packed.
+            for number, (blocks, scale) in enumerate(zip(*packed, strict=True)):
+                fill(number, convert_moe_packed_tensors(blocks[None], scale[None])[0])
 
     shapes = {"blocks": (count, rows, columns // 32, 16), "scales": (count, rows, columns // 32)}
     return {

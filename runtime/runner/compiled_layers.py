@@ -21,6 +21,7 @@ from coppice.kernels.cpu.layer.float_products import float_kernels
 from coppice.kernels.cpu.layer.int8_products import panel_kernels
 from coppice.kernels.schedule.cpu import CpuSchedule, build_cpu_schedule, cpu_cost_model
 from coppice.runtime.model.decoder import CompiledLayers, Decoder, DecoderLayer
+from coppice.runtime.model.experts import ExpertMixture
 from coppice.runtime.model.layers import Linear, Sum
 from coppice.runtime.model.linear.eight_bit import Int8Linear
 from coppice.runtime.runner.implementation import Model
@@ -45,26 +46,65 @@ class LayerStack(CompiledLayers):
         config = decoder.config
         self._config = config
         self._windows = tuple(dict.fromkeys(config.sliding_windows))
+        self._panels = _panels_of(cast("DecoderLayer", decoder.layers[0]).qkv)
         weights = np.zeros((config.num_layers + 1, len(layers.COLUMNS)), np.int64)
         self._kept: list[Any] = []
         for row, layer in enumerate(decoder.layers):
             for column, name in enumerate(layers.COLUMNS):
-                weights[row, column] = self._address(layer, name)
+                weights[row, column] = self._column(cast("DecoderLayer", layer), name)
         weights[-1, 0] = self._address(decoder, "norm")
         kinds = [[self._windows.index(each.sliding_window), each.rope] for each in config.layers]
         self._model = layers.Model(
             weights,
             np.array(kinds, np.int64),
             config.num_heads,
-            config.intermediate_size,
+            0 if all(each.experts for each in config.layers) else config.intermediate_size,
             config.activation == "gelu_tanh",
             np.float32(config.rms_norm_eps),
             np.float32(config.residual_scale),
             layers.run_tasks.address,
         )
-        self._panels = _panels_of(cast("DecoderLayer", decoder.layers[0]).qkv)
+        self._mixture = self._mixture_of(decoder)
         self._caches: tuple[list[LayerCache], np.ndarray] | None = None
         self._compile()
+
+    def _mixture_of(self, decoder: Decoder) -> Any:
+        """What the layers with experts have in common."""
+        for layer in cast("Sequence[DecoderLayer]", decoder.layers):
+            if layer.experts is not None:
+                spec, router = layer.experts.spec, _panels_of(layer.experts.router)
+                alpha, limit = spec.gate or (0.0, 0.0)
+                return self._layers.Mixture(
+                    spec.count, spec.chosen, spec.inner, spec.normalised, np.float32(alpha),
+                    np.float32(limit), *router,
+                )  # fmt: skip
+        return self._layers.Mixture(0, 0, 0, False, np.float32(0), np.float32(0), *self._panels)
+
+    def _column(self, layer: DecoderLayer, name: str) -> int:
+        """The address of what a column names, in a layer; 0 where it has none."""
+        if name == "sinks":
+            return 0 if layer.sinks is None else self._kept_address(layer.sinks)
+        if name.startswith("router"):
+            return 0 if layer.experts is None else self._address(layer.experts, name)
+        if name == "experts":
+            return 0 if layer.experts is None else self._table(layer.experts)
+        if layer.experts is not None and name.startswith(("gate_up", "down")):
+            return 0
+        return self._address(layer, name)
+
+    def _table(self, mixture: ExpertMixture) -> int:
+        """The address of a table with the addresses of all experts' weights."""
+        table = np.zeros((mixture.spec.count, self._layers.EXPERT_COLUMNS), np.int64)
+        names = [name + part for name in ("gate_up", "down") for part in ("", "_scale", "_bias")]
+        for row, expert in enumerate(mixture.experts):
+            table[row] = [self._address(expert, name) for name in names]
+        self._kept.append(table)
+        return int(table.ctypes.data)
+
+    def _kept_address(self, tensor: torch.Tensor) -> int:
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
 
     def _address(self, owner: Any, name: str) -> int:
         """The address of what a column names: the weight, scale or bias of a module; 0 for none."""
@@ -81,11 +121,7 @@ class LayerStack(CompiledLayers):
         tensor = getattr(
             module, {"scale": "weight_scale", "bias": "bias"}.get(part, "weight"), None
         )
-        if tensor is None:
-            return 0
-        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
-        self._kept.append(tensor)
-        return int(tensor.data_ptr())
+        return 0 if tensor is None else self._kept_address(tensor)
 
     def hidden_states(
         self,
@@ -191,7 +227,14 @@ class LayerStack(CompiledLayers):
         )
         partials = max(schedule.tree.num_partials for schedule in schedules)
         good, together = self._layers.run_layers(
-            self._model, self._panels, step, first, *others or [first], partials, threads
+            self._model,
+            self._mixture,
+            self._panels,
+            step,
+            first,
+            *others or [first],
+            partials,
+            threads,
         )
         if self._threads_apart < _PATIENCE:
             self._threads_apart = 0 if together else self._threads_apart + 1
@@ -253,11 +296,11 @@ def compile_layers(decoder: Model, attention: AttentionBackend) -> LayerStack | 
     ):
         return None
     linears = [m for layer in decoder.layers for m in layer.modules() if isinstance(m, Linear)]
-    # The compiled call takes attention of at most two kinds, and neither sinks nor experts.
+    # The compiled call takes attention of at most two kinds, and experts of one.
     if (
         any(each.packed is None for each in linears)
         or len(set(config.sliding_windows)) > 2
-        or any(layer.sinks or layer.experts is not None for layer in config.layers)
+        or len({layer.experts for layer in config.layers} - {None}) > 1
     ):
         return None
     try:

@@ -13,7 +13,7 @@ on rows, and ``numba_items`` computes attention.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import carray, prange
@@ -31,10 +31,26 @@ from coppice.kernels.cpu.code.team import (
     new_team,
 )
 from coppice.kernels.cpu.layer import float_numba, int8_numba
+from coppice.kernels.cpu.layer.arguments import COLUMNS, Model, Scratch, Step
+from coppice.kernels.cpu.layer.experts_numba import (
+    EXPERT_COLUMNS,
+    Mixture,
+    Room,
+    experts_share,
+    new_room,
+)
 from coppice.kernels.cpu.layer.row_blocks import INT8, Panels
 from coppice.kernels.cpu.layer.rows_numba import gate_share, norm_share, rotate_share
 
-__all__ = ["COLUMNS", "Model", "Step", "run_layers", "run_tasks"]
+__all__ = [
+    "COLUMNS",
+    "EXPERT_COLUMNS",
+    "Mixture",
+    "Model",
+    "Step",
+    "run_layers",
+    "run_tasks",
+]
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
@@ -44,96 +60,13 @@ _TOGETHER = 512
 # Columns of an activation that one thread takes at least, where there are fewer rows than threads.
 _COLUMNS = 64
 
-#: The columns of ``Model.weights``.
-COLUMNS = (
-    "attention_norm",
-    "qkv",
-    "qkv_scale",
-    "qkv_bias",
-    "qk_norm",
-    "output",
-    "output_scale",
-    "output_bias",
-    "mlp_norm",
-    "gate_up",
-    "gate_up_scale",
-    "gate_up_bias",
-    "down",
-    "down_scale",
-    "down_bias",
-    "attention_post_norm",
-    "mlp_post_norm",
-    "query_norm",
-    "key_norm",
-)
 # A projection has three columns: its weight, the scale of an int8 weight, and its bias.
 _NORM, _QKV, _QK_NORM, _OUTPUT, _MLP_NORM, _GATE_UP, _DOWN = 0, 1, 4, 5, 8, 9, 12
 _POST_NORM, _MLP_POST_NORM, _QUERY_NORM, _KEY_NORM = 15, 16, 17, 18
+_SINKS, _ROUTER, _EXPERTS = 19, 20, 23
 
 _float_share, _int8_share = float_numba.multiply_share, int8_numba.multiply_share
 _laid_numbers = float_numba.laid_numbers
-
-
-class Model(NamedTuple):
-    """What the layers of a model have in common in every step.
-
-    ``weights`` int64 ``[layers + 1, columns]``: addresses as ``COLUMNS`` names them, of packed
-    weights for products and of float32 for the rest, 0 for none; its last row has the last norm in
-    its first column. ``kinds`` int64 ``[layers, 2]``: which of a step's two kinds of items a
-    layer has, and which of its rotations. ``inner`` is the width of the feed-forward part, ``gelu``
-    whether its gate is GELU instead of SiLU, ``factor`` that of what a layer's parts add,
-    ``attention`` the address of ``run_tasks``.
-    """
-
-    weights: np.ndarray
-    kinds: np.ndarray
-    heads: int
-    inner: int
-    gelu: bool
-    eps: np.float32
-    factor: np.float32
-    attention: int
-
-
-class Step(NamedTuple):
-    """The rows of a step, T of them, and the cache.
-
-    ``x`` float32 ``[T, hidden]`` is what the first layer reads, and is overwritten; ``cos`` and
-    ``signed_sin`` ``[rotations, T, dim]``; ``slots`` int64 ``[T]``, those of their keys and values;
-    ``logit_rows`` int64 ``[R]``. ``caches`` int64 ``[layers, 2]``: addresses of keys and values, of
-    ``num_slots`` slots. The result goes to ``out`` float32 ``[R, hidden]``.
-    """
-
-    x: np.ndarray
-    cos: np.ndarray
-    signed_sin: np.ndarray
-    slots: np.ndarray
-    logit_rows: np.ndarray
-    caches: np.ndarray
-    num_slots: int
-    out: np.ndarray
-
-
-class Scratch(NamedTuple):
-    """What operations leave for the next one, float32, of all rows.
-
-    ``qkv`` has queries, keys and values, ``rotated`` the first two rotated; the next norm adds
-    ``delta``. ``gate_up`` and ``active`` have the rows that pass through the feed-forward part
-    together. Products use ``laid``, ``levels`` (int8) and ``peaks``. ``last_x`` and
-    ``last_attended`` have the rows whose logits are wanted.
-    """
-
-    normed: np.ndarray
-    delta: np.ndarray
-    qkv: np.ndarray
-    rotated: np.ndarray
-    gate_up: np.ndarray
-    active: np.ndarray
-    laid: np.ndarray
-    levels: np.ndarray
-    peaks: np.ndarray
-    last_x: np.ndarray
-    last_attended: np.ndarray
 
 
 @njit
@@ -215,16 +148,69 @@ def _join(
             out[row, d] = x[row, d]
 
 
+@njit(fastmath=_FAST, error_model="numpy")
+def _sink(begin: int, end: int, sinks: np.ndarray, results: Results) -> None:
+    """Scales each head's result by the keys' part of a softmax to which its sink belongs."""
+    heads = len(sinks)
+    dim = results.out.shape[1] // heads
+    for row in range(begin, end):
+        for head in range(heads):
+            mine = results.out[row, head * dim : head * dim + dim]
+            other = np.float32(math.exp(sinks[head] - results.lse[row, head]))
+            share = np.float32(1) / (np.float32(1) + other)
+            for d in range(dim):
+                mine[d] *= share
+
+
+@njit
+def _feed_forward(
+    team: Member,
+    met: int,
+    model: Model,
+    panels: Panels,
+    mine: np.ndarray,
+    normed: np.ndarray,
+    delta: np.ndarray,
+    scratch: Scratch,
+) -> int:
+    """``delta`` = what the feed-forward part of a layer, whose weights are ``mine``, makes."""
+    me, threads, inner, rows = team.me, team.threads, model.inner, len(normed)
+    parts = -(-rows // _TOGETHER)
+    for part in range(parts):
+        upper, lower = part * rows // parts, (part + 1) * rows // parts
+        many = lower - upper
+        both, product = scratch.gate_up[:many], scratch.active[:many]
+        met = _multiply(
+            team, met, normed[upper:lower], mine[_GATE_UP : _GATE_UP + 3], panels, both,
+            scratch,
+        )  # fmt: skip
+        if many >= threads:
+            first, last = many * me // threads, many * (me + 1) // threads
+            gate_share(first, last, np.int64(0), inner, model.gelu, both, product)
+        else:
+            columns = -(-inner // _COLUMNS)
+            first = columns * me // threads * _COLUMNS
+            last = min(columns * (me + 1) // threads * _COLUMNS, inner)
+            gate_share(np.int64(0), many, first, last, model.gelu, both, product)
+        met = meet(team, met)
+        met = _multiply(
+            team, met, product, mine[_DOWN : _DOWN + 3], panels, delta[upper:lower], scratch
+        )
+    return met
+
+
 @njit
 def _layers_share(
     team: Member,
     model: Model,
+    mixture: Mixture,
     panels: Panels,
     step: Step,
     items: Items,
     others: Items,
     results: Results,
     scratch: Scratch,
+    room: Room,
 ) -> None:
     """A team member's share of ``run_layers``; all members share the arrays.
 
@@ -233,7 +219,7 @@ def _layers_share(
     me, threads, weights, eps = team.me, team.threads, model.weights, model.eps
     x, normed, delta, qkv = step.x, scratch.normed, scratch.delta, scratch.qkv
     layers, rows = len(step.caches), len(x)
-    inner, kept = model.inner, items.kv_heads * items.dim
+    kept = items.kv_heads * items.dim
     qk_width, stride = scratch.rotated.shape[1], qkv.shape[1]
     flat = qkv.reshape(-1)
     begin, end = rows * me // threads, rows * (me + 1) // threads
@@ -279,6 +265,9 @@ def _layers_share(
             merge_share(merges * me // threads, merges * (me + 1) // threads, work, results)
             met = meet(team, met)
         attended = results.out
+        if mine[_SINKS]:
+            _sink(begin, end, _line(mine[_SINKS], model.heads), results)
+            met = meet(team, met)
         if layer == layers - 1:
             # Nothing reads the other rows after this: the layer has written their KV.
             rows = len(step.logit_rows)
@@ -293,26 +282,14 @@ def _layers_share(
         )
         _join(begin, end, x, delta, mine[_POST_NORM], mine[_MLP_NORM], model, normed)
         met = meet(team, met)
-        parts = -(-rows // _TOGETHER)
-        for part in range(parts):
-            upper, lower = part * rows // parts, (part + 1) * rows // parts
-            many = lower - upper
-            both, product = scratch.gate_up[:many], scratch.active[:many]
-            met = _multiply(
-                team, met, normed[upper:lower], mine[_GATE_UP : _GATE_UP + 3], panels, both,
-                scratch,
+        if mine[_EXPERTS]:
+            met = experts_share(
+                team, met, mixture, panels, normed[:rows], mine[_ROUTER : _ROUTER + 3],
+                mine[_EXPERTS], delta[:rows], room,
             )  # fmt: skip
-            if many >= threads:
-                first, last = many * me // threads, many * (me + 1) // threads
-                gate_share(first, last, np.int64(0), inner, model.gelu, both, product)
-            else:
-                columns = -(-inner // _COLUMNS)
-                first = columns * me // threads * _COLUMNS
-                last = min(columns * (me + 1) // threads * _COLUMNS, inner)
-                gate_share(np.int64(0), many, first, last, model.gelu, both, product)
-            met = meet(team, met)
-            met = _multiply(
-                team, met, product, mine[_DOWN : _DOWN + 3], panels, delta[upper:lower], scratch
+        else:
+            met = _feed_forward(
+                team, met, model, panels, mine, normed[:rows], delta[:rows], scratch
             )
         following = step.out if layer == layers - 1 else normed
         _join(
@@ -326,22 +303,25 @@ def _layers_shares(
     threads: int,
     state: int,
     model: Model,
+    mixture: Mixture,
     panels: Panels,
     step: Step,
     items: Items,
     others: Items,
     results: Results,
     scratch: Scratch,
+    room: Room,
 ) -> None:
     for me in prange(threads):
         if gathered(state, threads):
             team = member(me, threads, state)
-            _layers_share(team, model, panels, step, items, others, results, scratch)
+            _layers_share(team, model, mixture, panels, step, items, others, results, scratch, room)
 
 
 @njit(nogil=True)
 def run_layers(
     model: Model,
+    mixture: Mixture,
     panels: Panels,
     step: Step,
     items: Items,
@@ -352,9 +332,9 @@ def run_layers(
     """All layers and the last norm, of the rows whose logits are wanted; see ``Step``.
 
     Returns whether all slots are in the cache (else nothing has been done), and whether the threads
-    have worked together (else one has done all). All weights for products are of the kind of
-    ``panels``. ``items`` are the step's for one kind of layers, ``others`` for a second one, if
-    there is one; ``num_partials`` is the most partial results of either.
+    have worked together (else one has done all). All weights for products, except a router's, are
+    of the kind of ``panels``. ``items`` are the step's for one kind of layers, ``others`` for a
+    second one, if there is one; ``num_partials`` is the most partial results of either.
     """
     rows, hidden = step.x.shape
     heads, dim, inner, wanted = model.heads, items.dim, model.inner, len(step.logit_rows)
@@ -371,7 +351,7 @@ def run_layers(
         numbers = -(-numbers // 4)
     else:
         numbers = max(_laid_numbers(rows, hidden), _laid_numbers(rows, query_width))
-        numbers = max(numbers, _laid_numbers(together, inner))
+        numbers = max(numbers, _laid_numbers(together, max(inner, 1)))
     results = Results(
         np.empty((rows, query_width), np.float32),
         np.empty((rows, heads), np.float32),
@@ -391,11 +371,16 @@ def run_layers(
         np.empty((wanted, hidden), np.float32),
         np.empty((wanted, query_width), np.float32),
     )
+    room = new_room(mixture, panels, rows, hidden)
     state = new_team()
     address = state.ctypes.data
     if threads > 1:
-        _layers_shares(threads, address, model, panels, step, items, others, results, scratch)
+        _layers_shares(
+            threads, address, model, mixture, panels, step, items, others, results, scratch, room
+        )
         if came_together(state):
             return True, True
-    _layers_share(member(0, 1, address), model, panels, step, items, others, results, scratch)
+    _layers_share(
+        member(0, 1, address), model, mixture, panels, step, items, others, results, scratch, room
+    )
     return True, threads <= 1

@@ -1,0 +1,344 @@
+"""The feed-forward part of a layer with experts, for compiled code to call.
+
+Each row has chosen a few experts. The pairs of a row and an expert are sorted by expert, so that an
+expert's weights are read once for all of its rows, and experts that no row has chosen not at all.
+Threads share the panels of all chosen experts at once. A row adds its experts' results in the order
+of their numbers; its result depends on no other row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray
+
+from coppice.kernels.cpu.code.calls import pointer, run_share
+from coppice.kernels.cpu.code.kept import njit
+from coppice.kernels.cpu.code.simd import ROWS
+from coppice.kernels.cpu.code.team import Member, meet
+from coppice.kernels.cpu.layer import float_numba
+from coppice.kernels.cpu.layer.row_blocks import INT8, Panels, lay_share
+from coppice.kernels.cpu.layer.rows_numba import gate_share, quantize_share
+
+#: Columns of a table of experts: weight, scale and bias of gate and up together, and of down.
+EXPERT_COLUMNS = 6
+_DOWN = 3
+
+# Bytes of the pairs' activations, and rows: what is above that comes later, and reads the weights
+# again.
+_PAIR_BYTES = 1 << 26
+_MOST_ROWS = 1024
+# Bytes of rows that go through the panels of an expert together, as in ``float_numba``.
+_TOGETHER = 600_000
+# To read a panel takes the time of multiplying so many rows by it.
+_READING = 6
+
+_float_share, _laid_numbers = float_numba.multiply_share, float_numba.laid_numbers
+
+
+class Mixture(NamedTuple):
+    """What all layers with experts have in common; ``count`` 0: there are none.
+
+    ``chosen`` of ``count`` experts compute for a row, each ``inner`` wide. ``normalised``: whether
+    a row's weights sum to 1. ``alpha`` and ``limit`` are those of a bounded gate; an ``alpha`` of 0
+    is SiLU. The last three are those of ``Panels``, for the product by which rows choose: parallel
+    loops take no tuples within tuples.
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    normalised: bool
+    alpha: np.float32
+    limit: np.float32
+    router_run: int
+    router_width: int
+    router_kind: int
+
+
+class Room(NamedTuple):
+    """What the parts of the work leave for each other, of R rows and P pairs.
+
+    ``logits`` float32 ``[R, count]``; ``choices`` int64, ``shares`` float32 and ``places`` int64
+    ``[R, chosen]``: a row's experts in the order of their numbers, their weights, and the places of
+    these pairs in the sorted order; ``sources`` int64 ``[P]``: the row of each pair. ``groups``
+    int64 ``[count + 1, 3]``: expert, first pair, end of pairs; the last row has the number of
+    groups. ``both``, ``active`` and ``made`` are float32 ``[P, width]``. Products use the others.
+    """
+
+    logits: np.ndarray
+    choices: np.ndarray
+    shares: np.ndarray
+    places: np.ndarray
+    sources: np.ndarray
+    groups: np.ndarray
+    both: np.ndarray
+    active: np.ndarray
+    made: np.ndarray
+    laid: np.ndarray
+    levels: np.ndarray
+    peaks: np.ndarray
+    pair_levels: np.ndarray
+    pair_peaks: np.ndarray
+
+
+@njit
+def new_room(mixture: Mixture, panels: Panels, rows: int, hidden: int) -> Room:
+    """Room for up to ``rows`` rows at a time, or for fewer, as many as ``Room.logits`` has."""
+    inner, chosen = mixture.inner, mixture.chosen
+    many = 0
+    if mixture.count:
+        most = _PAIR_BYTES // (4 * (3 * inner + hidden) * chosen)
+        many = min(rows, max(most // ROWS * ROWS, ROWS), _MOST_ROWS)
+    pairs, widest = many * chosen, max(hidden, inner)
+    laid, quantized = 0, 0
+    if many:
+        laid = max(pairs * widest, _laid_numbers(many, hidden))
+    if panels.kind == INT8:
+        quantized = 1
+    return Room(
+        np.empty((many, mixture.count), np.float32),
+        np.empty((many, chosen), np.int64),
+        np.empty((many, chosen), np.float32),
+        np.empty((many, chosen), np.int64),
+        np.empty(pairs, np.int64),
+        np.empty((mixture.count + 1, 3), np.int64),
+        np.empty((pairs, 2 * inner), np.float32),
+        np.empty((pairs, inner), np.float32),
+        np.empty((pairs, hidden), np.float32),
+        np.empty(laid, np.float32),
+        np.empty((many * quantized, hidden), np.int8),
+        np.empty(many * quantized, np.float32),
+        np.empty((pairs * quantized, inner), np.int8),
+        np.empty(pairs * quantized, np.float32),
+    )
+
+
+@njit(error_model="numpy")
+def _choose(begin: int, end: int, mixture: Mixture, room: Room) -> None:
+    """The experts of the rows ``begin .. end`` and their weights, from ``room.logits``."""
+    count, chosen = mixture.count, mixture.chosen
+    taken = np.empty(count, np.bool_)
+    for row in range(begin, end):
+        logits, choices, shares = room.logits[row], room.choices[row], room.shares[row]
+        taken[:] = False
+        high, kept = np.float32(0), np.float32(0)
+        for k in range(chosen):
+            best = -1
+            for expert in range(count):
+                # A logit that is no number is taken last: every choice is an expert.
+                if not taken[expert] and (best < 0 or logits[expert] > logits[best]):
+                    best = expert
+            taken[best] = True
+            if k == 0:
+                high = logits[best]
+            share = np.float32(math.exp(logits[best] - high))
+            kept += share
+            # Into the order of numbers.
+            at = k
+            while at > 0 and choices[at - 1] > best:
+                choices[at], shares[at] = choices[at - 1], shares[at - 1]
+                at -= 1
+            choices[at], shares[at] = best, share
+        total = kept
+        if not mixture.normalised:
+            total = np.float32(0)
+            for expert in range(count):
+                total += np.float32(math.exp(logits[expert] - high))
+        for k in range(chosen):
+            shares[k] /= total
+
+
+@njit
+def _group(rows: int, mixture: Mixture, room: Room) -> None:
+    """Sorts the pairs of ``rows`` rows by expert."""
+    count, chosen, groups = mixture.count, mixture.chosen, room.groups
+    starts = np.zeros(count + 1, np.int64)
+    for row in range(rows):
+        for k in range(chosen):
+            starts[room.choices[row, k] + 1] += 1
+    found = 0
+    for expert in range(count):
+        many = starts[expert + 1]
+        starts[expert + 1] += starts[expert]
+        if many:
+            groups[found, 0] = expert
+            groups[found, 1], groups[found, 2] = starts[expert], starts[expert + 1]
+            found += 1
+    groups[count, 0] = found
+    for row in range(rows):
+        for k in range(chosen):
+            expert = room.choices[row, k]
+            place = starts[expert]
+            starts[expert] += 1
+            room.places[row, k] = place
+            room.sources[place] = row
+
+
+@njit
+def _lay_rows(team: Member, panels: Panels, count: int, x: np.ndarray, room: Room) -> None:
+    """Copies the row of each pair, or its levels, to where the experts' products read it."""
+    hidden, turn = x.shape[1], 0
+    laid = room.laid.ctypes.data
+    quantized = panels.kind == INT8
+    levels, rows = np.empty((ROWS, hidden), np.int8), np.empty((ROWS, hidden), np.float32)
+    for group in range(room.groups[count, 0]):
+        first, end = room.groups[group, 1], room.groups[group, 2]
+        for pair in range(first, end, ROWS):
+            turn += 1
+            if turn % team.threads != team.me:
+                continue
+            many = min(ROWS, end - pair)
+            if quantized:
+                for i in range(many):
+                    source = room.sources[pair + i]
+                    levels[i] = room.levels[source]
+                    room.pair_peaks[pair + i] = room.peaks[source]
+                lay_share(0, many, levels.ctypes.data, hidden // 4, laid + pair * hidden)
+            else:
+                for i in range(many):
+                    rows[i] = x[room.sources[pair + i]]
+                lay_share(0, many, rows.ctypes.data, hidden, laid + 4 * pair * hidden)
+    levels[0, 0] = rows[0, 0] = 0  # numba frees an array after its last use by name
+
+
+@njit
+def _activate(team: Member, mixture: Mixture, panels: Panels, room: Room) -> None:
+    """The gates of all pairs, and where the experts' last products read the results."""
+    inner, turn = mixture.inner, 0
+    laid = room.laid.ctypes.data
+    limit = mixture.limit
+    for group in range(room.groups[mixture.count, 0]):
+        first, end = room.groups[group, 1], room.groups[group, 2]
+        for pair in range(first, end, ROWS):
+            turn += 1
+            if turn % team.threads != team.me:
+                continue
+            stop = min(pair + ROWS, end)
+            if mixture.alpha:
+                # (up + 1) gate sigmoid(alpha gate) is SiLU of alpha gate times (up + 1) / alpha.
+                for row in range(pair, stop):
+                    both = room.both[row]
+                    for d in range(inner):
+                        both[d] = min(both[d], limit) * mixture.alpha
+                    for d in range(inner, 2 * inner):
+                        up = min(max(both[d], -limit), limit)
+                        both[d] = (up + np.float32(1)) / mixture.alpha
+            gate_share(pair, stop, np.int64(0), inner, False, room.both, room.active)
+            if panels.kind == INT8:
+                quantize_share(
+                    pair, stop, room.active, np.int32(128), room.pair_levels, room.pair_peaks
+                )
+                source = room.pair_levels[pair:].ctypes.data
+                lay_share(0, stop - pair, source, inner // 4, laid + pair * inner)
+            else:
+                source = room.active[pair:].ctypes.data
+                lay_share(0, stop - pair, source, inner, laid + 4 * pair * inner)
+
+
+@njit
+def _multiply(
+    team: Member,
+    panels: Panels,
+    experts: np.ndarray,
+    column: int,
+    inner: int,
+    room: Room,
+    out: np.ndarray,
+) -> None:
+    """``out [P, N]``: the laid rows times their experts' weights of that column, plus bias."""
+    width = out.shape[1]
+    each = -(-width // panels.width)
+    count = len(experts)
+    found = room.groups[count, 0]
+    most = max(_TOGETHER // (4 * inner) // ROWS * ROWS, ROWS)
+    total = 0
+    for group in range(found):
+        rows = room.groups[group, 2] - room.groups[group, 1]
+        total += each * (rows + -(-rows // most) * _READING)
+    mine, others = total * team.me // team.threads, total * (team.me + 1) // team.threads
+    frame = np.empty(9, np.int64)
+    frame[1], frame[2] = inner, width
+    start = 0
+    for group in range(found):
+        expert, end = room.groups[group, 0], room.groups[group, 2]
+        for first in range(room.groups[group, 1], end, most):
+            rows = min(most, end - first)
+            cost = rows + _READING
+            begin = min(max(-((start - mine) // cost), 0), each)
+            stop = min(max(-((start - others) // cost), 0), each)
+            start += each * cost
+            if begin >= stop:
+                continue
+            frame[0] = rows
+            weight, scale, bias = (
+                experts[expert, column], experts[expert, column + 1], experts[expert, column + 2],
+            )  # fmt: skip
+            to = out[first:].ctypes.data
+            if panels.kind == INT8:
+                frame[3] = room.laid.ctypes.data + first * inner
+                frame[4] = room.pair_peaks[first:].ctypes.data
+                frame[5], frame[6], frame[7], frame[8] = weight, scale, bias, to
+            else:
+                frame[3] = room.laid.ctypes.data + 4 * first * inner
+                frame[4], frame[5], frame[6], frame[7] = weight, bias, to, panels.kind
+            run_share(panels.run, frame.ctypes.data, begin, stop)
+    frame[0] = 0  # numba frees an array after its last use by name, not by address
+
+
+@njit
+def experts_share(
+    team: Member,
+    met: int,
+    mixture: Mixture,
+    panels: Panels,
+    x: np.ndarray,
+    router: np.ndarray,
+    experts: int,
+    out: np.ndarray,
+    room: Room,
+) -> int:
+    """A team member's share of ``out [T, hidden]`` = the experts' weighted results of ``x``.
+
+    ``x`` float32 is complete when it is called, and ``out`` when it returns. ``router`` has the
+    addresses of a packed weight, nothing, and its bias; ``experts`` is the address of int64
+    ``[count, EXPERT_COLUMNS]``. ``met`` and the result are those of ``team.meet``.
+    """
+    me, threads = team.me, team.threads
+    hidden, inner, together = x.shape[1], mixture.inner, len(room.logits)
+    table = carray(pointer(experts), (mixture.count, EXPERT_COLUMNS), np.int64)
+    choosing = Panels(mixture.router_run, mixture.router_width, mixture.router_kind)
+    parts = -(-len(x) // together)
+    for part in range(parts):
+        upper, lower = part * len(x) // parts, (part + 1) * len(x) // parts
+        many, mine = lower - upper, x[upper:lower]
+        met = _float_share(
+            team, met, choosing, mine, router[0], router[2], room.logits[:many], room.laid
+        )
+        begin, end = many * me // threads, many * (me + 1) // threads
+        _choose(begin, end, mixture, room)
+        if panels.kind == INT8:
+            quantize_share(begin, end, mine, np.int32(128), room.levels, room.peaks)
+        met = meet(team, met)
+        if me == 0:
+            _group(many, mixture, room)
+        met = meet(team, met)
+        _lay_rows(team, panels, mixture.count, mine, room)
+        met = meet(team, met)
+        _multiply(team, panels, table, 0, hidden, room, room.both)
+        met = meet(team, met)
+        _activate(team, mixture, panels, room)
+        met = meet(team, met)
+        _multiply(team, panels, table, _DOWN, inner, room, room.made)
+        met = meet(team, met)
+        for row in range(begin, end):
+            to = out[upper + row]
+            to[:] = np.float32(0)
+            for k in range(mixture.chosen):
+                share, made = room.shares[row, k], room.made[room.places[row, k]]
+                for d in range(hidden):
+                    to[d] += share * made[d]
+        met = meet(team, met)
+    return met
