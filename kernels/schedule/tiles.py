@@ -98,3 +98,15 @@ def product_tile(itemsize: int) -> ProductTile:
     rows takes the time of reading the weight anyway.
     """
     return ProductTile(32, 32, 32, 4, 2) if itemsize == 4 else ProductTile(64, 128, 64, 4, 4)
+
+
+def expert_tile(itemsize: int, rows: float, *, deterministic: bool) -> ProductTile:
+    """The tile of products with experts' weights, of which each has ``rows`` rows on average.
+
+    Experts with few rows take the time of reading their weights: then it has the 16 rows of the
+    smallest tensor-core product. ``deterministic``: one tile for all.
+    """
+    if itemsize == 4:
+        return ProductTile(16, 32, 32, 4, 2)
+    few = ProductTile(16, 64, 64, 4, 4)
+    return few if rows < 16 and not deterministic else ProductTile(64, 64, 64, 4, 3)

@@ -67,11 +67,6 @@ def load_decoder(
     and the tensor for weights that are missing, unexpected, wrongly shaped or of an unsupported
     type, and ``TooLittleMemory`` if they do not fit.
     """
-    if device.type != "cpu" and any(layer.experts is not None for layer in config.layers):
-        raise ValueError(
-            f"{config.architecture} has experts, which run on a CPU only so far; device is "
-            f"{device.type!r}, it must be 'cpu'"
-        )
     dummy = load_format == "dummy"
     source = None if dummy else open_tensors(path)
     halves = source.half_type if source is not None and dtype == torch.float32 else None

@@ -39,15 +39,15 @@ _float_share, _laid_numbers = float_numba.multiply_share, float_numba.laid_numbe
 
 
 class Mixture(NamedTuple):
-    """What all layers with experts have in common; ``count`` 0: there are none.
+    """What all layers with experts have in common; ``experts`` 0: there are none.
 
-    ``chosen`` of ``count`` experts compute for a row, each ``inner`` wide. ``normalised``: whether
+    ``chosen`` of ``experts`` compute for a row, each ``inner`` wide. ``normalised``: whether
     a row's weights sum to 1. ``alpha`` and ``limit`` are those of a bounded gate; an ``alpha`` of 0
     is SiLU. The last three are those of ``Panels``, for the product by which rows choose: parallel
     loops take no tuples within tuples.
     """
 
-    count: int
+    experts: int
     chosen: int
     inner: int
     normalised: bool
@@ -61,10 +61,10 @@ class Mixture(NamedTuple):
 class Room(NamedTuple):
     """What the parts of the work leave for each other, of R rows and P pairs.
 
-    ``logits`` float32 ``[R, count]``; ``choices`` int64, ``shares`` float32 and ``places`` int64
+    ``logits`` float32 ``[R, experts]``; ``choices`` int64, ``shares`` float32 and ``places`` int64
     ``[R, chosen]``: a row's experts in the order of their numbers, their weights, and the places of
     these pairs in the sorted order; ``sources`` int64 ``[P]``: the row of each pair. ``groups``
-    int64 ``[count + 1, 3]``: expert, first pair, end of pairs; the last row has the number of
+    int64 ``[experts + 1, 3]``: expert, first pair, end of pairs; the last row has the number of
     groups. ``both``, ``active`` and ``made`` are float32 ``[P, width]``. Products use the others.
     """
 
@@ -89,7 +89,7 @@ def new_room(mixture: Mixture, panels: Panels, rows: int, hidden: int) -> Room:
     """Room for up to ``rows`` rows at a time, or for fewer, as many as ``Room.logits`` has."""
     inner, chosen = mixture.inner, mixture.chosen
     many = 0
-    if mixture.count:
+    if mixture.experts:
         most = _PAIR_BYTES // (4 * (3 * inner + hidden) * chosen)
         many = min(rows, max(most // ROWS * ROWS, ROWS), _MOST_ROWS)
     pairs, widest = many * chosen, max(hidden, inner)
@@ -99,12 +99,12 @@ def new_room(mixture: Mixture, panels: Panels, rows: int, hidden: int) -> Room:
     if panels.kind == INT8:
         quantized = 1
     return Room(
-        np.empty((many, mixture.count), np.float32),
+        np.empty((many, mixture.experts), np.float32),
         np.empty((many, chosen), np.int64),
         np.empty((many, chosen), np.float32),
         np.empty((many, chosen), np.int64),
         np.empty(pairs, np.int64),
-        np.empty((mixture.count + 1, 3), np.int64),
+        np.empty((mixture.experts + 1, 3), np.int64),
         np.empty((pairs, 2 * inner), np.float32),
         np.empty((pairs, inner), np.float32),
         np.empty((pairs, hidden), np.float32),
@@ -119,7 +119,7 @@ def new_room(mixture: Mixture, panels: Panels, rows: int, hidden: int) -> Room:
 @njit(error_model="numpy")
 def _choose(begin: int, end: int, mixture: Mixture, room: Room) -> None:
     """The experts of the rows ``begin .. end`` and their weights, from ``room.logits``."""
-    count, chosen = mixture.count, mixture.chosen
+    count, chosen = mixture.experts, mixture.chosen
     taken = np.empty(count, np.bool_)
     for row in range(begin, end):
         logits, choices, shares = room.logits[row], room.choices[row], room.shares[row]
@@ -154,7 +154,7 @@ def _choose(begin: int, end: int, mixture: Mixture, room: Room) -> None:
 @njit
 def _group(rows: int, mixture: Mixture, room: Room) -> None:
     """Sorts the pairs of ``rows`` rows by expert."""
-    count, chosen, groups = mixture.count, mixture.chosen, room.groups
+    count, chosen, groups = mixture.experts, mixture.chosen, room.groups
     starts = np.zeros(count + 1, np.int64)
     for row in range(rows):
         for k in range(chosen):
@@ -210,7 +210,7 @@ def _activate(team: Member, mixture: Mixture, panels: Panels, room: Room) -> Non
     inner, turn = mixture.inner, 0
     laid = room.laid.ctypes.data
     limit = mixture.limit
-    for group in range(room.groups[mixture.count, 0]):
+    for group in range(room.groups[mixture.experts, 0]):
         first, end = room.groups[group, 1], room.groups[group, 2]
         for pair in range(first, end, ROWS):
             turn += 1
@@ -304,11 +304,11 @@ def experts_share(
 
     ``x`` float32 is complete when it is called, and ``out`` when it returns. ``router`` has the
     addresses of a packed weight, nothing, and its bias; ``experts`` is the address of int64
-    ``[count, EXPERT_COLUMNS]``. ``met`` and the result are those of ``team.meet``.
+    ``[experts, EXPERT_COLUMNS]``. ``met`` and the result are those of ``team.meet``.
     """
     me, threads = team.me, team.threads
     hidden, inner, together = x.shape[1], mixture.inner, len(room.logits)
-    table = carray(pointer(experts), (mixture.count, EXPERT_COLUMNS), np.int64)
+    table = carray(pointer(experts), (mixture.experts, EXPERT_COLUMNS), np.int64)
     choosing = Panels(mixture.router_run, mixture.router_width, mixture.router_kind)
     parts = -(-len(x) // together)
     for part in range(parts):
@@ -325,7 +325,7 @@ def experts_share(
         if me == 0:
             _group(many, mixture, room)
         met = meet(team, met)
-        _lay_rows(team, panels, mixture.count, mine, room)
+        _lay_rows(team, panels, mixture.experts, mine, room)
         met = meet(team, met)
         _multiply(team, panels, table, 0, hidden, room, room.both)
         met = meet(team, met)

@@ -22,9 +22,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from coppice.kernels.sampling.choose_triton import choose_row
-from coppice.kernels.schedule.tiles import Tile, choose_tiles, head_blocks, product_tile
+from coppice.kernels.schedule.tiles import (
+    Tile,
+    choose_tiles,
+    expert_tile,
+    head_blocks,
+    product_tile,
+)
 from coppice.kernels.triton.attention import attend_items, merge_partials
 from coppice.kernels.triton.cache import copy_page_words, rotate_rows, write_rows
+from coppice.kernels.triton.experts import gate_experts, weigh_experts
 from coppice.kernels.triton.products import multiply_rows
 from coppice.kernels.triton.rows import norm_rows, quantize_rows, silu_mul_rows
 
@@ -175,6 +182,25 @@ def variants() -> dict[str, Variant]:
             multiply_rows, constants, dtype, warps=product.warps, stages=product.stages,
             scalars={"rows": "i32", "x_stride": "i32"},
         )  # fmt: skip
+    for dtype, rows in (("bf16", 1), ("bf16", 64), ("fp32", 64)):
+        product = expert_tile(ITEMSIZE[dtype], rows, deterministic=False)
+        constants = {
+            "HIDDEN": 2880, "INNER": 2880, "ROWS": product.rows, "COLUMNS": product.columns,
+            "STEP": product.step, "BIASED": True, "UPCAST": False,
+        }  # fmt: skip
+        scalars = {"num_blocks": "i32", "order": "*i64", "blocks": "*i32", "shares": "*fp32"}
+        few = "few" if product.rows == 16 else "many"
+        made[f"expert down {dtype} {few}"] = Variant(
+            weigh_experts, constants, dtype, warps=product.warps, stages=product.stages,
+            scalars=scalars,
+        )  # fmt: skip
+        scalars |= {"x_stride": "i32", "alpha": "fp32", "limit": "fp32"}
+        for bounded in (False, True):
+            name = f"expert gate {dtype} {few}" + " bounded" * bounded
+            made[name] = Variant(
+                gate_experts, constants | {"CHOSEN": 4, "BOUNDED": bounded}, dtype,
+                warps=product.warps, stages=product.stages, scalars=scalars,
+            )  # fmt: skip
     quantize = {"WIDTH": 14336, "BLOCK": 16384, "INTERPRETED": False}
     made["quantize"] = Variant(
         quantize_rows, quantize, warps=16, scalars={"x_stride": "i32", "levels": "*fp8e4nv"}

@@ -28,6 +28,9 @@ COMPILED = (
     "rotate bf16",
     "copy",
     "product bf16",
+    "expert gate bf16 few",
+    "expert gate bf16 many bounded",
+    "expert down bf16 many",
     "norm",
     "silu",
     "quantize",
@@ -63,7 +66,7 @@ def assert_fits(compiled: dict[str, dict]) -> None:
         assert row["shared"] <= 227 * 1024, f"{name} asks for more than a multiprocessor has"
 
 
-_MULTIPLIED = ("prefill", "decode", "deterministic", "product")
+_MULTIPLIED = ("prefill", "decode", "deterministic", "product", "expert")
 
 
 def assert_tensor_cores(compiled: dict[str, dict]) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from coppice.kernels.cpu.layer.float_products import float_kernels
+from coppice.runtime.model import experts
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.model.weights import load_decoder
-from tests.runtime.model.test_decoder import Run, prompt
+from tests.runtime.model.test_decoder import Run, assert_near, expected_logits, prompt
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
 
@@ -94,3 +96,44 @@ def test_an_expert_that_no_row_chooses_is_not_read(load: Callable[..., Decoder])
             if number not in mine:
                 expert.gate_up.packed.memory.fill_(torch.nan)
     assert torch.equal(first_logits(decoder, tokens[:1], "compiled"), expected[:1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only without a GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_experts_of_a_gpu_are_those_of_transformers(
+    load: Callable[..., Decoder],
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+) -> None:
+    """Interpreted; a layer's weights of a kind lie in one tensor, and nowhere else."""
+    from coppice.kernels.triton import experts as grouped
+
+    monkeypatch.setattr(experts, "grouped_products", lambda device: grouped)
+    calls = []
+    mix = grouped.mix_experts
+    monkeypatch.setattr(
+        grouped,
+        "mix_experts",
+        lambda *args, **more: calls.append(len(args[0])) or mix(*args, **more),
+    )
+    decoder, tokens = load(family), prompt(41)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tiny_checkpoint(family), attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    ours = Run(decoder, "reference", 1, 16).step([(0, tokens)])
+    assert_near(ours, expected_logits(reference, tokens))
+    assert calls == [41] * len(decoder.layers)
+    for layer in decoder.layers:
+        weights = [expert.gate_up.weight for expert in layer.experts.experts]
+        assert len({each.untyped_storage().data_ptr() for each in weights}) == 1
+        assert weights[0].untyped_storage().nbytes() == sum(each.nbytes for each in weights)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are replaced")
+def test_experts_in_8_bits_are_refused_on_a_gpu(
+    load: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "grouped_products", lambda device: object())
+    with pytest.raises(ValueError, match="quantization must be None"):
+        load("mixtral", "int8")
