@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+if TYPE_CHECKING:  # importing it takes seconds, which commands that compute nothing don't need
+    import torch
 
-from coppice.runtime.model.rope import RopeConfig
-
-#: The types of weights that are supported, by their names in configs and options.
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
+#: The types of weights that are supported, as configs and options name them.
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 #: Where a layer normalises: what its two parts read (Llama), what they return (OLMo 2), or both
 #: (Gemma 2).
 Norms = Literal["before", "after", "both"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One rotation of heads of ``head_dim`` elements, see ``model.rope``.
+
+    ``parameters`` has what the variant needs, checked, under the names of a `config.json`. Of the
+    variant "none" nothing is rotated.
+    """
+
+    rope_type: str
+    head_dim: int
+    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +137,7 @@ class ModelConfig:
         layers: the recipe of each layer, the first one first.
         names: what the checkpoint calls its tensors.
         eos_token_ids: tokens that end a sequence; may be empty.
-        torch_dtype: the type that the config declares for the checkpoint.
+        dtype: the type that the config declares for the checkpoint, one of ``DTYPE_NAMES``.
         head: what the last states are for: "text", the "labels" of a classifier, or "none" for a
             bare model. Without a head for text, logits of tokens mean nothing.
         num_labels: of a classifier.
@@ -148,7 +160,7 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
     names: TensorNames
     eos_token_ids: tuple[int, ...]
-    torch_dtype: torch.dtype
+    dtype: str
     activation: Literal["silu", "gelu_tanh"] = "silu"
     head_order: tuple[int, ...] | None = None
     norm_offset: float = 0.0
@@ -161,6 +173,14 @@ class ModelConfig:
     head: Literal["text", "labels", "none"] = "text"
     num_labels: int = 0
     implementation: Literal["coppice", "transformers"] = "coppice"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as torch's type."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
     @property
     def num_layers(self) -> int:

@@ -9,8 +9,8 @@ from typing import cast
 
 import torch
 
-from coppice.runtime.model.config import DTYPES
 from coppice.runtime.model.experts import Expert, ExpertMixture
+from coppice.runtime.model.layers import DTYPES
 
 
 @dataclass(frozen=True, slots=True)

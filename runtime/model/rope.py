@@ -7,76 +7,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from coppice.runtime.model.config import RopeConfig
+from coppice.runtime.model.reading.rotated import rotated_width
 
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """One rotation: ``inv_freq`` has ``head_dim / 2`` entries, radians a position.
 
-    Entries of 0 leave their elements as they are. ``attention_factor`` multiplies cosine and sine
-    of the others (1.0 except for yarn and
-    longrope).
+def frequencies(config: RopeConfig) -> tuple[float, ...]:
+    """Radians a position of ``head_dim / 2`` pairs of elements, to the bit transformers'.
+
+    Elements that are not rotated have frequency 0, see ``reading.rotated.head_order``.
     """
-
-    rope_type: str
-    inv_freq: tuple[float, ...]
-    attention_factor: float = 1.0
-
-
-def no_rope(head_dim: int) -> RopeConfig:
-    """The rotation of a layer that rotates nothing."""
-    return RopeConfig("none", (0.0,) * (head_dim // 2))
-
-
-def rotated_width(parameters: Mapping[str, Any], head_dim: int) -> int:
-    """The number of a head's elements that are rotated, its first ones."""
-    partial = parameters.get("partial_rotary_factor")
-    return head_dim if partial is None else int(head_dim * partial)
-
-
-def head_order(rotated: int, head_dim: int, *, interleaved: bool) -> tuple[int, ...] | None:
-    """The order of a head's elements in which the rotation pairs its halves; None: as they are.
-
-    A checkpoint rotates the first ``rotated`` elements: it pairs the halves of that part, or,
-    ``interleaved``, each element with its neighbour. Here the first of each pair come first, then
-    the first half of the elements that are not rotated; then the second ones likewise.
-    """
-    if interleaved:
-        first, second = range(0, rotated, 2), range(1, rotated, 2)
-    else:
-        first, second = range(rotated // 2), range(rotated // 2, rotated)
-    middle = (rotated + head_dim) // 2
-    order = (*first, *range(rotated, middle), *second, *range(middle, head_dim))
-    return None if order == tuple(range(head_dim)) else order
-
-
-def rope_config(parameters: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """The frequencies that checked parameters ask for, the same to the bit as transformers'.
-
-    ``parameters`` has ``rope_type``, ``rope_theta`` and what the variant needs, under the names of
-    a `config.json`. Elements that are not rotated have frequency 0, see ``head_order``.
-    """
-    rope_type, theta = parameters["rope_type"], parameters["rope_theta"]
-    width = rotated_width(parameters, head_dim)
+    if config.rope_type == "none":
+        return (0.0,) * (config.head_dim // 2)
+    parameters, theta = config.parameters, config.parameters["rope_theta"]
+    width = rotated_width(parameters, config.head_dim)
     exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
     inv_freq = 1.0 / theta**exponents
-    attention_factor = 1.0
-    if rope_type == "linear":
+    if config.rope_type == "linear":
         inv_freq /= parameters["factor"]
-    elif rope_type == "llama3":
+    elif config.rope_type == "llama3":
         inv_freq = _llama3(inv_freq, parameters)
-    elif rope_type == "yarn":
+    elif config.rope_type == "yarn":
         inv_freq = _yarn(theta**exponents, parameters, width)
-        attention_factor = _yarn_attention_factor(parameters)
-    elif rope_type == "longrope":
+    elif config.rope_type == "longrope":
         inv_freq = 1.0 / (torch.tensor(parameters["short_factor"]) * theta**exponents)
-        attention_factor = _longrope_attention_factor(parameters)
-    still = (0.0,) * ((head_dim - width) // 2)
-    return RopeConfig(rope_type, (*inv_freq.tolist(), *still), attention_factor)
+    still = (0.0,) * ((config.head_dim - width) // 2)
+    return (*inv_freq.tolist(), *still)
+
+
+def attention_factor(config: RopeConfig) -> float:
+    """What multiplies cosine and sine of rotated elements: 1.0 except for yarn and longrope."""
+    if config.rope_type == "yarn":
+        return _yarn_attention_factor(config.parameters)
+    if config.rope_type == "longrope":
+        return _longrope_attention_factor(config.parameters)
+    return 1.0
 
 
 def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
@@ -145,10 +113,11 @@ class RotaryEmbedding:
     """
 
     def __init__(self, config: RopeConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device=device)
+        self._inv_freq = torch.tensor(frequencies(config), dtype=torch.float32, device=device)
         self._factor: torch.Tensor | None = None
-        if config.attention_factor != 1.0:  # of what is rotated
-            self._factor = torch.where(self._inv_freq > 0, config.attention_factor, 1.0)
+        factor = attention_factor(config)
+        if factor != 1.0:  # of what is rotated
+            self._factor = torch.where(self._inv_freq > 0, factor, 1.0)
         self._dtype = dtype
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from coppice.runtime.model.config import DTYPES, ModelConfig
+from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.model.expert_places import Place
 from coppice.runtime.model.files.opening import open_tensors
 from coppice.runtime.model.files.progress import LoadingProgress
 from coppice.runtime.model.files.source import Header, TensorSource, in_order
-from coppice.runtime.model.layers import Linear
+from coppice.runtime.model.layers import DTYPES, Linear
 from coppice.runtime.model.linear.select import linear_class
 from coppice.runtime.model.places import places_of
 from coppice.runtime.model.weight_size import smaller_weights, weight_bytes

@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from coppice.runtime.model.config import LayerSpec, ModelConfig, TensorNames
+from coppice.runtime.model.config import LayerSpec, ModelConfig, RopeConfig, TensorNames
 from coppice.runtime.model.reading.fields import Fields
+from coppice.runtime.model.reading.rotated import head_order, rotated_width
 from coppice.runtime.model.reading.rotation import (
     check_long,
     extended_length,
     rope_parameters,
 )
-from coppice.runtime.model.rope import RopeConfig, head_order, rope_config, rotated_width
 
 _DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -93,7 +93,7 @@ class Family(ABC):
             layers=self.layers(fields),
             names=self.names,
             eos_token_ids=eos_token_ids,
-            torch_dtype=fields.dtype(),
+            dtype=fields.dtype(),
             head_order=head_order(rotated, head_dim, interleaved=self.interleaved),
             stored=(fields.raw.get("quantization_config") or {}).get("quant_method"),
             **self.more(fields),
@@ -128,7 +128,8 @@ class Family(ABC):
                 f"an even number of elements, at least 2, to be rotated"
             )
         check_long(parameters, positions, rotated)
-        return rope_config(parameters, head_dim), extended_length(parameters, positions), rotated
+        config = RopeConfig(parameters["rope_type"], head_dim, parameters)
+        return config, extended_length(parameters, positions), rotated
 
     def more(self, fields: Fields) -> dict[str, Any]:
         """Fields of ``ModelConfig`` that few families have, by name."""

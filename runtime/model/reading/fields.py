@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-import torch
-
-from coppice.runtime.model.config import DTYPES
+from coppice.runtime.model.config import DTYPE_NAMES
 
 
 class Fields:
@@ -65,16 +63,16 @@ class Fields:
             raise ValueError(f"{name} is {value!r}; it must be true or false")
         return value
 
-    def dtype(self) -> torch.dtype:
-        """The type that the file declares; float32 if it declares none."""
+    def dtype(self) -> str:
+        """The name of the type that the file declares; float32 if it declares none."""
         # transformers 5 writes dtype, earlier versions wrote torch_dtype.
         declared = self.raw.get("dtype")
         value = self.raw.get("torch_dtype") if declared is None else declared
         if value is None:
-            return torch.float32
-        if not isinstance(value, str) or value not in DTYPES:
-            raise ValueError(f"dtype is {value}; supported are {', '.join(DTYPES)}")
-        return DTYPES[value]
+            return "float32"
+        if not isinstance(value, str) or value not in DTYPE_NAMES:
+            raise ValueError(f"dtype is {value}; supported are {', '.join(DTYPE_NAMES)}")
+        return value
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,3 +223,14 @@ def test_refuses_a_broken_config(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=r"config\.json"):
         load_model_config(tmp_path)
+
+
+def test_a_config_is_read_without_torch(tmp_path: Path) -> None:
+    """Importing torch takes seconds; `coppice plan` reads the config alone."""
+    write(tmp_path, LLAMA)
+    script = (
+        "import sys; from pathlib import Path; "
+        "from coppice.runtime.model.config_file import load_model_config; "
+        f"load_model_config(Path({str(tmp_path)!r})); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", script], check=False).returncode == 0

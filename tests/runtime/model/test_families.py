@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.families.registry import FAMILIES
+from coppice.runtime.model.rope import attention_factor, frequencies
 
 COMMON: dict[str, Any] = {
     "bos_token_id": 1,
@@ -342,7 +343,7 @@ def values_of(config: ModelConfig) -> dict[str, Any]:
     return {
         "experts": astuple(chosen[0])[:4] if chosen else None,
         **{name: getattr(config, name) for name in names.split()},
-        "rotations": [(rope.inv_freq, rope.attention_factor) for rope in config.ropes],
+        "rotations": [(frequencies(rope), attention_factor(rope)) for rope in config.ropes],
     }
 
 

@@ -11,8 +11,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from coppice.kernels.attention.interface import rotate
+from coppice.runtime.model.config import RopeConfig
 from coppice.runtime.model.reading.rotation import rope_parameters
-from coppice.runtime.model.rope import RopeConfig, RotaryEmbedding, rope_config
+from coppice.runtime.model.rope import RotaryEmbedding, attention_factor, frequencies
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5e5},
@@ -63,7 +64,12 @@ def llama(**rope: Any) -> LlamaConfig:
 
 
 def read(**rope: Any) -> RopeConfig:
-    return rope_config(rope_parameters({"rope_parameters": rope}, 256), 16)
+    return made({"rope_parameters": rope}, 256, 16)
+
+
+def made(raw: dict[str, Any], positions: int, head_dim: int) -> RopeConfig:
+    parameters = rope_parameters(raw, positions)
+    return RopeConfig(parameters["rope_type"], head_dim, parameters)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -90,7 +96,7 @@ def test_rotation_leaves_its_input_alone_and_takes_views() -> None:
     heads = torch.randn(3, 5, 8)
     kept = heads.clone()
     rope = RotaryEmbedding(
-        rope_config({"rope_type": "default", "rope_theta": 1e4}, 8),
+        RopeConfig("default", 8, {"rope_theta": 1e4}),
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
@@ -108,9 +114,9 @@ def test_frequencies_are_transformers_to_the_bit(variant: str) -> None:
     rope = {k: changes.get(k, v) for k, v in VARIANTS[variant].items()} | {"rope_theta": 5e5}
     hf = LlamaConfig(max_position_embeddings=131072, head_dim=128, rope_parameters=dict(rope))
     theirs, factor = ROPE_INIT_FUNCTIONS[variant.split()[0]](hf)
-    ours = rope_config(rope_parameters({"rope_parameters": rope}, 131072), 128)
-    assert ours.inv_freq == tuple(theirs.tolist())
-    assert ours.attention_factor == factor
+    ours = made({"rope_parameters": rope}, 131072, 128)
+    assert frequencies(ours) == tuple(theirs.tolist())
+    assert attention_factor(ours) == factor
 
 
 @pytest.mark.parametrize(

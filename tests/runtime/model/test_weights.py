@@ -244,7 +244,7 @@ def test_dummy_weights_need_only_a_config(
 
 
 def test_types(tiny_checkpoint: Callable[..., Path]) -> None:
-    config = replace(load_model_config(tiny_checkpoint("llama")), torch_dtype=torch.bfloat16)
+    config = replace(load_model_config(tiny_checkpoint("llama")), dtype="bfloat16")
     assert resolve_dtype("auto", config, CPU) == torch.float32
     assert resolve_dtype("auto", config, torch.device("cuda")) == torch.bfloat16
     assert resolve_dtype("float16", config, CPU) == torch.float16

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from coppice.runtime.model.config import LayerSpec
+from coppice.runtime.model.config import LayerSpec, RopeConfig
 from coppice.runtime.model.families.dense.gemma2 import Gemma2
 from coppice.runtime.model.reading.fields import Fields
 from coppice.runtime.model.reading.windows import layer_kinds
-from coppice.runtime.model.rope import RopeConfig
 
 
 class Gemma3(Gemma2):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from coppice.runtime.model.config import LayerSpec
+from coppice.runtime.model.config import LayerSpec, RopeConfig
 from coppice.runtime.model.reading.family import Family
 from coppice.runtime.model.reading.fields import Fields
+from coppice.runtime.model.reading.rotated import no_rope
 from coppice.runtime.model.reading.windows import layer_kinds
-from coppice.runtime.model.rope import RopeConfig, no_rope
 
 
 class SmolLM3(Family):
