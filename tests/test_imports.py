@@ -139,7 +139,7 @@ ORDER: dict[str, str] = {
         requests
         metrics
         sampling schedule model
-        pooling transformers
+        pooling planning transformers
         config
         runner
         engine

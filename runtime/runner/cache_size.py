@@ -11,6 +11,7 @@ from coppice.kernels.schedule.items import DETERMINISTIC_SPLIT
 from coppice.kernels.triton.plans import fixed_entries
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.config import ModelConfig
+from coppice.runtime.planning.cache import model_token_bytes, window_saving
 from coppice.runtime.sampling.prompt_scores import SLICE_ROWS
 from coppice.runtime.startup.room import (
     TooLittleMemory,
@@ -35,8 +36,7 @@ _GRAPH_BYTES = 256 * 2**20
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     """Bytes of one page: keys and values of `page_size` tokens in every layer."""
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
-    return per_token * page_size
+    return model_token_bytes(model, dtype.itemsize) * page_size
 
 
 def step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
@@ -107,6 +107,8 @@ def plan_cache(
         f"KV cache: {arithmetic}; {source} {pages:,} pages = {pages * size:,} tokens = "
         f"{readable(pages * each)}"
     )
+    longest = max(1, min(config.max_model_len or model.max_position, pages * size))
+    saving = window_saving(model.sliding_windows, longest)
     if on_gpu and pages * each > available:
         raise TooLittleMemory(
             f"kv_cache_tokens={config.kv_cache_tokens} does not fit: {memory}, of {left} "
@@ -130,7 +132,7 @@ def plan_cache(
             "larger kv_cache_tokens or kv_cache_memory_fraction, or a max_model_len of at most "
             f"{pages * size}"
         )
-    return pages, memory
+    return pages, f"{memory}; {saving}" if saving else memory
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

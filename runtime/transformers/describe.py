@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 
-from coppice.runtime.model.config import DTYPES, LayerSpec, ModelConfig, TensorNames
+from coppice.runtime.model.config import DTYPE_NAMES, LayerSpec, ModelConfig, TensorNames
 from coppice.runtime.transformers.attention import LayerFacts
 from coppice.runtime.transformers.probe import Probe
 from coppice.runtime.transformers.refusals import Refused, check_config, check_layers
@@ -103,7 +103,7 @@ def _describe(
         ),
         names=TensorNames(),
         eos_token_ids=eos_token_ids,
-        torch_dtype=_dtype(config),
+        dtype=_dtype(config),
         attention_softcap=first.softcap,
         head=head,
         num_labels=probe.num_results if head == "labels" else 0,
@@ -183,13 +183,12 @@ def _vocabulary(config: PreTrainedConfig, probe: Probe | None) -> int:
     return int(config.vocab_size) if probe is None else probe.num_results
 
 
-def _dtype(config: PreTrainedConfig) -> torch.dtype:
-    declared = getattr(config, "dtype", None)
-    if declared is None:
-        return torch.float32
-    if declared not in DTYPES.values():
-        raise Refused(f"its dtype is {declared}; supported are {', '.join(DTYPES)}")
-    return declared
+def _dtype(config: PreTrainedConfig) -> str:
+    declared = getattr(config, "dtype", None) or torch.float32
+    name = str(declared).removeprefix("torch.")
+    if name not in DTYPE_NAMES:
+        raise Refused(f"its dtype is {declared}; supported are {', '.join(DTYPE_NAMES)}")
+    return name
 
 
 def _linears(network: nn.Module) -> list[nn.Linear]:

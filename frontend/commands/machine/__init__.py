@@ -1,1 +1,1 @@
-"""The commands about the time of steps: a machine that is simulated, and one that is measured."""
+"""The commands about machines: one that is simulated, measured, or planned for."""

@@ -228,9 +228,17 @@ def test_help_needs_no_model_and_no_torch() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert "--temperature" in ran.stdout
-    assert {"generate", "chat", "serve", "report", "demo", "replay", "simulate", "bench"} == set(
-        commands(build_parser())
-    )
+    assert {
+        "generate",
+        "chat",
+        "serve",
+        "report",
+        "demo",
+        "replay",
+        "simulate",
+        "bench",
+        "plan",
+    } == set(commands(build_parser()))
 
 
 def commands(parser: argparse.ArgumentParser) -> list[str]:

@@ -1,0 +1,88 @@
+"""A plan as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coppice.runtime.planning.cache import window_saving
+from coppice.runtime.planning.plan import Needs, Plan
+
+
+def readable(count: int) -> str:
+    """A number of bytes for people; whole ones of a unit without a fraction."""
+    if count < 1024:
+        return f"{count:,} B"
+    power = min((count.bit_length() - 1) // 10, 4)
+    value = count / 1024**power
+    unit = ("KiB", "MiB", "GiB", "TiB")[power - 1]
+    return f"{value:,.0f} {unit}" if value.is_integer() else f"{value:,.1f} {unit}"
+
+
+def show(console: Console, plan: Plan, name: str) -> None:
+    """Prints the plan."""
+    console.print(Text(f"{name}: {plan.model.architecture}", "bold"), soft_wrap=True)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for row in _rows(plan):
+        table.add_row(*row)
+    console.print(table)
+    options = plan.options
+    shared = f", the first {options.shared:,} alike" if options.shared else ""
+    console.print(
+        f"\n{options.users:,} sequences of {plan.context:,} tokens{shared}", soft_wrap=True
+    )
+    needs = Table(box=None, pad_edge=False)
+    needs.add_column("KV kept")
+    for title in ("they take", "that fit", "wasted"):
+        needs.add_column(title, justify="right")
+    needs.add_row(f"{plan.longest:,} tokens reserved for each", *_needs(plan.reserved))
+    needs.add_row("in pages", *_needs(plan.paged))
+    if options.shared:
+        needs.add_row("in pages, the alike shared", *_needs(plan.shared))
+    console.print(needs)
+    saving = window_saving(plan.model.sliding_windows, plan.context)
+    if saving:
+        console.print(f"\n{saving[0].upper()}{saving[1:]}.", soft_wrap=True)
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    options, numbers = plan.options, plan.numbers
+    active = ""
+    if numbers.used != numbers.total:
+        active = f"{numbers.used:,} compute for a token"
+    yield "parameters", f"{numbers.total:,}", active
+    kind = plan.dtype if options.quantization is None else options.quantization
+    stored = ""
+    if plan.model.stored is not None:
+        stored = f", from {plan.model.stored}, which is unpacked at load"
+    yield "weights", readable(plan.weights.total), kind + stored
+    yield "KV of a token", readable(plan.token_bytes), f"{plan.token_bytes:,} bytes"
+    yield (
+        f"KV of a page of {options.page_size}",
+        readable(plan.page_bytes),
+        f"{plan.page_bytes:,} bytes",
+    )
+    if plan.cache_bytes is not None and plan.pages is not None:
+        part = ""
+        if options.kv_cache_memory is None:
+            part = f"{options.fraction:g} of what the weights leave"
+        yield "KV cache", readable(plan.cache_bytes), part
+        tokens = f"{plan.pages * options.page_size:,} tokens"
+        yield "pages", f"{plan.pages:,}", tokens
+    if plan.alone is not None and plan.together is not None:
+        yield "decoding, one sequence", f"{plan.alone:,.0f}", "tokens a second at most"
+        yield "decoding, all together", f"{plan.together:,.0f}", "tokens a second at most"
+
+
+def _needs(needs: Needs) -> tuple[str, str, str]:
+    return (
+        readable(needs.bytes),
+        "?" if needs.fit is None else f"{needs.fit:,}",
+        f"{needs.waste:.1%}",
+    )

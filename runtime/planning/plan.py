@@ -1,0 +1,168 @@
+"""The plan of a model on a device: what it takes, what fits, and how fast it can decode at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coppice.runtime.model.config import DTYPE_NAMES, ModelConfig
+from coppice.runtime.planning.cache import (
+    model_token_bytes,
+    pages_each,
+    reserved_waste,
+    sequences_that_fit,
+    window_tokens,
+)
+from coppice.runtime.planning.numbers import Numbers, count
+from coppice.runtime.planning.weights import WeightBytes, weight_bytes
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+assert tuple(_ITEMSIZE) == DTYPE_NAMES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What is planned. Raises ValueError that names the option, its value and what is allowed.
+
+    Attributes:
+        device_memory: bytes of the device; None: only what is needed is planned.
+        fraction: of the memory that the weights leave, the KV cache's part.
+        kv_cache_memory: bytes of the KV cache, instead of that part.
+        memory_bandwidth: bytes a second that the device reads.
+        users: sequences at the same time, of ``context`` tokens each, the first ``shared`` alike.
+        max_model_len: tokens that a place for the longest sequence reserves; None: the model's.
+        dtype, kv_cache_dtype, quantization, page_size: as the engine's options; "auto" is the type
+            that the config declares.
+    """
+
+    device_memory: int | None = None
+    fraction: float = 0.9
+    kv_cache_memory: int | None = None
+    memory_bandwidth: int | None = None
+    users: int = 64
+    context: int | None = None
+    shared: int = 0
+    max_model_len: int | None = None
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    page_size: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("users", "page_size", "context", "max_model_len", "device_memory",
+                     "kv_cache_memory", "memory_bandwidth"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value!r}")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(
+                f"kv_cache_memory_fraction must be above 0 and at most 1, got {self.fraction!r}"
+            )
+        for name, allowed in (
+            ("dtype", ("auto", *DTYPE_NAMES)),
+            ("kv_cache_dtype", ("auto", "fp8")),
+            ("quantization", (None, "int8", "fp8")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(str, allowed))}, "
+                    f"got {getattr(self, name)!r}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """One way of keeping the KV of all users.
+
+    ``pages`` and ``bytes`` are what the users take; ``fit`` how many sequences fit, None where the
+    memory is not known; ``waste`` the share of these bytes that holds no token.
+    """
+
+    bytes: int
+    fit: int | None
+    waste: float
+    pages: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What came out. Bytes are bytes; rates are tokens a second at most, None without bandwidth.
+
+    ``window_bytes``: KV of a sequence that is older than its layer's window; it is kept.
+    ``alone`` and ``together``: the rates of one sequence, and of all users together.
+    """
+
+    options: PlanOptions
+    model: ModelConfig
+    dtype: str
+    context: int
+    longest: int
+    numbers: Numbers
+    weights: WeightBytes
+    token_bytes: int
+    page_bytes: int
+    cache_bytes: int | None
+    pages: int | None
+    reserved: Needs
+    paged: Needs
+    shared: Needs
+    window_bytes: int
+    alone: float | None
+    together: float | None
+
+
+def make_plan(model: ModelConfig, options: PlanOptions) -> Plan:
+    """The plan. Raises ValueError for lengths that the model does not have."""
+    longest = options.max_model_len or model.max_position
+    context = options.context or min(8192, longest)
+    if longest > model.max_position:
+        raise ValueError(
+            f"max_model_len must be at most {model.max_position}, the model's own, got {longest}"
+        )
+    if context > longest:
+        raise ValueError(f"context must be at most max_model_len, {longest}, got {context}")
+    if not 0 <= options.shared <= context:
+        raise ValueError(f"shared must be from 0 to context, {context}, got {options.shared}")
+    dtype = model.dtype if options.dtype == "auto" else options.dtype
+    itemsize = _ITEMSIZE[dtype]
+    numbers = count(model)
+    weights = weight_bytes(numbers, itemsize, options.quantization)
+    stored = 1 if options.kv_cache_dtype == "fp8" else itemsize
+    each, size, users = model_token_bytes(model, stored), options.page_size, options.users
+    cache = options.kv_cache_memory
+    if cache is None and options.device_memory is not None:
+        left = options.device_memory - weights.total
+        if left <= 0:
+            raise ValueError(
+                f"device_memory is {options.device_memory:,} bytes, and the weights take "
+                f"{weights.total:,}: give a larger one, or a smaller dtype or quantization"
+            )
+        cache = int(left * options.fraction)
+    page = each * size
+    pages = None if cache is None else cache // page
+
+    def paged(shared: int) -> Needs:
+        common, own = pages_each(context, shared, size)
+        taken = common + users * own
+        tokens = common * size + users * (context - common * size)
+        fit = None if pages is None else sequences_that_fit(pages, common, own)
+        return Needs(taken * page, fit, 1 - tokens / (taken * size), taken)
+
+    whole = longest * each
+    reserved = Needs(
+        users * whole, None if cache is None else cache // whole, reserved_waste(longest, context)
+    )
+    old = window_tokens(model.sliding_windows, context) * each // model.num_layers
+    alone = together = None
+    if options.memory_bandwidth is not None:
+        read = context * each - old
+        alone = options.memory_bandwidth / (weights.read + read)
+        # Shared tokens within windows are read once for all, and so are at least these weights.
+        newest = [context - window for window in model.sliding_windows if window is not None]
+        unread = sum(min(options.shared, max(0, first)) for first in newest)
+        common = (options.shared * model.num_layers - unread) * (each // model.num_layers)
+        step = weights.read + common + users * (read - common)
+        together = users * options.memory_bandwidth / step
+    return Plan(
+        options, model, dtype, context, longest, numbers, weights, each, page, cache, pages,
+        reserved, paged(0), paged(options.shared), old, alone, together,
+    )  # fmt: skip

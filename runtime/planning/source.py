@@ -1,0 +1,44 @@
+"""Finds the `config.json` of a model without its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coppice.runtime.model.config import ModelConfig
+from coppice.runtime.model.config_file import load_model_config
+from coppice.runtime.model.files.folder import check_model_folder, not_a_folder
+
+
+def read_model(model: str, revision: str | None = None) -> ModelConfig:
+    """The model of a folder, of a `config.json`, or of a hub id, of which only that file comes.
+
+    Raises ``ValueError`` for what is none of these, and as ``load_model_config`` does.
+    """
+    path = Path(model).expanduser()
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
+    if not path.is_dir():
+        if path.exists():
+            raise ValueError(not_a_folder(model, path))
+        if not model or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+            raise ValueError(
+                f"model is {model!r}; there is no such folder or config.json, and it is no hub id"
+            )
+        return load_model_config(_fetched(model, revision))
+    if revision is not None:
+        raise ValueError(f"revision must not be given with a folder; got {revision!r}")
+    check_model_folder(path, weights=False)
+    return load_model_config(path)
+
+
+def _fetched(model: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download  # a quarter of a second, which folders don't need
+
+    try:
+        return Path(hf_hub_download(model, "config.json", revision=revision)).parent
+    except Exception as error:  # offline, unknown, gated: the hub has a type for each
+        reason = str(error).strip().splitlines()
+        raise ValueError(
+            f"model is {model!r}; there is no such folder here, and the Hugging Face hub did not "
+            f"give its config.json: {type(error).__name__}: {reason[0] if reason else ''}"
+        ) from error

@@ -1,0 +1,130 @@
+"""`coppice plan` as people run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice.frontend.commands.machine.planned.units import size
+from coppice.frontend.commands.main import main
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_a_folder_and_its_config_give_the_same(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for model in (folder, folder / "config.json"):
+        words = [
+            "--device-memory",
+            "80GiB",
+            "--shared",
+            "4096",
+            "--memory-bandwidth",
+            "3.35TB/s",
+            "--json",
+        ]
+        assert main(["plan", str(model), *words]) == 0
+        found.append(json.loads(capsys.readouterr().out) | {"model": ""})
+    assert found[0] == found[1]
+    plan = found[0]
+    assert plan["parameters"] == 8_030_261_248
+    assert plan["weight_bytes"] == 16_060_522_496
+    assert (plan["kv_bytes_a_token"], plan["page_bytes"]) == (131_072, 2_097_152)
+    assert plan["pages"] == int((80 * 2**30 - 16_060_522_496) * 0.9) // 2_097_152
+    assert plan["paged"]["fit"] == plan["pages"] // 512
+    assert plan["paged_shared"]["fit"] == (plan["pages"] - 256) // 256
+    assert plan["paged_shared"]["bytes"] == (256 + 64 * 256) * 2_097_152
+
+
+def test_the_table(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    words = [
+        "--kv-cache-memory",
+        "60GB",
+        "--max-model-len",
+        "4096",
+        "--context",
+        "500",
+        "--users",
+        "1",
+    ]
+    assert main(["plan", str(folder), *words]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "KV of a page of 16 2 MiB 2,097,152 bytes" in shown
+    assert "pages 28,610 457,760 tokens" in shown
+    assert "4,096 tokens reserved for each 512 MiB 111 87.8%" in shown
+    assert "in pages 64 MiB 894 2.3%" in shown
+
+
+def test_options_of_other_servers_are_answered_with_ours(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(folder), "--block-size", "32", "--tensor-parallel-size", "1"]) == 0
+    said = capsys.readouterr()
+    assert "KV of a page of 32" in said.out
+    assert "--tensor-parallel-size: an engine runs on one device" in said.err
+    for words, answer in (
+        (["--gpu-memory-utilization", "0.9"], "use --kv-cache-memory-fraction"),
+        (["--tensor-parallel-size", "2"], "must be 1 here, got '2': an engine runs on one device"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["plan", str(folder), *words])
+        assert answer in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["/no/such"], "model is '/no/such'; there is no such folder or config.json"),
+        (["demo", "--context", "100000000"], "context must be at most max_model_len"),
+    ],
+)
+def test_what_is_refused(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert size("80GiB") == 80 * 2**30
+    assert size("60GB") == size("60 g") == 60 * 10**9
+    assert size("3.35TB/s") == 3_350_000_000_000
+    assert size("123") == 123
+    for wrong in ("", "much", "-1", "1iB", "8 bits"):
+        with pytest.raises(Exception, match="must be a number of bytes such as 80GiB"):
+            size(wrong)
+
+
+def test_no_torch_is_imported(folder: Path) -> None:
+    script = (
+        "import sys; from coppice.frontend.commands.main import main; "
+        f"main(['plan', {str(folder)!r}]); "
+        "sys.exit(bool({'torch', 'transformers', 'aiohttp'} & sys.modules.keys()))"
+    )
+    ran = subprocess.run([sys.executable, "-P", "-c", script], check=False, capture_output=True)
+    assert ran.returncode == 0
