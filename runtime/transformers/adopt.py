@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coppice.kernels.cpu.layer import float_products
-from coppice.runtime.model.layers import Linear
+from coppice.runtime.model.layers import Linear, RMSNorm
 from coppice.runtime.transformers.network import Network
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def adopt(
         for name, module in list(network.named_modules(remove_duplicate=False)):
             if module is tokens:
                 _put(network, name, rows)
-    kept = {id(each) for m in network.modules() if isinstance(m, Linear | Rows)
+    kept = {id(each) for m in network.modules() if isinstance(m, Linear | Rows | RMSNorm)
             for each in m.parameters(recurse=False)}  # fmt: skip
     for tensor in [*network.parameters(), *network.buffers()]:
         if tensor.is_floating_point() and id(tensor) not in kept and tensor.dtype.itemsize < 4:

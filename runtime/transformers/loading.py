@@ -21,6 +21,7 @@ from coppice.runtime.transformers.adopt import adopt
 from coppice.runtime.transformers.attention import NAME
 from coppice.runtime.transformers.describe import Described
 from coppice.runtime.transformers.foreign import ForeignModel
+from coppice.runtime.transformers.fuse import fuse
 from coppice.runtime.transformers.network import Network
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def load_foreign(
         else:
             model = _read(path, described, stored)
         network = Network(model.eval(), described.model.head)
+        fuse(network, linear=linear, dtype=dtype, device=device)
         adopt(network, linear=linear, dtype=dtype, device=device)
         network.to(device)
         loaded = ForeignModel(described.model, described.layers, network)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from coppice.runtime.model.layers import Linear
+from coppice.runtime.model.layers import Linear, RMSNorm
 from coppice.runtime.model.linear.eight_bit import Int8Linear
 from coppice.runtime.model.linear.sixteen_bit import HalfLinear
 from coppice.runtime.requests.pooling_params import PoolingParams
+from coppice.runtime.transformers.fuse import GatedPart
 from tests.runtime.engine.test_families import generated, run, start
 from tests.runtime.pooling.test_pooling import pooled
 
@@ -27,7 +28,7 @@ def test_weights_of_16_bits_stay_so_and_are_computed_in_float32(
     engine = start(path, page_size=7)
     linears = [m for m in engine.runner.decoder.modules() if isinstance(m, Linear)]
     assert {type(each) for each in linears} == {HalfLinear}
-    assert len(linears) == 2 * 7 + 1
+    assert len(linears) == 2 * 6 + 1
     embeddings = [p for p in engine.runner.decoder.parameters() if p.shape == (320, 64)]
     assert [each.dtype for each in embeddings] == [torch.bfloat16] * (not tied)
     assert run(engine) == generated(path)
@@ -40,6 +41,19 @@ def test_int8_takes_every_linear_layer(foreign_checkpoint: Make, tied: bool) -> 
     linears = [m for m in engine.runner.decoder.modules() if isinstance(m, Linear)]
     assert {type(each) for each in linears} == {Int8Linear}
     assert len(linears) == 2 * 4 + 1
+
+
+@pytest.mark.parametrize(
+    ("family", "norms", "gated"),
+    [("seed_oss", 5, 2), ("vaultgemma", 5, 0), ("apertus", 9, 0), ("stablelm", 0, 2)],
+)
+def test_parts_that_compute_what_ours_do_are_ours(
+    foreign_checkpoint: Make, family: str, norms: int, gated: int
+) -> None:
+    """SiLU gates only, and norms of which those of Gemma add 1 to their weights."""
+    modules = list(start(foreign_checkpoint(family)).runner.decoder.modules())
+    assert sum(type(each) is RMSNorm for each in modules) == norms
+    assert sum(type(each) is GatedPart for each in modules) == gated
 
 
 def test_an_engine_sleeps_and_wakes_up(foreign_checkpoint: Make) -> None:
