@@ -9,6 +9,7 @@ from typing import Any
 
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.families.registry import FAMILIES
+from coppice.runtime.model.files.quantized.method import read_method
 from coppice.runtime.model.reading.family import Family
 
 _TEXT, _LABELS = "ForCausalLM", "ForSequenceClassification"
@@ -20,17 +21,19 @@ def load_model_config(path: Path) -> ModelConfig:
     Raises ``ValueError``, naming what is in the file and what is allowed, for a missing or broken
     file and for anything that the decoder would compute differently from transformers: models of
     other families than ``FAMILIES``, activations other than SiLU, unsupported RoPE variants, and
-    checkpoints that are stored quantized.
+    methods of quantisation that are not read.
     """
     raw = read_config(path)
     family = _family(raw)
     quantization = raw.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if quantization is not None and method not in family.stored_quantized:
-        raise ValueError(
-            f"quantization_config in {path / 'config.json'} has quant_method {method!r}; "
-            "checkpoints that are stored quantized are not supported: give an unquantized one"
-        )
+        if method == "mxfp4":
+            raise ValueError(
+                f"quantization_config in {path / 'config.json'} has quant_method 'mxfp4', which "
+                f"is read for gpt-oss alone, not for {family.architecture}"
+            )
+        read_method(path)
     config = family.read(raw, eos_token_ids=eos_token_ids(path, raw))
     return _with_head(config, raw, *(raw.get("architectures") or []))
 

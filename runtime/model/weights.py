@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +20,9 @@ from coppice.runtime.model.layers import DTYPES, Linear
 from coppice.runtime.model.linear.select import linear_class
 from coppice.runtime.model.places import places_of
 from coppice.runtime.model.weight_size import smaller_weights, weight_bytes
-from coppice.runtime.startup.room import check_room, explained
+from coppice.runtime.startup.room import check_room, explained, readable
+
+logger = logging.getLogger(__name__)
 
 #: Tensors that old checkpoints carry though they follow from the config.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -58,9 +61,14 @@ def load_decoder(
     load_format: str = "auto",
     quantization: str | None = None,
     deterministic: bool = False,
+    lossless: bool = False,
     seed: int = 0,
 ) -> Decoder:
     """A decoder with weights: those in ``path``, or random ones with ``load_format="dummy"``.
+
+    Weights that are stored quantised become int8 where the checkpoint was made for products of 8
+    bits and the device has those, else 16 bits where they can be kept, with ``lossless`` float32;
+    a line in the log says which.
 
     While loading, one tensor of the checkpoint at a time is in memory beside the decoder (of a
     `pytorch_model.bin`, what has been read of one shard). Raises ``ValueError`` that names the file
@@ -68,10 +76,13 @@ def load_decoder(
     type, and ``TooLittleMemory`` if they do not fit.
     """
     dummy = load_format == "dummy"
-    source = None if dummy else open_tensors(path)
-    halves = source.half_type if source is not None and dtype == torch.float32 else None
-    if source is not None:
+    source = None
+    if not dummy:
+        source = open_tensors(path, lambda: _wanted(config), lossless=lossless)
         config = _with_prefix(config, set(source.headers))
+        if quantization is None and not deterministic and not lossless:
+            quantization = _made_for(source, device, dtype)
+    halves = source.half_type if source is not None and dtype == torch.float32 else None
     linear = linear_class(quantization, device, dtype, halves=halves, deterministic=deterministic)
     # A head of float32 weights needs a float32 embedding; others leave it in 16 bits.
     widened = linear is Linear or deterministic or not linear.serves_head
@@ -79,6 +90,8 @@ def load_decoder(
     taken = weight_bytes(config, linear, dtype, device, embedding_dtype)
     remedy = smaller_weights(quantization, device)
     check_room("the weights", taken, device, remedy)
+    if source is not None and source.stored is not None:
+        _log_decoding(source, linear, dtype, taken, device)
     with explained("the weights", taken, device, remedy):
         decoder = Decoder(
             config, linear=linear, dtype=dtype, device=device, embedding_dtype=embedding_dtype
@@ -110,6 +123,41 @@ def _fill_from_files(decoder: Decoder, path: Path, source: TensorSource) -> None
             elif name == head:
                 _check_tied(path, source.read(name), decoder)
             progress.add(header.size)
+
+
+def _wanted(config: ModelConfig) -> list[str]:
+    """The names of the tensors that a model of this config has."""
+    meta = torch.device("meta")
+    return list(places_of(Decoder(config, dtype=config.torch_dtype, device=meta)))
+
+
+def _made_for(source: TensorSource, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The quantization that the checkpoint was made for, if the device has its products."""
+    if not source.eight_bit or device.type != "cpu":
+        return None
+    try:
+        linear_class("int8", device, dtype)
+    except ValueError as error:
+        logger.info("weights stay in 16 bits: %s", error)
+        return None
+    return "int8"
+
+
+def _log_decoding(
+    source: TensorSource, linear: type[Linear], dtype: torch.dtype, taken: int, device: torch.device
+) -> None:
+    place = {"dtype": dtype, "device": device}
+    kept = linear(16, 16, bias=False, **place).weight.dtype  # type: ignore[arg-type]
+    smaller = ""
+    if kept.itemsize > 1:
+        smaller = f"; {smaller_weights(None, device)}"
+    logger.info(
+        "weights stored as %s become %s, %s%s",
+        source.stored,
+        str(kept).removeprefix("torch."),
+        readable(taken),
+        smaller,
+    )
 
 
 def _check_headers(headers: Mapping[str, Header], places: Mapping[str, Place]) -> None:

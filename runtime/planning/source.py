@@ -7,16 +7,19 @@ from pathlib import Path
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.files.folder import check_model_folder, not_a_folder
+from coppice.runtime.model.files.path import resolve_model
 
 
 def read_model(model: str, revision: str | None = None) -> ModelConfig:
-    """The model of a folder, of a `config.json`, or of a hub id, of which only that file comes.
+    """The model of a folder, a GGUF file, a `config.json`, or a hub id, of which only that comes.
 
     Raises ``ValueError`` for what is none of these, and as ``load_model_config`` does.
     """
     path = Path(model).expanduser()
     if path.name == "config.json" and path.is_file():
         path = path.parent
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        path = resolve_model(model, revision)
     if not path.is_dir():
         if path.exists():
             raise ValueError(not_a_folder(model, path))

@@ -52,6 +52,7 @@ class Implementation:
                 load_format=options.load_format,
                 quantization=options.quantization,
                 deterministic=options.deterministic,
+                lossless=options.dtype == "float32",
                 seed=options.seed,
             )
         from coppice.runtime.transformers.loading import load_foreign

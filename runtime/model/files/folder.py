@@ -1,6 +1,6 @@
 """Says why a folder or a file holds no model that can be loaded, where the reason is a common one.
 
-People give the folder of an adapter, a GGUF file, a clone whose large files git-lfs never fetched,
+People give the folder of an adapter, a clone whose large files git-lfs never fetched,
 or the parent of the right folder. What reads the files would report a key or a byte.
 """
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _CONFIG = "config.json"
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
     "spiece.model", "tekken.json",
@@ -19,11 +20,6 @@ _TOKENIZERS = (
 
 def not_a_folder(model: str, path: Path) -> str:
     """Why the file at `path`, given as a model, is none."""
-    if path.suffix.lower() == ".gguf":
-        return (
-            f"model is {model!r}, a GGUF file, which is not read here; give the folder or the hub "
-            "id of the checkpoint in safetensors that it was made from"
-        )
     if path.suffix in (".safetensors", ".bin", ".json"):
         return f"model is {model!r}, one file of a checkpoint; give its folder, {path.parent}"
     return f"model is {model!r}, a file; it must be a folder or a hub id"
@@ -37,7 +33,8 @@ def check_model_folder(path: Path, *, weights: bool = True) -> None:
     config = path / _CONFIG
     if not config.is_file():
         raise ValueError(f"model: {path} has no {_CONFIG}: {_instead(path)}")
-    for file in (config, *(sorted(path.glob("*.safetensors")) if weights else ())):
+    stored = [file for kind in _WEIGHTS for file in sorted(path.glob(kind))] if weights else []
+    for file in (config, *stored):
         check_not_a_pointer(file)
 
 
@@ -76,11 +73,6 @@ def _instead(path: Path) -> str:
         return (
             f"it is an adapter{_base(adapter)}, which is not applied here; merge it into its base "
             "model (peft's merge_and_unload), save that, and give its folder"
-        )
-    if any(path.glob("*.gguf")):
-        return (
-            "it holds GGUF files, which are not read here; give the folder or the hub id of the "
-            "checkpoint in safetensors that they were made from"
         )
     if (path / "params.json").is_file():
         return (

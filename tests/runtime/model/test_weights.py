@@ -271,14 +271,18 @@ def test_a_hub_model_that_is_not_cached_is_refused_offline() -> None:
 
 
 def test_fetches_only_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {}
+    asked: list[list[str]] = []
 
     def fetch(repo_id: str, **options: Any) -> str:
-        asked.update(options, repo_id=repo_id)
+        assert repo_id == "owner/name"
+        asked.append(options["allow_patterns"])
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert resolve_model("owner/name") == tmp_path
-    assert asked["repo_id"] == "owner/name"
-    assert "*.safetensors" in asked["allow_patterns"]
-    assert not any(pattern.endswith(".bin") for pattern in asked["allow_patterns"])
+    assert "*.safetensors" in asked[0]
+    assert not any(pattern.endswith(".bin") for pattern in asked[0])
+    assert asked[1:] == [["pytorch_model*.bin"]], "where there are no safetensors"
+    (tmp_path / "model.safetensors").touch()
+    resolve_model("owner/name")
+    assert len(asked) == 3, "pickles are left out where there are safetensors"

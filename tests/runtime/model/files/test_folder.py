@@ -30,7 +30,6 @@ def folder(path: Path, **files: str) -> Path:
             r"it is an adapter for 'meta/base', .* merge it into its base",
         ),
         ({"adapter_config__json": "{"}, "it is an adapter, which is not applied"),
-        ({"weights__gguf": "GGUF"}, "holds GGUF files"),
         ({"params__json": "{}"}, "form of their publisher"),
         ({"config__json": POINTER}, r"config\.json is a pointer of Git LFS"),
         (
@@ -67,7 +66,11 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, files: dict[str, str], rea
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("m.gguf", "a GGUF file"), ("m.safetensors", "one file of a checkpoint"), ("m", "a file;")],
+    [
+        ("m.gguf", r"m\.gguf is not a GGUF file: it does not begin with GGUF"),
+        ("m.safetensors", "one file of a checkpoint"),
+        ("m", "a file;"),
+    ],
 )
 def test_a_file_is_no_model(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / name).touch()
@@ -85,5 +88,5 @@ def test_a_revision_is_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert resolve_model("owner/name", "v2") == tmp_path
     assert asked["revision"] == "v2"
-    with pytest.raises(ValueError, match="revision must not be given with a folder"):
+    with pytest.raises(ValueError, match="revision must not be given with a folder or"):
         resolve_model(str(tmp_path), "v2")

@@ -1,0 +1,1 @@
+"""GGUF files, through the package `gguf` and transformers' tables: a folder of one, its tensors."""

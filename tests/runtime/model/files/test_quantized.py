@@ -1,0 +1,282 @@
+"""Checkpoints in AWQ, GPTQ, compressed-tensors and FP8 have the weights that were rounded so."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from coppice.runtime.model.config_file import load_model_config
+from coppice.runtime.model.decoder import Decoder
+from coppice.runtime.model.linear.eight_bit import Int8Linear
+from coppice.runtime.model.weights import load_decoder
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+def load(folder: Path, **options: Any) -> Decoder:
+    options = {"dtype": torch.float32, "device": CPU} | options
+    return load_decoder(folder, load_model_config(folder), **options)
+
+
+def words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Numbers `[n, m]` packed along the rows into int32 `[n, m * bits / 32]`, one by one."""
+    per = 32 // bits
+    out = torch.zeros(len(numbers), numbers.shape[1] // per, dtype=torch.int64)
+    for place in range(per):
+        column = place if order is None else order[place]
+        out |= numbers[:, column::per].long() << (bits * place)
+    return torch.where(out >= 1 << 31, out - (1 << 32), out).to(torch.int32)
+
+
+def rounded(
+    weight: torch.Tensor, bits: int, group: int, *, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers from 0 `[out, in]`, scales and zero points `[out, groups]`."""
+    grouped = weight.view(len(weight), -1, group)
+    top = (1 << bits) - 1
+    if symmetric:
+        scale = grouped.abs().amax(-1) / (top // 2)
+        zero = torch.full_like(scale, 1 << (bits - 1))
+    else:
+        low, high = grouped.amin(-1), grouped.amax(-1)
+        scale = (high - low) / top
+        zero = (-low / scale).round().clamp(1, top)
+    scale = scale.half().float()
+    numbers = (grouped / scale[..., None] + zero[..., None]).round().clamp(0, top)
+    return numbers.view(weight.shape).int(), scale, zero.int()
+
+
+def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    numbers, scale, zero = rounded(weight, 4, 32, symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {
+        "qweight": words(numbers.t(), 4, order),
+        "qzeros": words(zero.t(), 4, order),
+        "scales": scale.t().contiguous().half(),
+    }
+    return parts, (numbers - zero.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1)
+
+
+def gptq(
+    weight: torch.Tensor, *, bits: int, version: int = 1, shuffled: bool = False
+) -> tuple[Tensors, torch.Tensor]:
+    inputs = weight.shape[1]
+    order = torch.randperm(inputs) if shuffled else torch.arange(inputs)
+    numbers, scale, zero = rounded(weight[:, order], bits, 32, symmetric=version == 1)
+    groups = torch.empty(inputs, dtype=torch.int32)
+    groups[order] = torch.arange(inputs, dtype=torch.int32) // 32
+    back = numbers[:, order.argsort()]
+    parts = {
+        "qweight": words(back, bits).t().contiguous(),
+        "qzeros": words(zero.t() - int(version == 1), bits),
+        "scales": scale.t().contiguous().half(),
+        "g_idx": groups,
+    }
+    return parts, (back - zero[:, groups.long()]) * scale[:, groups.long()]
+
+
+def packed(weight: torch.Tensor, *, symmetric: bool) -> tuple[Tensors, torch.Tensor]:
+    numbers, scale, zero = rounded(weight, 4, 32, symmetric=symmetric)
+    parts = {
+        "weight_packed": words(numbers, 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not symmetric:
+        parts["weight_zero_point"] = words(zero.t().contiguous(), 4).t().contiguous()
+    return parts, (numbers - zero.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1)
+
+
+def int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    numbers = (weight / scale).round().to(torch.int8)
+    return {"weight": numbers, "weight_scale": scale}, numbers * scale
+
+
+def fp8(weight: torch.Tensor, *, per: str) -> tuple[Tensors, torch.Tensor]:
+    rows, columns = weight.shape
+    if per == "tensor":
+        scale = (weight.abs().max() / 448).reshape(1)
+        spread: torch.Tensor = scale.expand(rows, columns)
+    elif per == "row":
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        spread = scale.expand(rows, columns)
+    else:  # blocks of 32 x 48, of which the last are smaller
+        down, right = -(-rows // 32), -(-columns // 48)
+        scale = torch.rand(down, right) * 0.1 + 0.01
+        spread = scale.repeat_interleave(32, 0)[:rows].repeat_interleave(48, 1)[:, :columns]
+    numbers = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+    name = "weight_scale_inv" if per == "block" else "weight_scale"
+    parts = {"weight": numbers, name: scale.float().contiguous(), "input_scale": torch.ones(1)}
+    return parts, numbers.float() * spread
+
+
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+CASES: dict[str, tuple[Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]], dict[str, Any]]] = {
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "gptq 4": (lambda w: gptq(w, bits=4), {"quant_method": "gptq", "bits": 4}),
+    "gptq 8": (lambda w: gptq(w, bits=8), {"quant_method": "gptq", "bits": 8}),
+    "gptq order": (lambda w: gptq(w, bits=4, shuffled=True), {"quant_method": "gptq", "bits": 4}),
+    "gptq v2": (
+        lambda w: gptq(w, bits=4, version=2),
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+    ),
+    "w4a16": (lambda w: packed(w, symmetric=True), COMPRESSED),
+    "w4a16 zeros": (lambda w: packed(w, symmetric=False), COMPRESSED),
+    "w8a8": (int8, COMPRESSED | {"format": "int-quantized"}),
+    "fp8 tensor": (lambda w: fp8(w, per="tensor"), COMPRESSED | {"format": "float-quantized"}),
+    "fp8 row": (lambda w: fp8(w, per="row"), {"quant_method": "fbgemm_fp8"}),
+    "fp8 block": (
+        lambda w: fp8(w, per="block"),
+        {"quant_method": "fp8", "weight_block_size": [32, 48]},
+    ),
+}
+
+
+@pytest.fixture
+def quantised(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> Callable[..., tuple[Path, Path]]:
+    """Folders of a checkpoint whose projections are quantised, and of the decoded numbers."""
+
+    def make(case: str, family: str = "qwen2") -> tuple[Path, Path]:
+        torch.manual_seed(5)
+        rounding, described = CASES[case]
+        source = tiny_checkpoint(family)
+        given = load_file(source / "model.safetensors")
+        one, other = tmp_path / "quantised", tmp_path / "decoded"
+        parts: Tensors = {}
+        whole: Tensors = {}
+        for name, tensor in given.items():
+            if name.endswith("_proj.weight"):
+                made, whole[name] = rounding(tensor)
+                parts |= {f"{name.removesuffix('weight')}{part}": t for part, t in made.items()}
+            else:
+                parts[name] = whole[name] = tensor
+        config = json.loads((source / "config.json").read_text())
+        for folder, tensors, more in (
+            (one, parts, {"quantization_config": described}),
+            (other, whole, {}),
+        ):
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(config | more))
+            save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+        return one, other
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_that_were_rounded(quantised: Callable[..., Any], case: str) -> None:
+    folder, decoded = quantised(case)
+    found, wanted = load(folder, lossless=True), load(decoded)
+    for (name, one), other in zip(
+        found.state_dict().items(), wanted.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_experts_are_decoded_too(quantised: Callable[..., Any]) -> None:
+    folder, decoded = quantised("fp8 row", "qwen3_moe")
+    found, wanted = load(folder, lossless=True), load(decoded)
+    for one, other in zip(found.state_dict().values(), wanted.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_the_log_says_what_becomes_of_the_weights(
+    quantised: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = quantised("w8a8")
+    with caplog.at_level(logging.INFO):
+        decoder = load(folder)
+    try:
+        assert isinstance(decoder.layers[0].qkv, Int8Linear)
+        assert "compressed-tensors, 8 bits become int8" in caplog.text
+    except AssertionError:
+        assert "weights stay in 16 bits" in caplog.text, "this CPU's int8 product saturates"
+    caplog.clear()
+    folder, _ = quantised("awq")
+    with caplog.at_level(logging.INFO):
+        load(folder)
+    assert "weights stored as AWQ, 4 bits become" in caplog.text
+    assert "quantization 'int8'" in caplog.text, "what makes them smaller"
+
+
+@pytest.mark.parametrize(
+    ("described", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes', which is not read; awq"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv', which is not read"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits .* 2, 4 or 8 bits"),
+        (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'"),
+        (COMPRESSED | {"transform_config": {"a": 1}}, "a transform_config"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ({"quant_method": "fp8", "weight_block_size": [0]}, "weight_block_size .* two sizes"),
+        (7, "is 7; it must be an object"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, described: Any, reason: str
+) -> None:
+    config = json.loads((tiny_checkpoint("llama") / "config.json").read_text())
+    config["quantization_config"] = described
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"quantization_config|{reason}") as raised:
+        load_model_config(tmp_path)
+    assert __import__("re").search(reason, str(raised.value))
+
+
+def test_parts_that_do_not_fit_are_named(quantised: Callable[..., Any]) -> None:
+    name = "model.layers.1.mlp.down_proj"
+    for case, part, change, reason in (
+        ("awq", "scales", None, rf"weight {name}\.weight is stored as .*; scales is missing"),
+        ("w8a8", "weight_scale", None, rf"tensor {name}\.weight is torch\.int8"),
+        ("gptq 4", "qweight", lambda t: t[:5], rf"qweight of {name}\.weight has shape \(5, 64\)"),
+        ("gptq 4", "qzeros", lambda t: t[:1], rf"weight {name}\.weight cannot be decoded from"),
+        ("awq", "qweight", lambda t: t[:5], rf"{name}\.weight"),
+        ("w4a16", "weight_packed", lambda t: t[:, :3], rf"weight {name}\.weight has shape"),
+    ):
+        folder, _ = quantised(case)
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        if change is None:
+            del tensors[f"{name}.{part}"]
+        else:
+            tensors[f"{name}.{part}"] = change(tensors[f"{name}.{part}"]).contiguous()
+        save_file(tensors, file)
+        with pytest.raises(ValueError, match=reason):
+            load(folder)
+        shutil.rmtree(folder)
+
+
+def test_one_weight_is_decoded_at_a_time(
+    quantised: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import weakref
+
+    from coppice.runtime.model.files.quantized.view import DecodedSource
+
+    alive: list[weakref.ref] = []
+    read = DecodedSource.read
+    most = 0
+
+    def counted(self: DecodedSource, name: str) -> torch.Tensor:
+        nonlocal most
+        most = max(most, sum(each() is not None for each in alive))
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(DecodedSource, "read", counted)
+    load(quantised("gptq 4")[0])
+    assert len(alive) > 20
+    assert most == 0, "each was dropped before the next was read"
