@@ -116,8 +116,10 @@ class Settler:
         found = {name: int(getattr(causes, name)[0]) for name in FOUND_CAUSES}
         idle = None
         if found["evicted"]:
-            used = float(self._stamps.time_of(causes.last_seen)[0])
-            idle = max(0.0, account.time - self._start - used)
+            idle = 0.0  # as in `_close`: no border before them is known, and so no time
+            if causes.last_seen[0]:
+                used = float(self._stamps.time_of(causes.last_seen)[0])
+                idle = max(0.0, account.time - self._start - used)
         return {name: tokens for name, tokens in found.items() if tokens}, idle
 
     def _salts_of(self, items: list[RequestAccount | Growth]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-from coppice.radix import Pin
+from coppice.radix import Match, Pin
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.requests.request import Sequence
@@ -54,13 +54,17 @@ def peek(
 ) -> Peek:
     """What `sequence`, which was never queued, would hit of its first `limit` tokens. O(tokens)."""
     tokens, namespace = sequence.tokens.tobytes(), sequence.request.namespace
+    pins = list(pins)
     match = paging.tree.match(tokens if paging.caching else b"", namespace, limit)
+    private = match.length > 0 and not _fits_alone(len(sequence.tokens) + 1, match, paging, pins)
+    if private:  # it starts without the hit
+        match = paging.tree.match(b"", namespace)
     hit, size = match.length, paging.page_size
     limited = None if limit == len(sequence.tokens) - 1 else limit
     causes: Mapping[str, int] = {}
     idle = None
     if paging.accounts is not None:
-        in_flight = waiting.led(tokens, namespace, hit)
+        in_flight = 0 if private else waiting.led(tokens, namespace, hit)
         causes, idle = accounts.preview(tokens, namespace, hit, in_flight, limited)
     pinned = [
         min(hit, pin.cached_tokens, common_prefix(pin.tokens, 0, tokens) // TOKEN_BYTES)
@@ -79,3 +83,26 @@ def peek(
         new_pages=paging.pages_needed(len(sequence.tokens), match),
         namespace=namespace,
     )
+
+
+def _fits_alone(length: int, match: Match, paging: Paging, pins: Iterable[Pin]) -> bool:
+    """Whether the pool has `length` tokens' pages beside this hit and the pins, and no other.
+
+    A hit that the engine can't keep even then is computed again. See `Scheduler.schedule`.
+    """
+    size = paging.page_size
+    kept = {
+        node: node.own_pages
+        for pin in pins
+        if pin.hold is not None and pin.hold.node is not None
+        for node in pin.hold.node.path()
+    }
+    node = match.node and match.node.ending(match.length)
+    after = 0  # pages of the edge that lie wholly after the hit, and can be evicted
+    if node is not None:
+        after = -(-node.end // size) - -(-match.length // size)
+    while node is not None:
+        kept.setdefault(node, node.own_pages - after)
+        node, after = node.parent, 0
+    free = paging.tree.pool.num_pages - sum(kept.values())
+    return paging.pages_needed(length, match) <= free

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,9 @@ def test_what_it_says_is_what_happens(engine: Engine) -> None:
     numbers = random.Random(5)
     texts = [[numbers.randrange(40) for _ in range(60)] for _ in range(4)]
     kinds = set()
+    begin = time.monotonic() + 100
     for turn in range(150):
+        engine.accounts._clock = partial(float, begin + 10 * turn)
         salt = numbers.choice((None, None, "s"))
         text = numbers.choice(texts)
         prompt = [*text[: numbers.randrange(1, 60)], numbers.randrange(40)]
@@ -76,7 +80,7 @@ def test_what_it_says_is_what_happens(engine: Engine) -> None:
         assert run(engine, prompt, cache_salt=salt) == peek.cached_tokens, turn
         recent = make_report(engine).recent[-1]
         assert recent.causes == peek.causes, turn
-        assert recent.evicted_idle_seconds == pytest.approx(peek.evicted_idle_seconds, abs=1.0)
+        assert recent.evicted_idle_seconds == pytest.approx(peek.evicted_idle_seconds, abs=1e-3)
         assert peek.cached_tokens + sum(peek.causes.values()) == peek.prompt_tokens == len(prompt)
         pages = peek.shared_pages + peek.new_pages
         assert pages == -(-len(prompt) // 4)
@@ -109,6 +113,38 @@ def test_pins_and_prompt_logprobs(engine: Engine) -> None:
     assert (limited.cached_tokens, limited.causes) == (0, {"prompt_logprobs": 39})
     later = engine.peek(prompt, prompt_logprobs=0, prompt_logprobs_start=30)
     assert later.cached_tokens == 29
+
+
+def test_a_hit_that_the_pool_has_no_room_for_is_not_promised(tmp_path: Path) -> None:
+    """It needs a copy of the page in which its hit ends, beside that page: 41 of 40 pages."""
+    engine = small_engine(tmp_path, max_num_seqs=8)
+    prompt = [place * place % 37 for place in range(157)]
+    assert run(engine, prompt) == 0
+    longer = [*prompt[:154], 38, 39, 38]
+    peek = engine.peek(longer)
+    assert (peek.cached_tokens, peek.shared_pages, peek.new_pages) == (0, 0, 40)
+    assert sum(peek.causes.values()) == 157
+    engine.add_request("x", [1, 2, 3], GREEDY)
+    engine.step()
+    again = engine.peek(longer)
+    assert (again.cached_tokens, again.new_pages) == (0, 40), "others only delay it"
+    while engine.has_unfinished():
+        engine.step()
+    engine.reset_cache()
+    assert run(engine, prompt) == 0
+    before = engine.peek(longer)
+    assert run(engine, longer) == before.cached_tokens == 0
+    assert make_report(engine).recent[-1].causes == before.causes
+    # The same where a pin takes the place.
+    engine.reset_cache()
+    engine.pin("p", pinned := [(38 - place) % 39 for place in range(60)])
+    assert run(engine, [*pinned, 1]) == 0
+    assert run(engine, prompt[:90]) == 0
+    for count in (85, 98, 99):
+        longer = [*prompt[:82], *[39] * (count - 82)]
+        expected = engine.peek(longer).cached_tokens
+        assert expected == (0 if count > 96 else 82), count
+        assert run(engine, longer) == expected
 
 
 def test_what_cannot_be_served_is_refused(engine: Engine) -> None:

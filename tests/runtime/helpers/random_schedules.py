@@ -210,10 +210,8 @@ class RandomSchedule:
             )
         except ValueError:
             return  # no room for a token after the prompt
-        waiting = self.engine._sequences.of(request.name)[0]
         self.step()
-        private = waiting.private  # it needs all pages: what it could hit is evicted for it
-        admitted = request.name in self.admissions.hits and not private
+        admitted = request.name in self.admissions.hits
         if self.engine.config.enable_prefix_caching and admitted:
             account = self.engine.accounts.recent()[-1]
             assert account.request_id == request.name
