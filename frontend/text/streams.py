@@ -178,12 +178,15 @@ class Texts:
         if is_silent(best, params):
             del ids[-1]
         decoder = self._decoder(running.prompt_token_ids, params)
-        text = decoder.push(ids)  # without bytes that may yet become a character
-        if best.finish_reason is not None:
-            text += decoder.flush()
-        if stopped is not None:
-            end = text.rfind(stopped)
-            text = text[: end + len(stopped) if params.include_stop_str_in_output else end]
+        if stopped is not None:  # it is complete in the last token, for the first time that counts
+            stops = StopStrings([stopped], include=params.include_stop_str_in_output)
+            stops.push(decoder.push(ids[:-1]), armed=False)
+            stops.push(decoder.push(ids[-1:]))
+            text = stops.text
+        else:
+            text = decoder.push(ids)  # without bytes that may yet become a character
+            if best.finish_reason is not None:
+                text += decoder.flush()
         made = CompletionOutput(
             0,
             text,

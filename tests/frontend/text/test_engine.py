@@ -9,9 +9,10 @@ import pytest
 
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.outputs import TextDelta
+from coppice.frontend.text.streams import Texts
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.engine.core import Engine
-from coppice.runtime.requests.request import StepOutput
+from coppice.runtime.requests.request import BestLine, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 
@@ -184,3 +185,27 @@ def test_tokens_are_those_of_transformers(tokenizer: Tokenizer, text: str) -> No
     for special, encode in ((True, tokenizer.encode), (False, tokenizer.encode_more)):
         wanted = tokenizer.wrapped(text, add_special_tokens=special)["input_ids"]
         assert encode(text) == wanted
+
+
+def test_the_best_beam_so_far_ends_at_its_first_stop_string(tokenizer: Tokenizer) -> None:
+    """The last token may complete it more than once; before, only min_tokens let it pass."""
+    spelled = ((token, tokenizer.decode([token])) for token in range(5, 384))
+    last, piece, stop = next(
+        (token, text, each)
+        for token, text in spelled
+        for each in text
+        if text.count(each) > 1 and each.isalpha()
+    )
+    before = tokenizer.encode(stop + "x" + stop)
+    for include in (False, True):
+        texts = Texts(tokenizer)
+        params = SamplingParams(
+            stop=stop, include_stop_str_in_output=include, min_tokens=len(before), max_tokens=40
+        )
+        texts.add("a", "prompt", [1, 2, 3], params)
+        step = StepOutput("a", 0, (), None, None, None, 3, 0)
+        step.best_so_far = BestLine((*before, last), -1.0, -1.0, "stop", stop)
+        delta, stopped = texts.advance(step)
+        assert not stopped and delta is not None and delta.best_so_far is not None
+        end = piece[: piece.index(stop) + include]
+        assert delta.best_so_far.text == stop + "x" + stop + end
