@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from coppice.runtime.report.gather import make_report
     from coppice.runtime.report.snapshot import CacheReport, SharedPrefix
     from coppice.runtime.requests.beam_search_params import BeamSearchParams
+    from coppice.runtime.requests.lora_request import LoRARequest
     from coppice.runtime.requests.sampling_params import SamplingParams
     from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 
@@ -42,6 +43,7 @@ _HOME_OF = {
     "CacheReport": "coppice.runtime.report.snapshot",
     "SharedPrefix": "coppice.runtime.report.snapshot",
     "make_report": "coppice.runtime.report.gather",
+    "LoRARequest": "coppice.runtime.requests.lora_request",
     "SamplingParams": "coppice.runtime.requests.sampling_params",
     "StructuredOutputsParams": "coppice.runtime.requests.structured_outputs",
     "Session": "coppice.frontend.python.session",
@@ -56,6 +58,7 @@ __all__ = [
     "CompletionOutput",
     "Engine",
     "EngineConfig",
+    "LoRARequest",
     "PagePool",
     "RadixTree",
     "RequestOutput",

@@ -54,7 +54,7 @@ _CACHE_SIZE = (
     "are loaded (0.9 by default on a GPU, 0.4 on a CPU), or kv_cache_tokens, its size"
 )
 _NO_CODE = "no code of a checkpoint is ever run: supported models are built in"
-_MERGE = "adapters are not applied; merge the adapter into its base model and serve the result"
+_ADAPTERS = "adapters are held once, in the memory of the model; max_loras bounds their number"
 _NO_DRAFTS = "there is no speculative decoding; leave it out"
 _TEXT_ONLY = "models here take text only; leave it out"
 _EVICTED = "there is no second place for KV: what does not fit is evicted and computed again"
@@ -126,11 +126,15 @@ FOREIGN: Mapping[str, Foreign] = {
     "convert": Granted("a checkpoint is served as what it is", ("auto", "none")),
     "is_embedding": Missing("the server offers what the checkpoint is made for; leave it out"),
     "override_pooler_config": Missing("the checkpoint's own pooling is used; leave it out"),
-    "enable_lora": Missing(_MERGE),
-    "lora_modules": Missing(_MERGE),
-    "lora_paths": Missing(_MERGE),
-    "max_loras": Missing(_MERGE),
-    "max_lora_rank": Missing(_MERGE),
+    "lora_paths": Renamed("lora_modules"),
+    "max_loras_per_batch": Renamed("max_loras"),
+    "max_loaded_loras": Renamed("max_loras"),
+    "max_cpu_loras": Missing(_ADAPTERS),
+    "lora_dtype": Granted("adapters are computed in the type of the model", ("auto",)),
+    "fully_sharded_loras": Missing(_ONE_DEVICE),
+    "enable_activated_lora": Granted("an adapter's own config has the tokens that invoke it"),
+    "lora_backend": Missing("there is one way for each device; leave it out"),
+    "lora_target_modules": Missing("each adapter's own config has them; leave it out"),
     "speculative_config": Missing(_NO_DRAFTS),
     "speculative_model": Missing(_NO_DRAFTS),
     "speculative_algorithm": Missing(_NO_DRAFTS),

@@ -6,7 +6,7 @@ Where to look:
     tree, state       the tree and what it consists of; node, tokens and namespace are its nouns
     edges, leaves,    do the tree's work: edges grow and split, leaves are evicted, drafts dropped
     drafts
-    pins, recount     prefixes that stay cached; all counts compared with a full recount
+    pins, upkeep/     prefixes that stay cached; a full recount, and removal of namespaces
     pages/            the pool of reference-counted pages
     eviction/         which leaf is evicted first
     mirror/           events and page hashes, for other processes
@@ -27,9 +27,9 @@ from coppice.radix.node import Hold, Inserted, Match, Node
 from coppice.radix.pages.errors import OutOfPages
 from coppice.radix.pages.pool import PagePool
 from coppice.radix.pins import Pin, PinRefused, Pins
-from coppice.radix.recount import check
 from coppice.radix.state import TreeListener
 from coppice.radix.tree import RadixTree
+from coppice.radix.upkeep.recount import check
 
 __all__ = [
     "POLICIES",

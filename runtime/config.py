@@ -112,6 +112,9 @@ class EngineConfig:
         "numbers of sequences for which decoding steps are captured as CUDA graphs, on a GPU; "
         "default: a choice of sizes up to max_num_seqs",
     )
+    enable_lora: bool = _option(False, "let requests ask for adapters of low rank (LoRA)")
+    max_loras: int = _option(16, "most adapters that are loaded at the same time")
+    max_lora_rank: int = _option(64, "greatest rank that an adapter may have")
     seed: int = _option(0, "seed of dummy weights, and of requests without a seed of their own")
 
     def __post_init__(self) -> None:
@@ -177,9 +180,16 @@ class EngineConfig:
             raise ValueError(
                 f"async_scheduling must be True, False or None, got {self.async_scheduling!r}"
             )
-        for name in ("enable_prefix_caching", "deterministic", "enforce_eager"):
+        _at_least("max_loras", self.max_loras, 1)
+        _at_least("max_lora_rank", self.max_lora_rank, 1)
+        for name in ("enable_prefix_caching", "deterministic", "enforce_eager", "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.enable_lora and self.deterministic:
+            raise ValueError(
+                "enable_lora must be False with deterministic: the adapters' products of a step "
+                "have shapes that depend on all of its requests"
+            )
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

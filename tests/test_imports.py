@@ -125,7 +125,7 @@ ORDER: dict[str, str] = {
         drafts
         edges
         tree
-        pins recount accounting mirror
+        pins upkeep accounting mirror
     """,
     "kernels": """
         attention transfer
@@ -141,6 +141,7 @@ ORDER: dict[str, str] = {
         sampling schedule model
         pooling planning transformers
         config
+        adapters
         runner
         engine
         report

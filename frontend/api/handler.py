@@ -169,6 +169,7 @@ class TextHandler:
                         tenant=tenant,
                         prompt_logprobs=params.prompt_logprobs,
                         prompt_logprobs_start=params.prompt_logprobs_start,
+                        lora_request=self.model.adapter(asked.model),
                     )
                     for ids in packed
                 )
@@ -231,6 +232,7 @@ class TextHandler:
                     cache_salt=asked.cache_salt,
                     tenant=tenant,
                     priority=asked.priority,
+                    lora_request=self.model.adapter(asked.model),
                     in_pieces=asked.stream,
                 )
             except PromptTooLong as error:

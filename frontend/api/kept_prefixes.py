@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from coppice.frontend.errors import EngineStopped
 from coppice.runtime.report.snapshot import PinRefused
+from coppice.runtime.requests.lora_request import LoRARequest
 
 MOST = 16  # prefixes that are kept for one key at a time
 
@@ -38,11 +39,13 @@ class _Kept(NamedTuple):
     cache_salt: str | None
     tokens: bytes
     seconds: float
+    lora_request: LoRARequest | None = None
 
     def covers(self, other: _Kept) -> bool:
         """Whether the other one need not be kept beside it."""
         return (
             self.cache_salt == other.cache_salt
+            and self.lora_request == other.lora_request
             and self.seconds >= other.seconds
             and self.tokens.startswith(other.tokens)
         )
@@ -66,19 +69,22 @@ class KeptPrefixes:
         cache_salt: str | None,
         prompt: Sequence[int],
         wanted: Sequence[Prefix],
+        lora_request: LoRARequest | None = None,
     ) -> list[Prefix]:
         """Keeps prefixes of a prompt, the longest first; returns those that are kept.
 
-        What is not computed yet is kept as soon as it is. `owner` is the name of the key.
+        What is not computed yet is kept as soon as it is. `owner` is the name of the key,
+        `lora_request` the adapter that computes the prompt.
         """
         ids = array("i", prompt)
         kept: list[Prefix] = []
         names: set[str] = set()
         for prefix in sorted(wanted, reverse=True):
             if all(each.seconds < prefix.seconds for each in kept):
-                pin = _Kept(cache_salt, ids[: prefix.tokens].tobytes(), prefix.seconds)
+                part = ids[: prefix.tokens].tobytes()
+                pin = _Kept(cache_salt, part, prefix.seconds, lora_request)
                 try:
-                    name = await self._pin(owner, tenant, pin, names)
+                    name = await self._pin(owner, tenant, pin, names, ids)
                 except EngineStopped:
                     return []
                 if name is None:
@@ -96,10 +102,20 @@ class KeptPrefixes:
         return False
 
     async def _pin(
-        self, owner: str, tenant: str | None, pin: _Kept, beside: Collection[str]
+        self,
+        owner: str,
+        tenant: str | None,
+        pin: _Kept,
+        beside: Collection[str],
+        prompt: Sequence[int],
     ) -> str | None:
         """The name of the pin, which takes no room of those `beside`; None: it finds none."""
-        secret = f"{pin.cache_salt!r}\n".encode("utf-8", "replace") + pin.tokens
+        adapter = pin.lora_request
+        of = f"{pin.cache_salt!r}{'' if adapter is None else adapter.lora_name}\n"
+        secret = of.encode("utf-8", "replace") + pin.tokens
+        more: dict[str, Any] = (
+            {} if adapter is None else {"lora_request": adapter, "prompt_token_ids": prompt}
+        )
         name = f"cache_control {owner} {hashlib.sha256(secret).hexdigest()[:20]}"
         before = self._kept.get(name)
         if before is not None:  # a longer time that was promised is not cut short
@@ -110,7 +126,7 @@ class KeptPrefixes:
             try:
                 await self._engine.ask(
                     "put_pin", name, tokens, cache_salt=pin.cache_salt, tenant=tenant,
-                    ttl=pin.seconds,
+                    ttl=pin.seconds, **more,
                 )  # fmt: skip
                 break
             except PinRefused:

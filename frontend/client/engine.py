@@ -28,6 +28,7 @@ from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.process.channel import Channel
 from coppice.runtime.process.messages import is_short, step_output
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.pooling_recipe import Recipe
 from coppice.runtime.requests.request import StepOutput
@@ -114,6 +115,7 @@ class EngineClient(EngineLifecycle):
         cache_salt: str | None = None,
         tenant: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         in_pieces: bool = True,
     ) -> Deltas:
         """Queues a request for each prompt (its text, if there is one, and token ids).
@@ -132,7 +134,9 @@ class EngineClient(EngineLifecycle):
             method, given = "add_request", for_engine(params, self.tokenizer)
         else:
             method, given = "add_beam_search", for_engine(beam, self.tokenizer)
-        more = {"cache_salt": cache_salt, "tenant": tenant, "priority": priority}
+        more: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant, "priority": priority}
+        if lora_request is not None:
+            more["lora_request"] = lora_request
         try:
             packed = [packed_ids(ids) for _, ids in prompts]
             answers = []
@@ -161,6 +165,7 @@ class EngineClient(EngineLifecycle):
         cache_salt: str | None = None,
         tenant: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> list[StepOutput]:
         """The vector or score of each prompt (token ids), in their order; see `StepOutput.pooled`.
 
@@ -172,7 +177,9 @@ class EngineClient(EngineLifecycle):
             RequestFailed: a step failed; EngineStopped: there is no engine at present.
         """
         names = [f"pool-{next(self._names)}" for _ in prompts]
-        more = {"cache_salt": cache_salt, "tenant": tenant, "priority": priority}
+        more: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant, "priority": priority}
+        if lora_request is not None:
+            more["lora_request"] = lora_request
         loop = asyncio.get_running_loop()
         try:
             answers = []

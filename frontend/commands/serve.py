@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+from dataclasses import replace
 
 from coppice.frontend.commands.foreign import add_foreign_options
 from coppice.frontend.commands.options import (
@@ -51,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"port must be from 0 to 65535, got {arguments.port}")
     config = EngineConfig(model=arguments.model, **engine_options(arguments))
     text, options = text_options(arguments), server_options(arguments)
+    if options.lora_modules:
+        config = replace(config, enable_lora=True)
     options.keys(), options.tls()  # refuse wrong ones before the model is loaded
     try:
         listener = _bound(arguments.host, arguments.port)

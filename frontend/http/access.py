@@ -17,7 +17,7 @@ from coppice.frontend.http.options import ApiKey
 # asks for the key itself.
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/ping", "/cache"})
 OPEN_PREFIX = "/cache/page/"  # the files of that page
-ADMIN_PREFIXES = ("/cache/", "/metrics")
+ADMIN_PREFIXES = ("/cache/", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 COUNTED_PREFIX = "/v1/"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coppice.frontend.chat.request_template import MEMORY_BYTES, SECONDS
+from coppice.frontend.http.lora_modules import all_modules
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "critical")
@@ -47,6 +48,12 @@ class ServerOptions:
         (),
         "names under which requests ask for the model, instead of MODEL (may be repeated); reports "
         "have the first; all words that follow are names, so write MODEL before them",
+        several=True,
+    )
+    lora_modules: tuple[str, ...] = _option(
+        (),
+        "adapters to load at the start, as NAME=PATH or as JSON with name, path and "
+        "base_model_name; requests ask for one as their model; implies enable_lora",
         several=True,
     )
     api_key: tuple[str, ...] = _option(
@@ -161,6 +168,7 @@ class ServerOptions:
         names = self.served_model_name
         if isinstance(names, str) or not all(isinstance(n, str) and n.strip() for n in names):
             raise ValueError(f"served_model_name must be a tuple of names, got {names!r}")
+        all_modules(self.lora_modules)
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ValueError(f"request_timeout must be above 0, got {self.request_timeout!r}")
         if isinstance(self.response_memory, bool) or not self.response_memory >= 0:

@@ -12,6 +12,7 @@ from coppice.frontend.chat.messages import Message
 from coppice.frontend.chat.template import encode_chat
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.client.process import EngineProcess
+from coppice.frontend.python.batches import check_adapters
 from coppice.frontend.python.forms import check_form
 from coppice.frontend.python.growing import GrowingOutput
 from coppice.frontend.python.options import Configured
@@ -29,6 +30,7 @@ from coppice.frontend.text.threads import TokenizerThreads
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.report.snapshot import CacheReport
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.request import StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
@@ -99,6 +101,7 @@ class AsyncLLM(Configured):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continues a prompt: yields what there is so far, again and again, until it is finished.
@@ -110,6 +113,7 @@ class AsyncLLM(Configured):
             prompt: text, token ids, or `{"prompt": ...}` or `{"prompt_token_ids": ...}`, which may
                 carry a `cache_salt`.
             sampling_params: `get_default_sampling_params()` if not given.
+            lora_request: its adapter, which is loaded if it is not yet.
             priority: class under the scheduling policy "priority"; lower ones run first.
 
         Raises:
@@ -117,13 +121,14 @@ class AsyncLLM(Configured):
             QueueFull: too much waits already. RequestFailed: a step failed, or the engine stopped.
         """
         encode = partial(encoded_prompt, "prompt", prompt, self._tokenizer)
-        return self._run(encode, sampling_params, priority=priority)
+        return self._run(encode, sampling_params, priority=priority, lora_request=lora_request)
 
     def chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -148,15 +153,19 @@ class AsyncLLM(Configured):
             )
             return EncodedPrompt(None, ids)
 
-        return self._run(encode, sampling_params, priority=priority)
+        return self._run(encode, sampling_params, priority=priority, lora_request=lora_request)
 
-    async def beam_search(self, prompt: Prompt, params: BeamSearchParams) -> RequestOutput:
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, *, lora_request: LoRARequest | None = None
+    ) -> RequestOutput:
         """The most probable continuations of a prompt, the best first. Raises as `generate`."""
         if not isinstance(params, BeamSearchParams) or params.best_so_far:
             raise ValueError(f"params must be BeamSearchParams without best_so_far, got {params!r}")
         encode = partial(encoded_prompt, "prompt", prompt, self._tokenizer)
         last = None
-        async for output in self._run(encode, params.sampling, beam=params):
+        async for output in self._run(
+            encode, params.sampling, beam=params, lora_request=lora_request
+        ):
             last = output
         assert last is not None
         return last
@@ -204,7 +213,9 @@ class AsyncLLM(Configured):
         *,
         priority: int = 0,
         beam: BeamSearchParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        check_adapters(lora_request)
         await self.start()
         if params is None:
             params = self.get_default_sampling_params()
@@ -220,6 +231,7 @@ class AsyncLLM(Configured):
             beam=beam,
             cache_salt=prompt.cache_salt,
             priority=priority,
+            lora_request=lora_request,
         )
         growing = GrowingOutput(prompt.text, prompt.token_ids, params.num_sequences)
         async with deltas:
@@ -239,6 +251,23 @@ class AsyncLLM(Configured):
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, as transformers loads it."""
         return self._tokenizer.wrapped
+
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        """Loads an adapter, so that no request waits for it. Raises ValueError as `generate`."""
+        check_adapters(lora_request)
+        await self.start()
+        await self._engine.ask("load_lora", lora_request)
+
+    async def remove_lora(self, lora_name: str) -> None:
+        """Unloads an adapter; what runs with it runs to its end. Raises ValueError if unknown."""
+        await self.start()
+        await self._engine.ask("unload_lora", lora_name)
+
+    async def list_loras(self) -> list[LoRARequest]:
+        """The adapters that are loaded."""
+        await self.start()
+        loras: list[LoRARequest] = await self._engine.ask("list_loras")
+        return loras
 
     async def cache_report(self) -> CacheReport:
         """What the KV cache has saved so far, and which prefixes did it."""

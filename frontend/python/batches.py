@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from coppice.frontend.chat.budget import bounded_after
 from coppice.frontend.python.forms import check_form
@@ -11,7 +12,11 @@ from coppice.frontend.python.prompts import EncodedPrompt
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.outputs import GenerationError, RequestOutput
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.sampling_params import SamplingParams
+
+Adapters: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts of a batch, or of each; None stands for the base model."""
 
 
 class Batches:
@@ -42,6 +47,7 @@ class Batches:
         use_tqdm: UseTqdm = False,
         priority: Sequence[int] | None = None,
         beam: BeamSearchParams | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Runs the prompts together to their ends; returns outputs in the order of the prompts.
 
@@ -51,6 +57,7 @@ class Batches:
             use_tqdm: whether a progress bar is shown, or what makes it.
             priority: class of each prompt, least first; None: 0 for all.
             beam: a beam search for all; `sampling_params` are then `beam.sampling`.
+            lora_request: the adapter of all, or of each prompt; None: the base model.
 
         Raises:
             ValueError: a prompt or the parameters are not acceptable; nothing has run.
@@ -59,6 +66,7 @@ class Batches:
         if sampling_params is None:
             sampling_params = self.text_engine.defaults.params()
         params = _params_for_each(sampling_params, len(prompts))
+        adapters = _adapter_of_each(lora_request, len(prompts))
         for form in {each.structured_outputs for each in params}:
             if form is not None:
                 check_form(form)
@@ -80,6 +88,7 @@ class Batches:
                         beam=beam,
                         cache_salt=prompt.cache_salt,
                         priority=priority[index] if priority else 0,
+                        lora_request=adapters[index],
                     )
                 except ValueError as error:
                     raise ValueError(f"prompts[{index}]: {error}") from error
@@ -106,6 +115,24 @@ class Batches:
         if any(completion.finish_reason == "error" for completion in made):
             raise GenerationError(outputs)
         return outputs
+
+
+def _adapter_of_each(given: Adapters, count: int) -> Sequence[LoRARequest | None]:
+    each = [given] * count if given is None or isinstance(given, LoRARequest) else given
+    if isinstance(each, (str, bytes)) or not isinstance(each, Sequence) or len(each) != count:
+        raise ValueError(
+            f"lora_request must be a LoRARequest, or one for each of the {count} prompts, "
+            f"got {given!r}"
+        )
+    check_adapters(*each)
+    return each
+
+
+def check_adapters(*given: object) -> None:
+    """Raises ValueError for what is neither a LoRARequest nor None."""
+    for each in given:
+        if each is not None and not isinstance(each, LoRARequest):
+            raise ValueError(f"lora_request must be a LoRARequest or None, got {each!r}")
 
 
 def _params_for_each(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from coppice.frontend.chat.messages import Message
 from coppice.frontend.chat.template import encode_chat
-from coppice.frontend.python.batches import Batches
+from coppice.frontend.python.batches import Adapters, Batches, check_adapters
 from coppice.frontend.python.beam_outputs import BeamSearchOutput, beam_search_output
 from coppice.frontend.python.options import Configured
 from coppice.frontend.python.pooling import (
@@ -27,6 +27,7 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.report.gather import make_report
 from coppice.runtime.report.snapshot import CacheReport
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 
@@ -53,6 +54,7 @@ class LLM(Configured):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
         *,
+        lora_request: Adapters = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt; all of them run together and share their common prefixes.
@@ -64,6 +66,7 @@ class LLM(Configured):
                 if not given.
             use_tqdm: whether to show a progress bar, in a terminal or a notebook; or a class that
                 makes it, as `tqdm.tqdm` does.
+            lora_request: the adapter of all prompts, or of each; it is loaded if it is not yet.
             priority: class of each prompt under the scheduling policy "priority"; lower ones run
                 first.
 
@@ -81,7 +84,13 @@ class LLM(Configured):
                 f"priority must have one number for each of the {len(parsed)} prompts, "
                 f"got {len(classes)}"
             )
-        return self._batches.run(parsed, sampling_params, use_tqdm=use_tqdm, priority=classes)
+        return self._batches.run(
+            parsed,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=classes,
+            lora_request=lora_request,
+        )
 
     def chat(
         self,
@@ -89,6 +98,7 @@ class LLM(Configured):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
         *,
+        lora_request: Adapters = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -103,7 +113,7 @@ class LLM(Configured):
             messages: one conversation or several; a message is a mapping with `role` ("system",
                 "user", "assistant" or "tool") and `content`, as in the OpenAI API.
             sampling_params: one for all, or one for each conversation.
-            use_tqdm: as for `generate`.
+            use_tqdm, lora_request: as for `generate`.
             chat_template: used in place of the model's.
             add_generation_prompt: whether the beginning of an answer is added at the end.
             continue_final_message: leave the last message open, so that the answer continues it.
@@ -127,13 +137,17 @@ class LLM(Configured):
             continue_final_message=continue_final_message,
         )
         parsed = [EncodedPrompt(None, encode(turns)) for turns in conversations]
-        return self._batches.run(parsed, sampling_params, use_tqdm=use_tqdm)
+        return self._batches.run(
+            parsed, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request
+        )
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         use_tqdm: UseTqdm = True,
+        *,
+        lora_request: Adapters = None,
     ) -> list[BeamSearchOutput]:
         """Finds the most probable continuations of each prompt; all prompts are searched together.
 
@@ -147,7 +161,9 @@ class LLM(Configured):
         if params.best_so_far:
             raise ValueError("best_so_far must be False where only the results are returned")
         parsed = encoded(prompts, self._text_engine.tokenizer)
-        outputs = self._batches.run(parsed, params.sampling, use_tqdm=use_tqdm, beam=params)
+        outputs = self._batches.run(
+            parsed, params.sampling, use_tqdm=use_tqdm, beam=params, lora_request=lora_request
+        )
         return [beam_search_output(output) for output in outputs]
 
     def embed(
@@ -189,6 +205,19 @@ class LLM(Configured):
             return Session(self._batches, [], None)
         parsed = encoded_prompt("prompt", prompt, self._text_engine.tokenizer)
         return Session(self._batches, parsed.token_ids, parsed.cache_salt)
+
+    def add_lora(self, lora_request: LoRARequest) -> None:
+        """Loads an adapter, so that no request waits for it. Raises ValueError as `generate`."""
+        check_adapters(lora_request)
+        self._text_engine.engine.adapters.load(lora_request)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Unloads an adapter and frees its part of the cache. Raises ValueError if unknown."""
+        self._text_engine.engine.adapters.unload(lora_name)
+
+    def list_loras(self) -> list[LoRARequest]:
+        """The adapters that are loaded."""
+        return self._text_engine.engine.adapters.listed()
 
     def cache_report(self) -> CacheReport:
         """What the KV cache has saved so far, and which prefixes did it.

@@ -71,6 +71,9 @@ class Configured(ABC):
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
         cuda_graph_sizes: tuple[int, ...] | None = None,
+        enable_lora: bool = False,
+        max_loras: int = 16,
+        max_lora_rank: int = 64,
         seed: int = 0,
     ) -> None:
         """Loads the model. Options of vLLM are taken under its names where they mean the same.
@@ -125,6 +128,9 @@ class Configured(ABC):
             enforce_eager: no CUDA graphs: every step launches its kernels one by one.
             cuda_graph_sizes: numbers of sequences for which decoding steps are captured as CUDA
                 graphs, on a GPU; default: a choice of sizes up to max_num_seqs.
+            enable_lora: let requests ask for adapters of low rank (LoRA).
+            max_loras: most adapters that are loaded at the same time.
+            max_lora_rank: greatest rank that an adapter may have.
             seed: seed of dummy weights, and of requests without a seed of their own.
 
         Raises:

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from coppice.frontend.api.anthropic.routes import MessageRoutes
 from coppice.frontend.api.handler import TextHandler
+from coppice.frontend.api.openai.adapters import AdapterRoutes
 from coppice.frontend.api.openai.completions import CompletionRoutes
 from coppice.frontend.api.openai.models import ModelRoutes
 from coppice.frontend.api.openai.pooling.routes import PoolingRoutes
@@ -19,6 +20,7 @@ from coppice.frontend.http.access import Access
 from coppice.frontend.http.connections import Connections
 from coppice.frontend.http.health import Health
 from coppice.frontend.http.json_bodies import JsonBodies
+from coppice.frontend.http.lora_modules import all_modules
 from coppice.frontend.http.middleware import NOTE, cors_headers, middlewares
 from coppice.frontend.http.openapi import with_description
 from coppice.frontend.http.options import ServerOptions
@@ -76,6 +78,7 @@ class Server:
         handler = TextHandler(
             engine, served, self._bodies, self._threads, self._options, self._health.check
         )
+        self._adapters = AdapterRoutes(served, engine, self._bodies)
         tokenize = TokenizeRoutes(engine, served, self._bodies, self._threads, handler.dialect)
         pooling = PoolingRoutes(
             engine,
@@ -93,6 +96,7 @@ class Server:
                 *pooling.routes(),
                 *RenderRoutes(handler).routes(),
                 *ModelRoutes(served, engine).routes(),
+                *self._adapters.routes(),
                 *self._health.routes(),
                 *tokenize.routes(),
                 *self._metrics.routes(),
@@ -102,6 +106,10 @@ class Server:
             ],
             self._options.root_path,
         )
+
+    async def load_adapters(self) -> None:
+        """Loads the adapters of `lora_modules`. Raises ValueError if one can't be loaded."""
+        await self._adapters.start(all_modules(self._options.lora_modules))
 
     def application(self) -> web.Application:
         """The application; run it with `handler_cancellation`, which aborts the requests of

@@ -49,8 +49,8 @@ def serve(
         listener: a socket that is bound to the server's address; it is closed at the end.
 
     Raises:
-        ValueError: there is no such model, it is not supported, its memory does not suffice, or the
-            certificate is none.
+        ValueError: there is no such model, it is not supported, its memory does not suffice, the
+            certificate is none, or an adapter can't be loaded.
     """
     loaded = load_around(config, text, without_torch=True)
     logs.configure(options.log_format, options.log_level)
@@ -86,6 +86,11 @@ async def _serve(
     if not await _started(engine, stop):
         return
     server = Server(engine, model, options)
+    try:
+        await server.load_adapters()
+    except ValueError:
+        await engine.stop()
+        raise
     runner = web.AppRunner(
         server.application(),
         handler_cancellation=True,

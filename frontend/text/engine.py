@@ -8,6 +8,7 @@ engine, from one thread. The server has its engine in another process: see `fron
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from coppice.frontend.text.model.generation_config import NO_DEFAULTS, GenerationDefaults
 from coppice.frontend.text.model.loading import load_around
@@ -19,6 +20,7 @@ from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 
@@ -65,6 +67,7 @@ class TextEngine:
         beam: BeamSearchParams | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queues a request: sampling by `params`, or the beam search `beam` for `params.n` results.
 
@@ -72,16 +75,13 @@ class TextEngine:
             ValueError: the engine refuses it (see `Engine.add_request`); nothing was queued.
         """
         ids = list(prompt_token_ids)
+        more: dict[str, Any] = {
+            "cache_salt": cache_salt, "priority": priority, "lora_request": lora_request,
+        }  # fmt: skip
         if beam is not None:
-            search = for_engine(beam, self.tokenizer)
-            self.engine.add_beam_search(
-                request_id, ids, search, cache_salt=cache_salt, priority=priority
-            )
+            self.engine.add_beam_search(request_id, ids, for_engine(beam, self.tokenizer), **more)
         else:
-            given = for_engine(params, self.tokenizer)
-            self.engine.add_request(
-                request_id, ids, given, cache_salt=cache_salt, priority=priority
-            )
+            self.engine.add_request(request_id, ids, for_engine(params, self.tokenizer), **more)
         self.texts.add(request_id, prompt, ids, params)
 
     def abort(self, request_id: str) -> bool:

@@ -206,7 +206,7 @@ class BeamSearches:
     def _settle(self, request: Request, results: list[Hypothesis], *, keep: bool) -> None:
         for result in results:  # its last token has no KV
             line = request.prompt_token_ids + array("i", result.tokens[:-1])
-            self._paging.settle(line, request.namespace, keep=keep)
+            self._paging.settle(line, request, keep=keep)
 
     def score(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
         """Hands each beam's best continuations to its search.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from coppice.radix import PagePool, Pin, PinRefused, Pins, RadixTree
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine.adapting import EngineAdapters
 from coppice.runtime.engine.beams import BeamSearches
 from coppice.runtime.engine.intake import Intake
 from coppice.runtime.engine.peek import Peek
@@ -17,6 +19,7 @@ from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.request import StepOutput, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
@@ -85,16 +88,21 @@ class Engine:
         vocabulary, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
         self._sequences = Sequences(self.scheduler, self.counters)
         self._searches = BeamSearches(self._sequences, paging, eos, watch_lines)
+        self.adapters = EngineAdapters(
+            config, self.runner, self._sequences, self.pins, lambda: self.tree
+        )
         self.intake = Intake(
             config,
             Grammars(source, vocabulary, eos),
             self._sequences,
             self.pins,
             self.counters,
+            self.adapters.named,
             vocabulary=vocabulary,
             max_model_len=self.max_model_len,
             recipe=self.runner.recipe,
         )
+        self.adapters.cleared = self.intake.known_logprobs.clear
         self._steps = Steps(
             self.runner,
             self.scheduler,
@@ -128,12 +136,13 @@ class Engine:
         cache_salt: str | None = None,
         tenant: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queues a request.
 
         Requests reuse each other's KV only if `cache_salt` and `tenant` are equal. `priority` is
         the request's class under the scheduling policy "priority": the least number is served
-        first.
+        first. `lora_request` names its adapter, which is loaded if it is not yet.
 
         Raises ValueError if the request can't be served, QueueFull if too much waits already, and
         DeviceLost if the device has failed for good; nothing is queued then.
@@ -146,6 +155,7 @@ class Engine:
             cache_salt=cache_salt,
             tenant=tenant,
             priority=priority,
+            lora_request=lora_request,
         )
 
     def add_pooling(
@@ -157,6 +167,7 @@ class Engine:
         cache_salt: str | None = None,
         tenant: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queues a request for a vector or a score, which comes as `StepOutput.pooled` at its end.
 
@@ -170,6 +181,7 @@ class Engine:
             cache_salt=cache_salt,
             tenant=tenant,
             priority=priority,
+            lora_request=lora_request,
         )
 
     def add_beam_search(
@@ -181,6 +193,7 @@ class Engine:
         cache_salt: str | None = None,
         tenant: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queues a beam search; its results all come in the step in which it ends, best first.
 
@@ -195,6 +208,7 @@ class Engine:
             cache_salt=cache_salt,
             tenant=tenant,
             priority=priority,
+            lora_request=lora_request,
         )
         self._searches.begin(first, params)
 
@@ -215,6 +229,7 @@ class Engine:
             keep = not (sequence.request.beam_search and sequence.num_generated)
             self._steps.end(sequence, "abort" if index is None else "stop", keep=keep)
         self._check_when_idle()
+        self.adapters.refresh()
         return bool(ended)
 
     def has_unfinished(self) -> bool:
@@ -239,6 +254,7 @@ class Engine:
             self._check_when_idle()
         self.accounts.evictions(self.tree)
         self.pins.refresh()
+        self.adapters.refresh()
         return outputs
 
     def peek(
@@ -249,6 +265,7 @@ class Engine:
         tenant: str | None = None,
         prompt_logprobs: int | None = None,
         prompt_logprobs_start: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Peek:
         """What a request would hit if it began now, and why the rest would miss.
 
@@ -261,6 +278,7 @@ class Engine:
             tenant=tenant,
             prompt_logprobs=prompt_logprobs,
             prompt_logprobs_start=prompt_logprobs_start,
+            lora_request=lora_request,
             paging=self.scheduler.paging,
             waiting=self.scheduler.waiting,
             accounts=self.accounts,
@@ -276,6 +294,8 @@ class Engine:
         cache_salt: str | None = None,
         tenant: str | None = None,
         ttl: float | None = None,
+        lora_request: LoRARequest | None = None,
+        prompt_token_ids: Seq[int] | None = None,
     ) -> Pin:
         """Keeps a prefix in the cache until `unpin`, or until it was unused for `ttl` seconds.
 
@@ -283,10 +303,18 @@ class Engine:
         it. A pin of this name with the same prefix is renewed. Raises PinRefused, a ValueError, if
         the name stands for another prefix, if `pin_budget` does not allow it, or if a request that
         was accepted could no longer be served beside it; ValueError for bad arguments.
+
+        With `lora_request` it is the prefix as that adapter computes it, in a prompt that is
+        `prompt_token_ids` if it does not end with the prefix.
         """
         if not self.config.enable_prefix_caching:
             raise PinRefused(f"pin {name!r}: there is no cache, enable_prefix_caching is off")
-        pin = self.pins.pin(name, token_ids, self.intake.namespace(cache_salt, tenant), ttl=ttl)
+        prompt = token_ids if prompt_token_ids is None else prompt_token_ids
+        use, namespace = self.intake.place(prompt, cache_salt, tenant, lora_request)
+        prefix: Seq[int] | bytes = token_ids
+        if use is not None:
+            prefix = use.keys(array("i", token_ids))
+        pin = self.pins.pin(name, prefix, namespace, ttl=ttl)
         most = self._sequences.longest()
         if not self.intake.would_fit(most):
             self.unpin(name)

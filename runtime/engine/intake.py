@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from coppice.radix import Namespace, Pins
+from coppice.runtime.adapters.names import Adapters
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.peek import Peek, peek
 from coppice.runtime.engine.sequences import Sequences
@@ -15,9 +16,17 @@ from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.pooling.pooled_prompt import PooledPrompt
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.pooling_recipe import Recipe
-from coppice.runtime.requests.request import BESIDE_PINS, QueueFull, Request, Sequence, too_long
+from coppice.runtime.requests.request import (
+    BESIDE_PINS,
+    AdapterUse,
+    QueueFull,
+    Request,
+    Sequence,
+    too_long,
+)
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.grammars import Grammars
 from coppice.runtime.sampling.known_logprobs import KnownLogprobs
@@ -39,6 +48,7 @@ class Intake:
         sequences: Sequences,
         pins: Pins,
         counters: EngineCounters,
+        adapters: Adapters,
         *,
         vocabulary: int,
         max_model_len: int,
@@ -50,6 +60,7 @@ class Intake:
         self._pins = pins
         self._counters = counters
         self.known_logprobs = KnownLogprobs(vocabulary, enabled=config.enable_prefix_caching)
+        self._adapters = adapters
         self._config = config
         self._recipe = recipe
         self._vocabulary = vocabulary
@@ -65,6 +76,7 @@ class Intake:
         cache_salt: str | None,
         tenant: str | None,
         priority: int,
+        lora_request: LoRARequest | None,
     ) -> Sequence:
         """Queues a new request; returns its first sequence, which waits from now on.
 
@@ -94,6 +106,7 @@ class Intake:
             )
         self._check_priority(priority)
         self._check_queue(len(prompt_token_ids))
+        adapter, namespace = self.place(prompt_token_ids, cache_salt, tenant, lora_request)
         form = params.structured_outputs
         room = longest - len(prompt_token_ids)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
@@ -101,13 +114,14 @@ class Intake:
             request_id=request_id,
             prompt_token_ids=array("i", prompt_token_ids),
             params=params,
-            namespace=self.namespace(cache_salt, tenant),
+            namespace=namespace,
             arrival=self._sequences.next_arrival(),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             max_length=len(prompt_token_ids) + limit,
             priority=priority,
             beam_search=searching,
             grammar=None if form is None else self._grammars.compiled(form, tenant),
+            adapter=adapter,
         )
         sequence = Sequence(request)
         sequence.reader = self.known_logprobs.begin(request)
@@ -123,6 +137,7 @@ class Intake:
         cache_salt: str | None,
         tenant: str | None,
         priority: int,
+        lora_request: LoRARequest | None,
     ) -> None:
         """Queues a request for a vector or a score; its prompt may fill the model's length.
 
@@ -134,23 +149,48 @@ class Intake:
         self._check_prompt(prompt_token_ids, self._longest(pages), pages, more=0)
         self._check_priority(priority)
         self._check_queue(count)
+        adapter, namespace = self.place(prompt_token_ids, cache_salt, tenant, lora_request)
         request = Request(
             request_id=request_id,
             prompt_token_ids=array("i", prompt_token_ids),
             params=SamplingParams(max_tokens=1),  # nothing is sampled
-            namespace=self.namespace(cache_salt, tenant),
+            namespace=namespace,
             arrival=self._sequences.next_arrival(),
             seed=0,
             max_length=count,
             priority=priority,
+            adapter=adapter,
         )
         sequence = Sequence(request)
         sequence.reader = PooledPrompt(count, params, recipe)
         self._sequences.begin(sequence)
 
+    def place(
+        self,
+        prompt_token_ids: Seq[int],
+        cache_salt: str | None,
+        tenant: str | None,
+        lora_request: LoRARequest | None,
+    ) -> tuple[AdapterUse | None, Namespace]:
+        """How a prompt uses its adapter, and the namespace of its KV.
+
+        Tokens of different salts, tenants or adapters never match; but an adapter that tokens
+        invoke has the base model's namespace (see `AdapterUse`). Raises ValueError if there is no
+        such adapter.
+        """
+        use, identity = None, None
+        if lora_request is not None:
+            adapter = self._adapters.find(lora_request)
+            use = adapter.use(prompt_token_ids)
+            identity = adapter.identity if adapter.invocation is None else None
+        namespace = Namespace(
+            model=self._config.model, adapter=identity, cache_salt=cache_salt, tenant=tenant
+        )
+        return use, namespace
+
     def namespace(self, cache_salt: str | None, tenant: str | None = None) -> Namespace:
-        """The namespace of a request: tokens of different salts or tenants never match."""
-        return Namespace(model=self._config.model, cache_salt=cache_salt, tenant=tenant)
+        """The namespace of the base model's tokens of a salt and a tenant."""
+        return self.place((), cache_salt, tenant, None)[1]
 
     def peek(
         self,
@@ -160,6 +200,7 @@ class Intake:
         tenant: str | None,
         prompt_logprobs: int | None,
         prompt_logprobs_start: int,
+        lora_request: LoRARequest | None,
         paging: Paging,
         waiting: WaitingQueue,
         accounts: PromptAccounts,
@@ -170,14 +211,16 @@ class Intake:
         params = SamplingParams(
             prompt_logprobs=prompt_logprobs, prompt_logprobs_start=prompt_logprobs_start
         )
+        adapter, namespace = self.place(prompt_token_ids, cache_salt, tenant, lora_request)
         request = Request(
             request_id="",
             prompt_token_ids=array("i", prompt_token_ids),
             params=params,
-            namespace=self.namespace(cache_salt, tenant),
+            namespace=namespace,
             arrival=-1,
             seed=0,
             max_length=len(prompt_token_ids) + 1,
+            adapter=adapter,
         )
         return peek(
             Sequence(request),

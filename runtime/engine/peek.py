@@ -53,7 +53,7 @@ def peek(
     accounts: PromptAccounts,
 ) -> Peek:
     """What `sequence`, which was never queued, would hit of its first `limit` tokens. O(tokens)."""
-    tokens, namespace = sequence.tokens.tobytes(), sequence.request.namespace
+    tokens, namespace = sequence.keys(), sequence.request.namespace
     pins = list(pins)
     match = paging.tree.match(tokens if paging.caching else b"", namespace, limit)
     private = match.length > 0 and not _fits_alone(len(sequence.tokens) + 1, match, paging, pins)

@@ -86,7 +86,7 @@ class PromptAccounts:
         now = self._clock()
         self.evictions(tree, now)
         self._uses.record(tree.clock, now)
-        tokens = sequence.tokens.tobytes()
+        tokens = sequence.keys()
         assert sequence.hold is not None and sequence.hold.node is not None
         reader = sequence.reader
         node, here = sequence.hold.node, match.length * TOKEN_BYTES
@@ -135,7 +135,7 @@ class PromptAccounts:
 
     def forked(self, sequence: Sequence) -> None:
         """Accounts for a fork: it continues from what another sequence of its request computed."""
-        tokens = sequence.tokens[: sequence.computed].tobytes()
+        tokens = sequence.keys(0, sequence.computed)
         sequence.account = self._accounting.request(
             tokens, sequence.request.namespace, sequence.computed, kind="same", now=self._clock()
         )
@@ -148,9 +148,9 @@ class PromptAccounts:
         account = sequence.account
         if account is None or account.finished:
             return
-        prompt = sequence.tokens[: account.prompt_tokens]
-        if computed < len(prompt):
-            self._accounting.abandoned(account, prompt.tobytes(), computed, now=now)
+        if computed < account.prompt_tokens:
+            prompt = sequence.keys(0, account.prompt_tokens)
+            self._accounting.abandoned(account, prompt, computed, now=now)
         else:
             added = sequence.tokens[account.prompt_tokens : computed].tobytes()
             self._accounting.finish(account, added, now=now)

@@ -15,9 +15,9 @@ and then not what it reads (``LayerSpec.norms``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,25 @@ from coppice.runtime.model.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from coppice.kernels.cpu.layer.float_panels import PackedFloat
+
+
+Change: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+"""What changes the result of a layer's projection, named first: of ``x`` and ``y``, a new ``y``.
+
+``y`` may be overwritten.
+"""
+
+
+class Changes(Protocol):
+    """What adapters change in a step."""
+
+    def of_layer(self, layer: int, *, chosen: bool = False) -> Change:
+        """What changes the projections of one layer; of the ``logit_rows`` alone if ``chosen``."""
+
+
+def unchanged(projection: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The ``Change`` of a step without adapters: none."""
+    return y
 
 
 class DecoderLayer(nn.Module):
@@ -98,9 +117,11 @@ class DecoderLayer(nn.Module):
         cache: LayerCache,
         attention: AttentionBackend,
         prepared: Any,
+        change: Change = unchanged,
     ) -> torch.Tensor:
         """The heads' results, ``[T, num_heads * head_dim]``; also writes keys and values."""
-        heads = self.qkv(normed).view(normed.shape[0], -1, self.head_dim)
+        projected = change("qkv", normed, self.qkv(normed))
+        heads = projected.view(normed.shape[0], -1, self.head_dim)
         qk_heads = self.num_heads + self.num_kv_heads
         qk, v = heads[:, :qk_heads], heads[:, qk_heads:]
         if self.qk_norm is not None:
@@ -126,16 +147,18 @@ class DecoderLayer(nn.Module):
             gathered = gathered * share[..., None].to(gathered.dtype)
         return gathered.view(normed.shape[0], -1)
 
-    def mix(self, gathered: torch.Tensor) -> torch.Tensor:
+    def mix(self, gathered: torch.Tensor, change: Change = unchanged) -> torch.Tensor:
         """What attention adds, ``[T, hidden]``, of the heads' results."""
-        return self._result(self.output(gathered), self.attention_post_norm)
+        made = change("output", gathered, self.output(gathered))
+        return self._result(made, self.attention_post_norm)
 
-    def feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, normed: torch.Tensor, change: Change = unchanged) -> torch.Tensor:
         """What the feed-forward part adds: ``down(act(gate) * up)`` of ``normed [T, hidden]``."""
         if self.experts is not None:
             made = self.experts(normed)
         else:
-            made = self.down(self.activation(self.gate_up(normed)))
+            active = self.activation(change("gate_up", normed, self.gate_up(normed)))
+            made = change("down", active, self.down(active))
         return self._result(made, self.mlp_post_norm)
 
     def _result(self, made: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
@@ -231,13 +254,14 @@ class Decoder(nn.Module):
         attention: AttentionBackend,
         prepared: Any,
         logit_rows: torch.Tensor,
+        changes: Changes | None = None,
     ) -> torch.Tensor:
         """Logits, float32 ``[R, vocab_size]``, of the rows in ``logit_rows``.
 
         The arguments are those of ``hidden_states``.
         """
         hidden = self.hidden_states(
-            token_ids, positions, slots, kv, attention, prepared, logit_rows
+            token_ids, positions, slots, kv, attention, prepared, logit_rows, changes
         )
         return self.logits(hidden)
 
@@ -280,6 +304,7 @@ class Decoder(nn.Module):
         attention: AttentionBackend,
         prepared: Any,
         logit_rows: torch.Tensor | None,
+        changes: Changes | None = None,
     ) -> torch.Tensor:
         """The input of the head, ``[R, hidden]``, for the rows in ``logit_rows``; None: all rows.
 
@@ -288,23 +313,27 @@ class Decoder(nn.Module):
         ``token_ids``, ``positions`` (in the token's own sequence) and ``slots`` (of its KV,
         page * page_size + slot) are int64 ``[T]``; ``logit_rows`` is int64 ``[R]``, and R may be 0.
         ``kv`` has the cache of each layer; ``prepared`` is what ``attention.prepare`` returned for
-        this step's plan. Without ``torch.inference_mode()`` it is slower, not wrong.
+        this step's plan; ``changes`` are those of its adapters. Without ``torch.inference_mode()``
+        it is slower, not wrong.
         """
         angles = [rope.angles(positions) for rope in self.ropes]
         x = self._embed(token_ids).to(self._dtype)
         if self._embedding_scale is not None:
             x = x * self._embedding_scale
-        if self.compiled is not None:
+        if self.compiled is not None and changes is None:
             return self.compiled.hidden_states(x, angles, slots, kv, prepared, logit_rows)
         layers = cast("Sequence[DecoderLayer]", self.layers)
         normed: torch.Tensor = layers[0].attention_norm(x)
         for index, (layer, cache) in enumerate(zip(layers, kv, strict=True)):
-            gathered = layer.attend(normed, angles, slots, cache, attention, prepared)
+            change = unchanged if changes is None else changes.of_layer(index)
+            gathered = layer.attend(normed, angles, slots, cache, attention, prepared, change)
             last = index == len(layers) - 1
             if last and logit_rows is not None:
                 # Nothing reads the other rows any more: the last layer has written their KV.
                 x, gathered = x[logit_rows], gathered[logit_rows]
-            normed = layer.mlp_norm(x, layer.mix(gathered))
+                if changes is not None:
+                    change = changes.of_layer(index, chosen=True)
+            normed = layer.mlp_norm(x, layer.mix(gathered, change))
             following = self.norm if last else layers[index + 1].attention_norm
-            normed = following(x, layer.feed_forward(normed))
+            normed = following(x, layer.feed_forward(normed, change))
         return normed

@@ -75,7 +75,7 @@ def _layer_places(layer: DecoderLayer, config: ModelConfig) -> dict[str, Place]:
         rows = list(parts) if len(names) == len(parts) else [sum(parts)]
         order = None
         if linear is layer.qkv and config.head_order is not None:
-            order = _rows_in_order(config.head_order, heads + kv_heads, sum(parts))
+            order = rows_in_order(config.head_order, heads + kv_heads, sum(parts))
         first = 0
         for name, count in zip(names, rows, strict=True):
             own = None if order is None else order[first : first + count] - first
@@ -119,7 +119,7 @@ def _layer_places(layer: DecoderLayer, config: ModelConfig) -> dict[str, Place]:
     return places
 
 
-def _rows_in_order(head_order: Sequence[int], heads: int, rows: int) -> torch.Tensor:
+def rows_in_order(head_order: Sequence[int], heads: int, rows: int) -> torch.Tensor:
     """Rows of a packed projection of which the first ``heads`` heads are in that order."""
     order = torch.tensor(head_order)
     moved = (torch.arange(heads)[:, None] * len(order) + order).flatten()

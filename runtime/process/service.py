@@ -10,6 +10,7 @@ from typing import Any
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report, make_stats, pin_state
 from coppice.runtime.report.snapshot import PinState
+from coppice.runtime.requests.lora_request import LoRARequest
 
 
 class EngineService:
@@ -34,6 +35,9 @@ class EngineService:
             "put_pin": self.put_pin,
             "list_pins": self.list_pins,
             "unpin": engine.unpin,
+            "load_lora": engine.adapters.load,
+            "unload_lora": engine.adapters.unload,
+            "list_loras": engine.adapters.listed,
             "reset_cache": engine.reset_cache,
             "stats": partial(make_stats, engine),
             "sleep": engine.sleep,
@@ -61,13 +65,23 @@ class EngineService:
         cache_salt: str | None = None,
         tenant: str | None = None,
         ttl: float | None = None,
+        lora_request: LoRARequest | None = None,
+        prompt_token_ids: Seq[int] | None = None,
     ) -> PinState:
         """Pins a prefix as `Engine.pin` does; returns the pin as it is now.
 
         Raises as `Engine.pin`; ValueError also for token ids that the vocabulary does not have.
         """
         self.engine.intake.check_tokens("prompt_token_ids", token_ids)
-        pin = self.engine.pin(name, token_ids, cache_salt=cache_salt, tenant=tenant, ttl=ttl)
+        pin = self.engine.pin(
+            name,
+            token_ids,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            ttl=ttl,
+            lora_request=lora_request,
+            prompt_token_ids=prompt_token_ids,
+        )
         return pin_state(pin, self.engine.pins.clock())
 
     def list_pins(self) -> tuple[PinState, ...]:

@@ -12,7 +12,6 @@ logprobs are known already (`PromptLogprobs.limit`), and computes the others:
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable
 from typing import Protocol
 
@@ -50,18 +49,18 @@ class PromptLogprobs:
 
     def __init__(
         self,
-        prompt: array[int],
+        prompt: bytes,
         namespace: Hashable,
         top: int,
         store: LogprobStore | None,
         start: int = 0,
     ) -> None:
-        """`top` alternatives a token, 0 or more."""
-        self.count = len(prompt)
+        """`prompt` as int32 bytes, as trees call it; `top` alternatives a token, 0 or more."""
+        self.count = len(prompt) // TOKEN_BYTES
         self.known = max(1, start)  # the first token has none
         self._start = start
         self.store = store
-        self._tokens = prompt.tobytes()
+        self._tokens = prompt
         self._namespace = namespace
         self._top = top
         self._entries = Logprobs.blank(self.count, store.top if store is not None else top)

@@ -84,6 +84,37 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """The adapter that a request asks for, and the tokens on which it acts.
+
+    An adapter that acts on all tokens has a namespace of its own. One that is invoked by tokens of
+    the prompt acts from position `begin` on: all before that is the base model's, in its namespace.
+    There the tree calls the token at `begin` by `mark`, a number that no token of the vocabulary
+    has; what follows lies below it, and so belongs to this adapter alone.
+
+    Attributes:
+        number: of the adapter in its engine.
+        begin: the first position on which it acts.
+        mark: what the tree calls the token there; None if it has a namespace of its own.
+    """
+
+    number: int
+    begin: int = 0
+    mark: int | None = None
+
+    def keys(self, tokens: array[int], begin: int = 0) -> bytes:
+        """What the tree calls these tokens, from position `begin` of a sequence on: int32 bytes.
+
+        O(tokens).
+        """
+        if self.mark is None or not begin <= self.begin < begin + len(tokens):
+            return tokens.tobytes()
+        keys = tokens[:]
+        keys[self.begin - begin] = self.mark
+        return keys.tobytes()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a user sent."""
 
@@ -97,6 +128,14 @@ class Request:
     priority: int = 0  # its class under the policy "priority": the least number first
     beam_search: bool = False  # its sequences are the beams of a search
     grammar: Future[Any] | None = None  # that its text follows, once it is compiled
+    adapter: AdapterUse | None = None  # None: the base model computes all of it
+
+    def keys(self, tokens: array[int], begin: int = 0) -> bytes:
+        """What trees call the tokens of a sequence from position `begin` on: int32 bytes.
+
+        These are the tokens, but for the mark of an adapter (see `AdapterUse`). O(tokens).
+        """
+        return tokens.tobytes() if self.adapter is None else self.adapter.keys(tokens, begin)
 
 
 class Forkable(Protocol):
@@ -140,6 +179,11 @@ class Sequence:
         self.private = False  # its tokens stay out of the tree until it ends
         self.reader: PromptReader | None = None  # of more rows of its prompt than the last
         self.logit_rules: Forkable | None = None  # the sampler's; made when it is first sampled
+
+    def keys(self, begin: int = 0, end: int | None = None) -> bytes:
+        """`Request.keys` of its tokens from position `begin` up to `end`."""
+        tokens = self.tokens
+        return self.request.keys(tokens if end is None and not begin else tokens[begin:end], begin)
 
     @property
     def late(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 from coppice.kernels.attention.interface import AttentionPlan, SharedStretch
 from coppice.kernels.transfer import send
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
+from coppice.runtime.adapters.changes import ActingRows
 from coppice.runtime.pooling.pooled_prompt import PooledPrompt
 from coppice.runtime.requests.prompt_logprobs import PromptLogprobs
 from coppice.runtime.requests.request import LATE, Sequence
@@ -69,11 +70,13 @@ class Batch:
     scored: list[PromptRows]  # what the first of those S rows are for, in order
     pooled: list[PooledRows]  # what the others are for
     plan: AttentionPlan
+    acting: ActingRows | None = None  # rows on which adapters act
 
     @property
     def decodes(self) -> bool:
-        """Whether each sequence has one row, with logits, and nothing else is asked for."""
-        return len(self.sampled) == len(self.token_ids) and not (self.scored or self.pooled)
+        """Whether each sequence has one row of the base model, with logits, and no more."""
+        alone = not (self.scored or self.pooled) and self.acting is None
+        return alone and len(self.sampled) == len(self.token_ids)
 
     def send(self, device: torch.device, late: LateTokens | None = None) -> Inputs:
         """Sends the batch to the device in one transfer."""
@@ -147,11 +150,14 @@ def build_batch(
     page_size: int,
     late: LateTokens | None = None,
     tree: BatchTree | None = None,
+    *,
+    adapters: bool = False,
 ) -> Batch:
     """Lays out the chunks of a schedule one after the other; `late` has tokens that are `LATE`.
 
-    `tree` keeps the stretches of the last batch. In a step in which all sequences decode, little
-    Python runs for each: there may be hundreds, and the device waits.
+    `tree` keeps the stretches of the last batch; `adapters`: whether any may act. In a step in
+    which all sequences decode, little Python runs for each: there may be hundreds, and the device
+    waits.
     """
     chunks = schedule.chunks
     sequences = [chunk.sequence for chunk in chunks]
@@ -210,7 +216,19 @@ def build_batch(
         scored=scored,
         pooled=pooled,
         plan=plan,
+        acting=_acting_rows(schedule, query_start) if adapters else None,
     )
+
+
+def _acting_rows(schedule: Schedule, query_start: np.ndarray) -> ActingRows | None:
+    """The rows of a step on which adapters act; None if there are none."""
+    numbers = np.full(int(query_start[-1]), -1, np.int64)
+    for index, chunk in enumerate(schedule.chunks):
+        use = chunk.sequence.request.adapter
+        if use is not None:
+            begin = int(query_start[index]) + max(0, use.begin - chunk.start)
+            numbers[begin : query_start[index + 1]] = use.number
+    return ActingRows.of(numbers)
 
 
 def _prompt_rows(

@@ -10,6 +10,7 @@ import torch
 
 from coppice.kernels.attention.interface import AttentionCase, FixedPlan, KvScales, LayerCache
 from coppice.kernels.backends import select_backend
+from coppice.runtime.adapters.loaded import LoadedAdapters
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.files.folder import check_model_folder
 from coppice.runtime.model.files.path import resolve_model
@@ -45,6 +46,7 @@ class ModelRunner:
         memory: how their number follows from the memory, as text.
         max_model_len: most tokens of a request, by the model, the config and the cache.
         graphs: CUDA graphs of decoding steps; None: there are none.
+        adapters: those that requests may use; None without `enable_lora`.
         asleep: 0, or the level of its sleep.
 
     Raises ValueError if the model can't be loaded or does not support the options.
@@ -102,6 +104,9 @@ class ModelRunner:
                 device=self.device,
                 page_size=self.page_size,
             )
+        self.adapters: LoadedAdapters | None = None
+        if config.enable_lora:
+            self.adapters = LoadedAdapters(model, dtype, self.device)
         self.num_pages, self.memory = plan_cache(config, model, dtype, self.device, cache_dtype)
         tokens = self.num_pages * self.page_size
         self.max_model_len = min(config.max_model_len or model.max_position, tokens)
@@ -158,6 +163,8 @@ class ModelRunner:
         self.graphs = None
         self.decoder.compiled = None  # it holds addresses of weights and caches
         self.kv_cache.clear()
+        if self.adapters is not None:
+            self.adapters.move(torch.device("cpu"))
         if level == 2:
             del self.decoder
         else:
@@ -175,6 +182,8 @@ class ModelRunner:
         elif self.asleep == 1:
             self.decoder.to(self.device)
             self.decoder.compiled = compile_layers(self.decoder, self.attention)
+        if self.adapters is not None:
+            self.adapters.move(self.device)
         self._make_cache()
         self.asleep = 0
 
@@ -227,7 +236,10 @@ class ModelRunner:
             )
         if self.attention.ordered:
             schedule.chunks.sort(key=lambda each: (each.count > 1, each.sequence.table.tobytes()))
-        batch = build_batch(schedule, self.page_size, late, self._tree)
+        adapters = self.adapters
+        batch = build_batch(
+            schedule, self.page_size, late, self._tree, adapters=bool(adapters and adapters.numbers)
+        )
         if self.graphs is not None and batch.decodes:
             hidden = self.graphs.run(batch, late)
             if hidden is not None:
@@ -242,10 +254,14 @@ class ModelRunner:
             self.attention,
             prepared,
         )
+        changes = None
+        if batch.acting is not None:
+            assert adapters is not None
+            changes = adapters.changes(batch.acting, (batch.logit_rows, batch.prompt_rows))
         if not (batch.scored or batch.pooled):
-            return batch, self.decoder.forward(*inputs, sent.logit_rows)
+            return batch, self.decoder.forward(*inputs, sent.logit_rows, changes)
         rows = torch.cat((sent.logit_rows, sent.prompt_rows))
-        hidden = self.decoder.hidden_states(*inputs, rows)
+        hidden = self.decoder.hidden_states(*inputs, rows, changes)
         sampled, pooled = len(batch.sampled), sum(each.size for each in batch.pooled)
         logits = self.decoder.logits(hidden[:sampled])
         score_prompts(hidden[sampled : len(hidden) - pooled], batch.scored, self.decoder.logits)

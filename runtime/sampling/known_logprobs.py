@@ -44,7 +44,8 @@ class KnownLogprobs:
         top = self._vocabulary if top < 0 else top
         store = self if self._enabled and top <= self.top else None
         start = request.params.prompt_logprobs_start
-        return PromptLogprobs(request.prompt_token_ids, request.namespace, top, store, start)
+        tokens = request.keys(request.prompt_token_ids)
+        return PromptLogprobs(tokens, request.namespace, top, store, start)
 
     def limit(self, request: Request) -> int:
         """The most tokens that a request could hit now; changes nothing, unlike `begin`."""
@@ -53,7 +54,7 @@ class KnownLogprobs:
             return last
         known = max(1, params.prompt_logprobs_start)
         if self.tree is not None and self._enabled and 0 <= params.prompt_logprobs <= self.top:
-            match = self.tree.match(request.prompt_token_ids.tobytes(), request.namespace)
+            match = self.tree.match(request.keys(request.prompt_token_ids), request.namespace)
             known = max(known, match.length)
         return last if known > last else known - 1
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from coppice.radix import Hold, Match, OutOfPages, RadixTree
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
-from coppice.runtime.requests.request import Sequence
+from coppice.runtime.requests.request import Request, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class Paging:
         speed), as are `cached` and `leave`.
         """
         hidden = sequence.private or not self.caching
-        tokens = b"" if hidden else sequence.tokens.tobytes()
+        tokens = b"" if hidden else sequence.keys()
         return self.tree.match(tokens, sequence.request.namespace, sequence.hit_limit)
 
     def cached(self, sequence: Sequence) -> int:
         """The number of a sequence's first tokens in the tree, even beyond its `hit_limit`."""
         if sequence.private or not self.caching:
             return 0
-        return self.tree.match(sequence.tokens.tobytes(), sequence.request.namespace).length
+        return self.tree.match(sequence.keys(), sequence.request.namespace).length
 
     def pages_needed(self, length: int, match: Match) -> int:
         """Pages that a sequence of `length` tokens takes from the pool with this hit, at most.
@@ -169,13 +169,13 @@ class Paging:
         """
         if sequence.hold is not None:  # else it was preempted, which entered the draft
             self._insert(sequence)
-        match = self.tree.match(sequence.tokens, sequence.request.namespace)
+        match = self.tree.match(sequence.keys(), sequence.request.namespace)
         if match.length == len(sequence.tokens):
             self.tree.want(match)
 
-    def settle(self, line: array[int], namespace: Hashable, *, keep: bool) -> None:
+    def settle(self, line: array[int], request: Request, *, keep: bool) -> None:
         """Keeps a result that was entered with these tokens, or drops it since others beat it."""
-        match = self.tree.match(line, namespace)
+        match = self.tree.match(request.keys(line), request.namespace)
         if match.length == len(line):  # else it was evicted
             self.tree.unwant(match)
         if keep:
@@ -201,7 +201,7 @@ class Paging:
             entered = sequence.computed
         sequence.private = False
         if entering and self.caching and not sequence.request.beam_search:
-            tokens = sequence.tokens[hold.length : entered].tobytes()
+            tokens = sequence.keys(hold.length, entered)
             self.tree.finish(hold, tokens, table, begin=hold.length)
         else:
             if entering:
@@ -215,7 +215,7 @@ class Paging:
 
     def forget(self, sequence: Sequence) -> None:
         """Drops the draft of a preempted beam that no result continues."""
-        self.tree.drop(self.tree.match(sequence.tokens, sequence.request.namespace))
+        self.tree.drop(self.tree.match(sequence.keys(), sequence.request.namespace))
 
     def _insert(self, sequence: Sequence) -> None:
         if not self.caching or sequence.private:
@@ -231,7 +231,7 @@ class Paging:
 
     def _enter_to(self, sequence: Sequence, hold: Hold, end: int, *, draft: bool) -> None:
         begin = hold.length
-        tokens = sequence.tokens[begin:end].tobytes()
+        tokens = sequence.keys(begin, end)
         self.tree.insert(hold, tokens, sequence.table, begin=begin, draft=draft)
 
 

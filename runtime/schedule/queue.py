@@ -153,9 +153,7 @@ class WaitingQueue(TreeListener):
         self.tokens += len(sequence.tokens)
         group = self._class(ticket)
         work = len(sequence.tokens) - hit + _OWN_WORK
-        place = _Place(
-            sequence, sequence.tokens.tobytes(), ticket, work, group.came, group.came - group.left
-        )
+        place = _Place(sequence, sequence.keys(), ticket, work, group.came, group.came - group.left)
         group.came += work
         group.tickets.add(ticket)
         self._places[ticket] = place
@@ -246,7 +244,7 @@ class WaitingQueue(TreeListener):
 
         The first `cached` of them are in the tree already.
         """
-        namespace, tokens = sequence.request.namespace, sequence.tokens.tobytes()
+        namespace, tokens = sequence.request.namespace, sequence.keys()
         self._leading[sequence] = namespace, tokens
         self._tree(namespace).lead(tokens, cached)
         self._list(namespace)

@@ -341,6 +341,7 @@ class LiveServer:
 
     async def _start(self) -> None:
         await self.engine.start()
+        await self._server.load_adapters()
         self._runner = web.AppRunner(
             self._server.application(), handler_cancellation=True, shutdown_timeout=5
         )

@@ -63,7 +63,13 @@ class MessageRoutes:
         ((_, ids),) = prepared.prompts
         owner = "" if note.guest is None else note.guest.name
         keep = partial(
-            handler.kept.keep, owner, note.tenant, asked.cache_salt, ids, prepared.prefixes
+            handler.kept.keep,
+            owner,
+            note.tenant,
+            asked.cache_salt,
+            ids,
+            prepared.prefixes,
+            handler.model.adapter(asked.model),
         )
         answers = MessageAnswers(
             handler.model.as_asked(asked.model),

@@ -1,4 +1,4 @@
-"""The routes of the model that is served."""
+"""The routes of the model that is served, and of its adapters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelRoutes:
         ]
 
     async def _models(self, request: web.Request) -> web.Response:
-        cards = [self._card(name) for name in self._model.names]
+        cards = [self._card(name) for name in (*self._model.names, *self._model.adapters)]
         return web.json_response({"object": "list", "data": cards})
 
     async def _one(self, request: web.Request) -> web.Response:
@@ -44,13 +44,16 @@ class ModelRoutes:
         return web.json_response(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
+        root, parent = self._model.root, None
+        if (adapter := self._model.adapters.get(name)) is not None:
+            root, parent = adapter[0].lora_path, adapter[1]
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "coppice",
-            "root": self._model.root,
-            "parent": None,
+            "root": root,
+            "parent": parent,
             "max_model_len": self._engine.max_model_len,
             "model_impl": self._engine.model_impl,
             "default_sampling_params": self._engine.defaults.in_force,

@@ -168,7 +168,7 @@ def test_what_is_computed_again_for_prompt_logprobs_is_counted() -> None:
     loop.run()
     scored = loop.add(prompt)
     loop.scheduler.waiting.remove(scored)
-    scored.reader = PromptLogprobs(scored.tokens, None, 0, None)
+    scored.reader = PromptLogprobs(scored.tokens.tobytes(), None, 0, None)
     loop.scheduler.add(scored)
     follower = loop.add([*prompt, 99, 98, 97])
     # The tree has the prompt, so nobody need wait for the one that computes it again.

@@ -245,6 +245,7 @@ class PoolingRoutes:
                     cache_salt=asked.cache_salt,
                     tenant=note.tenant,
                     priority=asked.priority,
+                    lora_request=self._model.adapter(asked.model),
                 )
         except TimeoutError:
             text = f"the request took longer than request_timeout, {self._timeout:g} s"

@@ -1,0 +1,1 @@
+"""What is done to a whole tree, and seldom: a full recount, and taking out what nobody asks for."""
