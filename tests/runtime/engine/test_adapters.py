@@ -12,6 +12,7 @@ import pytest
 import torch
 from adapter_files import ALL, ATTENTION, greedy_by, invoked, load, merged, save_adapter
 
+from coppice.runtime.adapters import changes
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report
@@ -154,6 +155,20 @@ def test_bits_do_not_depend_on_the_batch(llama: Path, adapters: list[LoRARequest
         return found
 
     assert bits([]) == bits([adapters[1], None, adapters[0], adapters[2]])
+
+
+def test_dense_products_as_on_a_gpu_give_the_same_tokens(
+    llama: Path, adapters: list[LoRARequest], alora: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Asked] = [(PROMPT, each) for each in (*adapters, None)]
+    asked.append(([*PROMPT, *INVOCATION, 5], alora))
+    compiled = run(start(llama), asked)
+    monkeypatch.setattr(changes, "low_rank_kernels", lambda: None)
+    engine = start(llama)
+    assert run(engine, asked) == compiled
+    engine.sleep(1)
+    engine.wake_up()
+    assert run(engine, asked) == compiled
 
 
 def test_an_adapters_tokens_are_hit_by_its_own_requests_alone(
