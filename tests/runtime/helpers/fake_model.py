@@ -175,9 +175,11 @@ class FakeModel:
         attention: Any,
         plan: AttentionPlan,
         rows: torch.Tensor | None,
+        changes: None = None,
     ) -> torch.Tensor:
         """Int64 [R, 1]: the hash of each row's context; rows that only pad come last."""
         assert kv is self.cache
+        assert changes is None
         self.steps += 1
         self.stumble("begin")
         written = slots.numpy()
