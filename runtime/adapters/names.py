@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from coppice.runtime.adapters.loaded import LoadedAdapters
 from coppice.runtime.adapters.matrices import read_adapter
 from coppice.runtime.model.config import ModelConfig
-from coppice.runtime.model.path import resolve_model
+from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.request import AdapterUse
 

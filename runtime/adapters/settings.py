@@ -19,7 +19,8 @@ CONFIG_FILE = "adapter_config.json"
 # What says nothing about the result of an adapter that is trained.
 _IRRELEVANT = frozenset({
     "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "lora_dropout",
-    "peft_version", "revision", "runtime_config", "task_type", "ephemeral_gpu_offload",
+    "megatron_core", "peft_version", "revision", "runtime_config", "task_type",
+    "ephemeral_gpu_offload",
     "qalora_group_size", "loftq_config", "corda_config", "lora_ga_config",
 })  # fmt: skip
 _READ = frozenset({

@@ -20,6 +20,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
+#: Fields that PEFT 0.21 writes into every config, though they are not set.
+UNSET: dict[str, Any] = {
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None,
+    "auto_mapping": None, "corda_config": None, "ensure_weight_tying": False, "eva_config": None,
+    "exclude_modules": None, "fan_in_fan_out": False, "init_lora_weights": True,
+    "layer_replication": None, "layers_pattern": None, "layers_to_transform": None,
+    "loftq_config": {}, "lora_bias": False, "lora_ga_config": None, "megatron_config": None,
+    "megatron_core": "megatron.core", "modules_to_save": None, "peft_version": "0.21.2",
+    "qalora_group_size": 16, "rank_pattern": {}, "revision": None, "target_parameters": None,
+    "trainable_token_indices": None, "use_bdlora": None, "use_dora": False, "use_qalora": False,
+    "use_rslora": False, "velora_config": None,
+}  # fmt: skip
+
 
 def load(checkpoint: Path) -> PreTrainedModel:
     """transformers' model in float32."""
@@ -60,7 +73,7 @@ def save_adapter(
     found = {name.split(".")[-4] for name in tensors if ".lora_A" in name} | {
         name.split(".")[-3] for name in tensors if ".lora_A" in name
     }
-    settings = {
+    settings = UNSET | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": "base",

@@ -87,11 +87,13 @@ def _contexts(keys: np.ndarray) -> np.ndarray:
 
 
 def _salt(namespace: Hashable) -> int:
-    """Keeps the keys of requests with different cache salts or tenants apart."""
+    """Keeps the keys of requests with different cache salts, tenants or adapters apart."""
     assert isinstance(namespace, Namespace)
     text = namespace.cache_salt or ""
     if namespace.tenant is not None:
         text = f"{text} of {namespace.tenant}"
+    if namespace.adapter is not None:
+        text = f"{text} by {namespace.adapter}"
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
@@ -194,9 +196,11 @@ class FakeModel:
         keys = np.zeros(len(written), np.int64)
         for index, sequence in enumerate(self._running):
             mine = slice(int(starts[index]), int(starts[index + 1]))
-            keys[mine] = _first_keys(
-                token_ids.numpy()[mine], positions.numpy()[mine], _salt(sequence.request.namespace)
-            )
+            at, tokens = positions.numpy()[mine], token_ids.numpy()[mine]
+            use = sequence.request.adapter
+            if use is not None and use.mark is not None:
+                tokens = np.where(at == use.begin, use.mark, tokens)
+            keys[mine] = _first_keys(tokens, at, _salt(sequence.request.namespace))
         for layer in range(2):
             self._write(layer, written, keys)
             self.stumble(f"layer {layer}")
@@ -248,7 +252,7 @@ class FakeModel:
         table = plan.page_indices[plan.page_indptr[index] : plan.page_indptr[index + 1]]
         at = np.arange(int(plan.context_len[index]))
         slots = table[at // plan.page_size] * plan.page_size + at % plan.page_size
-        tokens = np.frombuffer(sequence.tokens.tobytes(), np.int32)[: len(at)].copy()
+        tokens = np.frombuffer(sequence.keys(), np.int32)[: len(at)].copy()
         if tokens[-1] == LATE:
             tokens[-1] = last
         keys = self._check(

@@ -8,12 +8,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+from fake_adapters import install
 from fake_grammars import FORMS, follows
 from fake_model import VOCABULARY
 
+from coppice.runtime.adapters.names import Adapter
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.logprobs import Logprobs
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.pooling_recipe import EmbedRecipe, Recipe, ScoreRecipe
 from coppice.runtime.requests.request import StepOutput
@@ -49,6 +52,7 @@ class Asked:
     params: Params
     salt: str | None
     tenant: str | None
+    adapter: Adapter | None = None
     longest: int = 0  # tokens, as the engine allowed
     outputs: dict[int, list[StepOutput]] = field(default_factory=dict)  # by sequence
     cut: set[int] = field(default_factory=set)  # sequences that were aborted or failed
@@ -70,6 +74,10 @@ class Asked:
     def form(self) -> Any:
         return None if isinstance(self.params, PoolingParams) else self.params.structured_outputs
 
+    @property
+    def lora_request(self) -> LoRARequest | None:
+        return None if self.adapter is None else self.adapter.asked
+
     def tokens(self, index: int) -> list[int]:
         return [t for output in self.outputs.get(index, ()) for t in output.new_token_ids]
 
@@ -86,7 +94,10 @@ class Asked:
         add = engine.add_beam_search if self.beams else engine.add_request
         if self.pooled:
             add = engine.add_pooling
-        add(self.name, self.prompt, self.params, cache_salt=self.salt, tenant=self.tenant, **more)
+        add(
+            self.name, self.prompt, self.params, cache_salt=self.salt, tenant=self.tenant,
+            lora_request=self.lora_request, **more,
+        )  # fmt: skip
 
     def check_form(self) -> None:
         """The texts have the form as far as they reach, and are whole where they end."""
@@ -109,6 +120,8 @@ class Asked:
             most = self.longest - len(self.prompt)
             params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
         alone = replace(self, params=params, outputs={}, cut=set())
+        if self.adapter is not None:
+            install(engine, self.adapter)
         alone.add(engine)
         while engine.has_unfinished():
             for output in engine.step():

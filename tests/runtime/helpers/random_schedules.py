@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_adapters import FakeAdapters
 from fake_grammars import LateGrammars
 from fake_model import Interrupted, fake_engine
 from random_requests import RECIPES, Asked, random_params, random_tokens
@@ -96,6 +97,7 @@ class RandomSchedule:
         self._use_own_clocks()
         self.engine.intake._recipe = rng.choice(RECIPES)
         self.grammars = self.engine.intake._grammars = LateGrammars()
+        self.adapters = FakeAdapters(self.engine, rng)
         self.tree = self.engine.tree
         self.generated = 0  # tokens that came
         self.lost = False  # whether outputs were, in an interrupted step
@@ -136,6 +138,9 @@ class RandomSchedule:
                 self.reset()
             elif chance < 0.50:
                 self.sleep()
+            elif chance < 0.52 and rng.random() < 0.5:
+                self.adapters.change()
+                self.check()
             elif chance < 0.51 and self.grammars.late:
                 self.compile()
             elif chance < 0.54:
@@ -161,6 +166,7 @@ class RandomSchedule:
         assert not len(self.engine.scheduler.waiting)
         assert self.engine.step() == []
         self.check()
+        self.adapters.check()
         pool, tree = self.engine.tree.pool, self.engine.tree
         assert pool.free_pages + tree.cached_pages == pool.num_pages
         assert tree.locked_pages == self.engine.pins.locked_pages()
@@ -179,7 +185,8 @@ class RandomSchedule:
             prompt = prompt[: rng.randint(0, len(prompt))] if rng.random() < 0.5 else prompt
         prompt = prompt + random_tokens(self.rng, rng.choice([0, 1, 1, 3, 8]))
         salt, tenant = rng.choice([None, None, None, "a", "b"]), rng.choice([None, None, "a"])
-        request = Asked(str(len(self.asked)), prompt, random_params(rng), salt, tenant)
+        adapter = rng.choice([None, None, None, *self.adapters.now.values()])
+        request = Asked(str(len(self.asked)), prompt, random_params(rng), salt, tenant, adapter)
         priority = rng.randint(-1, 2) if engine.config.scheduling_policy == "priority" else 0
         waiting, late = len(self._sequences()), len(self.grammars.late)
         idle = not engine.has_unfinished()
@@ -206,8 +213,9 @@ class RandomSchedule:
         more = {"prompt_logprobs": getattr(params, "prompt_logprobs", None)}
         try:
             found = self.engine.peek(
-                request.prompt, cache_salt=request.salt, tenant=request.tenant, **more
-            )
+                request.prompt, cache_salt=request.salt, tenant=request.tenant,
+                lora_request=request.lora_request, **more,
+            )  # fmt: skip
         except ValueError:
             return  # no room for a token after the prompt
         self.step()
@@ -249,6 +257,7 @@ class RandomSchedule:
             self.engine.pin(
                 name, tokens, cache_salt=rng.choice([None, "a"]),
                 tenant=rng.choice([None, None, "a"]), ttl=rng.choice([None, 3.0, 20.0]),
+                lora_request=rng.choice([None, None, *self.adapters.asked()]),
             )  # fmt: skip
         except PinRefused:
             return
