@@ -87,6 +87,11 @@ def choose(path: Path, options: EngineConfig) -> Implementation:
             "deterministic is True; with transformers' model (model_impl) it must be False: the "
             "results of its operations may depend on the rest of the batch"
         )
+    if options.enable_lora:
+        raise ValueError(
+            "enable_lora is True; with transformers' model (model_impl) it must be False: adapters "
+            "change the projections of our own families"
+        )
     described = describe(path, raw, eos_token_ids(path, raw))
     _log.info("%s runs through transformers", described.model.architecture)
     return Implementation(path, described.model, described)

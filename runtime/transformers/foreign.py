@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 
 from coppice.kernels.attention.interface import AttentionBackend, LayerCache
 from coppice.runtime.model.config import ModelConfig
+from coppice.runtime.model.decoder import Changes
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.transformers.attention import (
     NAME,
@@ -53,10 +54,11 @@ class ForeignModel(nn.Module):
         attention: AttentionBackend,
         prepared: Any,
         logit_rows: torch.Tensor,
+        changes: Changes | None = None,
     ) -> torch.Tensor:
         """See ``Decoder.forward``."""
         hidden = self.hidden_states(
-            token_ids, positions, slots, kv, attention, prepared, logit_rows
+            token_ids, positions, slots, kv, attention, prepared, logit_rows, changes
         )
         return self.logits(hidden)
 
@@ -69,8 +71,10 @@ class ForeignModel(nn.Module):
         attention: AttentionBackend,
         prepared: Any,
         logit_rows: torch.Tensor | None,
+        changes: Changes | None = None,
     ) -> torch.Tensor:
-        """See ``Decoder.hidden_states``; the last layer computes all rows."""
+        """See ``Decoder.hidden_states``; the last layer computes all rows, without adapters."""
+        assert changes is None, "adapters were refused"
         running.step = PagedStep(self._layers, slots, kv, attention, prepared)
         try:
             states = self.network.states(token_ids, positions)

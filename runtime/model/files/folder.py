@@ -71,8 +71,8 @@ def _instead(path: Path) -> str:
     adapter = path / "adapter_config.json"
     if adapter.is_file():
         return (
-            f"it is an adapter{_base(adapter)}, which is not applied here; merge it into its base "
-            "model (peft's merge_and_unload), save that, and give its folder"
+            f"it is an adapter{_base(adapter)}; give the folder of its base model, and the adapter "
+            "as lora_modules (--lora-modules NAME=FOLDER) or as lora_request"
         )
     if (path / "params.json").is_file():
         return (

@@ -95,6 +95,8 @@ def test_model_impl_coppice_names_the_families_that_there_are(foreign_checkpoint
         EngineConfig(model="x", model_impl="vllm")
     with pytest.raises(ValueError, match="deterministic is True; with transformers' model"):
         Engine(EngineConfig(model=str(foreign_checkpoint("phi")), deterministic=True))
+    with pytest.raises(ValueError, match="enable_lora is True; with transformers' model"):
+        Engine(EngineConfig(model=str(foreign_checkpoint("phi")), enable_lora=True))
 
 
 def test_what_layers_ask_of_attention_is_known_from_the_config(tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ def folder(path: Path, **files: str) -> Path:
         ({"notes__txt": "x"}, "holds no checkpoint"),
         (
             {"adapter_config__json": json.dumps({"base_model_name_or_path": "meta/base"})},
-            r"it is an adapter for 'meta/base', .* merge it into its base",
+            r"it is an adapter for 'meta/base'; .*--lora-modules NAME=FOLDER",
         ),
-        ({"adapter_config__json": "{"}, "it is an adapter, which is not applied"),
+        ({"adapter_config__json": "{"}, "it is an adapter; give the folder of its base"),
         ({"params__json": "{}"}, "form of their publisher"),
         ({"config__json": POINTER}, r"config\.json is a pointer of Git LFS"),
         (
