@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from benchmarks.common.harness import Rows, machine, parser, spread
 from coppice import Engine, EngineConfig, LoRARequest, SamplingParams
-from coppice.runtime.adapters.projections import parts_of
+from coppice.runtime.model.adapters.projections import parts_of
 
 BATCH, PROMPT, RANK, ADAPTERS = 32, 32, 16, 16
 SHAPE = {

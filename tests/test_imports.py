@@ -141,7 +141,6 @@ ORDER: dict[str, str] = {
         sampling schedule model
         pooling planning transformers
         config
-        adapters
         runner
         engine
         report

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from coppice.radix import Pins, RadixTree
 from coppice.radix.upkeep.removal import remove_below, remove_namespace
-from coppice.runtime.adapters.names import Adapter, Adapters
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.sequences import Sequences
+from coppice.runtime.model.adapters.names import Adapter, Adapters
 from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.runner.forward import ModelRunner
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from coppice.radix import Namespace, Pins
-from coppice.runtime.adapters.names import Adapters
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.peek import Peek, peek
 from coppice.runtime.engine.sequences import Sequences
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
+from coppice.runtime.model.adapters.names import Adapters
 from coppice.runtime.pooling.pooled_prompt import PooledPrompt
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.lora_request import LoRARequest

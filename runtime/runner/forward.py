@@ -10,8 +10,8 @@ import torch
 
 from coppice.kernels.attention.interface import AttentionCase, FixedPlan, KvScales, LayerCache
 from coppice.kernels.backends import select_backend
-from coppice.runtime.adapters.loaded import LoadedAdapters
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.model.adapters.loaded import LoadedAdapters
 from coppice.runtime.model.files.folder import check_model_folder
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.model.weight_size import smaller_weights

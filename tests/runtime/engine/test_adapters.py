@@ -12,9 +12,9 @@ import pytest
 import torch
 from adapter_files import ALL, ATTENTION, greedy_by, invoked, load, merged, save_adapter
 
-from coppice.runtime.adapters import changes
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.model.adapters import changes
 from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.lora_request import LoRARequest

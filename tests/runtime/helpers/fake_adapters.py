@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from coppice.radix.node import Root
-from coppice.runtime.adapters.names import Adapter
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.model.adapters.names import Adapter
 from coppice.runtime.requests.lora_request import LoRARequest
 
 #: By name, the tokens that invoke it; None: it acts on all.

@@ -12,8 +12,8 @@ from fake_adapters import install
 from fake_grammars import FORMS, follows
 from fake_model import VOCABULARY
 
-from coppice.runtime.adapters.names import Adapter
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.model.adapters.names import Adapter
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.lora_request import LoRARequest

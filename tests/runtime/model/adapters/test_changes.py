@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from coppice.kernels.cpu.layer.low_rank import low_rank_kernels
-from coppice.runtime.adapters.changes import (
+from coppice.runtime.model.adapters.changes import (
     ActingRows,
     DenseProducts,
     Products,
     RowProducts,
     StepChanges,
 )
-from coppice.runtime.adapters.matrices import Piece
-from coppice.runtime.adapters.projections import Part
+from coppice.runtime.model.adapters.matrices import Piece
+from coppice.runtime.model.adapters.projections import Part
 
 WIDTHS = {"qkv": 40, "output": 24}
 INPUTS = 136

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from coppice.kernels.cpu.layer.low_rank import low_rank_kernels
-from coppice.runtime.adapters.matrices import Piece
+from coppice.runtime.model.adapters.matrices import Piece
 from coppice.runtime.model.decoder import Change
 
 

@@ -15,9 +15,9 @@ from adapter_files import ALL, load, read_changes, save_adapter
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from coppice.runtime.adapters.matrices import AdapterFiles, read_adapter
-from coppice.runtime.adapters.projections import parts_of
-from coppice.runtime.adapters.settings import read_settings
+from coppice.runtime.model.adapters.matrices import AdapterFiles, read_adapter
+from coppice.runtime.model.adapters.projections import parts_of
+from coppice.runtime.model.adapters.settings import read_settings
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.config_file import load_model_config
 from tests.runtime.conftest import make_model

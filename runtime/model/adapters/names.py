@@ -16,8 +16,8 @@ from array import array
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from coppice.runtime.adapters.loaded import LoadedAdapters
-from coppice.runtime.adapters.matrices import read_adapter
+from coppice.runtime.model.adapters.loaded import LoadedAdapters
+from coppice.runtime.model.adapters.matrices import read_adapter
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.requests.lora_request import LoRARequest

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from coppice.runtime.adapters.changes import ActingRows, StepChanges, products_for
-from coppice.runtime.adapters.matrices import Piece
+from coppice.runtime.model.adapters.changes import ActingRows, StepChanges, products_for
+from coppice.runtime.model.adapters.matrices import Piece
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.startup.room import explained
 

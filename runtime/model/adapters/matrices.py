@@ -13,8 +13,8 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from coppice.runtime.adapters.projections import Part, parts_of, why_not
-from coppice.runtime.adapters.settings import CONFIG_FILE, AdapterSettings, read_settings
+from coppice.runtime.model.adapters.projections import Part, parts_of, why_not
+from coppice.runtime.model.adapters.settings import CONFIG_FILE, AdapterSettings, read_settings
 from coppice.runtime.model.config import ModelConfig
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
