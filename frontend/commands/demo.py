@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from coppice.frontend.commands.foreign import add_foreign_options
 from coppice.frontend.commands.options import Subparsers
 
 
@@ -15,6 +16,7 @@ def add_to(commands: Subparsers) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
+    add_foreign_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

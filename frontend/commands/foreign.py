@@ -49,7 +49,7 @@ def _add(
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     match foreign:
         case Renamed(ours):  # its flag is one of our option's, where the command has that
-            say = f"it is {flag(ours)} of coppice serve"
+            say = f"it is {flag(ours)}" + (" of coppice serve" if ours not in own else "")
             parser.add_argument(*flags, nargs="?", action=_answering(_refused(say)), **hidden)
         case Reversed(ours) if ours in own:
             parser.add_argument(*flags, dest=ours, action="store_false", **hidden)

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from coppice.frontend.commands.foreign import add_foreign_options
 from coppice.frontend.commands.options import Subparsers, check_scheme
 
 
@@ -38,6 +39,7 @@ def add_to(commands: Subparsers) -> None:
         help="key for the server (default: the environment variable COPPICE_API_KEY)",
     )
     parser.set_defaults(run=run)
+    add_foreign_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

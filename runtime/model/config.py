@@ -191,3 +191,17 @@ class ModelConfig:
     def sliding_windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer."""
         return tuple(layer.sliding_window for layer in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts."""
+        return any(layer.experts is not None for layer in self.layers)
+
+    @property
+    def fits_one_call(self) -> bool:
+        """Whether a CPU can compute all layers in one compiled call.
+
+        It takes attention of at most two kinds, and experts of one.
+        """
+        experts = {layer.experts for layer in self.layers} - {None}
+        return len(set(self.sliding_windows)) <= 2 and len(experts) <= 1

@@ -296,12 +296,7 @@ def compile_layers(decoder: Model, attention: AttentionBackend) -> LayerStack | 
     ):
         return None
     linears = [m for layer in decoder.layers for m in layer.modules() if isinstance(m, Linear)]
-    # The compiled call takes attention of at most two kinds, and experts of one.
-    if (
-        any(each.packed is None for each in linears)
-        or len(set(config.sliding_windows)) > 2
-        or len({layer.experts for layer in config.layers} - {None}) > 1
-    ):
+    if any(each.packed is None for each in linears) or not config.fits_one_call:
         return None
     try:
         from coppice.kernels.cpu.layer import stack

@@ -1,14 +1,7 @@
 """Describes a checkpoint that transformers' model will run, as the engine describes all models.
 
 From `config.json` alone: a probe without weights shows what the layers ask of attention. Whatever
-cannot run on pages is refused by name:
-
-- layers that keep a state of their own, such as state-space (Mamba) and linear attention layers
-- attention that does not go through transformers' interface (Falcon, GPT-J, Bloom), or adds biases
-  to its mask (ALiBi), or lets tokens see later ones
-- encoders, and models that also read pictures or sound
-- rotations that depend on the length of a sequence: a prefix would have other keys in each request
-- heads that differ from layer to layer, and calls of attention that are not one a layer
+cannot run on pages is refused by name, see ``kinds``.
 
 Keys and values of different sizes, as in multi-head latent attention, run: pages are as wide as the
 larger, the other is padded with zeros.

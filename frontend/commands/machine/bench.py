@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from coppice.frontend.commands.foreign import add_foreign_options
 from coppice.frontend.commands.options import (
     MODEL_HELP,
     Subparsers,
@@ -62,6 +63,7 @@ def add_to(commands: Subparsers) -> None:
     )
     add_engine_options(parser)
     parser.set_defaults(run=run)
+    add_foreign_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

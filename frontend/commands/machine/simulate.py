@@ -6,6 +6,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
+from coppice.frontend.commands.foreign import add_foreign_options
 from coppice.frontend.commands.options import Subparsers
 from coppice.runtime.config import EngineConfig
 
@@ -102,6 +103,7 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write the result as a page that opens offline"
     )
+    add_foreign_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -130,6 +130,40 @@ def test_other_commands_answer_too(command: str, capsys: pytest.CaptureFixture[s
     assert error.startswith(f"usage: coppice {command} [-h] [--help-all] [options] ")
 
 
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        ("bench", "use --kv-cache-memory-fraction"),
+        ("simulate", "use kv_cache_memory_fraction"),
+        ("replay", "use kv_cache_memory_fraction"),
+        ("report", "use kv_cache_memory_fraction"),
+        ("demo", "use kv_cache_memory_fraction"),
+        ("models", "use kv_cache_memory_fraction"),
+    ],
+)
+def test_commands_that_measure_and_show_answer_too(
+    command: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = [] if command in ("demo", "models") else ["m"]
+    with pytest.raises(SystemExit):
+        PARSER().parse_args([command, *source, "--gpu-memory-utilization", "0.9"])
+    error = capsys.readouterr().err
+    assert f"coppice {command}: error: --gpu-memory-utilization is not an option here" in error
+    assert answer in error
+
+
+def test_an_option_under_another_name_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, answer in (
+        ("simulate", "--page-size"),
+        ("report", "--page-size of coppice serve"),
+    ):
+        with pytest.raises(SystemExit):
+            PARSER().parse_args([command, "m", "--block-size", "8"])
+        assert capsys.readouterr().err.endswith(
+            f"--block-size is not an option here: it is {answer}\n"
+        )
+
+
 def test_the_table_names_options_that_there_are() -> None:
     """An option of ours in an answer must exist, lest the answer sends people nowhere."""
     own = {action.dest for action in own_flags("serve").values()}

@@ -1,0 +1,54 @@
+"""What each family of models runs on, from the config that its registry entry makes by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coppice.runtime.model.families.registry import FAMILIES
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFamily:
+    """A family of our own.
+
+    Attributes:
+        model_type, architecture: what a `config.json` calls it.
+        one_call: whether a CPU computes all layers in one compiled call.
+        int8, fp8: whether 8-bit weights can be had, on a CPU and on a GPU.
+        experts, windows, soft_cap, sinks: what its layers have, in the configs that are published
+            as its default.
+        stored: methods of quantization in which its checkpoints are published and read.
+    """
+
+    model_type: str
+    architecture: str
+    one_call: bool
+    int8: bool
+    fp8: bool
+    experts: bool
+    windows: bool
+    soft_cap: bool
+    sinks: bool
+    stored: tuple[str, ...]
+
+
+def known_families() -> tuple[KnownFamily, ...]:
+    """All families, in the order of their registry. Imports no torch."""
+    return tuple(_known(model_type) for model_type in FAMILIES)
+
+
+def _known(model_type: str) -> KnownFamily:
+    family = FAMILIES[model_type]
+    config = family.read({"model_type": model_type}, eos_token_ids=())
+    return KnownFamily(
+        model_type=model_type,
+        architecture=config.architecture,
+        one_call=config.fits_one_call,
+        int8=True,  # products of any linear layer, and of experts
+        fp8=not config.has_experts,  # the kernels of a GPU compute experts in their type
+        experts=config.has_experts,
+        windows=any(window is not None for window in config.sliding_windows),
+        soft_cap=config.attention_softcap is not None,
+        sinks=any(layer.sinks for layer in config.layers),
+        stored=family.stored_quantized,
+    )

@@ -1,0 +1,64 @@
+"""`coppice models`: what is listed is what the code has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coppice.frontend.commands.main import main
+from coppice.runtime.model.families.registry import FAMILIES
+from coppice.runtime.model.files.formats import FORMATS
+from coppice.runtime.model.files.opening import open_tensors
+
+
+def test_every_family_is_listed_with_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    found = {each["model_type"]: each for each in listed["families"]}
+    assert list(found) == list(FAMILIES)
+    assert found["gpt_oss"] == {
+        "model_type": "gpt_oss", "architecture": "GptOssForCausalLM", "one_call": True,
+        "int8": True, "fp8": False, "experts": True, "windows": True, "soft_cap": False,
+        "sinks": True, "stored": ["mxfp4"],
+    }  # fmt: skip
+    assert found["gemma2"]["soft_cap"] and found["gemma2"]["fp8"]
+    assert listed["weights"] == {name: list(files) for name, files in FORMATS.items()}
+    assert listed["quantization"] == ["int8", "fp8"]
+
+
+def test_the_table_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = lines[1 : lines.index("")]
+    assert [row.split()[0] for row in rows] == list(FAMILIES)
+    assert not any("…" in row for row in rows)
+    assert any("Mamba" in line for line in lines)
+
+
+def test_it_starts_without_torch() -> None:
+    script = (
+        "import sys; from coppice.frontend.commands.main import main; "
+        "main(['models']); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", script], check=False, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
+
+
+def test_every_file_that_is_listed_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds none of") as missing:
+        open_tensors(tmp_path)
+    for number, file in enumerate(file for files in FORMATS.values() for file in files):
+        assert file.removesuffix(".index.json") in str(missing.value)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / file).write_text("")
+        with pytest.raises(ValueError, match=str(folder)) as broken:
+            open_tensors(folder)
+        assert "holds none of" not in str(broken.value)
