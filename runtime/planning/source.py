@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from coppice.runtime.model.config import ModelConfig
-from coppice.runtime.model.config_file import load_model_config
+from coppice.runtime.model.config_file import has_family, load_model_config, read_config
 from coppice.runtime.model.files.folder import check_model_folder, not_a_folder
 from coppice.runtime.model.files.path import resolve_model
 
@@ -27,10 +27,20 @@ def read_model(model: str, revision: str | None = None) -> ModelConfig:
             raise ValueError(
                 f"model is {model!r}; there is no such folder or config.json, and it is no hub id"
             )
-        return load_model_config(_fetched(model, revision))
+        return _read(_fetched(model, revision))
     if revision is not None:
         raise ValueError(f"revision must not be given with a folder; got {revision!r}")
     check_model_folder(path, weights=False)
+    return _read(path)
+
+
+def _read(path: Path) -> ModelConfig:
+    raw = read_config(path)
+    if not has_family(raw):
+        raise ValueError(
+            f"model_type is {raw['model_type']!r}; plans are made for the families that "
+            "`coppice models` lists. Others may still run: through transformers, if it has them"
+        )
     return load_model_config(path)
 
 

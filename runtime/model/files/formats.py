@@ -5,8 +5,9 @@ Imports nothing, so that a list of them is there at once.
 
 from __future__ import annotations
 
-#: Names of files by format; one of them must be in a model's folder.
+#: Names of files by format, or a pattern of them; one of them must be in a model's folder.
 FORMATS = {
     "safetensors": ("model.safetensors.index.json", "model.safetensors"),
     "pickled by torch, without code": ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+    "GGUF": ("*.gguf",),
 }

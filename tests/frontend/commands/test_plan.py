@@ -128,3 +128,14 @@ def test_no_torch_is_imported(folder: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-P", "-c", script], check=False, capture_output=True)
     assert ran.returncode == 0
+
+
+def test_a_model_of_transformers_is_not_called_unsupported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = CONFIG | {"model_type": "starcoder2", "architectures": ["Starcoder2ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(changed))
+    assert main(["plan", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "model_type is 'starcoder2'; plans are made for the families" in error
+    assert "through transformers" in error and "supported" not in error
