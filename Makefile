@@ -5,6 +5,7 @@
 #   make test    run the tests              make test-slow   the GPU's rehearsals, all variants
 #   make lint    ruff: rules and format        make types   mypy
 #   make clients drive the clients of docs/clients.md, and write its table
+#   make models  run the tests of docs/models.md, and write its tables
 #   make gpu     on a machine with an NVIDIA GPU; runs these, each in under 10 minutes:
 #                gpu-test     the tests of kernels and engine on the GPU
 #                gpu-kernels  the kernel suite, into benchmarks/results/kernels-gpu.jsonl
@@ -37,7 +38,7 @@ TORCH  := 2.13.0
 # and each would compile torch again if an inherited PYTHONDONTWRITEBYTECODE forbade keeping it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow clients gpu gpu-test gpu-kernels gpu-suite lint types lock clean
+.PHONY: demo test test-slow clients models gpu gpu-test gpu-kernels gpu-suite lint types lock clean
 .DELETE_ON_ERROR:
 
 demo: $(TREE)
@@ -55,6 +56,10 @@ test-slow: $(TREE)
 
 clients: $(TREE)
 	$(BIN)/pytest tests/frontend/clients --clients-table docs/clients.md
+
+models: $(TREE)
+	$(BIN)/pytest -m "model and not slow" --models-table docs/models.md \
+		tests/runtime/model tests/runtime/engine tests/runtime/transformers
 
 gpu: gpu-test gpu-kernels gpu-suite
 

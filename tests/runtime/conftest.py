@@ -8,10 +8,12 @@ compared token by token. Nothing in them ends a sequence by itself: the end-of-s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import models_table
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -97,6 +99,36 @@ def make_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel
             norm = name.endswith("norm.weight")
             parameter.normal_(1.0 if norm else 0.0, 0.3, generator=generator)
     return model
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--models-table", metavar="FILE", help="write the tables of models to FILE")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[pytest.TestReport]:
+    report: Any = yield
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    for mark in item.iter_markers("model"):
+        report.user_properties.append(("model", (parameters["family"], *mark.args)))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Writes the tables if they were asked for: a feature counts if no test of it failed."""
+    file = config.getoption("--models-table", None)
+    if file is None:
+        return
+    passed, others = defaultdict(set), defaultdict(set)
+    for outcome, reports in terminalreporter.stats.items():
+        for report in reports:
+            for name, (family, *features) in getattr(report, "user_properties", ()):
+                if name == "model" and (report.when == "call" or outcome != "passed"):
+                    where = passed if outcome in ("passed", "") else others
+                    where[family].update(features)
+    models_table.write(Path(file), {key: found - others[key] for key, found in passed.items()})
 
 
 @pytest.fixture(scope="session")

@@ -74,6 +74,7 @@ def eos(tiny_checkpoint):
 
 
 @pytest.mark.pairwise
+@pytest.mark.model("beams")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("search", [(2, 1.0, False), (4, 0.5, True), (8, 2.0, "never")], ids=str)
 @pytest.mark.parametrize(

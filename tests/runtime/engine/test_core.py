@@ -91,6 +91,7 @@ def short(rows):
     return [row[:NEW_TOKENS] for row in rows]
 
 
+@pytest.mark.model("tokens")
 @pytest.mark.pairwise
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("page_size", [1, 16, 64])

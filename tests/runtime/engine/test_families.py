@@ -67,6 +67,7 @@ def generated(path: Path, **options: object) -> list[list[int]]:
     return rows
 
 
+@pytest.mark.model("tokens")
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_greedy_tokens_equal_transformers_cold_and_warm(
     tiny_checkpoint: Callable[..., Path], family: str
@@ -83,6 +84,7 @@ def test_greedy_tokens_equal_transformers_cold_and_warm(
         assert hits == sum(len(prompt) - 1 for prompt in prompts())
 
 
+@pytest.mark.model("n")
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_several_sequences_share_what_a_single_one_computed(
     tiny_checkpoint: Callable[..., Path], family: str
@@ -94,6 +96,7 @@ def test_several_sequences_share_what_a_single_one_computed(
     assert run(engine, sampled) == cold == run(start(path, enable_prefix_caching=False), sampled)
 
 
+@pytest.mark.model("beams")
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_beams_equal_transformers(tiny_checkpoint: Callable[..., Path], family: str) -> None:
     path = tiny_checkpoint(family)
@@ -102,6 +105,7 @@ def test_beams_equal_transformers(tiny_checkpoint: Callable[..., Path], family: 
     assert run(start(path, page_size=7), search) == expected
 
 
+@pytest.mark.model("int8")
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_int8_is_warm_what_it_is_cold(tiny_checkpoint: Callable[..., Path], family: str) -> None:
     engine = start(tiny_checkpoint(family), page_size=7, quantization="int8")

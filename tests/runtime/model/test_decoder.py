@@ -126,7 +126,11 @@ MIXED = [
     pytest.param(
         family,
         backend.values[0],
-        marks=[*backend.marks, *[pytest.mark.slow][: backend is TRITON and family != "qwen3"]],
+        marks=[
+            *backend.marks,
+            *[pytest.mark.model("triton")][: backend is TRITON],
+            *[pytest.mark.slow][: backend is TRITON and family != "qwen3"],
+        ],
     )
     for backend in (pytest.param("reference"), pytest.param("cpu"), COMPILED, TRITON)
     for family in ("llama", "mistral", "qwen2", "qwen3")
@@ -224,6 +228,7 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.model("logits")
 @pytest.mark.parametrize("backend", ["reference", "cpu", COMPILED])
 @pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=IDS)
 def test_agrees_with_transformers(

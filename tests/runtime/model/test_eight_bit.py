@@ -242,6 +242,7 @@ def test_what_four_does_not_divide_is_not_packed() -> None:
     assert relative_error(linear(x), F.linear(x, weight)) < 0.02
 
 
+@pytest.mark.model("int8")
 def test_compiled_layers_give_what_the_operations_give(
     tiny_checkpoint: Callable[..., Path], family: str
 ) -> None:

@@ -99,6 +99,7 @@ def test_an_expert_that_no_row_chooses_is_not_read(load: Callable[..., Decoder])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only without a GPU")
+@pytest.mark.model("triton")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_experts_of_a_gpu_are_those_of_transformers(
     load: Callable[..., Decoder],

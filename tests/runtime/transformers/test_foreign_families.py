@@ -28,6 +28,7 @@ def equal_cold_and_warm(engine: Engine, expected: list[list[int]]) -> None:
     assert hits == sum(len(prompt) - 1 for prompt in prompts())
 
 
+@pytest.mark.model("tokens")
 @pytest.mark.parametrize(
     "family",
     [pytest.param(each, marks=[pytest.mark.slow] * (each in ALIKE)) for each in FAMILIES],
@@ -52,6 +53,7 @@ def test_our_own_families_run_through_transformers_when_asked_to(
     equal_cold_and_warm(start(path, model_impl="transformers"), generated(path))
 
 
+@pytest.mark.model("n", "beams")
 @pytest.mark.parametrize("family", KINDS)
 def test_several_sequences_and_beams_share_what_one_computed(
     foreign_checkpoint: Callable[..., Path], family: str
@@ -65,6 +67,7 @@ def test_several_sequences_and_beams_share_what_one_computed(
     assert run(engine, search) == generated(path, num_beams=3, num_return_sequences=3)
 
 
+@pytest.mark.model("int8")
 @pytest.mark.parametrize("family", ["cohere2", "minicpm3", "gpt2"])
 def test_int8_is_warm_what_it_is_cold(foreign_checkpoint: Callable[..., Path], family: str) -> None:
     engine = start(foreign_checkpoint(family), page_size=7, quantization="int8")
