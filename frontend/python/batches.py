@@ -33,6 +33,10 @@ class Batches:
             raise RuntimeError("this LLM was shut down; make a new one")
         return self._text_engine
 
+    @property
+    def closed(self) -> bool:
+        return self._text_engine is None
+
     def close(self) -> None:
         """Drops the engine, whose memory is given back."""
         if self._text_engine is not None:
@@ -65,7 +69,7 @@ class Batches:
         """
         if sampling_params is None:
             sampling_params = self.text_engine.defaults.params()
-        params = _params_for_each(sampling_params, len(prompts))
+        params = params_for_each(sampling_params, len(prompts))
         adapters = _adapter_of_each(lora_request, len(prompts))
         for form in {each.structured_outputs for each in params}:
             if form is not None:
@@ -135,9 +139,10 @@ def check_adapters(*given: object) -> None:
             raise ValueError(f"lora_request must be a LoRARequest or None, got {each!r}")
 
 
-def _params_for_each(
+def params_for_each(
     params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts. Raises ValueError for any other number."""
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or not all(

@@ -6,8 +6,9 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 
-from coppice.frontend.python.batches import Batches
+from coppice.frontend.python.batches import Batches, params_for_each
 from coppice.frontend.python.prompts import EncodedPrompt
+from coppice.frontend.text.continuation import is_silent
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.outputs import RequestOutput
 from coppice.runtime.report.snapshot import PinRefused
@@ -79,8 +80,8 @@ class Session:
     ) -> list[RequestOutput]:
         """Continues several sessions of one LLM together, each by its own parameters if given.
 
-        Raises ValueError for closed sessions, sessions of different LLMs, and an `n` other than 1
-        (fork first, and continue the forks); then nothing has run.
+        Raises ValueError for closed sessions, sessions of different LLMs, a session that is given
+        twice, and an `n` other than 1 (fork first, and continue the forks); then nothing has run.
         """
         if not sessions:
             raise ValueError("sessions must not be empty, got none")
@@ -89,18 +90,23 @@ class Session:
             session._check_open()
             if session._batches is not batches:
                 raise ValueError("sessions must all be of one LLM")
-        given = params if isinstance(params, Sequence) else [params]
-        for each in given:
-            if each is not None and each.n != 1:
-                raise ValueError(f"n must be 1 in a session, fork it instead; got {each.n}")
+        for place, session in enumerate(sessions):
+            if session in sessions[:place]:
+                raise ValueError(
+                    f"sessions must differ, fork them instead; sessions[{place}] came before"
+                )
         if params is None:
             params = batches.text_engine.defaults.params()
+        params = params_for_each(params, len(sessions))
+        for each in params:
+            if each.n != 1:
+                raise ValueError(f"n must be 1 in a session, fork it instead; got {each.n}")
         with _room_for(sessions, params):
             outputs = batches.run([session._prompt() for session in sessions], params)
-        for session, output in zip(sessions, outputs, strict=True):
+        for session, one, output in zip(sessions, params, outputs, strict=True):
             made = output.outputs[0]
             # A token that only marks the end of the text is not part of a text that continues.
-            silent = made.finish_reason == "stop" and not isinstance(made.stop_reason, str)
+            silent = is_silent(made, one)
             session._token_ids += made.token_ids[:-1] if silent else made.token_ids
             session._keep()
         return outputs
@@ -121,17 +127,20 @@ class Session:
             prompt_logprobs=0,
             prompt_logprobs_start=len(self._token_ids),
         )
-        with _room_for([self], params, len(more)):
+        with _room_for([self], [params], len(more)):
             (output,) = self._batches.run([self._prompt(more)], params)
         assert output.prompt_logprobs is not None
         places = zip(more, output.prompt_logprobs[-len(more) :], strict=True)
         return sum(place[token].logprob for token, place in places if place is not None)
 
     def close(self) -> None:
-        """Unpins its tokens, which may be evicted from now on; without effect if it is closed."""
-        if self._open:
-            self._open = False
+        """Unpins its tokens, which may be evicted from now on.
+
+        Without effect if it is closed, or if its LLM was shut down.
+        """
+        if self._open and not self._batches.closed:
             self._text_engine.engine.unpin(self._name)
+        self._open = False
 
     def __enter__(self) -> Session:
         return self
@@ -157,7 +166,7 @@ class Session:
 
 @contextlib.contextmanager
 def _room_for(
-    sessions: Sequence[Session], params: SamplingParams | Sequence[SamplingParams], more: int = 0
+    sessions: Sequence[Session], params: Sequence[SamplingParams], more: int = 0
 ) -> Iterator[None]:
     """Ends the pins of these sessions while they run, if they would leave too few pages for that.
 
@@ -165,13 +174,12 @@ def _room_for(
     prompts after those of the sessions.
     """
     engine = sessions[0]._text_engine.engine
-    each = [params] * len(sessions) if isinstance(params, SamplingParams) else params
     longest = max(
         (
             len(session._token_ids) + more + one.max_tokens
             if one.max_tokens is not None
             else engine.max_model_len
-            for session, one in zip(sessions, each, strict=False)
+            for session, one in zip(sessions, params, strict=True)
         ),
         default=0,
     )

@@ -152,7 +152,7 @@ class Continuation:
         return sum(self._chosen()) / len(self.token_ids) if self.token_ids else -math.inf
 
 
-def is_silent(ended: StepOutput | BestLine, params: SamplingParams) -> bool:
+def is_silent(ended: StepOutput | BestLine | CompletionOutput, params: SamplingParams) -> bool:
     """Whether the last token only marks the end of the text, and is no part of it."""
     return (
         ended.finish_reason == "stop"

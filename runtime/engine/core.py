@@ -368,7 +368,11 @@ class Engine:
             self.runner.wake_up()
 
     def close(self) -> None:
-        """Frees cache and weights for good; requests that run end with it. Call nothing after."""
+        """Frees cache and weights for good; requests that run end with it. Call nothing after.
+
+        Grammars that wait to be compiled are not; the thread ends that compiles them.
+        """
+        self.intake.close()
         if self.runner.asleep < 2:
             self.runner.sleep(2)
 

@@ -188,6 +188,10 @@ class Intake:
         )
         return use, namespace
 
+    def close(self) -> None:
+        """Ends what compiles grammars; take nothing after."""
+        self._grammars.close()
+
     def namespace(self, cache_salt: str | None, tenant: str | None = None) -> Namespace:
         """The namespace of the base model's tokens of a salt and a tenant."""
         return self.place((), cache_salt, tenant, None)[1]

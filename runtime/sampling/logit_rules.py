@@ -192,8 +192,9 @@ def leave_room(
     """Replaces chosen tokens after which JSON could not be completed before its sequence ends.
 
     `tokens` int64 [R] and `logits`, in which such tokens become -inf, are changed in place;
-    `choose_again(row)` chooses by the logits as they are then. Waits for the device only for a row
-    that is near its end.
+    `choose_again(row)` chooses by the logits as they are then. A completion that another rule
+    forbids is not taken: the text stays incomplete. Waits for the device only for a row that is
+    near its end.
     """
     for row in rows:
         sequence = sequences[row]
@@ -206,10 +207,11 @@ def leave_room(
         if ending is None or not ending.due(room, most - prompt):
             continue
         generated, chosen = sequence.tokens[prompt:].tolist(), int(tokens[row])
-        token = chosen
+        token, tried = chosen, set()
         for _ in range(_CHOICES):
             if ending.fits(generated, token, room):
                 break
+            tried.add(token)
             logits[row, token] = -torch.inf
             if not logits[row].amax().isfinite():  # the form allows no other
                 token = ending.forced(generated, room, chosen)
@@ -217,6 +219,8 @@ def leave_room(
             token = choose_again(row)
         else:
             token = ending.forced(generated, room, chosen)
+        if token not in tried and not logits[row, token].isfinite():
+            token = chosen  # the shortest completion has a token that another rule forbids
         if token != chosen:
             ending.cut = True
             tokens[row] = token

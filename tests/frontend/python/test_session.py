@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +172,116 @@ def test_what_does_not_fit_the_budget_still_works(checkpoint: Path) -> None:
         assert len(llm._text_engine.engine.pins) == 0
 
 
+def test_closing_after_the_llm_was_shut_down_does_nothing(llm: LLM) -> None:
+    compiling = llm._text_engine.engine.intake._grammars._thread
+    with llm.session(TEXT) as line:
+        llm.shutdown()
+    line.close()
+    with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
+        compiling.submit(print)
+
+
+def test_a_stop_token_that_is_shown_stays_in_the_session(llm: LLM) -> None:
+    greedy = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    made = llm.generate(TEXT, SamplingParams(**greedy))[0].outputs[0].token_ids
+    for shown in (False, True):
+        with llm.session(TEXT) as line:
+            stop = SamplingParams(
+                **greedy, stop_token_ids=[made[2]], include_stop_str_in_output=shown
+            )
+            before = line.token_ids
+            output = line.generate(stop).outputs[0]
+            text, count = output.text, len(output.token_ids) - (not shown)
+            assert line.token_ids == before + output.token_ids[:count]
+            assert line.text.endswith(text)
+
+
+def test_sessions_among_other_requests_in_a_small_pool(checkpoint: Path) -> None:
+    """Random calls: each text and score as without a cache, pages recounted at each step."""
+    alone = LLM(str(checkpoint), kv_cache_tokens=2048, enable_prefix_caching=False)
+    _random_sessions(checkpoint, alone, 0, 3)
+
+
+@pytest.mark.slow
+def test_more_sessions_among_other_requests(checkpoint: Path) -> None:
+    alone = LLM(str(checkpoint), kv_cache_tokens=2048, enable_prefix_caching=False)
+    _random_sessions(checkpoint, alone, 100, int(os.environ.get("COPPICE_SCHEDULES", "60")))
+
+
+def _random_sessions(checkpoint: Path, alone: LLM, first: int, count: int) -> None:
+    refused = 0
+    for seed in range(first, first + count):
+        rng = random.Random(seed)
+        size = rng.choice([1, 4, 7, 16])
+        llm = LLM(
+            str(checkpoint), kv_cache_tokens=size * -(-rng.choice([160, 200, 300]) // size),
+            page_size=size, max_num_seqs=rng.randint(1, 4), max_num_batched_tokens=32,
+            pin_budget=rng.choice([0.0, 0.3, 0.7, 1.0]), max_model_len=150,
+        )  # fmt: skip
+        try:
+            refused += _random_calls(rng, llm, alone)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert count < 30 or refused, "no pin was in the way of another request"
+
+
+def _random_calls(rng: random.Random, llm: LLM, alone: LLM) -> int:
+    engine, refused = llm._text_engine.engine, 0
+    step = engine.step
+
+    def checked() -> Any:
+        outputs = step()
+        engine.check()
+        return outputs
+
+    engine.step = checked  # type: ignore[method-assign]
+    opened = [llm.session(TEXT)]
+    for _ in range(14):
+        line, chance = rng.choice(opened), rng.random()
+        greedy = SamplingParams(temperature=0, max_tokens=rng.randint(1, 6), ignore_eos=True)
+        try:
+            if chance < 0.2:
+                opened += line.fork(rng.randint(1, 2))
+            elif chance < 0.5:
+                lines = rng.sample(opened, rng.randint(1, len(opened)))
+                before = [each.token_ids for each in lines]
+                outputs = Session.generate_all(lines, greedy)
+                theirs = alone.generate([list(each) for each in before], greedy)
+                for each, old, mine, their in zip(lines, before, outputs, theirs, strict=True):
+                    assert mine.outputs[0].token_ids == their.outputs[0].token_ids
+                    assert each.token_ids == old + their.outputs[0].token_ids
+            elif chance < 0.6:
+                with alone.session(list(line.token_ids)) as other:
+                    expected = other.score(" quick fox")
+                assert line.score(" quick fox") == pytest.approx(expected, abs=1e-4)
+            elif chance < 0.7:
+                line.append(rng.choice([" and", " the key", " Where is the mat?"]))
+            elif chance < 0.8:
+                opened.append(llm.session([rng.randrange(5, 300) for _ in range(30)]))
+            elif chance < 0.85 and len(opened) > 1:
+                opened.remove(line)
+                line.close()
+            elif chance < 0.88:
+                llm.reset_prefix_cache()
+            else:
+                prompt = [rng.randrange(5, 300) for _ in range(rng.randint(1, 120))]
+                (mine,), (their,) = (each.generate(prompt, greedy) for each in (llm, alone))
+                assert mine.outputs[0].token_ids == their.outputs[0].token_ids
+        except ValueError as error:
+            pinned = "that no pin keeps" in str(error)
+            if not (pinned or "max_model_len" in str(error)):
+                raise
+            refused += pinned
+        engine.check()
+    for line in opened:
+        line.close()
+    assert len(engine.pins) == 0
+    llm.reset_prefix_cache()
+    assert engine.tree.pool.free_pages == engine.num_pages
+    return refused
+
+
 def test_misuse_is_refused(llm: LLM) -> None:
     line = llm.session()
     with pytest.raises(ValueError, match="a session and its continuation need a token each"):
@@ -178,6 +291,10 @@ def test_misuse_is_refused(llm: LLM) -> None:
         line.fork(0)
     with pytest.raises(ValueError, match="n must be 1 in a session"):
         line.generate(SamplingParams(n=2))
+    with pytest.raises(ValueError, match=r"sessions must differ.*; sessions\[1\] came before"):
+        Session.generate_all([line, line])
+    with pytest.raises(ValueError, match="sampling_params must be a SamplingParams or a list"):
+        Session.generate_all([line], ["x"])  # type: ignore[list-item]
     line.close()
     with pytest.raises(ValueError, match="it was closed"):
         line.append("more")
