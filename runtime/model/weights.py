@@ -150,7 +150,7 @@ def _log_decoding(
     kept = linear(16, 16, bias=False, **place).weight.dtype  # type: ignore[arg-type]
     smaller = ""
     if kept.itemsize > 1:
-        smaller = f"; {smaller_weights(None, device)}"
+        smaller = f". If that is too much: {smaller_weights(None, device)}"
     logger.info(
         "weights stored as %s become %s, %s%s",
         source.stored,
