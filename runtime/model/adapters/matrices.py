@@ -85,9 +85,10 @@ def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> AdapterFil
             f"{CONFIG_FILE} does not name"
         )
     if not wanted:
+        has = sorted({name.rpartition(".")[2] for name in parts})
         raise ValueError(
             f"{folder / CONFIG_FILE}: target_modules names no projection of this model, "
-            f"{config.architecture}, which has {_shown(sorted({n.split('.')[-1] for n in parts}))}"
+            f"{config.architecture}, which has {_shown(has)}"
         )
     lacking = [
         f"{name}.lora_{side}.weight"

@@ -238,6 +238,7 @@ def test_help_needs_no_model_and_no_torch() -> None:
         "simulate",
         "bench",
         "plan",
+        "models",
     } == set(commands(build_parser()))
 
 
