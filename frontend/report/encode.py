@@ -20,7 +20,7 @@ from coppice import __version__
 from coppice.frontend.report.advice import advice, present
 from coppice.frontend.report.memory import memory
 from coppice.frontend.report.samples import SPANS, History, Sample
-from coppice.frontend.report.words import CAUSE_NAMES, Decode, cause_meaning
+from coppice.frontend.report.words import CAUSE_NAMES, Decode, cause_meaning, windows_sentence
 from coppice.runtime.report.snapshot import (
     CAUSES,
     CacheReport,
@@ -30,6 +30,7 @@ from coppice.runtime.report.snapshot import (
     PrefixNode,
     PromptCauses,
     SharedPrefix,
+    WindowReport,
     Windows,
 )
 
@@ -208,6 +209,8 @@ def encode(
         "near_misses": [_near_miss(each, names) for each in accounts.near_misses],
         "recent": [_recent(each, names) for each in report.recent],
         "pins": [encode_pin(pin, names) for pin in report.pins],
+        "adapters": [asdict(each) for each in report.adapters],
+        "windows": report.windows and _sliding(report.windows),
     }
 
 
@@ -225,6 +228,19 @@ def encode_pin(pin: PinState, names: Names) -> dict[str, Any]:
 
 def _windows(windows: Windows) -> dict[str, Any]:
     return {name: _counts(getattr(windows, name)) for name in _WINDOWS}
+
+
+def _sliding(report: WindowReport) -> dict[str, Any]:
+    return {
+        "layers": report.layers,
+        "windows": [{"tokens": size, "layers": layers} for size, layers in report.windows],
+        "keys_read": report.keys_read,
+        "keys_skipped": report.keys_skipped,
+        "bytes_skipped": report.bytes_skipped,
+        "pages_old": report.pages_old,
+        "bytes_old": report.bytes_old,
+        "sentence": windows_sentence(report),
+    }
 
 
 def _counts(counts: Counts) -> dict[str, Any]:

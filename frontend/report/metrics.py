@@ -143,6 +143,7 @@ class _Families(Collector):
             yield from _tokens(stats)
             yield from _steps(stats)
             yield from _pool(stats)
+            yield from _adapters(stats)
 
     def _http(self) -> Metric:
         family = CounterMetricFamily(
@@ -287,6 +288,13 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
     for state in ("free", "cached", "pinned", "held"):
         pages.add_metric([state], getattr(stats, f"pages_{state}"))
     yield pages
+    yield _counters(
+        "coppice_window_keys",
+        "Keys, each of a token in a layer, that layers with a sliding window read, and that "
+        "they skipped since they are older",
+        "kind",
+        stats.window_keys,
+    )
     yield GaugeMetricFamily("coppice_page_size_tokens", "Tokens that a page holds", stats.page_size)
     yield GaugeMetricFamily("coppice_pins", "Prefixes that are pinned", stats.num_pins)
     yield CounterMetricFamily(
@@ -297,6 +305,32 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
         "How long tokens had been unused when they were evicted",
         stats.eviction_age,
     )
+
+
+def _adapters(stats: EngineStats) -> Iterator[Metric]:
+    """By adapter, of those that are loaded."""
+    for name, text, fields in (
+        ("coppice_adapter_requests", "Requests on which an adapter acts", {"": "requests"}),
+        (
+            "coppice_adapter_prompt_tokens",
+            "Their prompt tokens. base: those before an invocation, which are the base model's",
+            {"adapter": "prompt_tokens", "base": "base_tokens"},
+        ),
+        (
+            "coppice_adapter_hit_tokens",
+            "Those of them whose KV was reused",
+            {"adapter": "hit_tokens", "base": "base_hit_tokens"},
+        ),
+    ):
+        labels = ["adapter"] if "" in fields else ["adapter", "part"]
+        family = CounterMetricFamily(name, text, labels=labels)
+        for each in stats.adapters:
+            for part, field in fields.items():
+                count = getattr(each, field)
+                if part == "adapter":
+                    count -= getattr(each, fields["base"])
+                family.add_metric([each.identity, part][: len(labels)], count)
+        yield family
 
 
 def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:

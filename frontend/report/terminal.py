@@ -16,6 +16,7 @@ from rich.text import Text
 from coppice.frontend.report.widgets import bar, divided, listed, titled
 from coppice.frontend.report.words import (
     Report,
+    adapter_lines,
     duration,
     excerpt,
     one_line,
@@ -68,6 +69,7 @@ def render_live(report: Report, *, trouble: str = "", width: int = 80) -> Render
         _prefixes(report["prefixes"]),
         _near_misses(report["near_misses"], groups=2, examples=1),
         _namespaces(report["namespaces"]),
+        adapter_lines(report.get("adapters", ())),
         _pins(report["pins"]),
     )
 
@@ -83,6 +85,7 @@ def render_totals(report: Report, *, full: bool = False) -> RenderableType:
         _policies(report.get("policies", ())),
         _curve(report) if full and report["curve"]["points"] else None,
         _sentence(report),
+        adapter_lines(report.get("adapters", ())),
         _near_misses(report["near_misses"], groups=3, examples=2) or (none if full else None),
         _prefixes(report["prefixes"]) or Text("No prefix was hit yet.", "dim"),
     )
@@ -224,9 +227,10 @@ def _advice(advice: Sequence[Report]) -> Table | None:
 
 
 def _sentence(report: Report) -> Text | None:
-    """What twice the memory would bring, if anything was evicted."""
-    sentence = report["curve"]["sentence"]
-    return Text(sentence) if sentence and report["pool"]["evicted_tokens"] else None
+    """What other sizes of cache would hit, if anything was evicted, and what windows saved."""
+    said = [report["curve"]["sentence"]] if report["pool"]["evicted_tokens"] else []
+    said += [windows["sentence"]] if (windows := report.get("windows")) else []
+    return Text("\n".join(said)) if any(said) else None
 
 
 def _policies(policies: Sequence[Report]) -> Table | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from coppice.runtime.report.snapshot import CAUSES, Counts
+from coppice.runtime.report.snapshot import CAUSES, Counts, WindowReport
 
 if TYPE_CHECKING:
     from coppice.frontend.text.tokenizer import Tokenizer
@@ -50,6 +50,32 @@ def cause_meaning(cause: str, counts: Counts) -> str:
     if cause == "evicted" and counts.evicted_idle_seconds:
         meaning = f"was cached; idle for {duration(counts.evicted_idle_seconds)}"
     return meaning
+
+
+def windows_sentence(report: WindowReport) -> str:
+    """What sliding windows saved, and what freeing older keys would."""
+    layers = sum(layers for _, layers in report.windows)
+    sizes = " and ".join(f"{size:,}" for size, _ in report.windows)
+    keys = report.keys_read + report.keys_skipped
+    share = report.keys_skipped / keys if keys else 0.0
+    return (
+        f"{layers} of {report.layers} layers see the last {sizes} tokens alone: they did not read "
+        f"{share:.1%} of their sequences' keys. Running sequences keep {report.pages_old:,.1f} "
+        f"pages' worth of keys that are older, for prompts that begin alike"
+    )
+
+
+def adapter_lines(adapters: Sequence[Report]) -> str | None:
+    """A line for each of the adapters with the most prompt tokens; None without adapters."""
+    lines = ["Adapters"]
+    for each in sorted(adapters, key=lambda each: -each["prompt_tokens"])[:6]:
+        prompt, hit = each["prompt_tokens"], each["hit_tokens"]
+        line = f"{one_line(each['name'])}: {each['requests']:,} requests, "
+        line += f"{hit / prompt if prompt else 0:.1%} of {prompt:,} prompt tokens hit"
+        if each["invoked"]:
+            line += f", {each['base_hit_tokens']:,} of them from the base model's cache"
+        lines.append(line)
+    return "\n".join(lines) if adapters else None
 
 
 def ordered_causes(counts: Report) -> list[tuple[str, int]]:

@@ -9,6 +9,8 @@ from coppice.radix import Pins, RadixTree
 from coppice.radix.upkeep.removal import remove_below, remove_namespace
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.sequences import Sequences
+from coppice.runtime.metrics.adapter_counts import AdapterReport
+from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.model.adapters.names import Adapter, Adapters
 from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.runner.forward import ModelRunner
@@ -23,6 +25,7 @@ class EngineAdapters:
         sequences: that may use them.
         pins: some of which may be theirs.
         tree: returns the tree that has their KV.
+        counters: have the counts of their requests.
 
     Attributes:
         named: those that are loaded.
@@ -36,6 +39,7 @@ class EngineAdapters:
         sequences: Sequences,
         pins: Pins,
         tree: Callable[[], RadixTree],
+        counters: EngineCounters,
     ) -> None:
         self.named = Adapters(
             runner.model_config,
@@ -46,6 +50,7 @@ class EngineAdapters:
         )
         self.cleared: Callable[[], None] = lambda: None
         self._sequences, self._pins, self._tree = sequences, pins, tree
+        self._counts = counters.adapter_counts
 
     def load(self, lora_request: LoRARequest, *, replace: bool = False) -> None:
         """Loads an adapter, so that no request waits for it; with `replace` in place of another.
@@ -68,6 +73,19 @@ class EngineAdapters:
         """Those that requests may use."""
         return self.named.listed()
 
+    def report(self) -> tuple[AdapterReport, ...]:
+        """What the requests of each took from the cache."""
+        return tuple(
+            AdapterReport(
+                each.asked.lora_name,
+                each.identity,
+                each.invocation is not None,
+                not named,
+                *self._counts.of(each.number),
+            )
+            for each, named in self.named.all()
+        )
+
     def refresh(self) -> None:
         """Gives back what was unloaded and is not used any more; O(1) if nothing was unloaded."""
         if self.named.retiring:
@@ -86,4 +104,5 @@ class EngineAdapters:
         for namespace in list(tree.roots):
             if getattr(namespace, "adapter", None) == adapter.identity:
                 remove_namespace(tree, namespace)
+        self._counts.forget(adapter.number)
         self.cleared()

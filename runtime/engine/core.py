@@ -89,7 +89,7 @@ class Engine:
         self._sequences = Sequences(self.scheduler, self.counters)
         self._searches = BeamSearches(self._sequences, paging, eos, watch_lines)
         self.adapters = EngineAdapters(
-            config, self.runner, self._sequences, self.pins, lambda: self.tree
+            config, self.runner, self._sequences, self.pins, lambda: self.tree, self.counters
         )
         self.intake = Intake(
             config,

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from coppice.runtime.metrics.adapter_counts import AdapterCounts
 from coppice.runtime.metrics.histogram import AGES, COUNTS, LONG_SECONDS, SHORT_SECONDS, Buckets
 from coppice.runtime.requests.request import Request, Sequence
 
@@ -46,6 +47,7 @@ class EngineCounters:
         request: from arrival to the end, aborted requests included.
         step, step_tokens, step_sequences: of each step that ran.
         eviction_age: how long evicted tokens had been unused.
+        adapter_counts: of the requests of each adapter.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,6 +76,7 @@ class EngineCounters:
         self.step_tokens = Buckets(COUNTS)
         self.step_sequences = Buckets(COUNTS)
         self.eviction_age = Buckets(AGES)
+        self.adapter_counts = AdapterCounts()
 
     def arrived(self, request_id: str) -> None:
         """Records when a request was accepted."""
@@ -84,6 +87,8 @@ class EngineCounters:
         self.requests += 1
         self.prompt_tokens += len(request.prompt_token_ids)
         self.hit_tokens += hit_tokens
+        if (use := request.adapter) is not None:
+            self.adapter_counts.admitted(use.number, use.begin, request, hit_tokens)
 
     def prefilled(self, sequence: Sequence, count: int, seconds: float) -> None:
         """Counts `count` tokens of a prefill in a step that began `seconds` ago.

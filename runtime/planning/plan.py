@@ -87,7 +87,8 @@ class Needs:
 class Plan:
     """What came out. Bytes are bytes; rates are tokens a second at most, None without bandwidth.
 
-    ``window_bytes``: KV of a sequence that is older than its layer's window; it is kept.
+    ``window_bytes``: KV of a sequence that is older than its layer's window; a decoding step does
+    not read it, and it is kept.
     ``alone`` and ``together``: the rates of one sequence, and of all users together.
     """
 

@@ -30,12 +30,14 @@ def make_stats(engine: Engine) -> EngineStats:
 def make_report(engine: Engine, *, tree: bool = True) -> CacheReport:
     """The report as of now: a few milliseconds, and with `tree` O(n log n) for n nodes hit."""
     engine.pins.refresh()
+    keys = engine.runner.window_keys
     return CacheReport(
         **_stats(engine),
         eviction_policy=engine.config.eviction_policy,
         accounts=engine.accounts.snapshot(),
         recent=engine.accounts.recent(),
         pins=tuple(pin_state(pin, engine.pins.clock()) for pin in engine.pins),
+        windows=None if keys is None else keys.report(engine.scheduler.running, engine.num_pages),
         tree=tree_report(engine.accounts, engine.tree) if tree else None,
     )
 
@@ -85,7 +87,10 @@ def _stats(engine: Engine) -> dict[str, Any]:
         "requests_running": running,
         "requests_waiting": engine.num_unfinished - running,
         "resident_bytes": _resident_bytes(),
+        "adapters": engine.adapters.report(),
     }
+    if (keys := engine.runner.window_keys) is not None:
+        stats["window_keys"] = {"read": keys.read, "skipped": keys.skipped}
     if graphs is not None:
         stats |= {
             "cuda_graphs": len(graphs.sizes),

@@ -15,12 +15,15 @@ from coppice.radix.accounting.counts import CAUSES, Counts, Windows
 from coppice.radix.accounting.miss_ratio import CurvePoint
 from coppice.radix.accounting.near_misses import NearMiss
 from coppice.runtime.engine.peek import Peek
+from coppice.runtime.metrics.adapter_counts import AdapterReport
 from coppice.runtime.metrics.histogram import Histogram
 from coppice.runtime.metrics.prompt_accounts import PromptCauses
+from coppice.runtime.metrics.window_keys import WindowReport
 
 # The frontend may not import from the tree's room: it takes what a report needs from here.
 __all__ = [
     "CAUSES",
+    "AdapterReport",
     "CacheAccounts",
     "CacheReport",
     "Counts",
@@ -35,6 +38,7 @@ __all__ = [
     "PromptCauses",
     "SharedPrefix",
     "TreeReport",
+    "WindowReport",
     "Windows",
 ]
 
@@ -74,6 +78,9 @@ class EngineStats:
             cuda_graph_bytes of the GPU's memory.
         decode_steps: steps of an engine with graphs by how they ran, one of `DECODE_STEPS`.
         resident_bytes: memory of the engine's process; None where the system does not report it.
+        adapters: what the requests of each loaded adapter took from the cache.
+        window_keys: keys, each of a token in a layer, that layers with a sliding window have
+            "read" and "skipped"; empty for a model without windows.
     """
 
     requests: int
@@ -113,6 +120,8 @@ class EngineStats:
     cuda_graph_bytes: int = 0
     decode_steps: dict[str, int] = field(default_factory=dict)
     resident_bytes: int | None = None
+    adapters: tuple[AdapterReport, ...] = ()
+    window_keys: dict[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -160,6 +169,7 @@ class CacheReport(EngineStats):
         accounts: tokens by cause over three windows, near misses, hit rate by size of the cache.
         recent: the causes of the last requests one by one, oldest first.
         pins: the prefixes that are kept on purpose.
+        windows: what sliding windows saved; None for a model without any.
         tree: None if it was left out, since finding it takes O(n log n) for n nodes that were hit.
     """
 
@@ -167,6 +177,7 @@ class CacheReport(EngineStats):
     accounts: CacheAccounts
     recent: tuple[PromptCauses, ...] = ()
     pins: tuple[PinState, ...] = ()
+    windows: WindowReport | None = None
     tree: TreeReport | None = None
 
     @property

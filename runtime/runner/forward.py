@@ -11,6 +11,7 @@ import torch
 from coppice.kernels.attention.interface import AttentionCase, FixedPlan, KvScales, LayerCache
 from coppice.kernels.backends import select_backend
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.metrics.window_keys import WindowKeys
 from coppice.runtime.model.adapters.loaded import LoadedAdapters
 from coppice.runtime.model.files.folder import check_model_folder
 from coppice.runtime.model.files.path import resolve_model
@@ -47,6 +48,7 @@ class ModelRunner:
         max_model_len: most tokens of a request, by the model, the config and the cache.
         graphs: CUDA graphs of decoding steps; None: there are none.
         adapters: those that requests may use; None without `enable_lora`.
+        window_keys: what its sliding windows saved; None for a model without any.
         asleep: 0, or the level of its sleep.
 
     Raises ValueError if the model can't be loaded or does not support the options.
@@ -108,6 +110,9 @@ class ModelRunner:
         if config.enable_lora:
             self.adapters = LoadedAdapters(model, dtype, self.device)
         self.num_pages, self.memory = plan_cache(config, model, dtype, self.device, cache_dtype)
+        self.window_keys = WindowKeys.of(
+            model.sliding_windows, page_bytes(model, self.page_size, cache_dtype), self.page_size
+        )
         tokens = self.num_pages * self.page_size
         self.max_model_len = min(config.max_model_len or model.max_position, tokens)
         self._scales, self._cache_dtype = scales, cache_dtype
@@ -240,6 +245,8 @@ class ModelRunner:
         batch = build_batch(
             schedule, self.page_size, late, self._tree, adapters=bool(adapters and adapters.numbers)
         )
+        if self.window_keys is not None:
+            self.window_keys.step(batch.plan.context_len, batch.plan.query_start)
         if self.graphs is not None and batch.decodes:
             hidden = self.graphs.run(batch, late)
             if hidden is not None:

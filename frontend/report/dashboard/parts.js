@@ -33,11 +33,11 @@ export class Memory {
         marks: [{ x: size, y: counts.hit_rate, colour: "here" }],
       });
     }
-    this.pool(report.pool);
+    this.pool(report.pool, report.windows?.sentence);
   }
 
-  pool(pool) {
-    show(byId("pool"), pool, () => {
+  pool(pool, windows) {
+    show(byId("pool"), [pool, windows], () => {
       const { pages } = pool;
       const states = [["held", "held by running requests"], ["pinned", "kept by pins"],
         ["cached", "cached, evicted when needed"], ["free", "free"]];
@@ -60,6 +60,7 @@ export class Memory {
           `${count(pages.total)} pages of ${pool.page_size} tokens: room for ${short(pool.tokens)} tokens. `,
           pool.evicted_tokens ? `${count(pool.evicted_tokens)} tokens were evicted by ${pool.eviction_policy}${age}.`
             : "Nothing has been evicted."),
+        ...windows ? [h("p", { class: "note" }, `${windows}.`)] : [],
       ];
     });
   }
@@ -136,9 +137,10 @@ export function namespaces(container, report) {
   const { other_namespaces: others } = report;
   const rows = [...report.namespaces].sort((a, b) => b.since_start.prompt_tokens - a.since_start.prompt_tokens);
   if (others.since_start.requests) rows.push({ name: "all others", ...others });
-  show(container, [rows, report.causes], () => {
+  const adapters = report.adapters ?? [];
+  show(container, [rows, report.causes, adapters], () => {
     if (!rows.length) return h("p", { class: "nothing" }, "No request has come yet.");
-    return table("All namespaces", [
+    return [table("All namespaces", [
       { name: "namespace" }, { name: "requests", number: true }, { name: "prompt tokens", number: true },
       { name: "hit rate", number: true }, { name: "ideal", number: true },
       { name: "last ten minutes", number: true }, { name: "most computed since" },
@@ -149,8 +151,19 @@ export function namespaces(container, report) {
         percent(all.ideal_hit_rate), last.prompt_tokens ? percent(last.hit_rate) : "–",
         tokens ? report.causes[cause]?.name ?? cause : "–",
       ];
-    }));
+    })), ...adapters.length ? [adapterTable(adapters)] : []];
   });
+}
+
+function adapterTable(adapters) {
+  return table("Adapters", [
+    { name: "adapter" }, { name: "requests", number: true }, { name: "prompt tokens", number: true },
+    { name: "hit rate", number: true }, { name: "hit in the base model's cache", number: true },
+  ], adapters.map((each) => [
+    h("code", null, each.name), count(each.requests), count(each.prompt_tokens),
+    each.prompt_tokens ? percent(each.hit_tokens / each.prompt_tokens) : "–",
+    each.invoked ? count(each.base_hit_tokens) : "–",
+  ]));
 }
 
 export function pins(container, report) {

@@ -92,6 +92,11 @@ class Adapters:
         """Those that requests may use."""
         return [each.asked for each in self._named.values()]
 
+    def all(self) -> list[tuple[Adapter, bool]]:
+        """All that have matrices; whether a request may use each, or it is unloaded already."""
+        named = [(each, True) for each in self._named.values()]
+        return named + [(each, False) for each in self._retiring.values()]
+
     def find(self, asked: LoRARequest) -> Adapter:
         """The adapter that a request asks for; it is loaded if it is not yet.
 

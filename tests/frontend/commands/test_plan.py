@@ -82,6 +82,27 @@ def test_the_table(
     assert "in pages 64 MiB 894 2.3%" in shown
 
 
+def test_what_windows_leave_unread(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32 layers 16 have a window of 100: of 1,000 tokens these do not read 900."""
+    monkeypatch.setenv("COLUMNS", "200")
+    config = CONFIG | {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "sliding_window": 100,
+        "head_dim": 128,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(folder), "--context", "1000"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "step reads 68.8 MiB of the 125 MiB of such a sequence; 28.1 pages' worth is" in shown
+    assert main(["plan", str(folder), "--context", "1000", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["kv_bytes_read_a_step"] == (1000 * 32 - 900 * 16) * 4096
+    assert plan["window_pages_kept"] == 900 * 16 / (16 * 32)
+
+
 def test_options_of_other_servers_are_answered_with_ours(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,12 +17,14 @@ from coppice.radix.accounting.counts import Windows
 from coppice.radix.accounting.miss_ratio import FACTORS, CurvePoint
 from coppice.radix.accounting.near_misses import Difference
 from coppice.runtime.report.snapshot import (
+    AdapterReport,
     CacheReport,
     Counts,
     Histogram,
     NearMiss,
     SharedPrefix,
     TreeReport,
+    WindowReport,
 )
 
 LETTERS = tuple(range(1000))
@@ -176,6 +178,18 @@ def full_report(accounts: CacheAccounts, policy: str = "lru") -> str:
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
     return text
+
+
+def test_adapters_and_windows_are_reported() -> None:
+    windows = WindowReport(2, ((11, 1),), 9, 1, 64, 1.0, 512)
+    adapter = AdapterReport("judge", "judge@12", True, False, 3, 100, 90, 80, 70)
+    report = replace(REPORT, windows=windows, adapters=(adapter,))
+    assert encode(report, Names(None))["windows"]["windows"] == [{"tokens": 11, "layers": 1}]
+    shown = " ".join(printed(report).split())
+    assert "judge: 3 requests, 90.0% of 100 prompt tokens hit, 70 of them from" in shown
+    assert "1 of 2 layers see the last 11 tokens alone: they did not read 10.0%" in shown
+    assert "Adapters" not in printed(REPORT)
+    assert "layers" not in printed(REPORT)
 
 
 def test_rates_and_causes() -> None:

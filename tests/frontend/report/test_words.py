@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from coppice.frontend.report.words import duration, one_line, short_count, token_text
+from coppice.frontend.report.words import (
+    adapter_lines,
+    duration,
+    one_line,
+    short_count,
+    token_text,
+    windows_sentence,
+)
 from coppice.frontend.text.tokenizer import Tokenizer
+from coppice.runtime.report.snapshot import WindowReport
 
 
 def test_tokens_without_text_are_counted_or_shown_as_numbers(tokenizer: Tokenizer) -> None:
@@ -33,3 +41,24 @@ def test_short_counts_and_durations() -> None:
 
 def test_unprintable_characters_are_made_visible() -> None:
     assert one_line("a\r\nb\tc\x1b[0m\u200b") == "a↵b·c·[0m·"
+
+
+def test_adapters_and_windows_in_words() -> None:
+    counts: dict[str, object] = {"requests": 3, "prompt_tokens": 1200, "hit_tokens": 900}
+    plain = {"name": "french", "invoked": False, "base_hit_tokens": 0} | counts
+    judge = {"name": "judge", "invoked": True, "base_hit_tokens": 880} | counts
+    assert adapter_lines([]) is None
+    lines = adapter_lines([plain, judge])
+    assert lines is not None
+    assert lines.splitlines() == [
+        "Adapters",
+        "french: 3 requests, 75.0% of 1,200 prompt tokens hit",
+        "judge: 3 requests, 75.0% of 1,200 prompt tokens hit, 880 of them from the base model's "
+        "cache",
+    ]
+    report = WindowReport(26, ((512, 22),), 600, 200, 0, 12.5, 0)
+    assert windows_sentence(report) == (
+        "22 of 26 layers see the last 512 tokens alone: they did not read 25.0% of their "
+        "sequences' keys. Running sequences keep 12.5 pages' worth of keys that are older, for "
+        "prompts that begin alike"
+    )

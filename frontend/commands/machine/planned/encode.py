@@ -38,6 +38,8 @@ def encode_plan(plan: Plan, name: str) -> dict[str, Any]:
         "paged_shared": asdict(plan.shared),
         "windows": list(plan.model.sliding_windows),
         "window_bytes_kept": plan.window_bytes,
+        "window_pages_kept": plan.window_bytes / plan.page_bytes,
+        "kv_bytes_read_a_step": plan.context * plan.token_bytes - plan.window_bytes,
         "decode_tokens_a_second_one_sequence": plan.alone,
         "decode_tokens_a_second_all_users": plan.together,
     }

@@ -49,6 +49,13 @@ def show(console: Console, plan: Plan, name: str) -> None:
     saving = window_saving(plan.model.sliding_windows, plan.context)
     if saving:
         console.print(f"\n{saving[0].upper()}{saving[1:]}.", soft_wrap=True)
+        whole = plan.context * plan.token_bytes
+        console.print(
+            f"A decoding step reads {readable(whole - plan.window_bytes)} of the "
+            f"{readable(whole)} of such a sequence; {plan.window_bytes / plan.page_bytes:,.1f} "
+            f"pages' worth is not read.",
+            soft_wrap=True,
+        )
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:

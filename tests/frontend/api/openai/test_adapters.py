@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import pickle
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import jsonschema
 import pytest
 from adapter_files import load, save_adapter
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from coppice.frontend.http.lora_modules import Module, all_modules
 from coppice.frontend.http.options import ServerOptions
+from coppice.frontend.report.encode import report_schema
 from coppice.frontend.text.engine import TextEngine
 from coppice.runtime.config import EngineConfig
 
@@ -115,6 +121,51 @@ def test_an_invoked_adapter_hits_what_the_base_has_cached(http: httpx.Client) ->
     assert any(name.startswith("a@") for name in names)
 
 
+def test_reports_show_what_each_adapter_hit(http: httpx.Client) -> None:
+    def reported() -> dict[str, dict[str, Any]]:
+        # A reader may get a report that is a second old: the metrics are as of now.
+        found: dict[str, dict[str, Any]] = {"a": {}, "judge": {}}
+        for family in text_string_to_metric_families(http.get("/metrics").text):
+            for each in family.samples:
+                if "adapter" in each.labels:
+                    name, part = each.labels["adapter"].split("@")[0], each.labels.get("part", "")
+                    what = each.name.removeprefix("coppice_adapter_").removesuffix("_total")
+                    if name in found:
+                        found[name][f"{what} {part}".strip()] = each.value
+        return found
+
+    def more(name: str) -> dict[str, float]:
+        now = reported()[name]
+        return {key: now[key] - before[name][key] for key in now if now[key] - before[name][key]}
+
+    before, prompt = reported(), list(range(140, 173))
+    complete(http, "tiny", prompt, max_tokens=1)
+    complete(http, "a", prompt, max_tokens=1)
+    complete(http, "a", prompt, max_tokens=1)
+    assert more("a") == {
+        "requests": 2, "prompt_tokens adapter": 66, "hit_tokens adapter": 32,
+    }  # fmt: skip
+    complete(http, "judge", [*prompt, *INVOCATION, 5], max_tokens=1)
+    complete(http, "judge", [*prompt, *INVOCATION, 5], max_tokens=1)
+    complete(http, "judge", prompt, max_tokens=1)  # the base model's
+    assert more("judge") == {
+        "requests": 2, "prompt_tokens base": 66, "prompt_tokens adapter": 6,
+        "hit_tokens base": 66, "hit_tokens adapter": 2,
+    }  # fmt: skip
+    deadline = time.monotonic() + 10
+    while True:
+        report = http.get("/cache/report").json()
+        found = {each["name"]: each for each in report["adapters"]}
+        if found["judge"]["requests"] == reported()["judge"]["requests"]:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    jsonschema.validate(report, report_schema())
+    assert (found["a"]["invoked"], found["judge"]["invoked"]) == (False, True)
+    assert found["judge"]["base_hit_tokens"] == reported()["judge"]["hit_tokens base"]
+    assert found["a"]["identity"] in {each["name"] for each in report["namespaces"]}
+
+
 def test_loading_and_unloading_under_load(
     http: httpx.Client, server: LiveServer, folders: dict[str, Path]
 ) -> None:
@@ -152,6 +203,27 @@ def test_loading_and_unloading_under_load(
         assert all(tokens == expected for tokens in each)
 
 
+class Trap:
+    """Runs code when a pickle of it is loaded."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.file, "w")
+
+
+def test_a_bad_adapter_at_the_start_is_named(
+    server: LiveServer, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    routes = server._server._adapters
+    module = Module("b", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"lora_modules: 'b': lora_path: .* no such folder"):
+        server.run(routes.start([module]))
+    with pytest.raises(ValueError, match=r"lora_modules: 'b': base_model_name must be .* 'x'"):
+        server.run(routes.start([Module("b", str(folders["b"]), "x")]))
+
+
 def test_what_is_refused_leaves_the_server_as_it_was(
     http: httpx.Client, folders: dict[str, Path], tmp_path: Path, checkpoint: Path
 ) -> None:
@@ -170,6 +242,23 @@ def test_what_is_refused_leaves_the_server_as_it_was(
     file = save_adapter(tmp_path / "cut", load(checkpoint)) / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-50])
     assert f"{file} cannot be read" in load_adapter("b", file.parent)
+    file.unlink()
+    made = tmp_path / "made by a pickle"
+    (file.parent / "adapter_model.bin").write_bytes(pickle.dumps(Trap(str(made))))
+    assert "adapter_model.bin cannot be read" in load_adapter("b", file.parent)
+    assert not made.exists(), "code of a pickle ran"
+    for settings, said in (
+        ({"use_dora": True}, "DoRA is not supported"),
+        ({"target_modules": ["attention"]}, "unexpected tensors"),
+    ):
+        other = save_adapter(tmp_path / "other", load(checkpoint), **settings)
+        assert said in load_adapter("b", other)
+    deep = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, vocab_size=64,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2))  # fmt: skip
+    assert "k_proj.lora_B.weight has shape" in load_adapter(
+        "b", save_adapter(tmp_path / "deep", deep)
+    )
+    assert tokens(complete(http, "a", cache_salt="served")) == tokens(complete(http, "a"))
     body = {"lora_name": "c", "lora_path": str(folders["c"]), "lora_int_id": 7}
     assert http.post("/v1/load_lora_adapter", json=body).status_code == 200
     assert "one adapter too many: max_loras is 3" in load_adapter("b", folders["b"])
