@@ -72,13 +72,17 @@ class LayerStack(CompiledLayers):
         """What the layers with experts have in common."""
         for layer in cast("Sequence[DecoderLayer]", decoder.layers):
             if layer.experts is not None:
+                from coppice.kernels.cpu.layer import experts_numba  # compiled when imported
+
                 spec, router = layer.experts.spec, _panels_of(layer.experts.router)
                 alpha, limit = spec.gate or (0.0, 0.0)
                 return self._layers.Mixture(
-                    spec.count, spec.chosen, spec.inner, spec.normalised, np.float32(alpha),
-                    np.float32(limit), *router,
+                    experts_numba.run_experts.address, router, spec.count, spec.chosen, spec.inner,
+                    spec.normalised, np.float32(alpha), np.float32(limit),
                 )  # fmt: skip
-        return self._layers.Mixture(0, 0, 0, False, np.float32(0), np.float32(0), *self._panels)
+        return self._layers.Mixture(
+            0, self._panels, 0, 0, 0, False, np.float32(0), np.float32(0)
+        )  # fmt: skip
 
     def _column(self, layer: DecoderLayer, name: str) -> int:
         """The address of what a column names, in a layer; 0 where it has none."""
@@ -227,6 +231,7 @@ class LayerStack(CompiledLayers):
         )
         partials = max(schedule.tree.num_partials for schedule in schedules)
         good, together = self._layers.run_layers(
+            self._layers.run_members.address,
             self._model,
             self._mixture,
             self._panels,

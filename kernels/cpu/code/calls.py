@@ -2,7 +2,7 @@
 
 A large function that several others call is compiled once this way, and not again with each
 caller. It takes the address of a frame, an int64 array of its arguments, addresses among them, and
-the range of tasks to do.
+the range of tasks to do. A named tuple is ``lent`` to it by its address.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
+from numba.core import cgutils
+from numba.core.imputils import impl_ret_borrowed
 from numba.extending import intrinsic
 
 from coppice.kernels.cpu.code.kept import njit
@@ -20,6 +22,10 @@ from coppice.kernels.cpu.code.threads import use_torch_threads
 # Code that calls parallel code needs numba's threads, and crashes without them. Code from numba's
 # cache may lack the request to start them, if its callee came from the cache when it was compiled.
 use_torch_threads()
+
+_NUMBERS = {
+    "i": types.int64, "n": types.int32, "c": types.int8, "f": types.float32, "b": types.boolean,
+}  # fmt: skip
 
 
 @intrinsic
@@ -42,6 +48,58 @@ def run_share(typing: Any, function: Any, frame: Any, begin: Any, end: Any) -> A
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
+
+
+def tuple_type(kind: Any, *fields: Any) -> Any:
+    """The type of a named tuple in compiled code.
+
+    A field is a type, or several are a text with a word for each: a letter for its numbers, ``i``
+    int64, ``n`` int32, ``c`` int8, ``f`` float32, ``b`` bool, and the dimensions of an array.
+    """
+    found = []
+    for field in fields:
+        for word in field.split() if isinstance(field, str) else [field]:
+            if isinstance(word, str):
+                number = _NUMBERS[word[0]]
+                word = types.Array(number, int(word[1:]), "C") if word[1:] else number
+            found.append(word)
+    return types.BaseTuple.from_types(tuple(found), kind)
+
+
+@intrinsic
+def lent(typing: Any, kind: Any, value: Any) -> Any:
+    """The address of ``value``, of that type; it is valid until the calling function returns.
+
+    That function then calls ``held`` with the value: numba frees the arrays in it after the last
+    use of the value, not of the address.
+    """
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        return b.ptrtoint(cgutils.alloca_once_value(b, arguments[1]), ir.IntType(64))
+
+    return types.int64(kind, kind.instance_type), generate
+
+
+@intrinsic
+def borrowed(typing: Any, kind: Any, address: Any) -> Any:
+    """The value of that type that is ``lent`` at an address."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        pointed = context.get_value_type(kind.instance_type).as_pointer()
+        value = b.load(b.inttoptr(arguments[1], pointed))
+        return impl_ret_borrowed(context, b, kind.instance_type, value)
+
+    return kind.instance_type(kind, types.int64), generate
+
+
+@intrinsic
+def held(typing: Any, value: Any) -> Any:
+    """Does nothing with a value, so that it is not freed before."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_dummy_value()
+
+    return types.void(value), generate
 
 
 @njit(parallel=True)

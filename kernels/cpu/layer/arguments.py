@@ -1,10 +1,15 @@
-"""What the compiled layers are called with: a model, a step, and what operations leave."""
+"""What the threads of the compiled layers share: a model, a step, and what operations leave."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+
+from coppice.kernels.cpu.attention.arguments import Items, Results
+from coppice.kernels.cpu.code.calls import tuple_type
+from coppice.kernels.cpu.layer.mixture import MIXTURE, ROOM, Mixture, Room
+from coppice.kernels.cpu.layer.row_blocks import PANELS, Panels
 
 #: The columns of ``Model.weights``.
 COLUMNS = (
@@ -96,3 +101,27 @@ class Scratch(NamedTuple):
     peaks: np.ndarray
     last_x: np.ndarray
     last_attended: np.ndarray
+
+
+class Work(NamedTuple):
+    """A model, a step of it, and room for what operations leave for each other."""
+
+    model: Model
+    mixture: Mixture
+    panels: Panels
+    step: Step
+    items: Items
+    others: Items
+    results: Results
+    scratch: Scratch
+    room: Room
+
+
+_MODEL = tuple_type(Model, "i2 i2 i i b f f i")
+_STEP = tuple_type(Step, "f2 f3 f3 i1 i1 i2 i f2")
+_ITEMS = tuple_type(Items, "n2 i1 n2 n2 n1 n1 n1 n1 i i i f i f")
+_RESULTS = tuple_type(Results, "f2 f2 f2 f2")
+_SCRATCH = tuple_type(Scratch, "f2 f2 f2 f2 f2 f2 f1 c1 f1 f2 f2")
+WORK = tuple_type(
+    Work, _MODEL, MIXTURE, PANELS, _STEP, _ITEMS, _ITEMS, _RESULTS, _SCRATCH, ROOM
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer with experts, for compiled code to call.
+"""The feed-forward part of a layer with experts, called by its address.
 
 Each row has chosen a few experts. The pairs of a row and an expert are sorted by expert, so that an
 expert's weights are read once for all of its rows, and experts that no row has chosen not at all.
@@ -9,111 +9,28 @@ of their numbers; its result depends on no other row.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
-from numba import carray
+from numba import carray, types
 
-from coppice.kernels.cpu.code.calls import pointer, run_share
-from coppice.kernels.cpu.code.kept import njit
+from coppice.kernels.cpu.code.calls import borrowed, pointer, run_share
+from coppice.kernels.cpu.code.kept import cfunc, njit
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import Member, meet
 from coppice.kernels.cpu.layer import float_numba
+from coppice.kernels.cpu.layer.mixture import EXPERT_COLUMNS, PASSAGE, Mixture, Passage, Room
 from coppice.kernels.cpu.layer.row_blocks import INT8, Panels, lay_share
 from coppice.kernels.cpu.layer.rows_numba import gate_share, quantize_share
 
-#: Columns of a table of experts: weight, scale and bias of gate and up together, and of down.
-EXPERT_COLUMNS = 6
+# The first column of the last product in a table of experts.
 _DOWN = 3
 
-# Bytes of the pairs' activations, and rows: what is above that comes later, and reads the weights
-# again.
-_PAIR_BYTES = 1 << 26
-_MOST_ROWS = 1024
 # Bytes of rows that go through the panels of an expert together, as in ``float_numba``.
 _TOGETHER = 600_000
 # To read a panel takes the time of multiplying so many rows by it.
 _READING = 6
 
-_float_share, _laid_numbers = float_numba.multiply_share, float_numba.laid_numbers
-
-
-class Mixture(NamedTuple):
-    """What all layers with experts have in common; ``experts`` 0: there are none.
-
-    ``chosen`` of ``experts`` compute for a row, each ``inner`` wide. ``normalised``: whether
-    a row's weights sum to 1. ``alpha`` and ``limit`` are those of a bounded gate; an ``alpha`` of 0
-    is SiLU. The last three are those of ``Panels``, for the product by which rows choose: parallel
-    loops take no tuples within tuples.
-    """
-
-    experts: int
-    chosen: int
-    inner: int
-    normalised: bool
-    alpha: np.float32
-    limit: np.float32
-    router_run: int
-    router_width: int
-    router_kind: int
-
-
-class Room(NamedTuple):
-    """What the parts of the work leave for each other, of R rows and P pairs.
-
-    ``logits`` float32 ``[R, experts]``; ``choices`` int64, ``shares`` float32 and ``places`` int64
-    ``[R, chosen]``: a row's experts in the order of their numbers, their weights, and the places of
-    these pairs in the sorted order; ``sources`` int64 ``[P]``: the row of each pair. ``groups``
-    int64 ``[experts + 1, 3]``: expert, first pair, end of pairs; the last row has the number of
-    groups. ``both``, ``active`` and ``made`` are float32 ``[P, width]``. Products use the others.
-    """
-
-    logits: np.ndarray
-    choices: np.ndarray
-    shares: np.ndarray
-    places: np.ndarray
-    sources: np.ndarray
-    groups: np.ndarray
-    both: np.ndarray
-    active: np.ndarray
-    made: np.ndarray
-    laid: np.ndarray
-    levels: np.ndarray
-    peaks: np.ndarray
-    pair_levels: np.ndarray
-    pair_peaks: np.ndarray
-
-
-@njit
-def new_room(mixture: Mixture, panels: Panels, rows: int, hidden: int) -> Room:
-    """Room for up to ``rows`` rows at a time, or for fewer, as many as ``Room.logits`` has."""
-    inner, chosen = mixture.inner, mixture.chosen
-    many = 0
-    if mixture.experts:
-        most = _PAIR_BYTES // (4 * (3 * inner + hidden) * chosen)
-        many = min(rows, max(most // ROWS * ROWS, ROWS), _MOST_ROWS)
-    pairs, widest = many * chosen, max(hidden, inner)
-    laid, quantized = 0, 0
-    if many:
-        laid = max(pairs * widest, _laid_numbers(many, hidden))
-    if panels.kind == INT8:
-        quantized = 1
-    return Room(
-        np.empty((many, mixture.experts), np.float32),
-        np.empty((many, chosen), np.int64),
-        np.empty((many, chosen), np.float32),
-        np.empty((many, chosen), np.int64),
-        np.empty(pairs, np.int64),
-        np.empty((mixture.experts + 1, 3), np.int64),
-        np.empty((pairs, 2 * inner), np.float32),
-        np.empty((pairs, inner), np.float32),
-        np.empty((pairs, hidden), np.float32),
-        np.empty(laid, np.float32),
-        np.empty((many * quantized, hidden), np.int8),
-        np.empty(many * quantized, np.float32),
-        np.empty((pairs * quantized, inner), np.int8),
-        np.empty(pairs * quantized, np.float32),
-    )
+_float_share = float_numba.multiply_share
 
 
 @njit(error_model="numpy")
@@ -289,34 +206,23 @@ def _multiply(
 
 
 @njit
-def experts_share(
-    team: Member,
-    met: int,
-    mixture: Mixture,
-    panels: Panels,
-    x: np.ndarray,
-    router: np.ndarray,
-    experts: int,
-    out: np.ndarray,
-    room: Room,
-) -> int:
-    """A team member's share of ``out [T, hidden]`` = the experts' weighted results of ``x``.
+def _passed(team: Member, met: int, passage: Passage) -> int:
+    """A team member's share of ``passage.out`` = the experts' weighted results of ``passage.x``.
 
-    ``x`` float32 is complete when it is called, and ``out`` when it returns. ``router`` has the
-    addresses of a packed weight, nothing, and its bias; ``experts`` is the address of int64
-    ``[experts, EXPERT_COLUMNS]``. ``met`` and the result are those of ``team.meet``.
+    ``met`` and the result are those of ``team.meet``.
     """
     me, threads = team.me, team.threads
+    mixture, panels, room, x = passage.mixture, passage.panels, passage.room, passage.x
     hidden, inner, together = x.shape[1], mixture.inner, len(room.logits)
-    table = carray(pointer(experts), (mixture.experts, EXPERT_COLUMNS), np.int64)
-    choosing = Panels(mixture.router_run, mixture.router_width, mixture.router_kind)
+    table = carray(pointer(passage.table), (mixture.experts, EXPERT_COLUMNS), np.int64)
     parts = -(-len(x) // together)
     for part in range(parts):
         upper, lower = part * len(x) // parts, (part + 1) * len(x) // parts
         many, mine = lower - upper, x[upper:lower]
         met = _float_share(
-            team, met, choosing, mine, router[0], router[2], room.logits[:many], room.laid
-        )
+            team, met, mixture.router, mine, passage.weight, passage.bias, room.logits[:many],
+            room.laid,
+        )  # fmt: skip
         begin, end = many * me // threads, many * (me + 1) // threads
         _choose(begin, end, mixture, room)
         if panels.kind == INT8:
@@ -334,7 +240,7 @@ def experts_share(
         _multiply(team, panels, table, _DOWN, inner, room, room.made)
         met = meet(team, met)
         for row in range(begin, end):
-            to = out[upper + row]
+            to = passage.out[upper + row]
             to[:] = np.float32(0)
             for k in range(mixture.chosen):
                 share, made = room.shares[row, k], room.made[room.places[row, k]]
@@ -342,3 +248,14 @@ def experts_share(
                     to[d] += share * made[d]
         met = meet(team, met)
     return met
+
+
+@cfunc(types.void(*[types.int64] * 3), error_model="numpy")
+def run_experts(frame: int, me: int, threads: int) -> None:
+    """Member ``me`` of a team of ``threads`` takes a ``Passage``.
+
+    The frame has its address, the address of the team's state, and ``met``, which becomes the new
+    one (``team.meet``).
+    """
+    f = carray(pointer(frame), (3,), np.int64)
+    f[2] = _passed(Member(me, threads, f[1]), f[2], borrowed(PASSAGE, f[0]))

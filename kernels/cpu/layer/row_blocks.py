@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from coppice.kernels.cpu.code.calls import tuple_type
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import (
     INTS,
@@ -26,9 +27,6 @@ from coppice.kernels.cpu.code.simd import (
     load,
     store,
 )
-from coppice.kernels.cpu.code.threads import use_torch_threads
-
-use_torch_threads()  # before compiled code is loaded; see ``code.calls``
 
 
 class Panels(NamedTuple):
@@ -43,6 +41,7 @@ class Panels(NamedTuple):
     kind: int
 
 
+PANELS = tuple_type(Panels, "i i i")
 #: The kind of int8 weights.
 INT8 = -1
 

@@ -16,27 +16,26 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import carray, prange
+from numba import carray, types
 
 from coppice.kernels.cpu.attention.arguments import Inputs, Items, Results
 from coppice.kernels.cpu.attention.numba_items import attention_frame, merge_share, run_tasks
-from coppice.kernels.cpu.code.calls import pointer, run_share
-from coppice.kernels.cpu.code.kept import njit
+from coppice.kernels.cpu.code.calls import borrowed, held, lent, pointer, run_share, run_shares
+from coppice.kernels.cpu.code.kept import cfunc, njit
 from coppice.kernels.cpu.code.team import (
     Member,
     came_together,
     gathered,
     meet,
-    member,
     new_team,
 )
 from coppice.kernels.cpu.layer import float_numba, int8_numba
-from coppice.kernels.cpu.layer.arguments import COLUMNS, Model, Scratch, Step
-from coppice.kernels.cpu.layer.experts_numba import (
+from coppice.kernels.cpu.layer.arguments import COLUMNS, WORK, Model, Scratch, Step, Work
+from coppice.kernels.cpu.layer.mixture import (
     EXPERT_COLUMNS,
+    PASSAGE,
     Mixture,
-    Room,
-    experts_share,
+    Passage,
     new_room,
 )
 from coppice.kernels.cpu.layer.row_blocks import INT8, Panels
@@ -200,22 +199,14 @@ def _feed_forward(
 
 
 @njit
-def _layers_share(
-    team: Member,
-    model: Model,
-    mixture: Mixture,
-    panels: Panels,
-    step: Step,
-    items: Items,
-    others: Items,
-    results: Results,
-    scratch: Scratch,
-    room: Room,
-) -> None:
+def _layers_share(team: Member, work: Work) -> None:
     """A team member's share of ``run_layers``; all members share the arrays.
 
     Between two meetings no thread reads what another writes.
     """
+    model, mixture, panels, step = work.model, work.mixture, work.panels, work.step
+    results, scratch = work.results, work.scratch
+    items, others = work.items, work.others
     me, threads, weights, eps = team.me, team.threads, model.weights, model.eps
     x, normed, delta, qkv = step.x, scratch.normed, scratch.delta, scratch.qkv
     layers, rows = len(step.caches), len(x)
@@ -231,18 +222,18 @@ def _layers_share(
         normed[begin:end] = x[begin:end]
     met = meet(team, met)
     for layer in range(layers):
-        mine, work = weights[layer], others if model.kinds[layer, 0] else items
+        mine, here = weights[layer], others if model.kinds[layer, 0] else items
         cos, signed_sin = step.cos[model.kinds[layer, 1]], step.signed_sin[model.kinds[layer, 1]]
         # Where there are too few tasks to share, the first thread does all of them.
-        first_task, last_task = 0, len(work.tasks)
-        if threads > 1 and len(work.shares) > 2:
-            first_task, last_task = work.shares[me], work.shares[me + 1]
+        first_task, last_task = 0, len(here.tasks)
+        if threads > 1 and len(here.shares) > 2:
+            first_task, last_task = here.shares[me], here.shares[me + 1]
         elif me > 0:
             first_task = last_task
-        merges = len(work.merges)
+        merges = len(here.merges)
         met = _multiply(team, met, normed, mine[_QKV : _QKV + 3], panels, qkv, scratch)
         if mine[_QK_NORM]:
-            _norm_heads(begin, end, qkv, mine[_QK_NORM], qk_width, work.dim, eps)
+            _norm_heads(begin, end, qkv, mine[_QK_NORM], qk_width, here.dim, eps)
         if mine[_QUERY_NORM]:
             width = qk_width - kept
             _norm_heads(begin, end, qkv, mine[_QUERY_NORM], width, width, eps)
@@ -257,12 +248,12 @@ def _layers_share(
         met = meet(team, met)
         if first_task < last_task:
             inputs = Inputs(scratch.rotated.reshape(-1), qk_width, keys, values)
-            frame = attention_frame(work, inputs, results)
-            run_share(model.attention, frame.ctypes.data, first_task, last_task)
-            frame[0] = 0  # numba frees an array after its last use by name, not by address
+            given = attention_frame(here, inputs, results)
+            run_share(model.attention, given.ctypes.data, first_task, last_task)
+            given[0] = 0  # numba frees an array after its last use by name, not by address
         met = meet(team, met)
         if merges:
-            merge_share(merges * me // threads, merges * (me + 1) // threads, work, results)
+            merge_share(merges * me // threads, merges * (me + 1) // threads, here, results)
             met = meet(team, met)
         attended = results.out
         if mine[_SINKS]:
@@ -283,10 +274,15 @@ def _layers_share(
         _join(begin, end, x, delta, mine[_POST_NORM], mine[_MLP_NORM], model, normed)
         met = meet(team, met)
         if mine[_EXPERTS]:
-            met = experts_share(
-                team, met, mixture, panels, normed[:rows], mine[_ROUTER : _ROUTER + 3],
-                mine[_EXPERTS], delta[:rows], room,
+            passage = Passage(
+                mixture, panels, normed[:rows], mine[_ROUTER], mine[_ROUTER + 2], mine[_EXPERTS],
+                delta[:rows], work.room,
             )  # fmt: skip
+            frame = np.empty(3, np.int64)
+            frame[0], frame[1], frame[2] = lent(PASSAGE, passage), team.address, met
+            run_share(mixture.run, frame.ctypes.data, me, threads)
+            met = frame[2]
+            held(passage)
         else:
             met = _feed_forward(
                 team, met, model, panels, mine, normed[:rows], delta[:rows], scratch
@@ -298,28 +294,21 @@ def _layers_share(
         met = meet(team, met)
 
 
-@njit(parallel=True)
-def _layers_shares(
-    threads: int,
-    state: int,
-    model: Model,
-    mixture: Mixture,
-    panels: Panels,
-    step: Step,
-    items: Items,
-    others: Items,
-    results: Results,
-    scratch: Scratch,
-    room: Room,
-) -> None:
-    for me in prange(threads):
-        if gathered(state, threads):
-            team = member(me, threads, state)
-            _layers_share(team, model, mixture, panels, step, items, others, results, scratch, room)
+@cfunc(types.void(*[types.int64] * 3), error_model="numpy")
+def run_members(frame: int, begin: int, end: int) -> None:
+    """Members ``begin .. end`` of a team run the layers.
+
+    The frame has the address of a ``Work``, the address of the team's state, and its size.
+    """
+    f = carray(pointer(frame), (3,), np.int64)
+    for me in range(begin, end):
+        if gathered(f[1], f[2]):
+            _layers_share(Member(me, f[2], f[1]), borrowed(WORK, f[0]))
 
 
 @njit(nogil=True)
 def run_layers(
+    run: int,
     model: Model,
     mixture: Mixture,
     panels: Panels,
@@ -330,6 +319,8 @@ def run_layers(
     threads: int,
 ) -> tuple[bool, bool]:
     """All layers and the last norm, of the rows whose logits are wanted; see ``Step``.
+
+    ``run`` is the address of ``run_members``.
 
     Returns whether all slots are in the cache (else nothing has been done), and whether the threads
     have worked together (else one has done all). All weights for products, except a router's, are
@@ -372,15 +363,20 @@ def run_layers(
         np.empty((wanted, query_width), np.float32),
     )
     room = new_room(mixture, panels, rows, hidden)
+    work = Work(model, mixture, panels, step, items, others, results, scratch, room)
     state = new_team()
-    address = state.ctypes.data
+    frame = np.empty(3, np.int64)
+    frame[0], frame[1], frame[2] = lent(WORK, work), state.ctypes.data, threads
+    together = threads <= 1
     if threads > 1:
-        _layers_shares(
-            threads, address, model, mixture, panels, step, items, others, results, scratch, room
-        )
-        if came_together(state):
-            return True, True
-    _layers_share(
-        member(0, 1, address), model, mixture, panels, step, items, others, results, scratch, room
-    )
-    return True, threads <= 1
+        one_each = np.empty(threads + 1, np.int64)
+        for thread in range(threads + 1):
+            one_each[thread] = thread
+        run_shares(run, frame.ctypes.data, one_each)
+        together = came_together(state)
+    if threads <= 1 or not together:
+        frame[2] = 1
+        run_share(run, frame.ctypes.data, 0, 1)
+    state[0] = frame[0] = 0  # numba frees an array after its last use by name, not by address
+    held(work)
+    return True, together
