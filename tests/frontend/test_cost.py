@@ -53,7 +53,7 @@ def test_values_of_a_body(begin: bytes, unit: bytes) -> None:
         raw = Bytes(begin + unit * (size // len(unit)))
         return lambda: json_bodies._commas_outside_strings(raw)
 
-    assert growth(make, 2**20) <= MOST
+    assert growth(make, 2**18) <= MOST
 
 
 def test_the_count_sees_a_scan_that_begins_again_at_every_quote() -> None:

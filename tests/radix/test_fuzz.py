@@ -188,7 +188,7 @@ def test_nothing_leaks(policy: str, page_size: int) -> None:
     gc.collect()
     before = sum(type(each) is Node for each in gc.get_objects())
     fuzz = Fuzz(policy, page_size, seed=page_size)
-    for operation in range(OPERATIONS // 2):
+    for operation in range(OPERATIONS // 4):
         fuzz.step()
         if operation % RECOUNT_EVERY == 0:
             fuzz.recount()
