@@ -1,4 +1,5 @@
 """How compiled code is written and run: vectors, threads that work together, calls by address.
 
-Other rooms use `threads`, which settles how many threads there are.
+Other rooms use `threads`, which settles how many threads there are, and `turns`, through which the
+weights of int8 products pass.
 """

@@ -17,6 +17,7 @@ from numba import carray, prange
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.threads import use_torch_threads
+from coppice.kernels.cpu.code.turns_numba import turn
 
 use_torch_threads()  # before compiled code is loaded; see ``code.calls``
 
@@ -276,9 +277,11 @@ def quantize_share(
 ) -> None:
     """``quantize`` of some rows; ``raised`` is added to each level, 128 makes it unsigned."""
     width, less = x.shape[1], np.int32(np.int32(127) - np.int32(raised))
-    top = np.empty(1, np.int32)
+    top, mine = np.empty(1, np.int32), np.empty(width, np.float32)
     for row in range(begin, end):
-        mine, result = x[row], levels[row]
+        result = levels[row]
+        if not turn(x[row].ctypes.data, width, mine.ctypes.data):
+            mine[:] = x[row]
         # Without their sign, floats are in the order of their bits, and NaN is the largest; a
         # maximum of floats would not vectorise.
         bits, most = mine.view(np.int32), np.int32(0)
@@ -306,7 +309,10 @@ def _quantize_shares(
 
 
 def quantize(x: np.ndarray, levels: np.ndarray, peaks: np.ndarray, num_threads: int) -> None:
-    """``levels`` int8 = ``x`` float32 ``[T, W]`` over ``peaks [T]``, each row's largest, by 127."""
+    """``levels`` int8 = ``x`` float32 ``[T, W]``, turned, over ``peaks [T]``, by 127.
+
+    A peak is the largest number of a turned row (``turns``).
+    """
     shares = _shares(x, num_threads)
     if shares <= 1:
         quantize_share(np.int64(0), len(x), x, np.int32(0), levels, peaks)
