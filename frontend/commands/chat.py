@@ -10,6 +10,8 @@ from coppice.frontend.commands.foreign import add_foreign_options
 from coppice.frontend.commands.options import (
     MODEL_HELP,
     Subparsers,
+    adapter,
+    add_adapter_option,
     add_engine_options,
     add_sampling_options,
     add_text_options,
@@ -47,6 +49,7 @@ def add_to(commands: Subparsers) -> None:
     add_sampling_options(parser, max_tokens=1024)
     add_text_options(parser)
     add_engine_options(parser)
+    add_adapter_option(parser)
     add_foreign_options(parser)
     parser.set_defaults(run=run)
 
@@ -62,6 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         check_scheme("MODEL-or-URL", arguments.partner)
         if arguments.partner.startswith(("http://", "https://")):
+            if arguments.lora is not None:
+                raise ValueError(
+                    f"lora is for a model in this process, got {arguments.lora!r}: a server's "
+                    f"adapter is asked for as a model, with --model NAME"
+                )
             key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
             partner = conversation.RemotePartner(arguments.partner, arguments.model, key, given)
         else:
@@ -69,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
                 if getattr(arguments, name) is not None:
                     raise ValueError(f"{name} is for a server's URL, got {arguments.partner!r}")
             config = EngineConfig(model=arguments.partner, **engine_options(arguments))
-            partner = conversation.LocalPartner(config, text_options(arguments), given)
+            partner = conversation.LocalPartner(
+                config, text_options(arguments), given, adapter(arguments)
+            )
     except conversation.ChatFailed as error:
         print(f"coppice chat: {error}", file=sys.stderr)
         return 1

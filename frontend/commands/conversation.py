@@ -18,6 +18,7 @@ from rich.text import Text
 from coppice.frontend.commands.markdown import StreamedMarkdown
 from coppice.frontend.text.model.options import TextOptions
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.requests.lora_request import LoRARequest
 
 HELP = "/system TEXT sets the system prompt and starts again, /new starts again, /quit ends"
 TIMEOUT_SECONDS = 600.0
@@ -59,9 +60,16 @@ class LocalPartner:
     """A model in this process."""
 
     def __init__(
-        self, config: EngineConfig, text: TextOptions, sampling: Mapping[str, Any]
+        self,
+        config: EngineConfig,
+        text: TextOptions,
+        sampling: Mapping[str, Any],
+        lora_request: LoRARequest | None = None,
     ) -> None:
-        """`sampling` are fields of `SamplingParams`; the others have the model's defaults."""
+        """`sampling` are fields of `SamplingParams`; the others have the model's defaults.
+
+        Raises ValueError if the model or the adapter can't be loaded.
+        """
         from coppice.frontend.chat.template import encode_chat
         from coppice.frontend.text.engine import TextEngine
 
@@ -70,14 +78,17 @@ class LocalPartner:
         self._encode = encode_chat
         self._engine.tokenizer.load_wrapped_soon()  # for the chat template, while the user types
         self._params = self._engine.defaults.params(sampling)
-        self._turns = 0
+        self._turns, self._lora_request = 0, lora_request
+        if lora_request is not None:
+            self.name += f" with {lora_request.lora_name}"
+            self._engine.engine.adapters.load(lora_request)
 
     def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
         self._turns += 1
         name = f"turn-{self._turns}"
         try:
             ids = self._encode(self._engine.tokenizer, messages)
-            self._engine.add(name, None, ids, self._params)
+            self._engine.add(name, None, ids, self._params, lora_request=self._lora_request)
         except ValueError as error:
             raise ChatFailed(str(error)) from error
         try:

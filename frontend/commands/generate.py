@@ -13,6 +13,8 @@ from coppice.frontend.commands.foreign import add_foreign_options
 from coppice.frontend.commands.options import (
     MODEL_HELP,
     Subparsers,
+    adapter,
+    add_adapter_option,
     add_engine_options,
     add_sampling_options,
     add_text_options,
@@ -58,6 +60,7 @@ def add_to(commands: Subparsers) -> None:
     add_sampling_options(parser)
     add_text_options(parser)
     add_engine_options(parser)
+    add_adapter_option(parser)
     add_foreign_options(parser)
     parser.set_defaults(run=run)
 
@@ -65,7 +68,7 @@ def add_to(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit status. Raises ValueError for a wrong argument."""
     prompts = _prompts(arguments)
-    given = sampling_fields(arguments)
+    given, lora = sampling_fields(arguments), adapter(arguments)
     from coppice.frontend.python.llm import LLM
     from coppice.frontend.text.outputs import GenerationError
 
@@ -75,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.chat:
             turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            outputs = llm.chat(turns, params)
+            outputs = llm.chat(turns, params, lora_request=lora)
         else:
-            outputs = llm.generate(prompts, params)
+            outputs = llm.generate(prompts, params, lora_request=lora)
     except GenerationError as error:
         failure, outputs = error, error.outputs
     _print_outputs(prompts, outputs)

@@ -19,6 +19,7 @@ from coppice.frontend.http.options import ServerOptions
 from coppice.frontend.text.model.generation_config import NAMES
 from coppice.frontend.text.model.options import TextOptions
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[CommandParser]"
@@ -75,7 +76,25 @@ def add_engine_options(parser: CommandParser, **defaults: Any) -> None:
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The values of the engine's options, for `EngineConfig` or `LLM`."""
-    return _values(arguments, [each.name for each in fields(EngineConfig) if each.name != "model"])
+    names = [each.name for each in fields(EngineConfig) if each.name != "model"]
+    values = _values(arguments, names)
+    if getattr(arguments, "lora", None) is not None:
+        values["enable_lora"] = True
+    return values
+
+
+def add_adapter_option(parser: CommandParser) -> None:
+    """Adds `--lora`."""
+    group = parser.grouped("lora", "engine")
+    group.add_argument(
+        "--lora", metavar="PATH", help="an adapter, as PEFT saves it, with which the model answers"
+    )
+
+
+def adapter(arguments: argparse.Namespace) -> LoRARequest | None:
+    """The adapter of `--lora`, for an engine with `enable_lora`. Raises ValueError if empty."""
+    path = arguments.lora
+    return None if path is None else LoRARequest(Path(path).name or path, 1, path)
 
 
 def add_server_options(parser: CommandParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NoReturn
 
 from coppice.frontend.commands.foreign import flag
@@ -137,8 +138,20 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            text = f"unrecognized arguments: {' '.join(unknown)}"
+            served = _serve_flags().intersection(word.partition("=")[0] for word in unknown)
+            if served:
+                which = ", ".join(sorted(served))
+                text += f"; {which}: of coppice serve, not of {self.prog}"
+            self.error(text)
         return parsed, unknown
+
+
+def _serve_flags() -> set[str]:
+    """The options that only a server has. Loaded late: most calls need none of it."""
+    from coppice.frontend.http.options import ServerOptions
+
+    return {flag(each.name) for each in fields(ServerOptions)} | {"--host", "--port"}
 
 
 class Several(argparse.Action):

@@ -171,12 +171,17 @@ class AsyncLLM(Configured):
         return last
 
     async def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling_params: PoolingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The vector of each prompt, as `LLM.embed`. Raises as `generate`."""
+        check_adapters(lora_request)
         await self.start()
         parsed = await self._threads.run(encoded, prompts, self._tokenizer, long=True)
-        outputs = await self._pool(parsed, pooling_params or PoolingParams())
+        outputs = await self._pool(parsed, pooling_params or PoolingParams(), lora_request)
         return vectors(parsed, outputs)
 
     async def score(
@@ -185,16 +190,21 @@ class AsyncLLM(Configured):
         text_2: str | Sequence[str],
         *,
         use_activation: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """The score of each pair of texts, as `LLM.score`. Raises as `generate`."""
+        check_adapters(lora_request)
         await self.start()
         recipe, longest = self._engine.recipe, self._engine.max_model_len
         given = (self._tokenizer, recipe, longest, text_1, text_2, use_activation)
         asked = await self._threads.run(Scoring, *given, long=True)
-        return asked.scores(await self._pool(asked.prompts, asked.params))
+        return asked.scores(await self._pool(asked.prompts, asked.params, lora_request))
 
     async def _pool(
-        self, prompts: Sequence[EncodedPrompt], params: PoolingParams
+        self,
+        prompts: Sequence[EncodedPrompt],
+        params: PoolingParams,
+        lora_request: LoRARequest | None,
     ) -> list[StepOutput]:
         """What the engine makes of the prompts, in their order."""
         found: dict[int, StepOutput] = {}
@@ -202,7 +212,9 @@ class AsyncLLM(Configured):
         for salt in salts:
             places = [place for place, each in enumerate(prompts) if each.cache_salt == salt]
             ids = [prompts[place].token_ids for place in places]
-            outputs = await self._engine.pool(ids, params, cache_salt=salt)
+            outputs = await self._engine.pool(
+                ids, params, cache_salt=salt, lora_request=lora_request
+            )
             found |= dict(zip(places, outputs, strict=True))
         return [found[place] for place in range(len(prompts))]
 

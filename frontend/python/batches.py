@@ -70,7 +70,7 @@ class Batches:
         if sampling_params is None:
             sampling_params = self.text_engine.defaults.params()
         params = params_for_each(sampling_params, len(prompts))
-        adapters = _adapter_of_each(lora_request, len(prompts))
+        adapters = adapter_of_each(lora_request, len(prompts))
         for form in {each.structured_outputs for each in params}:
             if form is not None:
                 check_form(form)
@@ -121,7 +121,8 @@ class Batches:
         return outputs
 
 
-def _adapter_of_each(given: Adapters, count: int) -> Sequence[LoRARequest | None]:
+def adapter_of_each(given: Adapters, count: int) -> Sequence[LoRARequest | None]:
+    """The adapter of each of `count` prompts. Raises ValueError for any other number."""
     each = [given] * count if given is None or isinstance(given, LoRARequest) else given
     if isinstance(each, (str, bytes)) or not isinstance(each, Sequence) or len(each) != count:
         raise ValueError(

@@ -172,14 +172,17 @@ class LLM(Configured):
         use_tqdm: UseTqdm = True,
         *,
         pooling_params: PoolingParams | None = None,
+        lora_request: Adapters = None,
     ) -> list[EmbeddingRequestOutput]:
         """The vector of each prompt, in their order: `output.outputs.embedding`.
 
-        Prompts that begin alike share what the cache has of them. Raises ValueError if the model is
-        not made for vectors, or if a prompt or the parameters are not acceptable.
+        Prompts that begin alike share what the cache has of them. `lora_request` is as for
+        `generate`. Raises ValueError if the model is not made for vectors, or if a prompt or the
+        parameters are not acceptable.
         """
         parsed = encoded(prompts, self._text_engine.tokenizer)
-        return embed(self._text_engine, parsed, pooling_params or PoolingParams(), use_tqdm)
+        params = pooling_params or PoolingParams()
+        return embed(self._text_engine, parsed, params, use_tqdm, lora_request)
 
     def score(
         self,
@@ -188,23 +191,30 @@ class LLM(Configured):
         use_tqdm: UseTqdm = True,
         *,
         use_activation: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """The score of each pair of texts, or of one text with each of several.
 
         It is `output.outputs.score`: what the model's classifier says, or for a model of vectors
-        the cosine of both. Raises ValueError if the model is made for neither.
+        the cosine of both; with the adapter `lora_request` if there is one. Raises ValueError if
+        the model is made for neither.
         """
-        return score(self._text_engine, text_1, text_2, use_activation, use_tqdm)
+        check_adapters(lora_request)
+        return score(self._text_engine, text_1, text_2, use_activation, use_tqdm, lora_request)
 
-    def session(self, prompt: Prompt = "") -> Session:
+    def session(self, prompt: Prompt = "", *, lora_request: LoRARequest | None = None) -> Session:
         """Opens a text that can be forked, extended, scored and closed (see `Session`).
 
-        Raises ValueError if the prompt is not acceptable; it may be an empty text.
+        Each of its results is the adapter's, if `lora_request` names one. Raises ValueError if the
+        prompt or the adapter is not acceptable; the prompt may be an empty text.
         """
+        check_adapters(lora_request)
+        if lora_request is not None:  # before a pin needs it
+            self._text_engine.engine.adapters.named.find(lora_request)
         if prompt == "":
-            return Session(self._batches, [], None)
+            return Session(self._batches, [], None, lora_request)
         parsed = encoded_prompt("prompt", prompt, self._text_engine.tokenizer)
-        return Session(self._batches, parsed.token_ids, parsed.cache_salt)
+        return Session(self._batches, parsed.token_ids, parsed.cache_salt, lora_request)
 
     def add_lora(self, lora_request: LoRARequest) -> None:
         """Loads an adapter, so that no request waits for it. Raises ValueError as `generate`."""

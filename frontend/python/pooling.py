@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coppice.frontend.python.batches import Adapters, adapter_of_each
 from coppice.frontend.python.progress import Bar, UseTqdm
 from coppice.frontend.python.prompts import EncodedPrompt
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.pooling_prompts import cosine, pair_ids, pairs
 from coppice.frontend.text.tokenizer import Tokenizer
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.pooling_recipe import Recipe, ScoreRecipe
 from coppice.runtime.requests.request import StepOutput
@@ -52,10 +54,14 @@ class ScoringRequestOutput:
 
 
 def embed(
-    engine: TextEngine, prompts: Sequence[EncodedPrompt], params: PoolingParams, use_tqdm: UseTqdm
+    engine: TextEngine,
+    prompts: Sequence[EncodedPrompt],
+    params: PoolingParams,
+    use_tqdm: UseTqdm,
+    lora_request: Adapters = None,
 ) -> list[EmbeddingRequestOutput]:
     """The vector of each prompt. Raises ValueError, and RuntimeError if a step failed."""
-    return vectors(prompts, _run(engine, prompts, params, use_tqdm))
+    return vectors(prompts, _run(engine, prompts, params, use_tqdm, lora_request))
 
 
 def vectors(
@@ -79,13 +85,14 @@ def score(
     second: str | Sequence[str],
     use_activation: bool | None,
     use_tqdm: UseTqdm,
+    lora_request: LoRARequest | None = None,
 ) -> list[ScoringRequestOutput]:
     """The score of each pair. Raises ValueError, and RuntimeError if a step failed."""
     core = engine.engine
     asked = Scoring(
         engine.tokenizer, core.runner.recipe, core.max_model_len, first, second, use_activation
     )
-    return asked.scores(_run(engine, asked.prompts, asked.params, use_tqdm))
+    return asked.scores(_run(engine, asked.prompts, asked.params, use_tqdm, lora_request))
 
 
 class Scoring:
@@ -156,15 +163,26 @@ class Scoring:
 
 
 def _run(
-    engine: TextEngine, prompts: Sequence[EncodedPrompt], params: PoolingParams, use_tqdm: UseTqdm
+    engine: TextEngine,
+    prompts: Sequence[EncodedPrompt],
+    params: PoolingParams,
+    use_tqdm: UseTqdm,
+    lora_request: Adapters,
 ) -> list[StepOutput]:
     """The outputs of the prompts, in their order; nothing of them runs on after an error."""
     core, results = engine.engine, dict[str, StepOutput]()
     names = [f"pool-{index}" for index in range(len(prompts))]
+    adapters = adapter_of_each(lora_request, len(prompts))
     try:
         for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
             try:
-                core.add_pooling(name, prompt.token_ids, params, cache_salt=prompt.cache_salt)
+                core.add_pooling(
+                    name,
+                    prompt.token_ids,
+                    params,
+                    cache_salt=prompt.cache_salt,
+                    lora_request=adapters[index],
+                )
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         with Bar(len(names), use_tqdm) as bar:

@@ -12,6 +12,7 @@ from coppice.frontend.text.continuation import is_silent
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.outputs import RequestOutput
 from coppice.runtime.report.snapshot import PinRefused
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 _numbers = itertools.count()
@@ -31,9 +32,15 @@ class Session:
             best = max(branches, key=lambda branch: branch.score(" So it is right."))
     """
 
-    def __init__(self, batches: Batches, token_ids: Sequence[int], cache_salt: str | None) -> None:
+    def __init__(
+        self,
+        batches: Batches,
+        token_ids: Sequence[int],
+        cache_salt: str | None,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
         self._batches = batches
-        self._salt = cache_salt
+        self._salt, self._lora_request = cache_salt, lora_request
         self._name = f"session {next(_numbers)}"
         self._open = True
         self._token_ids = list(token_ids)
@@ -67,7 +74,8 @@ class Session:
         self._check_open()
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"count must be an integer of at least 1, got {count!r}")
-        return [Session(self._batches, self._token_ids, self._salt) for _ in range(count)]
+        given = self._batches, self._token_ids, self._salt, self._lora_request
+        return [Session(*given) for _ in range(count)]
 
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
         """Continues the text: the tokens that are generated become part of the session."""
@@ -102,7 +110,11 @@ class Session:
             if each.n != 1:
                 raise ValueError(f"n must be 1 in a session, fork it instead; got {each.n}")
         with _room_for(sessions, params):
-            outputs = batches.run([session._prompt() for session in sessions], params)
+            outputs = batches.run(
+                [session._prompt() for session in sessions],
+                params,
+                lora_request=[session._lora_request for session in sessions],
+            )
         for session, one, output in zip(sessions, params, outputs, strict=True):
             made = output.outputs[0]
             # A token that only marks the end of the text is not part of a text that continues.
@@ -128,7 +140,9 @@ class Session:
             prompt_logprobs_start=len(self._token_ids),
         )
         with _room_for([self], [params], len(more)):
-            (output,) = self._batches.run([self._prompt(more)], params)
+            (output,) = self._batches.run(
+                [self._prompt(more)], params, lora_request=self._lora_request
+            )
         assert output.prompt_logprobs is not None
         places = zip(more, output.prompt_logprobs[-len(more) :], strict=True)
         return sum(place[token].logprob for token, place in places if place is not None)
@@ -161,7 +175,12 @@ class Session:
         engine.unpin(self._name)
         if self._token_ids:
             with contextlib.suppress(PinRefused):
-                engine.pin(self._name, self._token_ids, cache_salt=self._salt)
+                engine.pin(
+                    self._name,
+                    self._token_ids,
+                    cache_salt=self._salt,
+                    lora_request=self._lora_request,
+                )
 
 
 @contextlib.contextmanager

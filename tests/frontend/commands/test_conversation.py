@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from adapter_files import load, save_adapter
 from aiohttp import web
 from rich.console import Console
 
@@ -29,6 +30,7 @@ from coppice.frontend.server.application import Server
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.model.options import TextOptions
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.requests.lora_request import LoRARequest
 
 FIELDS = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
@@ -221,6 +223,21 @@ def test_a_model_in_this_process(checkpoint: Path) -> None:
     assert not partner._engine.has_unfinished()
     with pytest.raises(conversation.ChatFailed, match="prompt must be shorter"):
         next(partner.answer([{"role": "user", "content": "key " * 600}]))
+
+
+def test_a_model_with_an_adapter(checkpoint: Path, tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "french", load(checkpoint))
+    config = EngineConfig(model=str(checkpoint), kv_cache_tokens=1024, enable_lora=True)
+    asked, found = LoRARequest("french", 1, str(folder)), []
+    for lora in (None, asked):
+        partner = conversation.LocalPartner(config, TextOptions(), FIELDS, lora)
+        found.append("".join(partner.answer([{"role": "user", "content": "Where?"}])))
+        assert partner.name.endswith(" with french") == (lora is not None)
+    assert found[0] != found[1]
+    with pytest.raises(ValueError, match="there is no such folder"):
+        conversation.LocalPartner(
+            config, TextOptions(), FIELDS, LoRARequest("other", 1, str(tmp_path / "none"))
+        )
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_files import load, save_adapter
 
-from coppice import LLM, SamplingParams
+from coppice import LLM, LoRARequest, SamplingParams
 from coppice.frontend.client.process import EngineProcess
 from coppice.frontend.commands.main import build_parser, main
 from coppice.frontend.commands.options import add_engine_options, engine_options
@@ -147,6 +148,37 @@ def test_one_argument_too_many_and_an_unknown_option_before_the_command(
     with pytest.raises(SystemExit):
         main(["--no-such-option", "demo"])
     assert capsys.readouterr().err.startswith("usage: coppice [-h]")
+
+
+def test_an_option_of_serve_alone_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "demo", "--lora-modules", "a=b", "--port=8000", "--nonsense"])
+    assert (
+        "unrecognized arguments: --lora-modules a=b --port=8000 --nonsense; --lora-modules, "
+        "--port: of coppice serve, not of coppice generate" in capsys.readouterr().err
+    )
+
+
+def test_an_adapter_answers(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_adapter(tmp_path / "french", load(checkpoint))
+    words = ["--max-tokens", "6", "--temperature", "0", "--kv-cache-tokens", "512", "--ignore-eos"]
+    texts = []
+    for lora in ([], ["--lora", str(folder)]):
+        assert main(["generate", str(checkpoint), "--prompt", "The key", *words, *lora]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] != texts[1]
+    llm = LLM(str(checkpoint), kv_cache_tokens=512, enable_lora=True)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    asked = LoRARequest("other", 2, str(folder))
+    (output,) = llm.generate("The key", params, use_tqdm=False, lora_request=asked)
+    assert texts[1] == output.outputs[0].text + "\n"
+    llm.shutdown()
+    assert main(["generate", str(checkpoint), "--prompt", "a", "--lora", str(tmp_path)]) == 2
+    assert "has no adapter_config.json" in capsys.readouterr().err
+    assert main(["chat", "http://localhost:1", "--lora", "a"]) == 2
+    assert "a server's adapter is asked for as a model, with --model" in capsys.readouterr().err
 
 
 def test_no_prompt_at_all(
