@@ -159,6 +159,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "schedule_conservativeness": Missing("memory is planned exactly; leave it out"),
     "disable_overlap_schedule": Reversed("async_scheduling"),
     "disable_cuda_graph": Renamed("enforce_eager"),
+    "cudagraph_capture_sizes": Renamed("cuda_graph_sizes"),
     "cuda_graph_max_bs": Missing("use cuda_graph_sizes"),
     "max_seq_len_to_capture": Missing(_GRAPHS),
     "compilation_config": Missing(_GRAPHS),
@@ -193,6 +194,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "log_requests": Missing("each request has a log line; log_prompts adds its prompt"),
     "log_requests_level": Missing("each request has a log line; log_prompts adds its prompt"),
     "watchdog_timeout": Renamed("engine_timeout"),
+    "shutdown_timeout": Renamed("drain_timeout"),
     "max_log_len": Missing("prompts are logged with log_prompts only, as a whole"),
     "log_config_file": Missing("use log_format"),
     "disable_log_stats": Granted(_METRICS, ("True", "False")),
@@ -212,6 +214,102 @@ FOREIGN: Mapping[str, Foreign] = {
     "warmups": Missing("there is no warm-up; leave it out"),
 }  # fmt: skip
 """By the names of the options, as Python writes them."""
+
+_RARE_GROUPS: Mapping[str, str] = {
+    "an engine runs on one device; for more, start a server on each and share the requests out by "
+    "their prefixes": """
+        master_addr master_port prefill_context_parallel_size decode_context_parallel_size
+        dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_rank
+        data_parallel_start_rank data_parallel_size_local data_parallel_address
+        data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb
+        data_parallel_backend data_parallel_supervisor_port all2all_backend enable_dbo ubatch_size
+        dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization
+        eplb_config enable_eplb expert_placement_strategy num_redundant_experts
+        eplb_window_size eplb_step_interval eplb_log_balancedness enable_elastic_ep
+        max_parallel_loading_workers ray_workers_use_nsight ec_transfer_config
+        weight_transfer_config""",
+    "models here take text only; leave it out": """
+        language_model_only enable_mm_embeds interleave_mm_strings media_io_kwargs
+        allowed_media_domains mm_processor_cache_gb mm_processor_cache_type
+        mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend
+        skip_mm_profiling video_pruning_rate disable_chunked_mm_input enable_mm_processor_stats
+        disable_mm_preprocessor_cache default_mm_loras enable_tower_connector_lora
+        enable_prompt_embeds""",
+    "weights stay on the device; leave it out": """
+        cpu_offload_params offload_backend offload_group_size""",
+    "there is no second place for KV: what does not fit is evicted and computed again": """
+        kv_offloading_backend""",
+    "there are no layers with a state of their own here; leave it out": """
+        mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode""",
+    "kernels are chosen by the device, and attention's by attention_backend; leave it out": """
+        attention_config kernel_config moe_backend linear_backend enable_flashinfer_autotune
+        disable_cascade_attn override_attention_dtype performance_mode kv_sharing_fast_prefill
+        override_neuron_config""",
+    "keys that are older than a window are kept, since prompts that begin alike hit them": """
+        disable_hybrid_kv_cache_manager""",
+    "a KV cache has one type for all layers, kv_cache_dtype": """
+        kv_cache_dtype_skip_layers""",
+    "each adapter's own config has it; leave it out": """
+        enable_lora_bias long_lora_scaling_factors""",
+    "adapters do not change the vocabulary here; leave it out": """
+        lora_extra_vocab_size""",
+    "an activated adapter hits what the base model has cached anyway; leave it out": """
+        specialize_active_lora""",
+    "use enable_lora for LoRA adapters; there are no others": """
+        enable_prompt_adapter max_prompt_adapters max_prompt_adapter_token
+        qlora_adapter_name_or_path""",
+    "weights are read one tensor at a time, and progress is shown; leave it out": """
+        safetensors_load_strategy model_loader_extra_config ignore_patterns use_tqdm_on_load
+        pt_load_map_location""",
+    "the model's folder has its weights and its config.json: change them there": """
+        model_weights rope_scaling rope_theta allow_deprecated_quantization""",
+    "no code of others runs in the engine; leave it out": """
+        scheduler_cls worker_cls worker_extension_cls logits_processors logits_processor_pattern
+        io_processor_plugin reasoning_parser_plugin external_parameters additional_config""",
+    "metrics are always at /metrics, and what the cache saves at /cache": """
+        show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
+        kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing
+        enable_mfu_metrics enable_logging_iteration_details aggregate_engine_logging
+        profiler_config kv_events_config enable_per_request_metrics""",
+    "a request's chat_template_kwargs have them; or change the template, chat_template": """
+        default_chat_template_kwargs""",
+    "tools are called by the client, which sends their results": """
+        tool_server""",
+    "use log_level and log_format; log_prompts adds prompts": """
+        enable_log_outputs enable_log_deltas log_error_stack disable_access_log_for_endpoints""",
+    "put a proxy such as nginx in front of the server for this": """
+        ssl_ciphers h11_max_header_count grpc""",
+    "use max_body_bytes": """
+        h11_max_incomplete_event_size""",
+    "/openapi.json lists the routes, and needs no network": """
+        enable_offline_docs""",
+    "prompts may be token ids, with return_token_ids answers have theirs; leave it out": """
+        tokens_only enable_tokenizer_info_endpoint""",
+    "answers have no system_fingerprint; leave it out": """
+        fingerprint_mode fingerprint_value""",
+    "the server offers what the checkpoint is made for; leave it out": """
+        pooler_config""",
+    "it is not reported; leave it out": """
+        enable_return_routed_experts""",
+    "a step mixes prefill and decode, and max_num_batched_tokens bounds it": """
+        max_long_partial_prefills multi_step_stream_outputs disable_async_output_proc""",
+    "use cuda_graph_sizes": """
+        max_cudagraph_capture_size""",
+    "there is no speculative decoding; leave it out": """
+        num_lookahead_slots spec_method spec_model spec_tokens""",
+    "llguidance follows schemas and grammars here; leave it out": """
+        guided_decoding_disable_fallback guided_decoding_disable_any_whitespace
+        guided_decoding_disable_additional_properties""",
+    "use reasoning_parser": """
+        enable_reasoning""",
+    "texts are tokenized in threads; leave it out": """
+        tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config""",
+}
+
+RARE: Mapping[str, str] = {
+    name: instead for instead, names in _RARE_GROUPS.items() for name in names.split()
+}
+"""Options of vLLM that few people set and that are not here: what to do instead, by their names."""
 
 SHORT: Mapping[str, str] = {
     "-tp": "tensor_parallel_size",
@@ -242,6 +340,8 @@ def translate(options: Mapping[str, Any], own: Collection[str]) -> dict[str, Any
     found: dict[str, Any] = {}
     for name, value in options.items():
         foreign = None if name in own else FOREIGN.get(name)
+        if foreign is None and name in RARE and name not in own:
+            foreign = Missing(RARE[name])
         match foreign:
             case Renamed(ours):
                 name = ours

@@ -77,13 +77,13 @@ def _answering(refusal: Callable[[Any], str | None], note: str = "") -> type[arg
         def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
             text = refusal(values)
             if text is not None:
-                parser.error(f"{option} {_with_flags(text, parser)}")
-            print(f"{parser.prog}: {option}: {_with_flags(note, parser)}", file=sys.stderr)
+                parser.error(f"{option} {with_flags(text, parser)}")
+            print(f"{parser.prog}: {option}: {with_flags(note, parser)}", file=sys.stderr)
 
     return Answering
 
 
-def _with_flags(text: str, parser: argparse.ArgumentParser) -> str:
+def with_flags(text: str, parser: argparse.ArgumentParser) -> str:
     """The text with the names of options as the command line writes them."""
     dests = {action.dest for action in parser._actions if flag(action.dest) in
              parser._option_string_actions}  # fmt: skip

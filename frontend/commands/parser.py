@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from coppice.frontend.commands.foreign import flag
-from coppice.frontend.foreign_options import FOREIGN, Renamed
+from coppice.frontend.commands.foreign import flag, with_flags
+from coppice.frontend.foreign_options import FOREIGN, RARE, Renamed
 
 _GROUPS: Mapping[str, str] = {
     "model and tokenizer": "revision tokenizer dtype quantization device model_impl load_format "
@@ -138,8 +138,13 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            flags = [word.partition("=")[0] for word in unknown]
+            for each in flags:
+                instead = RARE.get(each.removeprefix("--no-").removeprefix("--").replace("-", "_"))
+                if each.startswith("--") and instead is not None:
+                    self.error(f"{each} is not an option here: {with_flags(instead, self)}")
             text = f"unrecognized arguments: {' '.join(unknown)}"
-            served = _serve_flags().intersection(word.partition("=")[0] for word in unknown)
+            served = _serve_flags().intersection(flags)
             if served:
                 which = ", ".join(sorted(served))
                 text += f"; {which}: of coppice serve, not of {self.prog}"

@@ -14,12 +14,14 @@ from coppice.frontend.commands.main import build_parser, main
 from coppice.frontend.commands.options import engine_options
 from coppice.frontend.foreign_options import (
     FOREIGN,
+    RARE,
     SHORT,
     VALUES,
     Granted,
     Missing,
     Renamed,
     Reversed,
+    translate,
 )
 from coppice.runtime.config import EngineConfig
 
@@ -118,6 +120,27 @@ def test_what_an_sglang_user_types() -> None:
     )
 
 
+@pytest.mark.parametrize("command", ["serve", "generate", "plan", "models"])
+def test_what_few_people_set_is_answered_too(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = [] if command == "models" else ["m"]
+    for name, instead in RARE.items():
+        for form in (
+            [flag(name)],
+            [flag(name), "x"],
+            [f"{flag(name)}=x"],
+            ["--no-" + flag(name)[2:]],
+        ):
+            with pytest.raises(SystemExit):
+                PARSER().parse_args([command, *source, *form])
+            error = capsys.readouterr().err
+            assert f"{form[0].partition('=')[0]} is not an option here: " in error
+            assert same(instead, error)
+        with pytest.raises(ValueError, match=f"{name} is not an option here: "):
+            translate({name: 1}, {"seed"})
+
+
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_other_commands_answer_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     parse("--trust-remote-code", "--block-size", "8", command=command)
@@ -168,9 +191,10 @@ def test_the_table_names_options_that_there_are() -> None:
     """An option of ours in an answer must exist, lest the answer sends people nowhere."""
     own = {action.dest for action in own_flags("serve").values()}
     foreign = set(FOREIGN)
-    other = {"cache_salt", "stream_options", "return_token_ids", "cached_tokens", "wake_up"}
-    for name, each in FOREIGN.items():
-        text = each[0]
+    other = {"cache_salt", "stream_options", "return_token_ids", "cached_tokens", "wake_up",
+             "chat_template_kwargs", "system_fingerprint"}  # fmt: skip
+    assert not RARE.keys() & (foreign | own)
+    for name, text in [*((name, each[0]) for name, each in FOREIGN.items()), *RARE.items()]:
         found = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", text)) - own - other
         assert not found - {"include_usage"}, (name, found & foreign)
     assert set(SHORT.values()) <= foreign
