@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coppice.runtime.model.families.registry import FAMILIES
+from coppice.runtime.model.files.formats import GGUF_FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +16,11 @@ class KnownFamily:
         model_type, architecture: what a `config.json` calls it.
         one_call: whether a CPU computes all layers in one compiled call.
         int8, fp8: whether 8-bit weights can be had, on a CPU and on a GPU.
+        gguf: whether its GGUF files are read.
+        adapters: what LoRA adapters may change, "all" projections or those of "attention".
         experts, windows, soft_cap, sinks: what its layers have, in the configs that are published
             as its default.
-        stored: methods of quantization in which its checkpoints are published and read.
+        stored: methods of quantization that are read of this family alone.
     """
 
     model_type: str
@@ -25,6 +28,8 @@ class KnownFamily:
     one_call: bool
     int8: bool
     fp8: bool
+    gguf: bool
+    adapters: str
     experts: bool
     windows: bool
     soft_cap: bool
@@ -46,6 +51,8 @@ def _known(model_type: str) -> KnownFamily:
         one_call=config.fits_one_call,
         int8=True,  # products of any linear layer, and of experts
         fp8=not config.has_experts,  # the kernels of a GPU compute experts in their type
+        gguf=model_type in GGUF_FAMILIES,
+        adapters="attention" if config.has_experts else "all",
         experts=config.has_experts,
         windows=any(window is not None for window in config.sliding_windows),
         soft_cap=config.attention_softcap is not None,

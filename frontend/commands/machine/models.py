@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _listed() -> dict[str, Any]:
     from coppice.runtime.config import QUANTIZATIONS
-    from coppice.runtime.model.files.formats import FORMATS
+    from coppice.runtime.model.files.formats import FORMATS, STORED
     from coppice.runtime.planning.known import known_families
     from coppice.runtime.transformers.kinds import REFUSED
 
@@ -53,6 +53,7 @@ def _listed() -> dict[str, Any]:
             "refused": list(REFUSED),
         },
         "weights": {name: list(files) for name, files in FORMATS.items()},
+        "stored_quantized": list(STORED),
         "quantization": [each for each in QUANTIZATIONS if each is not None],
     }
 
@@ -61,24 +62,27 @@ def _show(console: Console, listed: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("model_type", "class", "CPU", "GPU", "has"):
+    for title in ("model_type", "CPU", "GPU", "files", "LoRA", "has"):
         table.add_column(title, no_wrap=True)
     for each in listed["families"]:
         cpu = ["one call"] * each["one_call"] + ["int8"] * each["int8"]
         parts = ("experts", "windows", "soft_cap", "sinks")
         table.add_row(
             each["model_type"],
-            each["architecture"].removesuffix("ForCausalLM"),
             ", ".join(cpu),
             "fp8" if each["fp8"] else "16 bits",
-            ", ".join([*(name.replace("_", "-") for name in parts if each[name]), *each["stored"]]),
+            ", ".join(["HF", *["GGUF"] * each["gguf"], *each["stored"]]),
+            "all" if each["adapters"] == "all" else "attn",
+            ", ".join(name.replace("_", "-") for name in parts if each[name]),
         )
     console.print(table)
     lines = [
         "",
         "one call: a CPU computes all layers of a step in one compiled call",
         "int8, fp8: with --quantization; a GPU computes all families in 16 bits, too",
-        "class: less its ending ForCausalLM; has: where a config.json does not say otherwise",
+        f"HF: a folder, also in {', '.join(listed['stored_quantized'])}",
+        "LoRA: adapters change all projections, or those of the attention alone (attn)",
+        "has: where a config.json does not say otherwise",
         "",
         f"through transformers, slower: {listed['transformers']['runs']}; refused are",
         *(f"- {each}" for each in listed["transformers"]["refused"]),

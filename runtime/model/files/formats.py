@@ -11,3 +11,10 @@ FORMATS = {
     "pickled by torch, without code": ("pytorch_model.bin.index.json", "pytorch_model.bin"),
     "GGUF": ("*.gguf",),
 }
+
+#: Families of our own whose GGUF files are read (transformers' table of architectures has them).
+GGUF_FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "qwen3_moe",
+)  # fmt: skip
+#: Ways of storing fewer bits that are read of every family (see `quantized/method.py`).
+STORED = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8")

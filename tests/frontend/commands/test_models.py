@@ -11,7 +11,7 @@ import pytest
 
 from coppice.frontend.commands.main import main
 from coppice.runtime.model.families.registry import FAMILIES
-from coppice.runtime.model.files.formats import FORMATS
+from coppice.runtime.model.files.formats import FORMATS, GGUF_FAMILIES, STORED
 from coppice.runtime.model.files.opening import open_tensors
 
 
@@ -22,10 +22,13 @@ def test_every_family_is_listed_with_what_it_has(capsys: pytest.CaptureFixture[s
     assert list(found) == list(FAMILIES)
     assert found["gpt_oss"] == {
         "model_type": "gpt_oss", "architecture": "GptOssForCausalLM", "one_call": True,
-        "int8": True, "fp8": False, "experts": True, "windows": True, "soft_cap": False,
-        "sinks": True, "stored": ["mxfp4"],
+        "int8": True, "fp8": False, "gguf": False, "adapters": "attention", "experts": True,
+        "windows": True, "soft_cap": False, "sinks": True, "stored": ["mxfp4"],
     }  # fmt: skip
-    assert found["gemma2"]["soft_cap"] and found["gemma2"]["fp8"]
+    assert found["gemma2"]["soft_cap"] and found["gemma2"]["fp8"] and found["gemma2"]["gguf"]
+    assert found["gemma2"]["adapters"] == "all"
+    assert {each for each in found if found[each]["gguf"]} == set(GGUF_FAMILIES)
+    assert listed["stored_quantized"] == list(STORED)
     assert listed["weights"] == {name: list(files) for name, files in FORMATS.items()}
     assert listed["quantization"] == ["int8", "fp8"]
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from coppice.runtime.model.files.formats import STORED
+
 Form = Literal["awq", "gptq", "scaled"]
-_READ = "awq, gptq, compressed-tensors, fp8 and fbgemm_fp8"
+_READ = f"{', '.join(STORED[:-1])} and {STORED[-1]}"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 _REMEDY = "take the unquantised checkpoint (quantization='int8' then makes 8 bits of it)"
 
