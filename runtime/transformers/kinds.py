@@ -13,5 +13,6 @@ REFUSED = (
     "encoders, and models that also read pictures or sound",
     "rotations that depend on the length of a sequence (rope_type dynamic)",
     "heads that differ from layer to layer",
+    "attention within chunks, and queries that are scaled by their positions (Llama 4)",
     "code from the checkpoint (auto_map)",
 )

@@ -37,6 +37,11 @@ def check_parts(config: PreTrainedConfig, model: PreTrainedModel) -> None:
             f"it has layers of kind {', '.join(other)}; layers run that attend to all earlier "
             "tokens or to a window of them, and keep keys and values alone"
         )
+    if getattr(config, "attn_temperature_tuning", False):
+        raise Refused(
+            "it scales queries by their positions, and its class counts positions from the start "
+            "of a step (attn_temperature_tuning in config.json)"
+        )
     if model._is_stateful:
         raise Refused(
             "it has layers with a state of their own (state-space or linear attention), which "

@@ -41,6 +41,11 @@ def described(folder: Path, family: str, **changes: Any) -> Described:
         ("jamba", {}, "it has layers of kind linear_attention"),
         ("rwkv", {}, "it has layers with a state of their own"),
         ("llama4_text", {}, "it has layers of kind chunked_attention"),
+        (
+            "llama4_text",
+            {"layer_types": ["full_attention"] * 2, "attn_temperature_tuning": True},
+            r"counts positions from the start of a step \(attn_temperature_tuning",
+        ),
         ("deepseek_v32", {}, "it has layers of kind indexed_attention"),
         ("falcon", {}, "its attention is its own: it does not call"),
         ("gptj", {}, "its attention is its own: it does not call"),
