@@ -12,11 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from coppice.kernels.cpu.layer.float_products import float_kernels
 from coppice.runtime.model import experts
+from coppice.runtime.model.config import Experts
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.decoder import Decoder
+from coppice.runtime.model.linear.eight_bit import Fp8Linear
 from coppice.runtime.model.weights import load_decoder
 from tests.runtime.model.test_decoder import Run, assert_near, expected_logits, prompt
 
+META = torch.device("meta")
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
 
 pytestmark = pytest.mark.skipif(float_kernels() is None, reason="no compiled products of panels")
@@ -138,3 +141,6 @@ def test_experts_in_8_bits_are_refused_on_a_gpu(
     monkeypatch.setattr(experts, "grouped_products", lambda device: object())
     with pytest.raises(ValueError, match="quantization must be None"):
         load("mixtral", "int8")
+    spec = Experts(4, 2, 32, normalised=True)
+    with pytest.raises(ValueError, match=r"float weights only so far, and Fp8Linear is asked for"):
+        experts.ExpertMixture(64, spec, linear=Fp8Linear, dtype=torch.bfloat16, device=META)
