@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -214,6 +215,18 @@ def folder_graphs(graph: Mapping[str, set[str]]) -> dict[str, dict[str, set[str]
 
 
 GRAPH = module_graph(ROOT)
+
+
+def test_the_picture_in_the_documentation_has_every_folder() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawn = set(re.findall(r"[\w-]+(?=/)", text.split("```")[1]))
+    there = {
+        folder.name
+        for room in ALLOWED
+        for folder in [ROOT / room, *(ROOT / room).rglob("*/")]
+        if folder.is_dir() and folder.name != "__pycache__"
+    }
+    assert drawn == there
 
 
 def test_no_module_imports_another_in_a_circle() -> None:
