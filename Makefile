@@ -58,8 +58,8 @@ clients: $(TREE)
 	$(BIN)/pytest tests/frontend/clients --clients-table docs/clients.md
 
 models: $(TREE)
-	$(BIN)/pytest -m "model and not slow" --models-table docs/models.md \
-		tests/runtime/model tests/runtime/engine tests/runtime/transformers
+	$(BIN)/pytest -n 2 -m model --models-table docs/models.md \
+		tests/runtime/model tests/runtime/engine tests/runtime/transformers tests/runtime/gpu
 
 gpu: gpu-test gpu-kernels gpu-suite
 

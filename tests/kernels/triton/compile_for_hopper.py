@@ -1,5 +1,7 @@
 """Compile Triton kernels for sm_90 without a GPU: ``python compile_for_hopper.py [NAME ...]``.
 
+A name is one of ``--list``, or attention of any shape: ``model 128 group 4 window softcap``.
+
 Prints a JSON object a line for each variant: its registers, bytes of stack and local memory, spill
 instructions, bytes of shared memory, and how many tensor-core instructions it has. Run it where
 TRITON_INTERPRET is not set. ``--list`` prints the names alone.
@@ -215,6 +217,20 @@ def variants() -> dict[str, Variant]:
     return made
 
 
+def of_a_model(name: str) -> dict[str, Variant]:
+    """Attention of one model: its prefill and its decode, by their names."""
+    found = re.fullmatch(r"model (\d+) group (\d+)( window)?( softcap)?", name)
+    if found is None:
+        raise SystemExit(f"no variant is named {name!r}")
+    head_dim, group = int(found[1]), int(found[2])
+    tiles = choose_tiles(head_dim, 2, group)
+    features: dict[str, Any] = {"windowed": bool(found[3]), "softcapped": bool(found[4])}
+    return {
+        f"{kind} bf16 {name}": attention(tile, head_dim, group=group, **features)
+        for kind, tile in (("prefill", tiles.many), ("decode", tiles.few))
+    }
+
+
 def measured(name: str, variant: Variant) -> dict[str, Any]:
     started = time.process_time()
     compiled = variant.compiled()
@@ -244,7 +260,8 @@ def main() -> None:
         print("\n".join(made))
         return
     for name in sys.argv[1:] or made:
-        print(json.dumps(measured(name, made[name])), flush=True)
+        for own, variant in ({name: made[name]} if name in made else of_a_model(name)).items():
+            print(json.dumps(measured(own, variant)), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tests.runtime.conftest import FAMILIES, OTHER_FAMILIES
 
 TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-DENSE = [name for name in (*FAMILIES, *OTHER_FAMILIES) if name not in ("qwen3_moe", "gpt_oss")]
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 INVOCATION = (301, 302, 303)
 
 Asked = tuple[Sequence[int], LoRARequest | None]
@@ -92,12 +92,13 @@ def alora(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
     return LoRARequest("judge", 9, str(folder))
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.model("adapters")
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
 def test_tokens_equal_those_of_a_merged_model_cold_and_warm(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
     path = tiny_checkpoint(family)
-    targets = ATTENTION if family == "mixtral" else ALL
+    targets = ATTENTION if family in EXPERTS else ALL
     save_adapter(tmp_path, load(path), targets=targets)
     adapter = LoRARequest("own", 1, str(tmp_path))
     expected = greedy_by(merged(path, tmp_path), PROMPT, TOKENS)

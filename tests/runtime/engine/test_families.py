@@ -15,7 +15,7 @@ from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
-from tests.runtime.conftest import OTHER_FAMILIES
+from tests.runtime.conftest import FAMILIES, OTHER_FAMILIES
 
 TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
@@ -85,7 +85,7 @@ def test_greedy_tokens_equal_transformers_cold_and_warm(
 
 
 @pytest.mark.model("n")
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
 def test_several_sequences_share_what_a_single_one_computed(
     tiny_checkpoint: Callable[..., Path], family: str
 ) -> None:
@@ -106,7 +106,7 @@ def test_beams_equal_transformers(tiny_checkpoint: Callable[..., Path], family: 
 
 
 @pytest.mark.model("int8")
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
 def test_int8_is_warm_what_it_is_cold(tiny_checkpoint: Callable[..., Path], family: str) -> None:
     engine = start(tiny_checkpoint(family), page_size=7, quantization="int8")
     cold = run(engine)

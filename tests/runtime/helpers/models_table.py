@@ -6,7 +6,7 @@ Tests that show it have a mark `model(*FEATURES)` and a parameter `family`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from coppice.runtime.model.families.registry import FAMILIES
@@ -19,11 +19,18 @@ FEATURES = {
     "tokens": "greedy ones equal transformers' cold and from the cache, with several page sizes",
     "n": "several results of a request are the same with and without the cache",
     "beams": "sequences are those of transformers' beam search",
-    "int8": "on a CPU; for the first four families compiled layers equal single operations, for "
-    "the others tokens from the cache equal cold ones",
+    "int8": "on a CPU: tokens from the cache equal cold ones",
+    "int4": "not there: what a checkpoint stores in 4 bits becomes int8 or 16 bits at load",
+    "adapters": "LoRA: tokens equal those of the merged model, cold and from the cache; of experts "
+    "the attention alone",
     "triton": "logits equal transformers' with the GPU's kernels, interpreted on a CPU",
+    "sm_90": "attention with its published heads, windows and soft-cap compiles for an H100 or "
+    "H200, without spilled registers; no GPU has run it yet",
 }
+# Columns that no family has, which a table shows as "-".
+NOWHERE = ("int4",)
 OURS, OTHERS = "families", "through transformers"
+COLUMNS = {OURS: tuple(FEATURES), OTHERS: ("tokens", "n", "beams", "int8")}
 
 _ROW = re.compile(r"^\| `([^`]+)` \|(.*)\|$", re.MULTILINE)
 
@@ -36,7 +43,7 @@ def documented(table: str) -> dict[str, set[str]]:
     return {
         family: {
             feature
-            for feature, cell in zip(FEATURES, cells.split("|"), strict=True)
+            for feature, cell in zip(COLUMNS[table], cells.split("|"), strict=True)
             if cell.strip() == "yes"
         }
         for family, cells in _ROW.findall(text)
@@ -49,15 +56,18 @@ def write(file: Path, seen: Mapping[str, set[str]]) -> None:
     for table, families in ((OURS, FAMILIES), (OTHERS, sorted(set(seen) - set(FAMILIES)))):
         before, _, rest = text.partition(_begin(table))
         after = rest.partition(_end(table))[2]
-        text = f"{before}{_begin(table)}{_lines(families, seen)}{_end(table)}{after}"
+        text = (
+            f"{before}{_begin(table)}{_lines(families, seen, COLUMNS[table])}{_end(table)}{after}"
+        )
     file.write_text(text, encoding="utf-8")
 
 
-def _lines(families: Iterable[str], seen: Mapping[str, set[str]]) -> str:
-    lines = [f"| family | {' | '.join(FEATURES)} |", f"| --- |{' --- |' * len(FEATURES)}"]
+def _lines(families: Iterable[str], seen: Mapping[str, set[str]], columns: Sequence[str]) -> str:
+    lines = [f"| family | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for family in families:
         has = seen.get(family, set())
-        lines.append(f"| `{family}` | {' | '.join('yes' if f in has else '' for f in FEATURES)} |")
+        cells = ("yes" if each in has else "-" if each in NOWHERE else "" for each in columns)
+        lines.append(f"| `{family}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -21,6 +21,7 @@ from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.model.weights import load_decoder
 from coppice.runtime.runner.compiled_layers import LayerStack, compile_layers
+from tests.runtime.conftest import OTHER_FAMILIES
 
 CPU = torch.device("cpu")
 TOLERANCE = 1.5e-4
@@ -262,6 +263,21 @@ def test_a_mixed_batch_keeps_sequences_apart(
     )
     theirs = [expected_logits(reference, tokens) for tokens in prompts]
     assert_near(logits, torch.cat([theirs[0], theirs[3][16:], theirs[2][11:], theirs[1][8:]]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only without a GPU")
+@pytest.mark.model("triton")
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_what_differs_by_layer_is_computed_by_a_gpus_kernels_too(
+    models: Callable[..., tuple[Decoder, Any]], family: str
+) -> None:
+    """Windows, soft-caps and sinks: a prompt, a chunk over cached tokens and a decode."""
+    decoder, reference = models(family, {})
+    tokens = prompt(29)
+    run = Run(decoder, "triton", 1, 4)
+    logits = torch.cat([run.step([(0, part)]) for part in tokens.split([24, 4, 1])])
+    assert_near(logits, expected_logits(reference, tokens))
 
 
 @pytest.mark.parametrize("backend", [COMPILED])

@@ -185,13 +185,12 @@ def test_weights_are_those_that_were_rounded(quantised: Callable[..., Any], case
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("case", ["fp8 row", "fp8 block", "w4a16"])
+@pytest.mark.parametrize("case", ["fp8 row", "fp8 block"])
 def test_experts_are_decoded_too(quantised: Callable[..., Any], case: str) -> None:
-    """On a CPU, FP8 experts become int8 as all projections do; in 4 bits they become 16."""
+    """On a CPU, FP8 experts become int8, as all projections do."""
     folder, decoded = quantised(case, "qwen3_moe")
     for layer in load(folder).layers:
-        kinds = {type(each.gate_up) for each in layer.experts.experts}
-        assert (kinds == {Int8Linear}) == case.startswith("fp8")
+        assert {type(each.gate_up) for each in layer.experts.experts} == {Int8Linear}
     found, wanted = load(folder, lossless=True), load(decoded)
     for one, other in zip(found.state_dict().values(), wanted.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
