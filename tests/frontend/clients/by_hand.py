@@ -58,6 +58,13 @@ TRIED: tuple[Tried, ...] = (
         "as `VLLMModel` it writes a grammar under two names, which was refused then",
     ),
     Tried(
+        "guidellm",
+        "0.8.1",
+        "2026-11-23",
+        "a run of streamed chats, two at a time (on the demo's model)",
+        "",
+    ),
+    Tried(
         "haystack-ai",
         "3.4.0",
         "2026-11-23",
@@ -108,6 +115,13 @@ TRIED: tuple[Tried, ...] = (
         "1.26.0",
         "2026-11-23",
         "text, streams, stop strings, tools, agents, schemas",
+        "",
+    ),
+    Tried(
+        "vllm bench serve",
+        "0.32.0",
+        "2026-11-23",
+        "random prompts to completions, repeated prefixes to chats (on the demo's model)",
         "",
     ),
 )
