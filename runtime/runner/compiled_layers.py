@@ -291,10 +291,8 @@ def _panels_of(linear: Linear) -> Panels:
     return cast("Panels", kernels.product(cast("PackedFloat", linear.packed).kind))
 
 
-def compile_layers(decoder: Model, attention: AttentionBackend) -> LayerStack | None:
+def compile_layers(decoder: Decoder, attention: AttentionBackend) -> LayerStack | None:
     """The compiled layers; None if the compiled call does not support them or the backend."""
-    if not isinstance(decoder, Decoder):
-        return None
     config = decoder.config
     if not isinstance(attention, CpuBackend) or not attention.compiles(
         config.num_heads, config.num_kv_heads
@@ -310,3 +308,11 @@ def compile_layers(decoder: Model, attention: AttentionBackend) -> LayerStack | 
     except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError
         _log.info("layers run operation by operation: %s: %s", type(error).__name__, error)
         return None
+
+
+def compile_model(model: Model, attention: AttentionBackend) -> None:
+    """Lets the layers of a model, whose weights are packed, run as one call where they can."""
+    if isinstance(model, Decoder):
+        model.compiled = compile_layers(model, attention)
+    else:
+        model.compiled = model.one_call(attention)

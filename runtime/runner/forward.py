@@ -20,7 +20,7 @@ from coppice.runtime.model.weights import resolve_device, resolve_dtype
 from coppice.runtime.pooling.checkpoint import read_recipe
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, PooledRows, build_batch
 from coppice.runtime.runner.cache_size import page_bytes, plan_cache, zeroed
-from coppice.runtime.runner.compiled_layers import compile_layers
+from coppice.runtime.runner.compiled_layers import compile_model
 from coppice.runtime.runner.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_sizes
 from coppice.runtime.runner.implementation import Model, choose
 from coppice.runtime.runner.kv_scales import measure_scales
@@ -137,7 +137,7 @@ class ModelRunner:
             smaller_weights(config.quantization, self.device),
         ):
             self.decoder.pack()
-            self.decoder.compiled = compile_layers(self.decoder, self.attention)
+            compile_model(self.decoder, self.attention)
 
     def _make_cache(self) -> None:
         """Makes the KV cache, and graphs, which hold its addresses."""
@@ -186,7 +186,7 @@ class ModelRunner:
             self._load_weights()
         elif self.asleep == 1:
             self.decoder.to(self.device)
-            self.decoder.compiled = compile_layers(self.decoder, self.attention)
+            compile_model(self.decoder, self.attention)
         if self.adapters is not None:
             self.adapters.move(self.device)
         self._make_cache()

@@ -22,6 +22,7 @@ from coppice.runtime.transformers.attention import (
     running,
 )
 from coppice.runtime.transformers.network import Network
+from coppice.runtime.transformers.program.compiled import CompiledNetwork, compile_network
 
 AttentionInterface.register(NAME, attend)
 
@@ -32,8 +33,8 @@ class ForeignModel(nn.Module):
     ``layers`` are the facts of the calls of attention in ``network``, whose weights are complete.
     """
 
-    #: No layers are compiled.
-    compiled: None = None
+    #: A pass as one call, if there is one; see ``one_call``.
+    compiled: CompiledNetwork | None = None
 
     def __init__(self, config: ModelConfig, layers: Sequence[LayerFacts], network: Network) -> None:
         super().__init__()
@@ -44,6 +45,11 @@ class ForeignModel(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
+
+    def one_call(self, attention: AttentionBackend) -> CompiledNetwork | None:
+        """A pass as one compiled call, where it can be one. The weights are packed and stay."""
+        self.network.shorten(self.config.hidden_size)
+        return compile_network(self.config, self._layers, self.network, attention)
 
     def forward(
         self,
@@ -75,6 +81,9 @@ class ForeignModel(nn.Module):
     ) -> torch.Tensor:
         """See ``Decoder.hidden_states``; the last layer computes all rows, without adapters."""
         assert changes is None, "adapters were refused"
+        if self.compiled is not None:
+            states = self.compiled.hidden_states(token_ids, positions, slots, kv, prepared)
+            return states if logit_rows is None else states[logit_rows]
         running.step = PagedStep(self._layers, slots, kv, attention, prepared)
         try:
             states = self.network.states(token_ids, positions)

@@ -23,9 +23,9 @@ _PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class AnyNorm(nn.Module):
     """Our norm for inputs of any shape ``[..., width]``."""
 
-    def __init__(self, inner: RMSNorm) -> None:
+    def __init__(self, inner: RMSNorm, eps: float) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.eps = inner, eps
 
     @property
     def weight(self) -> torch.Tensor:
@@ -97,7 +97,7 @@ def _norm(module: nn.Module, dtype: torch.dtype, device: torch.device) -> AnyNor
         if torch.allclose(exact(x).float(), plain * whole, rtol=1e-4, atol=1e-5):
             ours = RMSNorm(len(weight), eps=eps, dtype=dtype, device=device)
             ours.weight.copy_(whole)
-            return AnyNorm(ours)
+            return AnyNorm(ours, eps)
     return None
 
 

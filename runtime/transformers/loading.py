@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging as their_logging
 
+from coppice.runtime.model.files.opening import open_tensors
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear.select import linear_class
 from coppice.runtime.model.weight_size import smaller_weights
@@ -74,6 +75,12 @@ def load_foreign(
 
 def _read(path: Path, described: Described, dtype: torch.dtype) -> PreTrainedModel:
     name = described.model.architecture
+    if any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"{path} holds GGUF, which our own families read, and transformers' {name} does not: "
+            "give model_impl 'coppice' if it is one of them, or the model's safetensors"
+        )
+    open_tensors(path)  # for its errors, which name the file and what to do
     try:
         model, info = described.auto_class.from_pretrained(
             path,

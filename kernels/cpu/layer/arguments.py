@@ -119,9 +119,10 @@ class Work(NamedTuple):
 
 _MODEL = tuple_type(Model, "i2 i2 i i b f f i")
 _STEP = tuple_type(Step, "f2 f3 f3 i1 i1 i2 i f2")
-_ITEMS = tuple_type(Items, "n2 i1 n2 n2 n1 n1 n1 n1 i i i f i f")
-_RESULTS = tuple_type(Results, "f2 f2 f2 f2")
+#: The types of ``Items`` and ``Results`` in compiled code.
+ITEMS = tuple_type(Items, "n2 i1 n2 n2 n1 n1 n1 n1 i i i f i f")
+RESULTS = tuple_type(Results, "f2 f2 f2 f2")
 _SCRATCH = tuple_type(Scratch, "f2 f2 f2 f2 f2 f2 f1 c1 f1 f2 f2")
 WORK = tuple_type(
-    Work, _MODEL, MIXTURE, PANELS, _STEP, _ITEMS, _ITEMS, _RESULTS, _SCRATCH, ROOM
+    Work, _MODEL, MIXTURE, PANELS, _STEP, ITEMS, ITEMS, RESULTS, _SCRATCH, ROOM
 )  # fmt: skip

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from coppice.runtime.model.layers import Linear, RMSNorm
@@ -54,6 +55,25 @@ def test_parts_that_compute_what_ours_do_are_ours(
     modules = list(start(foreign_checkpoint(family)).runner.decoder.modules())
     assert sum(type(each) is RMSNorm for each in modules) == norms
     assert sum(type(each) is GatedPart for each in modules) == gated
+
+
+def test_a_pickled_checkpoint_runs_and_one_with_code_is_refused(
+    foreign_checkpoint: Make, tmp_path: Path
+) -> None:
+    path = foreign_checkpoint("gpt2")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    torch.save(load_file(path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    assert run(start(tmp_path)) == generated(path)
+    torch.save({"wte.weight": Linear}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle that calls code"):
+        start(tmp_path)
+
+
+def test_gguf_is_refused_with_what_to_do(foreign_checkpoint: Make, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((foreign_checkpoint("gpt2") / "config.json").read_text())
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ValueError, match="holds GGUF, which our own families read"):
+        start(tmp_path)
 
 
 def test_an_engine_sleeps_and_wakes_up(foreign_checkpoint: Make) -> None:

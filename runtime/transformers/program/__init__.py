@@ -1,0 +1,1 @@
+"""A forward pass of a transformers model, written down once and then run as one compiled call."""
