@@ -11,7 +11,8 @@ and code that Python's installation holds, 20 windows of 1,024 tokens). A row ha
   float32's, and the median place of the first token that is not, among the others;
 - `answers`: the share of the demo model's answers that are right, and how many it gave
   (`demo_accuracy.py`), where the demo can be loaded so;
-- `weights`: bytes of the weights beside float32's, by `coppice plan`'s account;
+- `weights`: bytes of the weights in memory beside float32's, which stay in 16 bits on a CPU if the
+  checkpoint has them so;
 - `speed`: float32's time over this mode's, as least, median and most of rounds that run in turn:
   `prefill` (4 prompts of 512 tokens), `decode_1` and `decode_16` (64 tokens for 1 and 16 requests).
 
@@ -33,8 +34,6 @@ from common.harness import Rows, machine, parser, spread
 from common.public_text import Text, public_text
 from coppice import LLM, SamplingParams
 from coppice.frontend.demo.facts import ask
-from coppice.runtime.planning.plan import PlanOptions, make_plan
-from coppice.runtime.planning.source import read_model
 from demo_accuracy import DEFAULT_MODEL, SCORED_TURNS, TURNS, fresh_document
 
 REFERENCE = "float32"
@@ -169,13 +168,17 @@ def speed(llm: LLM, reference: LLM, text: Text, rounds: int) -> dict[str, Any]:
     return {name: spread(found, 2) for name, found in ratios.items()}
 
 
-def weight_bytes(model: Path, mode: str) -> int:
-    """Bytes of the weights, as `coppice plan` counts them."""
-    given = MODES[mode]
-    options = PlanOptions(
-        dtype=given.get("dtype", REFERENCE), quantization=given.get("quantization")
-    )
-    return make_plan(read_model(str(model), None), options).weights.total
+def weight_bytes(llm: LLM) -> int:
+    """Bytes of the weights as they lie in memory; what has several names counts once."""
+    decoder = llm._text_engine.engine.runner.decoder
+    found: dict[int, int] = {}
+    for module in decoder.modules():
+        packed = getattr(module, "packed", None)
+        if packed is not None:
+            found[packed.address] = packed.memory.nbytes
+        for tensor in module.parameters(recurse=False):
+            found[tensor.data_ptr()] = tensor.nbytes
+    return sum(found.values())
 
 
 def main() -> None:
@@ -209,13 +212,12 @@ def main() -> None:
                 continue
             with llm:
                 row |= agreement(quality(llm, text, sizes.prompts), expected)
+                row["weights"] = round(weight_bytes(llm) / weight_bytes(reference), 3)
                 if sizes.rounds:
                     row["speed"] = speed(llm, reference, text, sizes.rounds)
             del llm
             gc.collect()
             row["answers"] = answers(mode, sizes.conversations)
-            whole = weight_bytes(args.model, REFERENCE)
-            row["weights"] = round(weight_bytes(args.model, mode) / whole, 3)
             rows.add(**row, **common)
 
 
