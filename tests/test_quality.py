@@ -24,7 +24,8 @@ def test_the_text_has_prose_and_code_in_equal_windows() -> None:
     public_text = import_module("common.public_text").public_text
     text = public_text(lambda each: each.encode(), 4, 500)
     assert [len(window) for window in text.windows] == [500] * 4
-    assert b"import" in bytes(text.windows[3])
+    assert b'"assert" statement' in bytes(text.windows[0])
+    assert b"Command-line parsing library" in bytes(text.windows[1])
     assert public_text(lambda each: each.encode(), 4, 500) == text
     assert public_text(lambda each: each.encode(), 4, 400).digest != text.digest
     with pytest.raises(ValueError, match=r"the text has 1 tokens; 2 x 500 are asked for"):
