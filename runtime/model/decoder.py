@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from coppice.kernels.attention.interface import AttentionBackend, LayerCache
-from coppice.kernels.cpu.layer import float_products
+from coppice.kernels.cpu.layer.matmul import float_products
 from coppice.runtime.model.config import LayerSpec, ModelConfig
 from coppice.runtime.model.experts import ExpertMixture
 from coppice.runtime.model.layers import GeluMul, Linear, RMSNorm, SiluMul, Sum, frozen
 from coppice.runtime.model.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from coppice.kernels.cpu.layer.float_panels import PackedFloat
+    from coppice.kernels.cpu.layer.matmul.float_panels import PackedFloat
 
 
 Change: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from coppice.kernels.cpu.layer import float_products
+from coppice.kernels.cpu.layer.matmul import float_products
 from coppice.kernels.cpu.layer.rows import RowKernels, row_kernels
 from coppice.runtime.model.config import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from coppice.kernels.cpu.layer.float_panels import PackedFloat
-    from coppice.kernels.cpu.layer.int8_panels import PackedInt8
+    from coppice.kernels.cpu.layer.matmul.float_panels import PackedFloat
+    from coppice.kernels.cpu.layer.matmul.int8_panels import PackedInt8
 
 #: The types of weights that are supported, by their names in configs and options.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}

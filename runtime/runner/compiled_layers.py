@@ -17,8 +17,8 @@ import torch
 from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan, LayerCache
 from coppice.kernels.cpu.attention.arguments import items_of
 from coppice.kernels.cpu.backend import CpuBackend
-from coppice.kernels.cpu.layer.float_products import float_kernels
-from coppice.kernels.cpu.layer.int8_products import panel_kernels
+from coppice.kernels.cpu.layer.matmul.float_products import float_kernels
+from coppice.kernels.cpu.layer.matmul.int8_products import panel_kernels
 from coppice.kernels.schedule.cpu import CpuSchedule, build_cpu_schedule, cpu_cost_model
 from coppice.runtime.model.decoder import CompiledLayers, Decoder, DecoderLayer
 from coppice.runtime.model.experts import ExpertMixture
@@ -27,8 +27,8 @@ from coppice.runtime.model.linear.eight_bit import Int8Linear
 from coppice.runtime.runner.implementation import Model
 
 if TYPE_CHECKING:
-    from coppice.kernels.cpu.layer.float_panels import PackedFloat
-    from coppice.kernels.cpu.layer.row_blocks import Panels
+    from coppice.kernels.cpu.layer.matmul.float_panels import PackedFloat
+    from coppice.kernels.cpu.layer.matmul.row_blocks import Panels
 
 _log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from coppice.kernels.cpu.layer import float_products
+from coppice.kernels.cpu.layer.matmul import float_products
 from coppice.runtime.model.layers import Linear, RMSNorm
 from coppice.runtime.transformers.network import Network
 
 if TYPE_CHECKING:
-    from coppice.kernels.cpu.layer.float_panels import PackedFloat
+    from coppice.kernels.cpu.layer.matmul.float_panels import PackedFloat
 
 
 class AnyRows(nn.Module):

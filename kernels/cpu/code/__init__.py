@@ -1,5 +1,6 @@
 """How compiled code is written and run: vectors, threads that work together, calls by address.
 
-Other rooms use `threads`, which settles how many threads there are, and `turns`, through which the
+Other rooms use `threads`, which settles how many threads there are, `processor`, by which
+products choose their path, and `turns`, through which the
 weights of int8 products pass.
 """

@@ -59,7 +59,11 @@ def sources(module: str) -> str:
         if file is not None and name not in digests:
             digests[name], imported = _read(file)
             waiting += imported
-    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+    parts = [digests[name] for name in sorted(digests)]
+    # Constants of the code, such as the lanes of a register, differ by the path that is forced
+    # (``code.processor``).
+    forced = os.environ.get("COPPICE_CPU_PATHS", "")
+    return hashlib.sha256(b"".join([*parts, forced.encode()])).hexdigest()
 
 
 _BASES = ("UserProvidedCacheLocator", "InTreeCacheLocator", "UserWideCacheLocator")

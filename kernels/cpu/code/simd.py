@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
+
+from coppice.kernels.cpu.code.processor import features
 
 
 def _layout() -> tuple[int, tuple[int, int, int, int], int]:
@@ -24,10 +25,9 @@ def _layout() -> tuple[int, tuple[int, int, int, int], int]:
 
     The sums of a product stay in registers, beside the vectors of one row and an element.
     """
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
+    if "avx512f" in features():
         return 16, (1, 2, 3, 4), 24  # 32 registers
-    if features.get("avx"):
+    if "avx" in features():
         return 8, (1, 2, 3, 3), 12  # 16 registers
     return 4, (1, 2, 3, 4), 24  # 32 registers on ARM; SSE's 16 spill
 

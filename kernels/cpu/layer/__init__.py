@@ -1,4 +1,4 @@
 """A decoder layer on a CPU: products, the work on rows between them, all layers in one call.
 
-Other rooms use `float_products`, `int8_products`, `rows` and `stack`.
+Other rooms use `rows`, `stack` and, of `matmul/`, `float_products` and `int8_products`.
 """

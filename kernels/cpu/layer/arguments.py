@@ -8,8 +8,8 @@ import numpy as np
 
 from coppice.kernels.cpu.attention.arguments import Items, Results
 from coppice.kernels.cpu.code.calls import tuple_type
+from coppice.kernels.cpu.layer.matmul.row_blocks import PANELS, Panels
 from coppice.kernels.cpu.layer.mixture import MIXTURE, ROOM, Mixture, Room
-from coppice.kernels.cpu.layer.row_blocks import PANELS, Panels
 
 #: The columns of ``Model.weights``.
 COLUMNS = (

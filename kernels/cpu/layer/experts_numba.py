@@ -17,9 +17,9 @@ from coppice.kernels.cpu.code.calls import borrowed, pointer, run_share
 from coppice.kernels.cpu.code.kept import cfunc, njit
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import Member, meet
-from coppice.kernels.cpu.layer import float_numba
+from coppice.kernels.cpu.layer.matmul import float_numba
+from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, Panels, lay_share
 from coppice.kernels.cpu.layer.mixture import EXPERT_COLUMNS, PASSAGE, Mixture, Passage, Room
-from coppice.kernels.cpu.layer.row_blocks import INT8, Panels, lay_share
 from coppice.kernels.cpu.layer.rows_numba import gate_share, quantize_share
 
 # The first column of the last product in a table of experts.

@@ -10,8 +10,8 @@ from numba import types
 from coppice.kernels.cpu.code.calls import tuple_type
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import ROWS
-from coppice.kernels.cpu.layer import float_numba
-from coppice.kernels.cpu.layer.row_blocks import INT8, PANELS, Panels
+from coppice.kernels.cpu.layer.matmul import float_numba
+from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, PANELS, Panels
 
 #: Columns of a table of experts: weight, scale and bias of gate and up together, and of down.
 EXPERT_COLUMNS = 6

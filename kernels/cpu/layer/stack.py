@@ -29,8 +29,9 @@ from coppice.kernels.cpu.code.team import (
     meet,
     new_team,
 )
-from coppice.kernels.cpu.layer import float_numba, int8_numba
 from coppice.kernels.cpu.layer.arguments import COLUMNS, WORK, Model, Scratch, Step, Work
+from coppice.kernels.cpu.layer.matmul import float_numba, int8_numba
+from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, Panels
 from coppice.kernels.cpu.layer.mixture import (
     EXPERT_COLUMNS,
     PASSAGE,
@@ -38,7 +39,6 @@ from coppice.kernels.cpu.layer.mixture import (
     Passage,
     new_room,
 )
-from coppice.kernels.cpu.layer.row_blocks import INT8, Panels
 from coppice.kernels.cpu.layer.rows_numba import gate_share, norm_share, rotate_share
 
 __all__ = [

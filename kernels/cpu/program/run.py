@@ -34,9 +34,9 @@ from coppice.kernels.cpu.code.team import (
     meet,
     new_team,
 )
-from coppice.kernels.cpu.layer import float_numba, int8_numba
 from coppice.kernels.cpu.layer.arguments import ITEMS, RESULTS
-from coppice.kernels.cpu.layer.row_blocks import INT8, PANELS, Panels
+from coppice.kernels.cpu.layer.matmul import float_numba, int8_numba
+from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, PANELS, Panels
 from coppice.kernels.cpu.layer.rows_numba import gate_share
 from coppice.kernels.cpu.program.instructions import (
     ATTEND,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from coppice.kernels.cpu.layer.low_rank import low_rank_kernels
+from coppice.kernels.cpu.layer.matmul.low_rank import low_rank_kernels
 from coppice.runtime.model.adapters.matrices import Piece
 from coppice.runtime.model.decoder import Change
 

@@ -13,10 +13,10 @@ head is quantized as well, since its weights can be 40% of those that a decode s
 AVX-512 VNNI core, with weights larger than its caches, a product of 1 to 32 tokens takes 0.2 to 0.3
 of the time of float32.
 
-Where the processor has VNNI, the product is our own (``kernels/cpu/layer/int8_panels.py``), which
-the compiled layers use, too; elsewhere it is ``torch._int_mm``, oneDNN's. Of the alternatives in
-torch, the prepacked ``qlinear_pointwise`` costs 50 microseconds a call more than that, though it is
-up to 1.7 times faster for 2 to 16 tokens and matrices of many megabytes, and those that need
+Where the processor has VNNI, the product is our own (``kernels/cpu/layer/matmul/int8_panels.py``),
+which the compiled layers use, too; elsewhere it is ``torch._int_mm``, oneDNN's. Of the alternatives
+in torch, the prepacked ``qlinear_pointwise`` costs 50 microseconds a call more than that, though it
+is up to 1.7 times faster for 2 to 16 tokens and matrices of many megabytes, and those that need
 quantized tensors are announced for removal.
 
 **fp8**: half the bytes of bfloat16, and twice its matrix rate where a GPU has such units. The
@@ -40,11 +40,11 @@ import torch
 from torch import nn
 
 from coppice.kernels.cpu.code.turns import block_of, turned
-from coppice.kernels.cpu.layer import int8_products
+from coppice.kernels.cpu.layer.matmul import int8_products
 from coppice.runtime.model.layers import Linear, frozen, gpu_rows
 
 if TYPE_CHECKING:
-    from coppice.kernels.cpu.layer.int8_panels import PackedInt8
+    from coppice.kernels.cpu.layer.matmul.int8_panels import PackedInt8
 
 #: Largest magnitude of an int8 weight or activation; -128 is not used.
 LEVELS = 127

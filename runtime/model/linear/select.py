@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from coppice.kernels.cpu.layer.float_products import float_kernels
+from coppice.kernels.cpu.layer.matmul.float_products import float_kernels
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear.deterministic import SteadyLinear
 from coppice.runtime.model.linear.eight_bit import LEVELS, Fp8Linear, Int8Linear

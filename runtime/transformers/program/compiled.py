@@ -13,8 +13,8 @@ import torch
 from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan, LayerCache
 from coppice.kernels.cpu.attention.arguments import items_of
 from coppice.kernels.cpu.backend import CpuBackend
-from coppice.kernels.cpu.layer.float_products import float_kernels
-from coppice.kernels.cpu.layer.int8_products import panel_kernels
+from coppice.kernels.cpu.layer.matmul.float_products import float_kernels
+from coppice.kernels.cpu.layer.matmul.int8_products import panel_kernels
 from coppice.kernels.cpu.program import instructions
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.layers import Linear
@@ -25,8 +25,8 @@ from coppice.runtime.transformers.program.lower import Lowering
 from coppice.runtime.transformers.program.record import Unrecorded, record
 
 if TYPE_CHECKING:
-    from coppice.kernels.cpu.layer.float_panels import PackedFloat
-    from coppice.kernels.cpu.layer.row_blocks import Panels
+    from coppice.kernels.cpu.layer.matmul.float_panels import PackedFloat
+    from coppice.kernels.cpu.layer.matmul.row_blocks import Panels
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from coppice.kernels.attention.interface import AttentionPlan, LayerCache
 from coppice.kernels.backends import select_backend
 from coppice.kernels.cpu.code import threads
-from coppice.kernels.cpu.layer.float_products import float_kernels
+from coppice.kernels.cpu.layer.matmul.float_products import float_kernels
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.model.weights import load_decoder

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from coppice.frontend.demo import run as demo
 from coppice.frontend.demo.facts import make_document
-from coppice.kernels.cpu.layer.int8_products import panel_kernels
+from coppice.kernels.cpu.layer.matmul.int8_products import panel_kernels
 from coppice.runtime.model import weights
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.layers import Linear

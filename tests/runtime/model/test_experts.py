@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.kernels.cpu.layer.float_products import float_kernels
+from coppice.kernels.cpu.layer.matmul.float_products import float_kernels
 from coppice.runtime.model import experts
 from coppice.runtime.model.config import Experts
 from coppice.runtime.model.config_file import load_model_config

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from coppice import Engine, EngineConfig, SamplingParams
-from coppice.kernels.cpu.layer import float_products
+from coppice.kernels.cpu.layer.matmul import float_products
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear.eight_bit import Int8Linear

@@ -16,7 +16,7 @@ from coppice.kernels.cpu.code.team import (  # noqa: E402
     member,
     new_team,
 )
-from coppice.kernels.cpu.layer import float_products  # noqa: E402
+from coppice.kernels.cpu.layer.matmul import float_products  # noqa: E402
 
 ROUNDS = 2000
 
@@ -75,7 +75,7 @@ def test_where_threads_run_one_after_the_other_one_does_all(kind):
     x = torch.randn(40, 576, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(1000, 576, generator=torch.Generator().manual_seed(1))
     if kind == "int8":
-        from coppice.kernels.cpu.layer import int8_products
+        from coppice.kernels.cpu.layer.matmul import int8_products
 
         if int8_products.panel_kernels() is None:
             pytest.skip("no compiled products of int8")

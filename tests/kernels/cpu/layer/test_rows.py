@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from coppice.kernels.attention.interface import rotate
 from coppice.kernels.cpu.code.turns import turned
-from coppice.kernels.cpu.layer import float_products
+from coppice.kernels.cpu.layer.matmul import float_products
 from coppice.kernels.cpu.layer.rows import RowKernels, row_kernels
 from coppice.runtime.model.layers import Linear
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.kernels.cpu.layer.low_rank import low_rank_kernels
+from coppice.kernels.cpu.layer.matmul.low_rank import low_rank_kernels
 from coppice.runtime.model.adapters.changes import (
     ActingRows,
     DenseProducts,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coppice.kernels.cpu.code import threads
+from coppice.kernels.cpu.code import processor, threads
 
 if TYPE_CHECKING:
-    from coppice.kernels.cpu.layer.float_panels import PackedFloat
+    from coppice.kernels.cpu.layer.matmul.float_panels import PackedFloat
 
 _log = logging.getLogger(__name__)
 
@@ -53,8 +53,9 @@ def rows_of(weight: PackedFloat, indices: torch.Tensor) -> torch.Tensor:
 def float_kernels() -> ModuleType | None:
     """``float_panels``, tested on small products; None where it does not work."""
     threads.calm_waiting_threads()
+    processor.say_paths()
     try:
-        from coppice.kernels.cpu.layer import float_panels
+        from coppice.kernels.cpu.layer.matmul import float_panels
 
         _try_out(float_panels)
     except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError
@@ -66,7 +67,7 @@ def float_kernels() -> ModuleType | None:
 def _multiply(
     panels: ModuleType, x: torch.Tensor, weight: PackedFloat, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    from coppice.kernels.cpu.layer.float_numba import multiply_rows
+    from coppice.kernels.cpu.layer.matmul.float_numba import multiply_rows
 
     x = x.contiguous()
     out = torch.empty(len(x), weight.out_features)

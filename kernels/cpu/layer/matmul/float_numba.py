@@ -19,7 +19,7 @@ from coppice.kernels.cpu.code.team import (
     member,
     new_team,
 )
-from coppice.kernels.cpu.layer.row_blocks import Panels, lay_share
+from coppice.kernels.cpu.layer.matmul.row_blocks import Panels, lay_share
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19

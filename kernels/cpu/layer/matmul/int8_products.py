@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coppice.kernels.cpu.code import threads
+from coppice.kernels.cpu.code import processor, threads
 from coppice.kernels.cpu.layer.rows import row_kernels
 
 if TYPE_CHECKING:
-    from coppice.kernels.cpu.layer.int8_panels import PackedInt8
+    from coppice.kernels.cpu.layer.matmul.int8_panels import PackedInt8
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +56,9 @@ def multiply_plain(
 def panel_kernels() -> ModuleType | None:
     """``int8_panels``, tested on small products; None where it does not work."""
     threads.calm_waiting_threads()
+    processor.say_paths()
     try:
-        from coppice.kernels.cpu.layer import int8_panels
+        from coppice.kernels.cpu.layer.matmul import int8_panels
 
         _try_out(int8_panels)
     except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError
@@ -73,7 +74,7 @@ def _multiply(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    from coppice.kernels.cpu.layer.int8_numba import multiply_rows
+    from coppice.kernels.cpu.layer.matmul.int8_numba import multiply_rows
 
     x = x.contiguous()
     out = torch.empty(len(x), weight.out_features)

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from llvmlite import ir
@@ -32,6 +31,7 @@ from numba.extending import intrinsic
 
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import cfunc
+from coppice.kernels.cpu.code.processor import compiled_path
 from coppice.kernels.cpu.code.simd import (
     INTS,
     LANES,
@@ -47,11 +47,9 @@ from coppice.kernels.cpu.code.simd import (
     store,
     zeros,
 )
-from coppice.kernels.cpu.layer.row_blocks import Panels, to_fetch
+from coppice.kernels.cpu.layer.matmul.row_blocks import Panels, to_fetch
 
-for _name, _what in (("fma", "fused multiplication"), ("f16c", "conversion from float16")):
-    if not llvm.get_host_cpu_features().get(_name):
-        raise ImportError(f"this processor has no vectors with {_what} ({_name.upper()})")
+compiled_path("float")
 
 _WIDE = 3
 #: Outputs of a panel.

@@ -26,21 +26,12 @@ from numba.extending import intrinsic
 
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import cfunc
+from coppice.kernels.cpu.code.processor import compiled_path
 from coppice.kernels.cpu.code.simd import ROWS, prefetch
-from coppice.kernels.cpu.layer.row_blocks import INT8, Panels, to_fetch
+from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, Panels, to_fetch
 
-
-def _layout() -> int:
-    """Lanes of int32 in a register."""
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512vnni"):
-        return 16
-    if features.get("avxvnni"):
-        return 8
-    raise ImportError("this processor has no dot products of bytes (VNNI)")
-
-
-LANES = _layout()
+#: Lanes of int32 in a register.
+LANES = {"avx512vnni": 16, "avxvnni": 8}[compiled_path("int8")]
 _WIDE = 3
 #: Outputs of a panel.
 PANEL = _WIDE * LANES

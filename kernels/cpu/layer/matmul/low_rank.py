@@ -18,7 +18,7 @@ def low_rank_kernels() -> ModuleType | None:
     """``low_rank_numba``; None where it does not work. Compiles it, or loads it from the cache."""
     threads.calm_waiting_threads()
     try:
-        from coppice.kernels.cpu.layer import low_rank_numba
+        from coppice.kernels.cpu.layer.matmul import low_rank_numba
 
         _try_out(low_rank_numba)
     except Exception as error:  # numba raises its own types, LLVM's, ImportError and OSError

@@ -1,0 +1,91 @@
+"""Which instructions the processor has, and the one table of the paths that products take by them.
+
+A kind of products has several ways, best first, and each needs instructions; the first whose
+instructions are there is taken. A processor that is not at hand is tested by forcing a way: the
+environment variable ``COPPICE_CPU_PATHS`` has a comma-separated list of ``kind=path``, such as
+``int8=torch``. It is read when the first product is made. This module is imported where numba is
+missing, too: then every kind takes torch's products.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+
+_log = logging.getLogger(__name__)
+
+_VARIABLE = "COPPICE_CPU_PATHS"
+
+#: What is asked of a processor, by LLVM's names of features.
+ASKED = (
+    "avx", "avx2", "fma", "f16c", "avx512f", "avx512bf16", "avx512vnni", "avxvnni", "amx-bf16",
+    "amx-int8", "neon", "bf16", "dotprod",
+)  # fmt: skip
+
+#: The paths of each kind of products, best first, and the features that a path needs.
+PATHS: dict[str, dict[str, tuple[str, ...]]] = {
+    # Weights of 16 bits and float32, rows and sums in float32.
+    "float": {"fma": ("fma", "f16c"), "torch": ()},
+    # Weights and rows of 8 bits, exact sums.
+    "int8": {"avx512vnni": ("avx512vnni",), "avxvnni": ("avxvnni",), "torch": ()},
+}
+
+
+@cache
+def features() -> frozenset[str]:
+    """Those of ``ASKED`` that the processor has; none where llvmlite is missing."""
+    try:
+        import llvmlite.binding as llvm
+    except ImportError:
+        return frozenset()
+    found = llvm.get_host_cpu_features()
+    return frozenset(name for name in ASKED if found.get(name))
+
+
+def path_of(kind: str) -> str:
+    """The path that products of a kind of ``PATHS`` take on this processor.
+
+    Raises ``ValueError`` where the environment forces a path that there is not, or that this
+    processor has no instructions for.
+    """
+    paths = PATHS[kind]
+    forced = _forced().get(kind)
+    if forced is None:
+        return next(path for path, needed in paths.items() if features().issuperset(needed))
+    missing = [name for name in paths[forced] if name not in features()]
+    if missing:
+        raise ValueError(
+            f"{_VARIABLE} has {kind}={forced}; this processor has no {', '.join(missing)}"
+        )
+    return forced
+
+
+def compiled_path(kind: str) -> str:
+    """``path_of``, for a module of compiled products; an ``ImportError`` where that is torch's."""
+    path = path_of(kind)
+    if path != "torch":
+        return path
+    if _forced().get(kind) == path:
+        raise ImportError(f"{_VARIABLE} has {kind}={path}")
+    others = [" and ".join(each) for each in PATHS[kind].values() if each]
+    raise ImportError(f"{kind} products need {' or '.join(others)}, which this processor lacks")
+
+
+@cache
+def say_paths() -> None:
+    """Logs, once, which instructions the processor has and which path each kind takes."""
+    taken = ", ".join(f"{kind}: {path_of(kind)}" for kind in PATHS)
+    _log.info("processor: %s; products by %s", " ".join(sorted(features())) or "unknown", taken)
+
+
+def _forced() -> dict[str, str]:
+    """The paths that the environment forces, by kind."""
+    forced = {}
+    for entry in filter(None, os.environ.get(_VARIABLE, "").split(",")):
+        kind, _, path = entry.partition("=")
+        if path not in PATHS.get(kind, {}):
+            allowed = ", ".join(f"{kind}={path}" for kind, paths in PATHS.items() for path in paths)
+            raise ValueError(f"{_VARIABLE} has {entry!r}; it must have some of {allowed}")
+        forced[kind] = path
+    return forced

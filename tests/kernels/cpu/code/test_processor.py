@@ -1,0 +1,55 @@
+"""The table of paths: what a processor takes, and what the environment may force."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from coppice.kernels.cpu.code import processor
+
+VARIABLE = "COPPICE_CPU_PATHS"
+
+
+@pytest.mark.parametrize(
+    ("has", "expected"),
+    [
+        ({"avx512f", "avx512vnni", "avx512bf16", "fma", "f16c"}, ("fma", "avx512vnni")),
+        ({"avx2", "avxvnni", "fma", "f16c"}, ("fma", "avxvnni")),
+        ({"avx2", "fma"}, ("torch", "torch")),
+        ({"neon", "bf16", "dotprod"}, ("torch", "torch")),
+        (set(), ("torch", "torch")),
+    ],
+)
+def test_each_processor_takes_the_best_path_that_it_has(monkeypatch, has, expected):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(processor, "features", lambda: frozenset(has))
+    assert tuple(processor.path_of(kind) for kind in ("float", "int8")) == expected
+
+
+def test_a_forced_path_is_taken_or_refused_by_name(monkeypatch):
+    monkeypatch.setattr(processor, "features", lambda: frozenset({"avx512vnni"}))
+    monkeypatch.setenv(VARIABLE, "int8=torch")
+    assert processor.path_of("int8") == "torch"
+    with pytest.raises(ImportError, match="int8=torch"):
+        processor.compiled_path("int8")
+    monkeypatch.setenv(VARIABLE, "int8=avxvnni")
+    with pytest.raises(ValueError, match="int8=avxvnni; this processor has no avxvnni"):
+        processor.path_of("int8")
+    for wrong in ("int8=sse", "int3=torch", "torch"):
+        monkeypatch.setenv(VARIABLE, wrong)
+        with pytest.raises(ValueError, match=f"{wrong}.*float=fma"):
+            processor.path_of("int8")
+
+
+def test_forced_products_of_torch_are_what_runs():
+    """In a process of its own: products are chosen once."""
+    code = (
+        "import torch\n"
+        "from coppice.kernels.cpu.layer.matmul import float_products, int8_products\n"
+        "assert float_products.float_kernels() is None and int8_products.panel_kernels() is None\n"
+        "assert float_products.pack(torch.ones(4, 4)) is None\n"
+    )
+    forced = {"PATH": "", VARIABLE: "float=torch,int8=torch"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=forced)
