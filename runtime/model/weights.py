@@ -109,7 +109,9 @@ def _fill_from_files(decoder: Decoder, path: Path, source: TensorSource) -> None
     embedding, head = f"{config.names.embedding}.weight", f"{config.names.head}.weight"
     spare = {head} - set(places)
     spare |= _biases_of_zero(source, set(places))
-    _check_names(path, set(source.headers), set(places), spare)
+    files = {header.file for header in source.headers.values()}
+    where = files.pop() if len(files) == 1 else path
+    _check_names(where, set(source.headers), set(places), spare)
     headers = {
         name: header
         for name, header in source.headers.items()
@@ -121,7 +123,7 @@ def _fill_from_files(decoder: Decoder, path: Path, source: TensorSource) -> None
             if name in places:
                 places[name].fill(source.read(name))
             elif name == head:
-                _check_tied(path, source.read(name), decoder)
+                _check_tied(where, source.read(name), decoder)
             progress.add(header.size)
 
 

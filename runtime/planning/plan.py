@@ -13,10 +13,12 @@ from coppice.runtime.planning.cache import (
     window_tokens,
 )
 from coppice.runtime.planning.numbers import Numbers, count
+from coppice.runtime.planning.stored import Stored
 from coppice.runtime.planning.weights import WeightBytes, weight_bytes
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 assert tuple(_ITEMSIZE) == DTYPE_NAMES
+_UNKNOWN = Stored(None, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,8 @@ class Plan:
 
     ``window_bytes``: KV of a sequence that is older than its layer's window; a decoding step does
     not read it, and it is kept.
+    ``stored``: how the checkpoint is stored. ``cpu_weights``: where a CPU keeps it as int8 without
+    being asked, what it takes there.
     ``alone`` and ``together``: the rates of one sequence, and of all users together.
     """
 
@@ -109,10 +113,15 @@ class Plan:
     window_bytes: int
     alone: float | None
     together: float | None
+    stored: Stored
+    cpu_weights: WeightBytes | None
 
 
-def make_plan(model: ModelConfig, options: PlanOptions) -> Plan:
-    """The plan. Raises ValueError for lengths that the model does not have."""
+def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOWN) -> Plan:
+    """The plan of a model that is ``stored`` so.
+
+    Raises ValueError for lengths that the model does not have, and memory that is too little.
+    """
     longest = options.max_model_len or model.max_position
     context = options.context or min(8192, longest)
     if longest > model.max_position:
@@ -127,8 +136,11 @@ def make_plan(model: ModelConfig, options: PlanOptions) -> Plan:
     itemsize = _ITEMSIZE[dtype]
     numbers = count(model)
     weights = weight_bytes(numbers, itemsize, options.quantization)
-    stored = 1 if options.kv_cache_dtype == "fp8" else itemsize
-    each, size, users = model_token_bytes(model, stored), options.page_size, options.users
+    on_cpu = None
+    if stored.eight_bit and options.quantization is None:
+        on_cpu = weight_bytes(numbers, itemsize, "int8")
+    kept = 1 if options.kv_cache_dtype == "fp8" else itemsize
+    each, size, users = model_token_bytes(model, kept), options.page_size, options.users
     cache = options.kv_cache_memory
     if cache is None and options.device_memory is not None:
         left = options.device_memory - weights.total
@@ -165,5 +177,5 @@ def make_plan(model: ModelConfig, options: PlanOptions) -> Plan:
         together = users * options.memory_bandwidth / step
     return Plan(
         options, model, dtype, context, longest, numbers, weights, each, page, cache, pages,
-        reserved, paged(0), paged(options.shared), old, alone, together,
+        reserved, paged(0), paged(options.shared), old, alone, together, stored, on_cpu,
     )  # fmt: skip

@@ -10,16 +10,17 @@ from coppice.runtime.model.files.folder import check_model_folder, not_a_folder
 from coppice.runtime.model.files.path import resolve_model
 
 
-def read_model(model: str, revision: str | None = None) -> ModelConfig:
-    """The model of a folder, a GGUF file, a `config.json`, or a hub id, of which only that comes.
+def find_config(model: str, revision: str | None = None) -> Path:
+    """The folder of the `config.json` of a model: of a folder, a file, or a hub id.
 
-    Raises ``ValueError`` for what is none of these, and as ``load_model_config`` does.
+    The file may be the `config.json` or a GGUF file; of a hub's repository only `config.json` is
+    fetched. Raises ``ValueError`` for what is none of these.
     """
     path = Path(model).expanduser()
     if path.name == "config.json" and path.is_file():
         path = path.parent
-    if path.suffix.lower() == ".gguf" and path.is_file():
-        path = resolve_model(model, revision)
+    if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
+        path = resolve_model(str(path), revision)  # which makes a folder around a GGUF file
     if not path.is_dir():
         if path.exists():
             raise ValueError(not_a_folder(model, path))
@@ -27,14 +28,13 @@ def read_model(model: str, revision: str | None = None) -> ModelConfig:
             raise ValueError(
                 f"model is {model!r}; there is no such folder or config.json, and it is no hub id"
             )
-        return _read(_fetched(model, revision))
-    if revision is not None:
-        raise ValueError(f"revision must not be given with a folder; got {revision!r}")
+        return _fetched(model, revision)
     check_model_folder(path, weights=False)
-    return _read(path)
+    return path
 
 
-def _read(path: Path) -> ModelConfig:
+def read_model(path: Path) -> ModelConfig:
+    """The model of a folder. Raises ``ValueError`` as ``load_model_config`` does."""
     raw = read_config(path)
     if not has_family(raw):
         raise ValueError(

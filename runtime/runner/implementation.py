@@ -21,6 +21,7 @@ from coppice.runtime.model.config_file import (
     read_config,
 )
 from coppice.runtime.model.decoder import Decoder
+from coppice.runtime.model.files.gguf.around import file_within
 from coppice.runtime.model.weights import load_decoder
 
 if TYPE_CHECKING:
@@ -79,6 +80,12 @@ def choose(path: Path, options: EngineConfig) -> Implementation:
     raw = read_config(path)
     if options.model_impl == "coppice" or (options.model_impl == "auto" and has_family(raw)):
         return Implementation(path, load_model_config(path), None)
+    gguf = file_within(path)
+    if gguf is not None:
+        raise ValueError(
+            f"model_impl is {options.model_impl!r}; with the GGUF file {gguf} it must be 'auto' or "
+            "'coppice', or the model a folder or hub id in Hugging Face's form"
+        )
     # Importing transformers' models takes seconds, which our own families do not need.
     from coppice.runtime.transformers.describe import describe
 

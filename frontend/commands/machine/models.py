@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _listed() -> dict[str, Any]:
     from coppice.runtime.config import QUANTIZATIONS
-    from coppice.runtime.model.files.formats import FORMATS, STORED
+    from coppice.runtime.model.files import formats
     from coppice.runtime.planning.known import known_families
     from coppice.runtime.transformers.kinds import REFUSED
 
@@ -52,8 +52,12 @@ def _listed() -> dict[str, Any]:
             "runs": "any other decoder of transformers whose attention passes its interface",
             "refused": list(REFUSED),
         },
-        "weights": {name: list(files) for name, files in FORMATS.items()},
-        "stored_quantized": list(STORED),
+        "weights": {name: list(files) for name, files in formats.FORMATS.items()},
+        "gguf": {
+            "architectures": list(formats.GGUF_ARCHITECTURES),
+            "types": list(formats.GGUF_TYPES),
+        },
+        "quantized_checkpoints": formats.QUANTIZED,
         "quantization": [each for each in QUANTIZATIONS if each is not None],
     }
 
@@ -80,7 +84,7 @@ def _show(console: Console, listed: dict[str, Any]) -> None:
         "",
         "one call: a CPU computes all layers of a step in one compiled call",
         "int8, fp8: with --quantization; a GPU computes all families in 16 bits, too",
-        f"HF: a folder, also in {', '.join(listed['stored_quantized'])}",
+        "HF: a folder, also quantised as below",
         "LoRA: adapters change all projections, or those of the attention alone (attn)",
         "has: where a config.json does not say otherwise",
         "",
@@ -89,5 +93,11 @@ def _show(console: Console, listed: dict[str, Any]) -> None:
         "",
         "weights, the first of these that a folder has:",
         *(f"- {name}: {', '.join(files)}" for name, files in listed["weights"].items()),
+        "",
+        f"GGUF of {', '.join(listed['gguf']['architectures'])}, with matrices in",
+        f"- {', '.join(listed['gguf']['types'])}",
+        "",
+        "quantised checkpoints; they become 16 bits, those of 8 bits and FP8 int8 on a CPU:",
+        *(f"- {name}: {stored}" for name, stored in listed["quantized_checkpoints"].items()),
     ]
     console.print("\n".join(lines), soft_wrap=True)

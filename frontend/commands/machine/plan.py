@@ -27,7 +27,9 @@ def add_to(commands: Subparsers) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument(
-        "model", metavar="MODEL", help="a folder, a config.json, a hub id, or `demo`"
+        "model",
+        metavar="MODEL",
+        help="a folder, a GGUF file, a config.json, a hub id, or `demo`",
     )
     group = parser.add_argument_group("device")
     group.add_argument(
@@ -94,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit status. Raises ValueError for a wrong argument."""
     from coppice.frontend.commands.machine.planned.encode import encode_plan
     from coppice.runtime.planning.plan import PlanOptions, make_plan
-    from coppice.runtime.planning.source import read_model
+    from coppice.runtime.planning.source import find_config, read_model
+    from coppice.runtime.planning.stored import read_stored
 
     options = PlanOptions(
         device_memory=arguments.device_memory,
@@ -115,7 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
         from coppice.frontend.text.tokenizer import model_source
 
         source = model_source(source)
-    plan = make_plan(read_model(source, arguments.revision), options)
+    folder = find_config(source, arguments.revision)
+    plan = make_plan(read_model(folder), options, read_stored(folder))
     if arguments.json:
         print(json.dumps(encode_plan(plan, arguments.model), indent=1))
         return 0

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from coppice.runtime.model.files.gguf.around import NO_TOKENIZER, file_within
+
 _LFS = b"version https://git-lfs.github.com/spec/"
 _CONFIG = "config.json"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
@@ -43,6 +45,14 @@ def check_tokenizer_folder(path: Path) -> None:
     found = [path / name for name in _TOKENIZERS if (path / name).is_file()]
     for file in found:
         check_not_a_pointer(file)
+    gguf = file_within(path)
+    if not found and gguf is not None:
+        note = path / NO_TOKENIZER
+        reason = note.read_text(encoding="utf-8") if note.is_file() else "it holds none"
+        raise ValueError(
+            f"tokenizer cannot be loaded from {gguf}: {reason}; name the folder or hub id of one "
+            "with tokenizer (--tokenizer)"
+        )
     vocabularies = [file for file in found if file.name != "tokenizer_config.json"]
     if not vocabularies:
         lacks = "has a tokenizer_config.json, but no tokenizer.json" if found else "has none"

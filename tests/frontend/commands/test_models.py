@@ -7,12 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from coppice.frontend.commands.main import main
 from coppice.runtime.model.families.registry import FAMILIES
+from coppice.runtime.model.files import formats
 from coppice.runtime.model.files.formats import FORMATS, GGUF_FAMILIES, STORED
 from coppice.runtime.model.files.opening import open_tensors
+from coppice.runtime.model.files.quantized.method import method_of
 
 
 def test_every_family_is_listed_with_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,9 +32,26 @@ def test_every_family_is_listed_with_what_it_has(capsys: pytest.CaptureFixture[s
     assert found["gemma2"]["soft_cap"] and found["gemma2"]["fp8"] and found["gemma2"]["gguf"]
     assert found["gemma2"]["adapters"] == "all"
     assert {each for each in found if found[each]["gguf"]} == set(GGUF_FAMILIES)
-    assert listed["stored_quantized"] == list(STORED)
+    assert set(STORED) == set(listed["quantized_checkpoints"]) - {"mxfp4"}
     assert listed["weights"] == {name: list(files) for name, files in FORMATS.items()}
     assert listed["quantization"] == ["int8", "fp8"]
+    assert {"Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1", "F16", "BF16"} < set(
+        listed["gguf"]["types"]
+    )
+
+
+def test_what_is_listed_of_gguf_and_quantised_checkpoints_is_read() -> None:
+    numbers = np.zeros((1, 256), np.float32)
+    for name in formats.GGUF_TYPES:
+        kind = gguf.GGMLQuantizationType[name]
+        count, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks = np.zeros((1, 256 // count * size), np.uint8)
+        plain = {"F32": np.float32, "F16": np.float16}.get(name)
+        decoded = gguf.dequantize(blocks.view(plain) if plain else blocks, kind)
+        assert decoded.shape == numbers.shape, name
+    for method, stored in formats.QUANTIZED.items():
+        found = method_of({"quant_method": method, "format": "pack-quantized"}, Path("config.json"))
+        assert (found is None) == (stored == "gpt-oss"), "the family decodes it itself"
 
 
 def test_the_table_fits_a_terminal(

@@ -141,6 +141,37 @@ def test_sizes() -> None:
             size(wrong)
 
 
+def test_what_files_hold_and_what_memory_takes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "model.safetensors").write_bytes(b"x" * 1234)
+    whole = 16_060_522_496
+    for described, name, eight_bit in (
+        ({"quant_method": "awq", "bits": 4}, "AWQ, 4 bits", False),
+        ({"quant_method": "gptq", "bits": 8}, "GPTQ, 8 bits", False),
+        ({"quant_method": "fp8"}, "FP8", True),
+        (
+            {"quant_method": "compressed-tensors", "format": "int-quantized"},
+            "compressed-tensors, 8 bits",
+            True,
+        ),
+    ):
+        changed = CONFIG | {"quantization_config": described}
+        (folder / "config.json").write_text(json.dumps(changed))
+        assert main(["plan", str(folder), "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert (plan["stored_as"], plan["stored_bytes"]) == (name, 1234)
+        assert plan["weight_bytes"] == whole, "in 16 bits"
+        assert (plan["weight_bytes_on_cpu"] < 0.6 * whole) == eight_bit
+    assert main(["plan", str(folder)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "weights in files 1.2 KiB compressed-tensors, 8 bits, decoded while it is" in shown
+    assert "weights in memory 15.0 GiB bfloat16 on a CPU 8.0 GiB int8" in shown
+    (folder / "model.safetensors").unlink()
+    assert main(["plan", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stored_bytes"] is None
+
+
 def test_no_torch_is_imported(folder: Path) -> None:
     script = (
         "import sys; from coppice.frontend.commands.main import main; "

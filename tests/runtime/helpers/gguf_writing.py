@@ -40,11 +40,18 @@ def write_gguf(
             value,
             gguf.GGUFValueType.get_type(value),
         )
+    if architecture == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if tokens:
         _add_tokens(writer, config.vocab_size)
     made = {}
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if ".experts." in name:
+            made[name] = _add_experts(writer, name, parameter.float().numpy(), kind)
             continue
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         values = parameter.float().numpy()
@@ -55,16 +62,58 @@ def write_gguf(
                 stored, _laid(values + np.float32(offset), name, config, architecture)
             )
             continue
-        sort = gguf.GGMLQuantizationType[kind]
-        blocks = gguf.quants.quantize(_laid(values, name, config, architecture), sort)
-        writer.add_tensor(stored, blocks, raw_dtype=sort)
-        rounded = gguf.quants.dequantize(gguf.quants.quantize(values, sort), sort)
+        # Random blocks in the embedding or the head would make one token the likeliest of all.
+        outer = kind in _SCALES and not name.startswith("model.layers")
+        sort = gguf.GGMLQuantizationType["F16" if outer else kind]
+        blocks = _blocks(values, sort)
+        rounded = gguf.quants.dequantize(blocks, sort)
+        writer.add_tensor(stored, _laid(blocks, name, config, architecture), raw_dtype=sort)
         made[name] = torch.from_numpy(rounded.reshape(values.shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return made
+
+
+def _add_experts(writer: Any, name: str, values: Any, kind: str) -> torch.Tensor:
+    """Adds one projection of all experts, or two that transformers keeps as one."""
+    sort, layer = gguf.GGMLQuantizationType[kind], name.split(".")[2]
+    parts = {"down": values}
+    if "gate_up" in name:
+        parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
+    rounded = []
+    for part, numbers in parts.items():
+        blocks = gguf.quants.quantize(np.ascontiguousarray(numbers), sort)
+        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", blocks, raw_dtype=sort)
+        rounded.append(gguf.quants.dequantize(blocks, sort).reshape(numbers.shape))
+    return torch.from_numpy(np.concatenate(rounded, axis=1))
+
+
+def _blocks(values: Any, sort: Any) -> Any:
+    """The numbers as blocks of this type; as random ones where gguf only reads the type."""
+    if sort.name not in _SCALES:
+        return gguf.quants.quantize(values, sort)
+    numbers, size = gguf.GGML_QUANT_SIZES[sort]
+    rows, columns = values.shape
+    blocks = np.random.default_rng(rows + 7).integers(
+        0, 256, (rows, columns // numbers, size), "u1"
+    )
+
+    def decoded(*scales: float) -> Any:
+        for place, scale in zip(_SCALES[sort.name], scales, strict=False):
+            blocks[..., place : place + 2] = np.array([scale], np.float16).view(np.uint8)
+        return gguf.quants.dequantize(blocks.reshape(rows, -1), sort)
+
+    # Numbers are proportional to the scales; the second one's part makes their mean nought.
+    second = -decoded(1, 0).mean() / decoded(0, 1).mean() if len(_SCALES[sort.name]) > 1 else 0.0
+    first = values.std() / decoded(1, second).std()
+    decoded(first, first * second)
+    return blocks.reshape(rows, -1)
+
+
+# Where the blocks of a type have their 16-bit scales.
+_SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 def _laid(values: Any, name: str, config: Any, architecture: str) -> Any:

@@ -65,10 +65,14 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         active = f"{numbers.used:,} compute for a token"
     yield "parameters", f"{numbers.total:,}", active
     kind = plan.dtype if options.quantization is None else options.quantization
-    stored = ""
-    if plan.model.stored is not None:
-        stored = f", from {plan.model.stored}, which is unpacked at load"
-    yield "weights", readable(plan.weights.total), kind + stored
+    stored = plan.stored
+    if stored.name is not None or stored.bytes is not None:
+        size = "?" if stored.bytes is None else readable(stored.bytes)
+        unpacked = "" if stored.name is None else f"{stored.name}, decoded while it is loaded"
+        yield "weights in files", size, unpacked
+    yield "weights in memory", readable(plan.weights.total), kind
+    if plan.cpu_weights is not None:
+        yield "  on a CPU", readable(plan.cpu_weights.total), "int8, for which it is made"
     yield "KV of a token", readable(plan.token_bytes), f"{plan.token_bytes:,} bytes"
     yield (
         f"KV of a page of {options.page_size}",

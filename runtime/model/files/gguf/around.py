@@ -16,13 +16,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+from coppice.runtime.model.files.formats import GGUF_ARCHITECTURES
 from coppice.runtime.model.files.gguf.metadata import completed, fields
 from coppice.runtime.model.files.gguf.package import gguf_package, opened
 
-_FORM = 1  # of the folders; older ones are made anew
+#: Of such a folder the file with the types of the matrices in the GGUF files, a list.
+TYPES = "gguf_types.json"
+#: Why there is no tokenizer in such a folder, where transformers did not read it.
+NO_TOKENIZER = "no_tokenizer.txt"
+_FORM = 2  # of the folders; older ones are made anew
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -35,7 +42,7 @@ def folder_around(file: Path) -> Path:
     gguf_package(file)
     parts = _parts(file)
     root, lasting = _cache()
-    seen = [(str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
+    seen = [(str(part.absolute()), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
     mark = hashlib.sha256(repr((_FORM, version("transformers"), seen)).encode()).hexdigest()[:16]
     folder = root / f"{parts[0].stem}-{mark}"
     if lasting and folder.is_dir():
@@ -55,26 +62,63 @@ def folder_around(file: Path) -> Path:
     return folder
 
 
+def file_within(folder: Path) -> Path | None:
+    """The (first) GGUF file around which a folder was made, where it lies; None for other folders.
+
+    This is the name by which people know it.
+    """
+    if not (folder / TYPES).is_file():
+        return None
+    return next((Path(os.readlink(each)) for each in sorted(folder.glob("*.gguf"))), None)
+
+
 def write_around(parts: list[Path], folder: Path) -> None:
     """Writes the files around the weights into a folder, and links to the weights."""
     from transformers import AutoConfig, AutoTokenizer
 
     readers = [opened(part) for part in parts]
     for part in parts:
-        (folder / part.name).symlink_to(part.resolve())
+        (folder / part.name).symlink_to(part.absolute())
+    matrices = [each for reader in readers for each in reader.tensors if len(each.shape) > 1]
+    types = sorted({each.tensor_type.name for each in matrices})
+    (folder / TYPES).write_text(json.dumps(types), encoding="utf-8")
     first = parts[0]
     try:
-        raw = AutoConfig.from_pretrained(folder, gguf_file=first.name).to_dict()
-    except Exception as error:  # transformers has a type for each field that lacks
-        raise ValueError(f"{first}: transformers cannot read its config: {error}") from error
-    config = completed(raw, readers, first)
-    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    if "tokenizer.ggml.model" not in fields(readers):
-        return  # --tokenizer names another
+        found = fields(readers)
+    except ValueError as error:  # such as bytes that are no text
+        raise ValueError(f"{first} is a broken GGUF file: {error}") from error
+    _check_architecture(found, first)
     try:
+        raw = AutoConfig.from_pretrained(folder, gguf_file=first.name).to_dict()
+        config = completed(raw, readers, first)
+    except Exception as error:  # there is a type for each field that lacks, or is not a number
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        if reason.startswith(str(first)):
+            raise
+        raise ValueError(
+            f"{first}: transformers cannot read its config: {' '.join(reason.split())}. Take "
+            "another conversion of the model, or a folder or hub id in Hugging Face's form"
+        ) from error
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    try:
+        if "tokenizer.ggml.model" not in found:
+            raise ValueError("it holds none")
         AutoTokenizer.from_pretrained(folder, gguf_file=first.name).save_pretrained(folder)
-    except Exception as error:
-        raise ValueError(f"{first}: transformers cannot read its tokenizer: {error}") from error
+    except Exception as error:  # --tokenizer may name another
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        (folder / NO_TOKENIZER).write_text(" ".join(reason.split()), encoding="utf-8")
+
+
+def _check_architecture(found: Mapping[str, Any], file: Path) -> None:
+    named = found.get("general.architecture")
+    if named not in GGUF_ARCHITECTURES:
+        kind = found.get("general.type", "model")
+        what = "" if kind == "model" else f" ({kind})"
+        raise ValueError(
+            f"{file} holds {named!r}{what}; GGUF files are read of the architectures "
+            f"{', '.join(GGUF_ARCHITECTURES)}. Take the model as a folder or hub id in Hugging "
+            "Face's form"
+        )
 
 
 def _elsewhere(parts: list[Path], folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class GgufSource(TensorSource):
         architecture = ""
         for file in files:
             reader = opened(file)
+            if file.is_symlink():  # people know the file where it lies
+                file = Path(os.readlink(file))
             named = reader.get_field("general.architecture")
             architecture = architecture or (named.contents() if named else "")
             for each in reader.tensors:

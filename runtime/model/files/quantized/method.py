@@ -12,7 +12,8 @@ from coppice.runtime.model.files.formats import STORED
 
 Form = Literal["awq", "gptq", "scaled"]
 _READ = f"{', '.join(STORED[:-1])} and {STORED[-1]}"
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+_BYTES = ("int-quantized", "float-quantized", "naive-quantized")
+_FORMATS = ("pack-quantized", *_BYTES, "dense")
 _REMEDY = "take the unquantised checkpoint (quantization='int8' then makes 8 bits of it)"
 
 
@@ -26,6 +27,7 @@ class Method:
         bits: of a number; where tensors show it themselves, that counts.
         zeros_less_one: whether zero points are stored less one, as GPTQ's first version does.
         block: rows and columns that share a scale, where there are scales of blocks.
+        eight_bit: whether its weights are stored for products of 8 bits.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Method:
     bits: int
     zeros_less_one: bool = False
     block: tuple[int, int] = (128, 128)
+    eight_bit: bool = False
 
 
 def read_method(folder: Path) -> Method | None:
@@ -76,7 +79,7 @@ def method_of(given: Mapping[str, Any], file: Path) -> Method | None:
         block = given.get("weight_block_size") or (128, 128)
         if len(block) != 2 or not all(isinstance(each, int) and each > 0 for each in block):
             raise ValueError(f"weight_block_size in {file} is {block!r}; it must be two sizes")
-        return Method("FP8", "scaled", 8, block=(block[0], block[1]))
+        return Method("FP8", "scaled", 8, block=(block[0], block[1]), eight_bit=True)
     raise _refusal(file, f"quant_method {name!r}", _READ)
 
 
@@ -101,7 +104,14 @@ def _compressed(given: Mapping[str, Any], file: Path) -> Method:
     kind = "FP8" if "float" in kinds else f"{min(bits)} bits"
     block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
     rows, columns = block or (128, 128)
-    return Method(f"compressed-tensors, {kind}", "scaled", min(bits), block=(rows, columns))
+    named = formats - {None}
+    return Method(
+        f"compressed-tensors, {kind}",
+        "scaled",
+        min(bits),
+        block=(rows, columns),
+        eight_bit=bool(named) and named <= {*_BYTES},
+    )
 
 
 def _refusal(file: Path, found: str, read: str) -> ValueError:

@@ -20,7 +20,9 @@ from coppice.runtime.model.weights import load_decoder
 
 gguf = pytest.importorskip("gguf")
 
+from adapter_files import greedy_by  # noqa: E402
 from gguf_writing import write_gguf  # noqa: E402 (it imports gguf)
+from reference_engine import greedy, reference_engine  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -42,6 +44,7 @@ def load(folder: Path, **options: Any) -> Decoder:
     [
         ("llama", "Q8_0"), ("llama", "Q4_1"), ("qwen2", "F16"),
         ("qwen3", "BF16"), ("gemma2", "Q8_0"), ("gemma3_text", "Q4_0"), ("phi3", "Q8_0"),
+        ("qwen3_moe", "F16"),
     ],
 )  # fmt: skip
 def test_has_the_weights_of_the_checkpoint_that_it_was_made_of(
@@ -66,6 +69,22 @@ def test_has_the_weights_of_the_checkpoint_that_it_was_made_of(
     half = torch.bfloat16 if kind == "BF16" else torch.float16
     narrow = {p.dtype for p in halves.parameters() if p.dim() > 1}
     assert half in narrow or narrow == {torch.float32}, "without kernels for 16 bits"
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1", "F16", "BF16"])
+def test_an_engine_gives_the_tokens_of_the_decoded_numbers(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, kind: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_checkpoint("llama", hidden_size=256, intermediate_size=256)
+    )
+    model.load_state_dict(write_gguf(model, tmp_path / "model.gguf", kind), strict=False)
+    prompt = list(range(7, 90, 2))
+    expected = greedy_by(model, prompt, 6)
+    assert len(set(expected)) > 1, "else the comparison says little"
+    engine = reference_engine(tmp_path / "model.gguf")
+    assert greedy(engine, prompt, 6) == expected
+    assert greedy(engine, prompt, 6) == expected, "from the cache"
 
 
 def test_the_log_says_what_becomes_of_the_weights(

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_files import greedy_by
+from reference_engine import greedy, reference_engine
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.decoder import Decoder
@@ -183,6 +186,20 @@ def test_weights_are_those_that_were_rounded(quantised: Callable[..., Any], case
         found.state_dict().items(), wanted.state_dict().values(), strict=True
     ):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq 4", "w4a16", "w8a8", "fp8 block"])
+def test_an_engine_gives_the_tokens_of_the_decoded_numbers(
+    quantised: Callable[..., Any], case: str
+) -> None:
+    folder, decoded = quantised(case)
+    model = AutoModelForCausalLM.from_pretrained(decoded).eval()
+    prompt = list(range(7, 90, 2))
+    expected = greedy_by(model, prompt, 6)
+    assert len(set(expected)) > 2, "else the comparison says little"
+    engine = reference_engine(folder)
+    assert greedy(engine, prompt, 6) == expected
+    assert greedy(engine, prompt, 6) == expected, "from the cache"
 
 
 @pytest.mark.parametrize("case", ["fp8 row", "fp8 block"])
