@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from coppice.kernels.attention.interface import rotate
 from coppice.kernels.cpu.code import threads
-from coppice.kernels.cpu.code.turns import turned
+from coppice.kernels.cpu.code.hadamard import transformed
 
 _log = logging.getLogger(__name__)
 _NOTHING = np.empty((0, 0), np.float32)
@@ -111,12 +111,12 @@ class RowKernels:
         self._fused.copy_pages(*(np.array(each, np.int64) for each in (addresses, src, dst)), size)
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row of ``x [T, W]``, turned, as levels from -127 to 127, and its peak, ``[T]``.
+        """Each row of ``x [T, W]``, transformed, as levels from -127 to 127, and its peak, ``[T]``.
 
-        Levels are int8, and multiply a weight whose rows were turned (``turns``).
+        Levels are int8, and multiply a weight whose rows were transformed (``hadamard``).
         """
         if self._fused is None:
-            x = turned(x)
+            x = transformed(x)
             peaks = x.abs().amax(dim=-1).clamp_(min=1e-30)  # of zeros any scale will do
             return (x * (127.0 / peaks)[:, None]).round_().to(torch.int8), peaks
         levels, peaks = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x))

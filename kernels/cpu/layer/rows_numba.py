@@ -15,9 +15,9 @@ import numpy as np
 from numba import carray, prange
 
 from coppice.kernels.cpu.code.calls import pointer
+from coppice.kernels.cpu.code.hadamard_numba import transform_row
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.threads import use_torch_threads
-from coppice.kernels.cpu.code.turns_numba import turn
 
 use_torch_threads()  # before compiled code is loaded; see ``code.calls``
 
@@ -280,7 +280,7 @@ def quantize_share(
     top, mine = np.empty(1, np.int32), np.empty(width, np.float32)
     for row in range(begin, end):
         result = levels[row]
-        if not turn(x[row].ctypes.data, width, mine.ctypes.data):
+        if not transform_row(x[row].ctypes.data, width, mine.ctypes.data):
             mine[:] = x[row]
         # Without their sign, floats are in the order of their bits, and NaN is the largest; a
         # maximum of floats would not vectorise.
@@ -309,9 +309,9 @@ def _quantize_shares(
 
 
 def quantize(x: np.ndarray, levels: np.ndarray, peaks: np.ndarray, num_threads: int) -> None:
-    """``levels`` int8 = ``x`` float32 ``[T, W]``, turned, over ``peaks [T]``, by 127.
+    """``levels`` int8 = ``x`` float32 ``[T, W]``, transformed, over ``peaks [T]``, by 127.
 
-    A peak is the largest number of a turned row (``turns``).
+    A peak is the largest number of a transformed row (``hadamard``).
     """
     shares = _shares(x, num_threads)
     if shares <= 1:

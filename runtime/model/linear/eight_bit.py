@@ -7,9 +7,9 @@ the sums, as without scales). torch's own dynamic linear takes one scale for all
 which breaks that, and a token with large activations would cost all others their precision.
 
 **int8**: a quarter of the bytes that a decode step has to read. The product is exact in int32. Rows
-and weights are turned before they are rounded (``kernels/cpu/code/turns.py``): the few channels
-of a trained model that are much larger than the others are spread over them. The language-model
-head is quantized as well, since its weights can be 40% of those that a decode step reads. On one
+and weights are transformed before they are rounded (``kernels/cpu/code/hadamard.py``): the few
+channels of a trained model that are much larger than the others are spread over them. The
+language-model head is quantized as well, since its weights can be 40% of those that a decode step reads. On one
 AVX-512 VNNI core, with weights larger than its caches, a product of 1 to 32 tokens takes 0.2 to 0.3
 of the time of float32.
 
@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from coppice.kernels.cpu.code.turns import block_of, turned
+from coppice.kernels.cpu.code.hadamard import block_of, transformed
 from coppice.kernels.cpu.layer.matmul import int8_products
 from coppice.runtime.model.layers import Linear, frozen, gpu_rows
 
@@ -100,8 +100,8 @@ class Int8Linear(Linear):
     def fill_weight(self, first_row: int, part: torch.Tensor) -> None:
         """Quantize ``part [rows, in_features]`` into the rows from ``first_row`` on."""
         for block in part.split(max(1, _BLOCK // part.shape[1])):
-            # Turned as the rows that it will be multiplied with, which are not divided.
-            values = turned(block.float()) / block_of(block.shape[1])
+            # Transformed as the rows that it will be multiplied with, which are not divided.
+            values = transformed(block.float()) / block_of(block.shape[1])
             rows = slice(first_row, first_row + len(block))
             scale = values.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30).div_(LEVELS)
             self.weight[rows].copy_((values / scale).round_())

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from coppice.kernels.attention.interface import rotate
-from coppice.kernels.cpu.code.turns import turned
+from coppice.kernels.cpu.code.hadamard import transformed
 from coppice.kernels.cpu.layer.matmul import float_products
 from coppice.kernels.cpu.layer.rows import RowKernels, row_kernels
 from coppice.runtime.model.layers import Linear
@@ -94,7 +94,7 @@ def test_an_int8_product_by_rows(kernels, rows, biased):
     x = torch.randn(rows, 48) * torch.logspace(-3, 3, rows)[:, None]
     x[:1] = 0.0  # a row of zeros has no scale
     levels, peaks = kernels.quantize(x)
-    x = turned(x)
+    x = transformed(x)
     assert levels.dtype == torch.int8
     assert torch.equal(peaks, x.abs().amax(dim=-1).clamp(min=1e-30))
     assert ((levels * peaks[:, None] / 127 - x).abs() <= 0.5001 * peaks[:, None] / 127).all()

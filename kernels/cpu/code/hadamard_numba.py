@@ -1,4 +1,4 @@
-"""``turns`` for compiled code: a row's blocks times a Hadamard matrix, in registers."""
+"""``hadamard`` for compiled code: a row's blocks times a Hadamard matrix, in registers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from coppice.kernels.cpu.code.hadamard import LONGEST, SHORTEST
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import (
     INTS,
@@ -19,9 +20,8 @@ from coppice.kernels.cpu.code.simd import (
     load,
     store,
 )
-from coppice.kernels.cpu.code.turns import LONGEST, SHORTEST
 
-# Numbers that are turned at a time with all of them in registers, and the part of a block that
+# Numbers that are transformed at a time with all of them in registers, and the part of a block that
 # is left to do for longer ones.
 _HELD = 64
 _REST = LONGEST // _HELD
@@ -54,8 +54,8 @@ def _among(b: Any, vectors: list[Any]) -> list[Any]:
 
 
 @intrinsic(prefer_literal=True)
-def _turn_held(typing: Any, block: Any, x: Any, width: Any, out: Any) -> Any:
-    """``out [width]`` = ``x [width]`` with blocks of ``block`` numbers turned; a constant."""
+def _transform_held(typing: Any, block: Any, x: Any, width: Any, out: Any) -> Any:
+    """``out [width]`` = ``x [width]`` with blocks of ``block`` numbers transformed; a constant."""
     held = block.literal_value // LANES
     signature = types.void(types.IntegerLiteral(block.literal_value), *[types.int64] * 3)
 
@@ -72,8 +72,8 @@ def _turn_held(typing: Any, block: Any, x: Any, width: Any, out: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _turn_rest(typing: Any, parts: Any, x: Any, width: Any) -> Any:
-    """Turns blocks of ``parts``, a constant, parts of ``_HELD`` numbers that are turned each."""
+def _transform_rest(typing: Any, parts: Any, x: Any, width: Any) -> Any:
+    """Transforms blocks of ``parts``, a constant, parts of ``_HELD`` transformed numbers."""
     many = parts.literal_value
     signature = types.void(types.IntegerLiteral(many), *[types.int64] * 2)
 
@@ -91,8 +91,8 @@ def _turn_rest(typing: Any, parts: Any, x: Any, width: Any) -> Any:
 
 
 @njit
-def turn(x: int, width: int, out: int) -> bool:
-    """``out [width]`` = a row ``x [width]`` turned; both are addresses of float32.
+def transform_row(x: int, width: int, out: int) -> bool:
+    """``out [width]`` = a row ``x [width]`` transformed; both are addresses of float32.
 
     False, and nothing is written, where such rows stay as they are.
     """
@@ -101,16 +101,16 @@ def turn(x: int, width: int, out: int) -> bool:
         return False
     # The first argument is a constant of what is compiled.
     if block >= _HELD:
-        _turn_held(64, x, width, out)
+        _transform_held(64, x, width, out)
         parts = block // _HELD
         if parts == 8:
-            _turn_rest(8, out, width)
+            _transform_rest(8, out, width)
         elif parts == 4:
-            _turn_rest(4, out, width)
+            _transform_rest(4, out, width)
         elif parts == 2:
-            _turn_rest(2, out, width)
+            _transform_rest(2, out, width)
     elif block == 32:
-        _turn_held(32, x, width, out)
+        _transform_held(32, x, width, out)
     else:
-        _turn_held(16, x, width, out)
+        _transform_held(16, x, width, out)
     return True

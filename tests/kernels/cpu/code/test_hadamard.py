@@ -1,4 +1,4 @@
-"""Turned rows: what they keep, that compiled code and torch agree, and what large numbers cost."""
+"""Transformed rows: what they keep, that compiled code equals torch, what large numbers cost."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.kernels.cpu.code.turns import block_of, turned
-from coppice.kernels.cpu.code.turns_numba import turn
+from coppice.kernels.cpu.code.hadamard import block_of, transformed
+from coppice.kernels.cpu.code.hadamard_numba import transform_row
 from coppice.kernels.cpu.layer.rows import RowKernels, row_kernels
 from coppice.runtime.model.linear.eight_bit import Int8Linear
 
-# Blocks of 16, 32, 64, and of 2, 4 and 8 times as many; then widths that are not turned.
+# Blocks of 16, 32, 64, and of 2, 4 and 8 times as many; then widths that are not transformed.
 TURNED = (16, 48, 96, 64, 576, 384, 256, 1536, 2048)
 LEFT = (4, 30, 72, 100)
 
@@ -22,20 +22,20 @@ def test_turning_keeps_products_and_compiled_code_turns_bit_for_bit(width):
     x, weight = torch.randn(2, 5, width, generator=generator)
     block = block_of(width)
     assert block >= 16
-    torch.testing.assert_close(turned(turned(x)) / block, x, rtol=1e-5, atol=1e-5)
-    product = turned(x) @ turned(weight).T / block
+    torch.testing.assert_close(transformed(transformed(x)) / block, x, rtol=1e-5, atol=1e-5)
+    product = transformed(x) @ transformed(weight).T / block
     torch.testing.assert_close(product, x @ weight.T, rtol=1e-4, atol=1e-4)
     row, out = x[0].numpy(), np.zeros(width, np.float32)
-    assert turn(row.ctypes.data, width, out.ctypes.data)
-    assert np.array_equal(out, turned(x[0]).numpy())
+    assert transform_row(row.ctypes.data, width, out.ctypes.data)
+    assert np.array_equal(out, transformed(x[0]).numpy())
 
 
 @pytest.mark.parametrize("width", LEFT)
 def test_widths_without_a_block_stay(width):
     x, out = torch.randn(3, width), np.full(width, 7.0, np.float32)
     assert block_of(width) == 1
-    assert turned(x) is x
-    assert not turn(x.data_ptr(), width, out.ctypes.data)
+    assert transformed(x) is x
+    assert not transform_row(x.data_ptr(), width, out.ctypes.data)
     assert (out == 7.0).all()
 
 
@@ -48,7 +48,7 @@ def test_compiled_levels_are_those_of_torch():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_few_large_channels_do_not_cost_the_others_their_levels(packed):
-    """As in trained models: without turning, the error of this product is 17 % of its norm."""
+    """As in trained models: without transforming, the error of this product is 17 % of its norm."""
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(80, 576, generator=generator), torch.randn(40, 576, generator=generator)
     x[:, [7, 300]] *= 60

@@ -1,11 +1,11 @@
-"""Rows turned so that a large number is spread over its neighbours, before they become levels.
+"""Rows transformed so that a large number is spread over its neighbours, before they become levels.
 
 In a trained model a few channels of a row are tens of times larger than the others. Levels are
 fractions of a row's largest number, so these few cost all others their precision. A Hadamard
-matrix, whose entries are 1 and -1, turns a row: each number of a block becomes a sum of all numbers
-of the block, some of them negated, so that what one number had is spread evenly. Turning is linear
-and keeps angles and lengths, up to a factor, so the product of a turned row with a weight whose
-rows were turned likewise is the product itself. It needs no knowledge of the layers around a
+matrix, whose entries are 1 and -1, makes each number of a block a sum of all numbers of the block,
+some of them negated, so that what one number had is spread evenly. This transform is linear and
+keeps angles and lengths, up to a factor, so the product of a transformed row with a weight whose
+rows were transformed likewise is the product itself. It needs no knowledge of the layers around a
 product, and no examples of what will pass through it. Ashkboos et al. 2024 (QuaRot), section 3.
 """
 
@@ -27,11 +27,11 @@ def block_of(width: int) -> int:
     return block if block >= SHORTEST else 1
 
 
-def turned(x: torch.Tensor) -> torch.Tensor:
+def transformed(x: torch.Tensor) -> torch.Tensor:
     """``x [..., W]`` float32 with each block times a Hadamard matrix, not scaled; O(W log block).
 
-    The same additions in the same order as ``turns_numba``: equal bit for bit. Turned twice it is
-    ``x`` times ``block_of(W)``.
+    The same additions in the same order as ``hadamard_numba``: equal bit for bit. Transformed
+    twice it is ``x`` times ``block_of(W)``.
     """
     block, span = block_of(x.shape[-1]), 1
     while span < block:
