@@ -9,9 +9,9 @@ which breaks that, and a token with large activations would cost all others thei
 **int8**: a quarter of the bytes that a decode step has to read. The product is exact in int32. Rows
 and weights are transformed before they are rounded (``kernels/cpu/code/hadamard.py``): the few
 channels of a trained model that are much larger than the others are spread over them. The
-language-model head is quantized as well, since its weights can be 40% of those that a decode step reads. On one
-AVX-512 VNNI core, with weights larger than its caches, a product of 1 to 32 tokens takes 0.2 to 0.3
-of the time of float32.
+language-model head is quantized as well, since its weights can be 40% of those that a decode step
+reads. On one AVX-512 VNNI core, with weights larger than its caches, a product of 1 to 32 tokens
+takes 0.2 to 0.3 of the time of float32.
 
 Where the processor has VNNI, the product is our own (``kernels/cpu/layer/matmul/int8_panels.py``),
 which the compiled layers use, too; elsewhere it is ``torch._int_mm``, oneDNN's. Of the alternatives
