@@ -182,19 +182,20 @@ class Fuzz:
         assert self.tree.num_nodes == self.tree.cached_tokens == self.tree.locked_pages == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_nothing_leaks(policy: str, page_size: int) -> None:
+def test_nothing_leaks(page_size: int) -> None:
+    """Once for all policies: beside other tests there are millions of objects to go through."""
     gc.collect()
     before = sum(type(each) is Node for each in gc.get_objects())
-    fuzz = Fuzz(policy, page_size, seed=page_size)
-    for operation in range(OPERATIONS // 4):
-        fuzz.step()
-        if operation % RECOUNT_EVERY == 0:
-            fuzz.recount()
-    assert fuzz.tree.evicted_tokens > 0, "the pool was never short"
-    fuzz.end()
-    del fuzz
+    for policy in POLICIES:
+        fuzz = Fuzz(policy, page_size, seed=page_size)
+        for operation in range(OPERATIONS // 4):
+            fuzz.step()
+            if operation % RECOUNT_EVERY == 0:
+                fuzz.recount()
+        assert fuzz.tree.evicted_tokens > 0, "the pool was never short"
+        fuzz.end()
+        del fuzz
     gc.collect()
     after = sum(type(each) is Node for each in gc.get_objects())
     assert after <= before, "a node outlived its tree"

@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import pickle
 import re
 import sys
 import tempfile
@@ -167,7 +166,11 @@ if _OURS:
                     os.makedirs(folder, exist_ok=True)
                     try:
                         file.save(key, data)
-                    except (pickle.UnpicklingError, EOFError):  # its index was cut
+                    except OSError:
+                        raise
+                    except Exception as error:
+                        # Its index was cut, or has types of a module that is elsewhere by now.
+                        _log.debug("%s: compiled code is replaced: %r", folder, error)
                         file.flush()
                         file.save(key, data)
                 except OSError as error:

@@ -330,8 +330,12 @@ def test_serve_prints_its_url_and_stops_in_order(checkpoint: Path, signum: int) 
         out, err = server.communicate(timeout=30)
         assert server.returncode == 0, err
         assert "stopping" in out
-        # Where the tree is not compiled, the engine's log says so first.
-        (line,) = (each for each in err.splitlines() if "compiled" not in each)
+        # First come a processor's instructions, and that the tree is not compiled where it is not.
+        (line,) = (
+            each
+            for each in err.splitlines()
+            if " info processor: " not in each and "compiled" not in each
+        )
         assert " info request " in line
         assert " status=200 " in line
     finally:

@@ -75,8 +75,22 @@ def numbers(rows, generator, vocabulary):
     return columns
 
 
-@pytest.mark.parametrize("way", ways())
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "few values", "flat", "banned"])
+KINDS = ["float32", "bfloat16", "few values", "flat", "banned"]
+# Interpreted, the kernel takes ten seconds and more.
+CASES = [
+    pytest.param(
+        way.values[0],
+        kind,
+        id=f"{kind}-{way.id}",
+        marks=[pytest.mark.slow]
+        * (way.id == "triton" and INTERPRETED and kind not in ("few values", "banned")),
+    )
+    for kind in KINDS
+    for way in ways()
+]
+
+
+@pytest.mark.parametrize(("way", "kind"), CASES)
 def test_the_token_is_that_of_a_sort(way, kind):
     generator = np.random.default_rng(1)
     rows, vocabulary = (24, 333) if INTERPRETED else (256, 32_003)
@@ -100,7 +114,17 @@ def test_the_token_is_that_of_a_sort(way, kind):
     assert len(set(expected)) > 3
 
 
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(
+            *way.values,
+            id=way.id,
+            marks=[pytest.mark.slow] * (way.id == "triton" and INTERPRETED),
+        )
+        for way in ways()
+    ],
+)
 def test_equals_are_kept_by_their_ids(way):
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 1.0, -torch.inf]])
     vocabulary = logits.shape[1]

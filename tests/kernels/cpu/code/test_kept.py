@@ -107,6 +107,31 @@ def test_a_change_of_what_is_called_renews_the_caller(
     assert run(package) == [expected, expected, 1, 0, 1]
 
 
+MOVED = """
+from typing import NamedTuple
+class Pair(NamedTuple):
+    one: int
+    other: int
+"""
+
+
+def test_code_of_types_that_were_moved_is_replaced(package: Path) -> None:
+    """numba reads the types of all that it kept before it looks whether that is still valid."""
+    caller = package / "caller.py"
+    add = "@njit\ndef add(pair):\n    return pair.one + pair.other\n\n@njit\ndef answer"
+    caller.write_text(
+        CALLER.replace("from numba", "from coppice.pairs import Pair\nfrom numba")
+        .replace("@njit\ndef answer", add)
+        .replace("double(x) + 1", "add(Pair(double(x), 1))")
+    )
+    (package / "pairs.py").write_text(MOVED)
+    assert run(package) == [11, 11, 0, 1, 0]
+    (package / "pairs.py").rename(package / "twos.py")
+    caller.write_text(caller.read_text().replace("coppice.pairs", "coppice.twos"))
+    assert run(package) == [11, 11, 0, 1, 0]
+    assert run(package) == [11, 11, 1, 0, 1]
+
+
 def test_a_change_elsewhere_renews_nothing(package: Path) -> None:
     (package / "other.py").write_text("from coppice.called import double\n")
     run(package)
