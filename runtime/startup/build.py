@@ -19,8 +19,6 @@ def tree_state() -> str:
 
 
 def log_build() -> None:
-    """Logs it: a warning if the tree is not compiled, since each request then takes longer."""
-    compiled = radix.compiled.in_use(_PACKAGE)
+    """Logs it. It is no warning: `make` and pip say it once, when they could not compile the tree."""
     version = ".".join(str(part) for part in sys.version_info[:3])
-    level = logging.INFO if compiled else logging.WARNING
-    logger.log(level, "Python %s, %s", version, tree_state())
+    logger.info("Python %s, %s", version, tree_state())
