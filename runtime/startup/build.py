@@ -19,6 +19,6 @@ def tree_state() -> str:
 
 
 def log_build() -> None:
-    """Logs it. It is no warning: `make` and pip say it once, when they could not compile the tree."""
+    """Logs it. It is no warning: `make` and pip say it, when they could not compile the tree."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     logger.info("Python %s, %s", version, tree_state())
