@@ -1,17 +1,17 @@
 """Coppice on a CPU beside other engines, and beside the least possible time.
 
     python benchmarks/cpu_peers.py [--quick] [--json FILE] [--models S M] [--workloads W1 ...]
-        [--sides NAME ...] [--precisions float32 int8] [--seeds N] [--long SECONDS]
+        [--sides NAME ...] [--precisions float32 bfloat16 int8] [--seeds N] [--long SECONDS]
         [--stored bfloat16] [--peer NAME=PYTHON ...] [--threads N] [--cache DIR] [--no-steps]
 
 Runs the workloads W1 to W6 (`cpu/workloads.py`) on two models with random weights. All sides get
 the same token ids, decode greedily, ignore the end of sequence, and get all requests of a turn at
 once. Each side is a separate process and runs alone on the machine. In each pass (one a seed) all
 sides run in turn; each answers all workloads, after a short one that warms it up. A workload that
-took a side longer than `--long` seconds is not repeated for it in later passes. float32 and int8
-(each engine's own) are compared separately. `--stored bfloat16` stores the checkpoint in the type
-of most published models; all sides still compute in float32 (llama.cpp's conversion reads only
-float32). Rows:
+took a side longer than `--long` seconds is not repeated for it in later passes. float32, int8 (each
+engine's own) and, where asked for, bfloat16 are compared separately. `--stored bfloat16` stores the
+checkpoint in the type of most published models; `--precisions` says what sides compute in
+(llama.cpp's conversion reads only float32). Rows:
 
     each side: seconds and time to first token (median over the requests), start-up, most resident
         memory, time as a multiple of the floor (`cpu/floor.py`) at the rates of the same pass
@@ -229,6 +229,7 @@ class Yardstick:
             **common,
             rates={
                 "read_gb_s": spread([each.read / 1e9 for each in self.rates], 1),
+                "bfloat16_gflop_s": spread([each.bfloat16 / 1e9 for each in self.rates], 0),
                 "float32_gflop_s": spread([each.float32 / 1e9 for each in self.rates], 0),
                 "int8_gop_s": spread([each.int8 / 1e9 for each in self.rates], 0),
             },
@@ -344,7 +345,7 @@ def _options() -> argparse.Namespace:
                          default=list(workloads(False)))  # fmt: skip
     options.add_argument("--stored", choices=STORED, default=STORED[0],
                          help="type of the checkpoint's numbers (default: float32)")  # fmt: skip
-    options.add_argument("--precisions", nargs="+", choices=("float32", "int8"),
+    options.add_argument("--precisions", nargs="+", choices=("float32", "bfloat16", "int8"),
                          default=["float32", "int8"])  # fmt: skip
     options.add_argument(
         "--sides", nargs="+", choices=list(KINDS), help="default: all that are installed"

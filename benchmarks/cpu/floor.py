@@ -62,14 +62,21 @@ class Step:
         return cls(sum(new), len(new), pairs, distinct)
 
     def seconds(self, shape: Shape, precision: str, rates: Rates) -> float:
-        """The step's floor. Weights are int8 or as stored; KV and attention are float32."""
+        """The step's floor. Weights are int8 or as stored; KV and attention are float32's."""
         small = precision == "int8"
         weights = shape.layer_parameters + shape.head_parameters * (self.sampled > 0)
         read = weights * (1 if small else shape.stored)
         read += self.kv_tokens * 2 * shape.kv_width * shape.layers * 4
         products = 2 * (shape.layer_parameters * self.rows + shape.head_parameters * self.sampled)
         attention = 4 * self.pairs * shape.query_width * shape.layers
-        arithmetic = products / (rates.int8 if small else rates.float32)
+        arithmetic = (
+            products
+            / {
+                "float32": rates.float32,
+                "bfloat16": max(rates.bfloat16, rates.float32),
+                "int8": rates.int8,
+            }[precision]
+        )
         arithmetic += attention / rates.float32
         return max(read / rates.read, arithmetic)
 

@@ -24,7 +24,7 @@ class Coppice(Peer):
         self._engine = Engine(
             EngineConfig(
                 model=options["checkpoint"],
-                dtype="float32",
+                dtype="bfloat16" if options["precision"] == "bfloat16" else "float32",
                 quantization="int8" if options["precision"] == "int8" else None,
                 kv_cache_tokens=options["tokens_shared"],
                 max_num_seqs=options["lines"],

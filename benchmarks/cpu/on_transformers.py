@@ -31,7 +31,7 @@ class Transformers(Peer):
     version = transformers.__version__
 
     def __init__(self, options: dict[str, Any]) -> None:
-        if options["precision"] != "float32":
+        if options["precision"] == "int8":
             raise Unsupported("transformers has no int8 for a CPU")
         torch.set_num_threads(options["threads"])
         self._continuous = options["variant"].get("continuous", False)
@@ -39,7 +39,7 @@ class Transformers(Peer):
         self._manager: Any = None
         self._model = AutoModelForCausalLM.from_pretrained(
             options["checkpoint"],
-            dtype=torch.float32,
+            dtype=getattr(torch, options["precision"]),
             attn_implementation="sdpa",  # continuous batching takes its paged variant
         ).eval()
 

@@ -53,7 +53,7 @@ class Vllm(Peer):
             checkpoint = Path(options["folder"]) / "int8"
         self._llm = vllm.LLM(
             str(checkpoint),
-            dtype="float32",
+            dtype="bfloat16" if options["precision"] == "bfloat16" else "float32",
             max_model_len=options["length"] + 64,
             max_num_seqs=max(options["lines"], 32),
             max_num_batched_tokens=2048 if options["length"] + 64 <= 2048 else 4096,

@@ -2,7 +2,7 @@
 
     python benchmarks/cpu/rates.py [THREADS]
 
-Prints one JSON object: bytes a second of reading, operations a second of float32 and of int8
+Prints one JSON object: bytes a second of reading, operations a second of float32, bfloat16 and int8
 products. Each is the best of several tries.
 """
 
@@ -21,6 +21,7 @@ class Rates:
 
     read: float
     float32: float
+    bfloat16: float
     int8: float
 
 
@@ -46,9 +47,11 @@ def measure(threads: int, tries: int = 5) -> Rates:
     a, b = torch.ones(rows, inner), torch.ones(columns, inner)
     out = torch.empty(rows, columns)
     float32 = 2 * rows * inner * columns / best(lambda: torch.mm(a, b.t(), out=out))
+    a16, b16 = a.bfloat16(), b.bfloat16()
+    bfloat16 = 2 * rows * inner * columns / best(lambda: torch.mm(a16, b16.t()))
     a8, b8 = a.to(torch.int8), b.to(torch.int8)
     int8 = 2 * rows * inner * columns / best(lambda: torch._int_mm(a8, b8.t()))
-    return Rates(read, float32, int8)
+    return Rates(read, float32, bfloat16, int8)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from cpu.workloads import Job
 
 _HERE = Path(__file__).parent
 _BOTH = ("float32", "int8")
+_ALL = ("float32", "bfloat16", "int8")
+_FLOATS = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +35,17 @@ class Kind:
 
 #: All sides by name, Coppice first. Several sides of one peer differ in settings.
 KINDS = {
-    "coppice": Kind("on_coppice.py", "coppice", converts=False),
-    "transformers": Kind("on_transformers.py", "transformers", ("float32",), converts=False),
+    "coppice": Kind("on_coppice.py", "coppice", _ALL, converts=False),
+    "transformers": Kind("on_transformers.py", "transformers", _FLOATS, converts=False),
     "transformers-cb": Kind(
-        "on_transformers.py", "transformers", ("float32",), {"continuous": True}, False
+        "on_transformers.py", "transformers", _FLOATS, {"continuous": True}, False
     ),
     "llama.cpp-1": Kind("on_llamacpp.py", "llama.cpp", variant={"slots": 1}),
     "llama.cpp-32": Kind("on_llamacpp.py", "llama.cpp", variant={"slots": 32}),
     "openvino": Kind("on_openvino.py", "openvino"),
     "ctranslate2": Kind("on_ctranslate2.py", "ctranslate2"),
-    "vllm": Kind("on_vllm.py", "vllm"),
-    "vllm-eager": Kind("on_vllm.py", "vllm", variant={"eager": True}),
+    "vllm": Kind("on_vllm.py", "vllm", _ALL),
+    "vllm-eager": Kind("on_vllm.py", "vllm", _ALL, variant={"eager": True}),
 }
 PEERS = tuple(dict.fromkeys(kind.peer for kind in KINDS.values() if kind.peer != "coppice"))
 

@@ -169,7 +169,7 @@ def report(
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("checkpoint", type=Path)
-    options.add_argument("precision", choices=("float32", "int8"))
+    options.add_argument("precision", choices=("float32", "bfloat16", "int8"))
     options.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options.add_argument("--quick", action="store_true")
     args = options.parse_args()
@@ -180,7 +180,7 @@ def main() -> None:
     engine = Engine(
         EngineConfig(
             model=str(args.checkpoint),
-            dtype="float32",
+            dtype="bfloat16" if args.precision == "bfloat16" else "float32",
             quantization="int8" if args.precision == "int8" else None,
             kv_cache_tokens=shared + max(rows) * (own + count + 64) + 4096,
             max_num_seqs=max(rows),
