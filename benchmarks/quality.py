@@ -1,6 +1,7 @@
 """What each number format of weights and cache costs in quality, and what it brings.
 
     python benchmarks/quality.py --model DIR [--modes int8 ...] [--rounds N] [--json FILE] [--quick]
+        [--transformers]
 
 Every mode is compared with the same engine in float32, on one text (`common/public_text.py`: prose
 and code that Python's installation holds, 20 windows of 1,024 tokens). A row has
@@ -16,6 +17,9 @@ and code that Python's installation holds, 20 windows of 1,024 tokens). A row ha
 - `speed`: float32's time over this mode's, as least, median and most of rounds that run in turn:
   `prefill` (4 prompts of 512 tokens), `decode_1` and `decode_16` (64 tokens for 1 and 16 requests).
 
+With `--transformers`, a row `transformers` says the same of transformers' own bfloat16 on a CPU,
+and the row of bfloat16 also compares with it (`beside_transformers`).
+
 A mode that does not run here has a row with the reason (`refused`).
 """
 
@@ -29,6 +33,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from common.harness import Rows, machine, parser, spread
 from common.public_text import Text, public_text
@@ -82,13 +89,38 @@ def quality(llm: LLM, text: Text, prompts: int) -> Quality:
             loss -= found[token].logprob
             best.append(next(id for id, each in found.items() if each.rank == 1))
     greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    outputs = llm.generate(_starts(text, prompts), greedy, use_tqdm=False)
+    texts = [tuple(output.outputs[0].token_ids) for output in outputs]
+    return Quality(math.exp(loss / len(best)), best, texts)
+
+
+def transformers_quality(model: Path, text: Text, prompts: int) -> Quality:
+    """The same of transformers' model, all of it in bfloat16."""
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    loss, best = 0.0, []
+    texts: list[tuple[int, ...]] = []
+    with torch.inference_mode():
+        for window in text.windows:
+            ids = torch.tensor([list(window)])
+            found = theirs(ids).logits[0, :-1].float()
+            loss += float(torch.nn.functional.cross_entropy(found, ids[0, 1:], reduction="sum"))
+            best += found.argmax(-1).tolist()
+        starts = torch.tensor(_starts(text, prompts))
+        for part in starts.split(25):
+            made = theirs.generate(
+                part, attention_mask=torch.ones_like(part), do_sample=False, max_new_tokens=64,
+                min_new_tokens=64, eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            texts += [tuple(row) for row in made[:, part.shape[1] :].tolist()]
+    return Quality(math.exp(loss / len(best)), best, texts)
+
+
+def _starts(text: Text, prompts: int) -> list[list[int]]:
     each = -(-prompts // len(text.windows))
     starts = [
         list(window[at * 128 : at * 128 + 64]) for window in text.windows for at in range(each)
     ]
-    outputs = llm.generate(starts[:prompts], greedy, use_tqdm=False)
-    texts = [tuple(output.outputs[0].token_ids) for output in outputs]
-    return Quality(math.exp(loss / len(best)), best, texts)
+    return starts[:prompts]
 
 
 def agreement(mine: Quality, reference: Quality) -> dict[str, Any]:
@@ -187,6 +219,7 @@ def main() -> None:
     options.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     options.add_argument("--rounds", type=int, default=5, help="of the speeds; 0: not measured")
     options.add_argument("--label", help="what the rows say of this build, such as its commit")
+    options.add_argument("--transformers", action="store_true", help="its bfloat16 beside ours")
     args = options.parse_args()
     sizes = Sizes(2, 4, 2, min(args.rounds, 1)) if args.quick else Sizes(rounds=args.rounds)
     rows = Rows(args.json)
@@ -198,6 +231,10 @@ def main() -> None:
         text = public_text(lambda each: encode(each)["input_ids"], sizes.windows, _LENGTH)
         common |= {"text": text.digest, "tokens": sizes.windows * _LENGTH, "machine": machine()}
         expected = quality(reference, text, sizes.prompts)
+        theirs = None
+        if args.transformers:
+            theirs = transformers_quality(args.model, text, sizes.prompts)
+            rows.add(mode="transformers", **agreement(theirs, expected), **common)
         for mode in args.modes:
             row: dict[str, Any] = {"mode": mode}
             if mode == REFERENCE:
@@ -211,7 +248,10 @@ def main() -> None:
                 rows.add(**row, refused=str(error), **common)
                 continue
             with llm:
-                row |= agreement(quality(llm, text, sizes.prompts), expected)
+                mine = quality(llm, text, sizes.prompts)
+                row |= agreement(mine, expected)
+                if theirs is not None and mode == "bfloat16":
+                    row["beside_transformers"] = agreement(mine, theirs)
                 row["weights"] = round(weight_bytes(llm) / weight_bytes(reference), 3)
                 if sizes.rounds:
                     row["speed"] = speed(llm, reference, text, sizes.rounds)

@@ -34,8 +34,9 @@ class EngineConfig:
     )
     dtype: str = _option(
         "auto",
-        f"type of weights and KV: {', '.join(DTYPES)}; auto is float32 on a CPU, on a GPU the "
-        "checkpoint's own",
+        f"type of weights and KV: {', '.join(DTYPES)}; auto is the checkpoint's own on a GPU, "
+        "on a CPU float32, or bfloat16 for a checkpoint of it and a processor with AVX512-BF16; "
+        "with bfloat16 a CPU rounds weights and rows of products, all else is float32",
     )
     device: str = _option(
         "auto",

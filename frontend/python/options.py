@@ -88,8 +88,10 @@ class Configured(ABC):
                 '{"temperature": 0.7}'.
             chat_template: chat template in place of the model's: a file, or the template itself.
             revision: branch, tag or commit of a model that is a hub id; default: its main branch.
-            dtype: type of weights and KV: auto, float32, bfloat16, float16; auto is float32 on a
-                CPU, on a GPU the checkpoint's own.
+            dtype: type of weights and KV: auto, float32, bfloat16, float16; auto is the
+                checkpoint's own on a GPU, on a CPU float32, or bfloat16 for a checkpoint of it and
+                a processor with AVX512-BF16; with bfloat16 a CPU rounds weights and rows of
+                products, all else is float32.
             device: device that runs the model: auto, cpu, cuda; auto is cuda where torch finds a
                 GPU.
             model_impl: whose code computes the model: auto, coppice, transformers; auto is our own

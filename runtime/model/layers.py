@@ -38,6 +38,8 @@ class Linear(nn.Module):
     shares_embedding: ClassVar[bool] = True
     #: The type of the weight; None for ``dtype``, the type of results and bias.
     kept: ClassVar[torch.dtype | None] = None
+    #: Whether rows are rounded to bfloat16, too (``float_products.pack``).
+    pairs: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class Linear(nn.Module):
         Call it when the weight is complete.
         """
         if self.weight.device.type == "cpu" and (self.kept or self.weight.dtype == torch.float32):
-            self.packed = float_products.pack(self.weight)
+            self.packed = float_products.pack(self.weight, pairs=self.pairs)
         if self.packed is not None:
             del self.weight
 

@@ -62,13 +62,15 @@ def load_decoder(
     quantization: str | None = None,
     deterministic: bool = False,
     lossless: bool = False,
+    bfloat16: bool = False,
     seed: int = 0,
 ) -> Decoder:
     """A decoder with weights: those in ``path``, or random ones with ``load_format="dummy"``.
 
     Weights that are stored quantised become int8 where the checkpoint was made for products of 8
     bits and the device has those, else 16 bits where they can be kept, with ``lossless`` float32;
-    a line in the log says which.
+    a line in the log says which. ``bfloat16``: products on a CPU are of bfloat16, in a model that
+    is float32 otherwise (``linear_class``).
 
     While loading, one tensor of the checkpoint at a time is in memory beside the decoder (of a
     `pytorch_model.bin`, what has been read of one shard). Raises ``ValueError`` that names the file
@@ -82,8 +84,13 @@ def load_decoder(
         config = _with_prefix(config, set(source.headers))
         if quantization is None and not deterministic and not lossless:
             quantization = _made_for(source, device, dtype)
+            bfloat16 = bfloat16 and quantization is None
     halves = source.half_type if source is not None and dtype == torch.float32 else None
-    linear = linear_class(quantization, device, dtype, halves=halves, deterministic=deterministic)
+    if bfloat16:
+        halves = torch.bfloat16
+    linear = linear_class(
+        quantization, device, dtype, halves=halves, deterministic=deterministic, bfloat16=bfloat16
+    )
     # A head of float32 weights needs a float32 embedding; others leave it in 16 bits.
     widened = linear is Linear or deterministic or not linear.serves_head
     embedding_dtype = dtype if halves is None or widened else halves

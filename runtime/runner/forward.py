@@ -16,7 +16,7 @@ from coppice.runtime.model.adapters.loaded import LoadedAdapters
 from coppice.runtime.model.files.folder import check_model_folder
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.model.weight_size import smaller_weights
-from coppice.runtime.model.weights import resolve_device, resolve_dtype
+from coppice.runtime.model.weights import resolve_device
 from coppice.runtime.pooling.checkpoint import read_recipe
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, PooledRows, build_batch
 from coppice.runtime.runner.cache_size import page_bytes, plan_cache, zeroed
@@ -66,7 +66,7 @@ class ModelRunner:
                 f"max_model_len must be at most {model.max_position}, the model's own, "
                 f"got {config.max_model_len}"
             )
-        dtype = resolve_dtype(config.dtype, model, self.device)
+        dtype = self._implementation.dtype(config, self.device)
         cache_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
         case = AttentionCase(
             num_heads=model.num_heads,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch
 
+from coppice.kernels.cpu.layer.matmul.float_products import multiplies_pairs
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.config_file import (
@@ -22,7 +23,7 @@ from coppice.runtime.model.config_file import (
 )
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.model.files.gguf.around import file_within
-from coppice.runtime.model.weights import load_decoder
+from coppice.runtime.model.weights import load_decoder, resolve_dtype
 
 if TYPE_CHECKING:
     from coppice.runtime.transformers.describe import Described
@@ -42,6 +43,27 @@ class Implementation:
     config: ModelConfig
     described: Described | None
 
+    def dtype(self, options: EngineConfig, device: torch.device) -> torch.dtype:
+        """The type of hidden states and of the cache."""
+        if self._rounds_products(options, device):
+            return torch.float32
+        return resolve_dtype(options.dtype, self.config, device)
+
+    def _rounds_products(self, options: EngineConfig, device: torch.device) -> bool:
+        """Whether products alone are of bfloat16, as the cpu backend of attention needs it.
+
+        Other backends compute all in bfloat16, by torch. With ``auto`` a checkpoint of bfloat16 is
+        multiplied so where the compiled products can.
+        """
+        auto = options.dtype == "auto" and self.config.torch_dtype == torch.bfloat16
+        return (
+            (options.dtype == "bfloat16" or (auto and multiplies_pairs()))
+            and device.type == "cpu"
+            and options.attention_backend in ("auto", "cpu")
+            and options.quantization is None
+            and not options.deterministic
+        )
+
     def load(self, options: EngineConfig, *, dtype: torch.dtype, device: torch.device) -> Model:
         """The model with weights, not packed; raises as ``load_decoder`` does."""
         if self.described is None:
@@ -54,6 +76,7 @@ class Implementation:
                 quantization=options.quantization,
                 deterministic=options.deterministic,
                 lossless=options.dtype == "float32",
+                bfloat16=self._rounds_products(options, device),
                 seed=options.seed,
             )
         from coppice.runtime.transformers.loading import load_foreign
@@ -65,6 +88,7 @@ class Implementation:
             device=device,
             load_format=options.load_format,
             quantization=options.quantization,
+            bfloat16=self._rounds_products(options, device),
             seed=options.seed,
         )
 

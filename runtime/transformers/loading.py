@@ -39,23 +39,26 @@ def load_foreign(
     device: torch.device,
     load_format: str = "auto",
     quantization: str | None = None,
+    bfloat16: bool = False,
     seed: int = 0,
 ) -> ForeignModel:
     """transformers' model with weights: those in ``path``, or random ones for ``"dummy"``.
 
     Weights of 16 bits are loaded as such, also where the model computes in float32; one matrix at a
-    time is then converted. Raises ``ValueError`` for weights that are missing, broken or of another
-    shape, and for a model whose tokens affect each other beside attention; ``TooLittleMemory`` if
-    the weights do not fit.
+    time is then converted. ``bfloat16``: products are of bfloat16, as in ``load_decoder``.
+
+    Raises ``ValueError`` for weights that are missing, broken or of another shape, and for a model
+    whose tokens affect each other beside attention; ``TooLittleMemory`` if the weights do not fit.
     """
     declared = described.model.torch_dtype
     widened = device.type == "cpu" and dtype == torch.float32 and declared.itemsize == 2
-    linear = linear_class(quantization, device, dtype, halves=declared if widened else None)
+    halves = declared if widened else None
+    linear = linear_class(quantization, device, dtype, halves=halves, bfloat16=bfloat16)
     taken = _bytes(described, linear, dtype, device)
     remedy = smaller_weights(quantization, device)
     check_room("the weights", taken, device, remedy)
     with explained("the weights", taken, device, remedy), _quiet(described):
-        stored = declared if widened else dtype
+        stored = torch.bfloat16 if bfloat16 else declared if widened else dtype
         if load_format == "dummy":
             model = _random(described, stored, seed)
         else:

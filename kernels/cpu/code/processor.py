@@ -27,6 +27,8 @@ ASKED = (
 PATHS: dict[str, dict[str, tuple[str, ...]]] = {
     # Weights of 16 bits and float32, rows and sums in float32.
     "float": {"fma": ("fma", "f16c"), "torch": ()},
+    # Weights and rows of bfloat16, sums in float32.
+    "bfloat16": {"avx512bf16": ("avx512f", "avx512bf16"), "torch": ()},
     # Weights and rows of 8 bits, exact sums.
     "int8": {"avx512vnni": ("avx512vnni",), "avxvnni": ("avxvnni",), "torch": ()},
 }
@@ -59,6 +61,11 @@ def path_of(kind: str) -> str:
             f"{_VARIABLE} has {kind}={forced}; this processor has no {', '.join(missing)}"
         )
     return forced
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 by instructions of its own, whoever calls them."""
+    return not features().isdisjoint(("avx512bf16", "amx-bf16", "bf16"))
 
 
 def compiled_path(kind: str) -> str:

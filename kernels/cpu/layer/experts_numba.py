@@ -18,7 +18,8 @@ from coppice.kernels.cpu.code.kept import cfunc, njit
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import Member, meet
 from coppice.kernels.cpu.layer.matmul import float_numba
-from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, Panels, lay_share
+from coppice.kernels.cpu.layer.matmul.pairs import round_row
+from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, PAIRS, Panels, lay_share
 from coppice.kernels.cpu.layer.mixture import EXPERT_COLUMNS, PASSAGE, Mixture, Passage, Room
 from coppice.kernels.cpu.layer.rows_numba import gate_share, quantize_share
 
@@ -114,6 +115,11 @@ def _lay_rows(team: Member, panels: Panels, count: int, x: np.ndarray, room: Roo
                     levels[i] = room.levels[source]
                     room.pair_peaks[pair + i] = room.peaks[source]
                 lay_share(0, many, levels.ctypes.data, hidden // 4, laid + pair * hidden)
+            elif panels.kind == PAIRS:
+                for i in range(many):
+                    source = x[room.sources[pair + i]]
+                    round_row(source.ctypes.data, hidden, rows.ctypes.data + 2 * i * hidden)
+                lay_share(0, many, rows.ctypes.data, hidden // 2, laid + 2 * pair * hidden)
             else:
                 for i in range(many):
                     rows[i] = x[room.sources[pair + i]]
@@ -126,6 +132,8 @@ def _activate(team: Member, mixture: Mixture, panels: Panels, room: Room) -> Non
     """The gates of all pairs, and where the experts' last products read the results."""
     inner, turn = mixture.inner, 0
     laid = room.laid.ctypes.data
+    pairs = panels.kind == PAIRS
+    rounded = np.empty(ROWS * inner // 2 if pairs else 0, np.float32)
     limit = mixture.limit
     for group in range(room.groups[mixture.experts, 0]):
         first, end = room.groups[group, 1], room.groups[group, 2]
@@ -150,9 +158,16 @@ def _activate(team: Member, mixture: Mixture, panels: Panels, room: Room) -> Non
                 )
                 source = room.pair_levels[pair:].ctypes.data
                 lay_share(0, stop - pair, source, inner // 4, laid + pair * inner)
+            elif pairs:
+                for row in range(pair, stop):
+                    to = rounded.ctypes.data + 2 * (row - pair) * inner
+                    round_row(room.active[row].ctypes.data, inner, to)
+                lay_share(0, stop - pair, rounded.ctypes.data, inner // 2, laid + 2 * pair * inner)
             else:
                 source = room.active[pair:].ctypes.data
                 lay_share(0, stop - pair, source, inner, laid + 4 * pair * inner)
+    if pairs:
+        rounded[0] = 0  # numba frees an array after its last use by name
 
 
 @njit
@@ -199,7 +214,8 @@ def _multiply(
                 frame[4] = room.pair_peaks[first:].ctypes.data
                 frame[5], frame[6], frame[7], frame[8] = weight, scale, bias, to
             else:
-                frame[3] = room.laid.ctypes.data + 4 * first * inner
+                size = 2 if panels.kind == PAIRS else 4
+                frame[3] = room.laid.ctypes.data + size * first * inner
                 frame[4], frame[5], frame[6], frame[7] = weight, bias, to, panels.kind
             run_share(panels.run, frame.ctypes.data, begin, stop)
     frame[0] = 0  # numba frees an array after its last use by name, not by address

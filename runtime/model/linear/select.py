@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
+from coppice.kernels.cpu.code.processor import has_bfloat16
 from coppice.kernels.cpu.layer.matmul.float_products import float_kernels
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear.deterministic import SteadyLinear
 from coppice.runtime.model.linear.eight_bit import LEVELS, Fp8Linear, Int8Linear
-from coppice.runtime.model.linear.sixteen_bit import Float16Linear, HalfLinear
+from coppice.runtime.model.linear.sixteen_bit import BFloat16Linear, Float16Linear, HalfLinear
+
+_log = logging.getLogger(__name__)
 
 
 def linear_class(
@@ -18,18 +23,27 @@ def linear_class(
     *,
     halves: torch.dtype | None = None,
     deterministic: bool = False,
+    bfloat16: bool = False,
 ) -> type[Linear]:
     """The class of projections for ``quantization``: None for float weights, ``int8`` or ``fp8``.
 
     ``halves`` is the 16-bit type of the checkpoint's weights, if all have the same: on a CPU that
     computes in float32 they stay in it, where such products can be compiled. ``deterministic`` asks
     for products in which a row depends on no other row; there are none for 8-bit weights.
+    ``bfloat16`` asks for products of bfloat16 in a model that is float32 otherwise, on a CPU.
 
     Raises ``ValueError`` that names the reason where the device, the type of the model or torch's
     product does not serve: ``int8`` needs a CPU whose int8 products are exact (on those without
     VNNI sums of products can saturate); ``fp8`` needs a GPU with products of 8-bit floats, and
     bfloat16.
     """
+    if bfloat16:
+        if not has_bfloat16():
+            _log.warning(
+                "dtype is 'bfloat16', and this processor has no instructions for it (AVX512-BF16, "
+                "AMX, or ARM's): 'float32' is faster and more exact"
+            )
+        return BFloat16Linear
     if deterministic:
         if quantization is not None:
             raise ValueError(

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from coppice.runtime.model.layers import Linear, RMSNorm
 from coppice.runtime.model.linear.eight_bit import Int8Linear
-from coppice.runtime.model.linear.sixteen_bit import HalfLinear
+from coppice.runtime.model.linear.sixteen_bit import BFloat16Linear, HalfLinear
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.transformers.fuse import GatedPart
 from tests.runtime.engine.test_families import generated, run, start
@@ -26,13 +26,25 @@ def test_weights_of_16_bits_stay_so_and_are_computed_in_float32(
     foreign_checkpoint: Make, tied: bool
 ) -> None:
     path = foreign_checkpoint("stablelm", dtype="bfloat16", tie_word_embeddings=tied)
-    engine = start(path, page_size=7)
+    engine = start(path, page_size=7, dtype="float32")
     linears = [m for m in engine.runner.decoder.modules() if isinstance(m, Linear)]
     assert {type(each) for each in linears} == {HalfLinear}
     assert len(linears) == 2 * 6 + 1
     embeddings = [p for p in engine.runner.decoder.parameters() if p.shape == (320, 64)]
     assert [each.dtype for each in embeddings] == [torch.bfloat16] * (not tied)
     assert run(engine) == generated(path)
+
+
+def test_products_of_bfloat16_take_every_linear_layer(foreign_checkpoint: Make) -> None:
+    """In the recorded pass, whose results do not depend on pages or on what was cached."""
+    path = foreign_checkpoint("starcoder2")
+    engine = start(path, dtype="bfloat16", page_size=7)
+    linears = [m for m in engine.runner.decoder.modules() if isinstance(m, Linear)]
+    assert {type(each) for each in linears} == {BFloat16Linear}
+    assert len(linears) == 2 * 6 + 1
+    tokens = run(engine)
+    assert run(engine) == tokens
+    assert run(start(path, dtype="bfloat16", page_size=16)) == tokens
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -19,7 +19,8 @@ from coppice.kernels.cpu.code.team import (
     member,
     new_team,
 )
-from coppice.kernels.cpu.layer.matmul.row_blocks import Panels, lay_share
+from coppice.kernels.cpu.layer.matmul.pairs import round_row
+from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, Panels, lay_share
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19
@@ -65,6 +66,8 @@ def multiply_share(
     frame[1], frame[2], frame[4], frame[5] = inner, width, weight, bias
     frame[7] = panels.kind
     blocks, parts = -(-rows // ROWS), _parts(rows, inner)
+    pairs = panels.kind == PAIRS
+    alone = np.empty(inner // 2 if pairs else 0, np.float32)
     for part in range(parts):
         first, last = part * blocks // parts, (part + 1) * blocks // parts
         begin, end = first * ROWS, min(last * ROWS, rows)
@@ -73,14 +76,26 @@ def multiply_share(
         if end - begin > 1:
             one = (last - first) * me // threads * ROWS
             other = min((last - first) * (me + 1) // threads * ROWS, end - begin)
-            lay_share(one, other, frame[3], inner, laid.ctypes.data)
+            if pairs:
+                # Half of what is laid out for float32 takes the rounded rows, half their blocks.
+                rounded = laid.ctypes.data + 2 * (end - begin) * inner
+                for row in range(one, other):
+                    round_row(frame[3] + 4 * row * inner, inner, rounded + 2 * row * inner)
+                lay_share(one, other, rounded, inner // 2, laid.ctypes.data)
+            else:
+                lay_share(one, other, frame[3], inner, laid.ctypes.data)
             met = meet(team, met)
             frame[3] = laid.ctypes.data
+        elif pairs:
+            round_row(frame[3], inner, alone.ctypes.data)
+            frame[3] = alone.ctypes.data
         address = frame.ctypes.data
         run_share(panels.run, address, count * me // threads, count * (me + 1) // threads)
         met = meet(team, met)
     # numba frees an array after its last use by name, not by address.
     frame[0] = 0
+    if pairs:
+        alone[0] = 0
     return met
 
 

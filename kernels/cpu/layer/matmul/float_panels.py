@@ -47,7 +47,8 @@ from coppice.kernels.cpu.code.simd import (
     store,
     zeros,
 )
-from coppice.kernels.cpu.layer.matmul.row_blocks import Panels, to_fetch
+from coppice.kernels.cpu.layer.matmul.pairs import HAS_PAIRS, dot_pairs
+from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, Panels, to_fetch
 
 compiled_path("float")
 
@@ -70,37 +71,40 @@ _HALVES = ir.VectorType(ir.HalfType(), LANES)
 class PackedFloat:
     """A weight in panels, ``memory [panels, in_features, PANEL]`` of its type.
 
-    Of bfloat16 it is ``[panels, in_features / 2, PANEL, 2]``.
+    Of bfloat16 it is ``[panels, in_features / 2, PANEL, 2]``. ``pairs``: rows are rounded to
+    bfloat16, too, and multiplied in pairs.
     """
 
     out_features: int
     in_features: int
     address: int
     memory: torch.Tensor
+    pairs: bool = False
 
     @property
     def kind(self) -> int:
-        """The place of its type in ``KINDS``."""
-        return KINDS.index(self.memory.dtype)
+        """The place of its type in ``KINDS``, or ``PAIRS``."""
+        return PAIRS if self.pairs else KINDS.index(self.memory.dtype)
 
 
-def pack(weight: torch.Tensor) -> PackedFloat | None:
+def pack(weight: torch.Tensor, *, pairs: bool = False) -> PackedFloat | None:
     """A weight ``[N, K]`` in panels, N filled up to whole ones; None if K is odd or 0.
 
-    It is of one of ``KINDS``.
+    It is of one of ``KINDS``, for products of ``pairs`` of bfloat16.
     """
     assert weight.dtype in KINDS
+    assert not pairs or (HAS_PAIRS and weight.dtype == torch.bfloat16)
     width, inner = weight.shape
     if inner % 2 or not weight.numel():
         return None
-    panels, pairs = -(-width // PANEL), inner // 2
+    panels = -(-width // PANEL)
     size = panels * inner * PANEL * weight.element_size()
     buffer = torch.empty(size + _LINE, dtype=torch.uint8)
     first = -buffer.data_ptr() % _LINE
     memory = buffer[first : first + size].view(weight.dtype)
     parts = weight.detach().contiguous()
     if weight.dtype == torch.bfloat16:
-        memory = memory.view(panels, pairs, PANEL, 2)
+        memory = memory.view(panels, inner // 2, PANEL, 2)
         # A pair is moved as one number of 32 bits: a fifth of the time.
         laid, parts = memory.view(torch.int32)[..., 0], parts.view(torch.int32)
     else:
@@ -110,7 +114,7 @@ def pack(weight: torch.Tensor) -> PackedFloat | None:
     if whole < panels:
         laid[whole] = 0
         laid[whole, :, : width - whole * PANEL] = parts[whole * PANEL :].t()
-    return PackedFloat(width, inner, memory.data_ptr(), memory)
+    return PackedFloat(width, inner, memory.data_ptr(), memory, pairs)
 
 
 def _from_bfloat16(b: Any, weights: Any, place: Any) -> list[list[Any]]:
@@ -161,8 +165,9 @@ def _multiply_panel(
     """``out`` float32 ``[rows, PANEL]``, rows ``width`` apart: ``x`` times a panel, plus bias.
 
     ``rows`` is a constant; the others, except ``kind``, are addresses and sizes. ``x`` is a block
-    of ``row_blocks``, float32 ``[inner, rows]``, ``bias`` float32 ``[PANEL]``. With each two inputs
-    a cache line (of float32 two) is prefetched at each of ``first``, ``second`` and ``third``.
+    of ``row_blocks``, float32 ``[inner, rows]``, or of ``PAIRS`` bfloat16 ``[inner / 2, rows, 2]``;
+    ``bias`` is float32 ``[PANEL]``. With each two inputs a cache line (of float32 two) is
+    prefetched at each of ``first``, ``second`` and ``third``.
     """
     many = rows.literal_value
     signature = types.void(types.IntegerLiteral(many), *[types.int64] * 10)
@@ -184,6 +189,23 @@ def _multiply_panel(
                         number = splat(b, b.load(at_float(b, here, constant(which * many + row))))
                         for total, vector in zip(totals, mine, strict=True):
                             b.store(call(b, "fma", vector, number, b.load(total)), total)
+            finish(sums)
+
+        def work_pairs() -> None:
+            sums = [zeros(b, _WIDE) for _ in range(many)]
+            with cgutils.for_range(b, b.lshr(inner, constant(1)), intp=LONG) as loop:
+                place = b.mul(loop.index, constant(PANEL))
+                mine = [load(b, weights, b.add(place, constant(LANES * i))) for i in range(_WIDE)]
+                for ahead in (first, second, third):
+                    prefetch(b, b.add(ahead, b.mul(loop.index, constant(_LINE))))
+                here = b.add(x, b.mul(loop.index, constant(4 * many)))
+                for row, totals in enumerate(sums):
+                    pair = splat(b, b.load(at_float(b, here, constant(row))))
+                    for total, vector in zip(totals, mine, strict=True):
+                        b.store(dot_pairs(b, b.load(total), vector, pair), total)
+            finish(sums)
+
+        def finish(sums: list[list[Any]]) -> None:
             added = [load(b, bias, constant(LANES * i)) for i in range(_WIDE)]
             for row, totals in enumerate(sums):
                 begin = b.mul(width, constant(row))
@@ -191,17 +213,19 @@ def _multiply_panel(
                     value = b.fadd(b.load(total), added[i])
                     store(b, value, out, b.add(begin, constant(LANES * i)))
 
-        def is_kind(which: torch.dtype) -> Any:
-            return b.icmp_signed("==", kind, constant(KINDS.index(which)))
+        def is_kind(which: int) -> Any:
+            return b.icmp_signed("==", kind, constant(which))
 
-        with b.if_else(is_kind(torch.bfloat16)) as (one, others):
-            with one:
-                work(_from_bfloat16, 1)
-            with others, b.if_else(is_kind(torch.float16)) as (second_kind, third_kind):
-                with second_kind:
-                    work(_from_float16, 1)
-                with third_kind:
-                    work(_from_float32, 2)
+        ways: list[tuple[int, Callable[[], None]]] = [
+            (KINDS.index(torch.bfloat16), lambda: work(_from_bfloat16, 1)),
+            (KINDS.index(torch.float16), lambda: work(_from_float16, 1)),
+            (_FLOAT32, lambda: work(_from_float32, 2)),
+        ]
+        if HAS_PAIRS:
+            ways.append((PAIRS, work_pairs))
+        for which, way in ways:
+            with b.if_then(is_kind(which)):
+                way()
         return context.get_dummy_value()
 
     return signature, generate
@@ -228,7 +252,7 @@ def run_panels(frame: int, begin: int, end: int) -> None:
             bias = edge_bias.ctypes.data
         row = 0
         while row < rows:
-            start = f[3] + 4 * row * inner
+            start = f[3] + (2 if kind == PAIRS else 4) * row * inner
             # While rows are worked with this panel the next one comes.
             one = two = three = start
             if panel + 1 < end:

@@ -17,14 +17,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def pack(weight: torch.Tensor) -> PackedFloat | None:
+def pack(weight: torch.Tensor, *, pairs: bool = False) -> PackedFloat | None:
     """A weight ``[N, K]`` of 16 bits or float32 in the layout of the product, a copy, O(N K).
 
-    None where there are no compiled products, and where K is odd.
+    ``pairs``, of a bfloat16 weight: rows are rounded to bfloat16, too. None where there are no
+    compiled products (of pairs: of AVX512-BF16), and where K is odd.
     """
     panels = float_kernels()
-    packed: PackedFloat | None = None if panels is None else panels.pack(weight)
+    if panels is None or (pairs and not multiplies_pairs()):
+        return None
+    packed: PackedFloat | None = panels.pack(weight, pairs=pairs)
     return packed
+
+
+def multiplies_pairs() -> bool:
+    """Whether there are compiled products of pairs of bfloat16 here (AVX512-BF16)."""
+    panels = float_kernels()
+    return panels is not None and bool(panels.HAS_PAIRS)
 
 
 def multiply(x: torch.Tensor, weight: PackedFloat, bias: torch.Tensor | None) -> torch.Tensor:
@@ -88,3 +97,8 @@ def _try_out(panels: ModuleType) -> None:
         expected = torch.addmm(bias, x, weight.float().t())
         if not torch.allclose(_multiply(panels, x, packed, bias), expected, atol=1e-5):
             raise ArithmeticError("the compiled kernels give wrong results")
+        if kind == torch.bfloat16 and panels.HAS_PAIRS:
+            expected = torch.addmm(bias, x.bfloat16().float(), weight.float().t())
+            packed = panels.pack(weight, pairs=True)
+            if not torch.allclose(_multiply(panels, x, packed, bias), expected, atol=1e-5):
+                raise ArithmeticError("the products of pairs give wrong results")

@@ -44,6 +44,8 @@ class Panels(NamedTuple):
 PANELS = tuple_type(Panels, "i i i")
 #: The kind of int8 weights.
 INT8 = -1
+#: The kind of products of bfloat16 weights with rows that are rounded to bfloat16, too.
+PAIRS = -2
 
 
 def _interleaved(b: Any, rows: list[Any]) -> list[Any]:

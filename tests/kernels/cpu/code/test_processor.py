@@ -15,17 +15,20 @@ VARIABLE = "COPPICE_CPU_PATHS"
 @pytest.mark.parametrize(
     ("has", "expected"),
     [
-        ({"avx512f", "avx512vnni", "avx512bf16", "fma", "f16c"}, ("fma", "avx512vnni")),
-        ({"avx2", "avxvnni", "fma", "f16c"}, ("fma", "avxvnni")),
-        ({"avx2", "fma"}, ("torch", "torch")),
-        ({"neon", "bf16", "dotprod"}, ("torch", "torch")),
-        (set(), ("torch", "torch")),
+        (
+            {"avx512f", "avx512vnni", "avx512bf16", "fma", "f16c"},
+            ("fma", "avx512bf16", "avx512vnni"),
+        ),
+        ({"avx2", "avxvnni", "fma", "f16c"}, ("fma", "torch", "avxvnni")),
+        ({"avx2", "fma"}, ("torch", "torch", "torch")),
+        ({"neon", "bf16", "dotprod"}, ("torch", "torch", "torch")),
+        (set(), ("torch", "torch", "torch")),
     ],
 )
 def test_each_processor_takes_the_best_path_that_it_has(monkeypatch, has, expected):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(processor, "features", lambda: frozenset(has))
-    assert tuple(processor.path_of(kind) for kind in ("float", "int8")) == expected
+    assert tuple(processor.path_of(kind) for kind in ("float", "bfloat16", "int8")) == expected
 
 
 def test_a_forced_path_is_taken_or_refused_by_name(monkeypatch):
@@ -50,6 +53,7 @@ def test_forced_products_of_torch_are_what_runs():
         "from coppice.kernels.cpu.layer.matmul import float_products, int8_products\n"
         "assert float_products.float_kernels() is None and int8_products.panel_kernels() is None\n"
         "assert float_products.pack(torch.ones(4, 4)) is None\n"
+        "assert float_products.pack(torch.ones(4, 4).bfloat16(), pairs=True) is None\n"
     )
     forced = {"PATH": "", VARIABLE: "float=torch,int8=torch"}
     subprocess.run([sys.executable, "-c", code], check=True, env=forced)
