@@ -12,6 +12,7 @@ from coppice.runtime.planning.cache import (
     sequences_that_fit,
     window_tokens,
 )
+from coppice.runtime.planning.formats import format_bytes
 from coppice.runtime.planning.numbers import Numbers, count
 from coppice.runtime.planning.stored import Stored
 from coppice.runtime.planning.weights import WeightBytes, weight_bytes
@@ -92,7 +93,7 @@ class Plan:
     ``window_bytes``: KV of a sequence that is older than its layer's window; a decoding step does
     not read it, and it is kept.
     ``stored``: how the checkpoint is stored. ``cpu_weights``: where a CPU keeps it as int8 without
-    being asked, what it takes there.
+    being asked, what it takes there. ``cpu_formats``: what a CPU keeps of each of ``FORMATS``.
     ``alone`` and ``together``: the rates of one sequence, and of all users together.
     """
 
@@ -115,6 +116,7 @@ class Plan:
     together: float | None
     stored: Stored
     cpu_weights: WeightBytes | None
+    cpu_formats: dict[str, int]
 
 
 def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOWN) -> Plan:
@@ -178,4 +180,5 @@ def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOW
     return Plan(
         options, model, dtype, context, longest, numbers, weights, each, page, cache, pages,
         reserved, paged(0), paged(options.shared), old, alone, together, stored, on_cpu,
+        format_bytes(numbers, model.dtype),
     )  # fmt: skip

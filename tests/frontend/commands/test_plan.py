@@ -33,6 +33,31 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_the_formats_of_a_cpu_have_the_measured_costs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the first row of each format, and weights by arithmetic."""
+    assert main(["plan", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["cpu_formats"]
+    rows = Path(__file__).parents[3] / "benchmarks" / "results" / "quality-cpu.jsonl"
+    measured: dict[str, dict[str, Any]] = {}
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        if row["model"] == found["costs_seen_on"]:
+            measured.setdefault(row["mode"], row)
+    by_name = {each["name"]: each for each in found["formats"]}
+    assert list(by_name) == ["float32", "bfloat16", "int8"]
+    assert by_name["float32"]["weight_bytes"] == by_name["bfloat16"]["weight_bytes"]
+    assert by_name["bfloat16"]["weight_bytes"] == 16_060_522_496
+    assert 0.5 < by_name["int8"]["weight_bytes"] / 16_060_522_496 < 0.6
+    for name in ("bfloat16", "int8"):
+        assert by_name[name]["perplexity_more"] == measured[name]["perplexity_more"]
+        for work in ("prefill", "decode_1", "decode_16"):
+            assert by_name[name][work] == measured[name]["speed"][work]["median"]
+    assert main(["plan", str(folder)]) == 0
+    assert "--dtype bfloat16" in capsys.readouterr().out
+
+
 def test_a_folder_and_its_config_give_the_same(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from coppice.runtime.planning.formats import FORMATS, SEEN_ON
 from coppice.runtime.planning.plan import Plan
 
 
 def encode_plan(plan: Plan, name: str) -> dict[str, Any]:
     """The plan's figures, by name."""
     options = plan.options
+    formats = [{"weight_bytes": plan.cpu_formats[each.name], **asdict(each)} for each in FORMATS]
     return {
         "model": name,
         "architecture": plan.model.architecture,
@@ -31,6 +33,7 @@ def encode_plan(plan: Plan, name: str) -> dict[str, Any]:
         "stored_bytes": plan.stored.bytes,
         "weight_bytes": plan.weights.total,
         "weight_bytes_on_cpu": (plan.cpu_weights or plan.weights).total,
+        "cpu_formats": {"costs_seen_on": SEEN_ON, "formats": formats},
         "weight_bytes_read_a_token": plan.weights.read,
         "kv_bytes_a_token": plan.token_bytes,
         "page_bytes": plan.page_bytes,

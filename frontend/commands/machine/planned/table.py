@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coppice.runtime.planning.cache import window_saving
+from coppice.runtime.planning.formats import FORMATS, SEEN_ON
 from coppice.runtime.planning.plan import Needs, Plan
 
 
@@ -46,6 +47,7 @@ def show(console: Console, plan: Plan, name: str) -> None:
     if options.shared:
         needs.add_row("in pages, the alike shared", *_needs(plan.shared))
     console.print(needs)
+    _show_formats(console, plan)
     saving = window_saving(plan.model.sliding_windows, plan.context)
     if saving:
         console.print(f"\n{saving[0].upper()}{saving[1:]}.", soft_wrap=True)
@@ -56,6 +58,19 @@ def show(console: Console, plan: Plan, name: str) -> None:
             f"pages' worth is not read.",
             soft_wrap=True,
         )
+
+
+def _show_formats(console: Console, plan: Plan) -> None:
+    console.print(f"\nOn a CPU; costs and speeds as seen on {SEEN_ON}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("number format")
+    for title in ("weights", "perplexity", "prefill", "decoding 1", "16"):
+        table.add_column(title, justify="right")
+    for each in FORMATS:
+        more = f"+{each.perplexity_more:.2%}" if each.perplexity_more else ""
+        speeds = (f"{rate:.1f}x" for rate in (each.prefill, each.decode_1, each.decode_16))
+        table.add_row(each.flags, readable(plan.cpu_formats[each.name]), more, *speeds)
+    console.print(table)
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
