@@ -10,7 +10,7 @@ from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "coppice", "transformers")
 QUANTIZATIONS = (None, "int8", "fp8")
@@ -60,8 +60,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = _option(
         "auto",
-        f"type of the KV cache: {', '.join(KV_CACHE_DTYPES)}; auto is that of the weights, fp8 "
-        "(e4m3, one byte a number) needs a GPU",
+        f"type of the KV cache: {', '.join(KV_CACHE_DTYPES)}; auto is that of the weights, "
+        "bfloat16 halves a float32 cache on a CPU, fp8 (e4m3, one byte a number) needs a GPU",
     )
     max_model_len: int | None = _option(None, "longest prompt and output together, in tokens")
     max_num_seqs: int = _option(64, "most sequences in one step")

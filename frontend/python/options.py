@@ -103,8 +103,8 @@ class Configured(ABC):
             kv_cache_memory_fraction: size of the KV cache as a fraction of the memory that is
                 available after the weights are loaded (on a GPU, less what a step takes); default:
                 0.4 on a CPU, 0.9 on a GPU.
-            kv_cache_dtype: type of the KV cache: auto, fp8; auto is that of the weights, fp8 (e4m3,
-                one byte a number) needs a GPU.
+            kv_cache_dtype: type of the KV cache: auto, bfloat16, fp8; auto is that of the weights,
+                bfloat16 halves a float32 cache on a CPU, fp8 (e4m3, one byte a number) needs a GPU.
             max_model_len: longest prompt and output together, in tokens.
             max_num_seqs: most sequences in one step.
             max_num_batched_tokens: most tokens in one step.

@@ -57,8 +57,10 @@ def check_cache(
             "contiguous [num_pages, page_size, num_kv_heads, head_dim]"
         )
     scaled = k_cache.dtype in backend.scaled_dtypes
-    if not scaled and k_cache.dtype not in backend.dtypes:
-        allowed = ", ".join(str(dtype) for dtype in (*backend.dtypes, *backend.scaled_dtypes))
+    rounded = k_cache.dtype in backend.rounded_dtypes
+    if not (scaled or rounded) and k_cache.dtype not in backend.dtypes:
+        kinds = dict.fromkeys((*backend.dtypes, *backend.rounded_dtypes, *backend.scaled_dtypes))
+        allowed = ", ".join(str(dtype) for dtype in kinds)
         raise ValueError(
             f"cache.k is {k_cache.dtype}; the {backend.name} backend computes in {allowed}"
         )
@@ -94,8 +96,15 @@ def check_cache(
             allowed = ", ".join(str(dtype) for dtype in backend.dtypes)
             raise ValueError(f"k is {k.dtype} and v {v.dtype}; both must be one of {allowed}")
         return
+    needed_type = k_cache.dtype
+    if rounded and (k.dtype == torch.float32 or needed_type not in backend.dtypes):
+        needed_type = torch.float32
     for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != k_cache.dtype:
+        if tensor.dtype != needed_type and needed_type != k_cache.dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype}; it must be {needed_type} for a cache of {k_cache.dtype}"
+            )
+        if tensor.dtype != needed_type:
             raise ValueError(f"{name} is {tensor.dtype}; it must be {k_cache.dtype} as cache.k is")
 
 

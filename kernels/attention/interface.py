@@ -46,8 +46,8 @@ class LayerCache:
 class AttentionCase:
     """What a model asks of attention: a backend may have kernels for some cases only.
 
-    ``cache_dtype`` differs from ``dtype`` where the cache has scales. ``sliding_windows`` are the
-    distinct ones of its layers.
+    ``cache_dtype`` differs from ``dtype`` where the cache has scales or is rounded.
+    ``sliding_windows`` are the distinct ones of its layers.
     """
 
     num_heads: int
@@ -274,6 +274,8 @@ class AttentionBackend(ABC):
     dtypes: tuple[torch.dtype, ...]
     #: Types that the cache may have instead, with scales.
     scaled_dtypes: tuple[torch.dtype, ...] = ()
+    #: Types that the cache may have instead where q, k, v are float32: rounded to nearest even.
+    rounded_dtypes: tuple[torch.dtype, ...] = ()
     #: Whether ``attend`` takes a ``logit_softcap``.
     softcaps: ClassVar[bool] = False
     #: Whether it is faster with decoding sequences first, and those that share pages side by side.

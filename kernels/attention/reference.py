@@ -20,6 +20,7 @@ class ReferenceBackend(AttentionBackend):
     name = "reference"
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     scaled_dtypes = (torch.float8_e4m3fn,)
+    rounded_dtypes = (torch.bfloat16,)
     softcaps = True
 
     def write_kv(

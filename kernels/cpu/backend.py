@@ -20,7 +20,7 @@ from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan,
 from coppice.kernels.cpu.attention import torch_items
 from coppice.kernels.cpu.attention.arguments import Inputs, Items, Results, items_of
 from coppice.kernels.cpu.code import threads
-from coppice.kernels.cpu.layer.rows import flat_heads, row_kernels
+from coppice.kernels.cpu.layer.rows import bits, flat_heads, row_kernels
 from coppice.kernels.schedule.cpu import (
     CpuSchedule,
     GrowingSchedule,
@@ -76,7 +76,9 @@ class PreparedPlan:
 
 
 class CpuBackend(AttentionBackend):
-    """Attention in float32 on the CPU; other types are refused by name.
+    """Attention in float32 on the CPU, over pages in float32 or bfloat16.
+
+    Other types are refused by name.
 
     The constructor compiles the kernels or loads them from numba's cache. Where numba is missing or
     fails, plain torch does their work, several times slower, and a warning gives the reason.
@@ -84,6 +86,7 @@ class CpuBackend(AttentionBackend):
 
     name = "cpu"
     dtypes = (torch.float32,)
+    rounded_dtypes = (torch.bfloat16,)
     softcaps = True
 
     def __init__(self) -> None:
@@ -119,8 +122,8 @@ class CpuBackend(AttentionBackend):
         self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
     ) -> None:
         check_cache(self, k, v, cache)
-        cache.k.flatten(0, 1).index_copy_(0, slots, k)
-        cache.v.flatten(0, 1).index_copy_(0, slots, v)
+        cache.k.flatten(0, 1).index_copy_(0, slots, k.to(cache.k.dtype))
+        cache.v.flatten(0, 1).index_copy_(0, slots, v.to(cache.v.dtype))
 
     def write_rotated(
         self,
@@ -189,8 +192,8 @@ class CpuBackend(AttentionBackend):
         inputs = Inputs(
             flat_heads(q.detach()),
             q.stride(0),
-            cache.k.detach().view(-1).numpy(),
-            cache.v.detach().view(-1).numpy(),
+            bits(cache.k),
+            bits(cache.v),
         )
         results = Results(
             out.view(rows, -1).numpy(),

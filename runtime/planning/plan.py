@@ -62,7 +62,7 @@ class PlanOptions:
             )
         for name, allowed in (
             ("dtype", ("auto", *DTYPE_NAMES)),
-            ("kv_cache_dtype", ("auto", "fp8")),
+            ("kv_cache_dtype", ("auto", "bfloat16", "fp8")),
             ("quantization", (None, "int8", "fp8")),
         ):
             if getattr(self, name) not in allowed:
@@ -141,7 +141,7 @@ def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOW
     on_cpu = None
     if stored.eight_bit and options.quantization is None:
         on_cpu = weight_bytes(numbers, itemsize, "int8")
-    kept = 1 if options.kv_cache_dtype == "fp8" else itemsize
+    kept = {"fp8": 1, "bfloat16": 2}.get(options.kv_cache_dtype, itemsize)
     each, size, users = model_token_bytes(model, kept), options.page_size, options.users
     cache = options.kv_cache_memory
     if cache is None and options.device_memory is not None:

@@ -62,7 +62,8 @@ class LayerStack(CompiledLayers):
             config.activation == "gelu_tanh",
             np.float32(config.rms_norm_eps),
             np.float32(config.residual_scale),
-            layers.run_tasks.address,
+            layers.tasks_address(False),
+            False,
         )
         self._mixture = self._mixture_of(decoder)
         self._caches: tuple[list[LayerCache], np.ndarray] | None = None
@@ -180,11 +181,19 @@ class LayerStack(CompiledLayers):
         shape = (len(kv[0].k), page_size, config.num_kv_heads, config.head_dim)
         for layer in kv:
             for each in (layer.k, layer.v):
-                if each.shape != shape or each.dtype != torch.float32 or not each.is_contiguous():
+                if (
+                    each.shape != shape
+                    or each.dtype != kv[0].k.dtype
+                    or each.dtype not in (torch.float32, torch.bfloat16)
+                    or not each.is_contiguous()
+                ):
                     raise ValueError(
                         f"kv has a cache of {each.dtype} {tuple(each.shape)}, strides "
-                        f"{each.stride()}; it must be torch.float32, contiguous {shape}"
+                        f"{each.stride()}; it must be torch.float32, or torch.bfloat16 in all "
+                        f"layers, contiguous {shape}"
                     )
+        half = kv[0].k.dtype == torch.bfloat16
+        self._model = self._model._replace(attention=self._layers.tasks_address(half), half=half)
         addresses = [[layer.k.data_ptr(), layer.v.data_ptr()] for layer in kv]
         return np.array(addresses, np.int64)
 

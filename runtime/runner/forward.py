@@ -32,6 +32,8 @@ from coppice.runtime.startup.room import explained
 
 logger = logging.getLogger(__name__)
 
+_CACHE_TYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
 
 class ModelRunner:
     """The model that `config` names, its kernels and its KV cache; runs forward passes.
@@ -67,7 +69,7 @@ class ModelRunner:
                 f"got {config.max_model_len}"
             )
         dtype = self._implementation.dtype(config, self.device)
-        cache_dtype = dtype if config.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+        cache_dtype = _CACHE_TYPES.get(config.kv_cache_dtype, dtype)
         case = AttentionCase(
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
@@ -87,17 +89,20 @@ class ModelRunner:
                 f"dtype: the {self.attention.name} attention backend computes in {allowed} on this "
                 f"device, got {_name(dtype)}"
             )
-        if cache_dtype != dtype and cache_dtype not in self.attention.scaled_dtypes:
+        scaled = cache_dtype in self.attention.scaled_dtypes
+        rounded = cache_dtype in self.attention.rounded_dtypes and dtype == torch.float32
+        if not (cache_dtype == dtype or scaled or rounded):
             raise ValueError(
                 f"kv_cache_dtype is {config.kv_cache_dtype!r}; with the {self.attention.name} "
-                "attention backend on this device it must be 'auto'"
+                f"attention backend and dtype {_name(dtype)} on this device it must be "
+                f"{self._cache_types(dtype)}"
             )
         self._config, self._dtype = config, dtype
         self.asleep = 0
         self._load_weights()
         self.page_size = config.page_size
         scales: Sequence[KvScales | None] = [None] * model.num_layers
-        if cache_dtype != dtype:
+        if scaled:
             scales = measure_scales(
                 self.decoder,
                 self.attention,
@@ -124,6 +129,14 @@ class ModelRunner:
                 f"cuda_graph_sizes is {config.cuda_graph_sizes}; with the {self.attention.name} "
                 f"attention backend on {self.device} it must be None"
             )
+
+    def _cache_types(self, dtype: torch.dtype) -> str:
+        """The values of `kv_cache_dtype` that the attention backend has beside this type."""
+        kept = {dtype, *self.attention.scaled_dtypes}
+        if dtype == torch.float32:
+            kept.update(self.attention.rounded_dtypes)
+        names = ["'auto'", *(repr(name) for name, each in _CACHE_TYPES.items() if each in kept)]
+        return " or ".join(names)
 
     def _load_weights(self) -> None:
         config = self._config

@@ -37,7 +37,10 @@ class Items(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Queries and a layer's cache, float32 and flat; rows of queries are a ``stride`` apart."""
+    """Queries, float32, and a layer's cache, all flat; rows of queries are a ``stride`` apart.
+
+    Keys and values are float32, or uint16: the bits of bfloat16.
+    """
 
     queries: np.ndarray
     stride: int

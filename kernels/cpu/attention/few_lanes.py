@@ -7,7 +7,7 @@ lanes come out side by side, ``[keys, few]``, so that their softmax also runs in
 work for a key is that of its lanes, and the time of such a row remains that of reading memory.
 
 The functions' first argument is a constant, ``few``: one of ``FEW``. ``dim`` is a multiple of
-``LANES``.
+``LANES``. Of ``pages``, the layer's keys, only the type counts: that of the numbers of pages.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from coppice.kernels.cpu.attention.stored import Stored
 from coppice.kernels.cpu.code.simd import (
     INT,
     INTS,
@@ -66,6 +67,7 @@ def _turned(b: Any, vector: Any, by: int) -> Any:
 def few_scores(
     typing: Any,
     few: Any,
+    pages: Any,
     queries: Any,
     keys: Any,
     values: Any,
@@ -83,22 +85,25 @@ def few_scores(
     """
     lanes = few.literal_value
     together = LANES // lanes
-    signature = types.void(types.IntegerLiteral(lanes), *[types.int64] * 9)
+    stored = Stored(pages)
+    signature = types.void(types.IntegerLiteral(lanes), pages, *[types.int64] * 9)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, queries, keys, values, at, count, following, fetched, dim, out = arguments
+        _, _, queries, keys, values, at, count, following, fetched, dim, out = arguments
         rows = [b.mul(dim, constant(lane)) for lane in range(lanes)]
         with counting(b, 0, count, together) as first:
             starts = []
             for j in range(together):
                 index = b.add(first, constant(j))
-                starts.append(b.add(keys, b.shl(load_long(b, at, index), constant(2))))
-                fetch(b, keys, values, load_long(b, following, index), fetched)
+                starts.append(stored.place(b, keys, load_long(b, at, index)))
+                ahead = load_long(b, following, index)
+                key, value = (stored.place(b, each, ahead) for each in (keys, values))
+                fetch(b, key, value, fetched)
             sums = zeros(b, LANES)
             with counting(b, 0, dim, LANES) as d:
                 asked = [load(b, queries, b.add(row, d)) for row in rows]
                 for j, start in enumerate(starts):
-                    key = load(b, start, d)
+                    key = stored.vector(b, start, d)
                     for total, query in zip(sums[j * lanes :], asked, strict=False):
                         b.store(call(b, "fmuladd", key, query, b.load(total)), total)
             place = b.mul(first, constant(lanes))
@@ -156,18 +161,27 @@ def few_weigh(
 
 @intrinsic(prefer_literal=True)
 def few_gather(
-    typing: Any, few: Any, weights: Any, values: Any, at: Any, count: Any, out: Any, dim: Any
+    typing: Any,
+    few: Any,
+    pages: Any,
+    weights: Any,
+    values: Any,
+    at: Any,
+    count: Any,
+    out: Any,
+    dim: Any,
 ) -> Any:
     """``out [few, dim] +=`` a tile's values, each times its weights ``[count, few]``.
 
-    Value t is ``dim`` floats from float ``at[t]`` of ``values`` on.
+    Value t is ``dim`` numbers from number ``at[t]`` of ``values`` on.
     """
     lanes = few.literal_value
     wide = max(n for n in (1, 2, 4) if n * lanes <= SUMS)
-    signature = types.void(types.IntegerLiteral(lanes), *[types.int64] * 6)
+    stored = Stored(pages)
+    signature = types.void(types.IntegerLiteral(lanes), pages, *[types.int64] * 6)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, weights, values, at, count, out, dim = arguments
+        _, _, weights, values, at, count, out, dim = arguments
         rows = [b.mul(dim, constant(lane)) for lane in range(lanes)]
 
         def elements(first: Any, number: int) -> None:
@@ -178,8 +192,8 @@ def few_gather(
             ]
 
             def value(t: Any) -> None:
-                start = b.add(values, b.shl(b.add(load_long(b, at, t), first), constant(2)))
-                here = [load(b, start, constant(i * LANES)) for i in range(number)]
+                start = stored.place(b, values, b.add(load_long(b, at, t), first))
+                here = [stored.vector(b, start, constant(i * LANES)) for i in range(number)]
                 mine = b.add(weights, b.shl(b.mul(t, constant(lanes)), constant(2)))
                 for lane, each in enumerate(sums):
                     multiply_in(b, each, here, b.load(at_float(b, mine, constant(lane))))

@@ -6,7 +6,8 @@ by side, their softmax needs no operation across lanes, and keys and values are 
 in any page, an element at a time. The lanes are filled by all query heads that share a KV head, of
 all rows. One row alone leaves most lanes idle: ``few_lanes`` is for that case.
 
-The functions' first argument is a constant: the vectors of a row of lanes, one of ``VECTORS``.
+The functions' first argument is a constant: the vectors of a row of lanes, one of ``VECTORS``. Of
+``pages``, the layer's keys, only the type counts: that of the numbers of pages.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from coppice.kernels.cpu.attention.stored import Stored
 from coppice.kernels.cpu.code.simd import (
     LANES,
     LONG,
@@ -30,6 +32,7 @@ from coppice.kernels.cpu.code.simd import (
     greater,
     load,
     load_long,
+    multiply_by,
     multiply_in,
     power_of_2,
     splat,
@@ -55,6 +58,7 @@ def _at_once(wide: int) -> int:
 def scores(
     typing: Any,
     vectors: Any,
+    pages: Any,
     queries: Any,
     keys: Any,
     values: Any,
@@ -67,24 +71,27 @@ def scores(
 ) -> Any:
     """Products of a tile's keys with all lanes, into ``out``.
 
-    ``queries`` is float32 ``[dim, lanes]``. Key t of the tile is ``dim`` floats from float
+    ``queries`` is float32 ``[dim, lanes]``. Key t of the tile is ``dim`` numbers from number
     ``at[t]`` of ``keys`` on, ``at`` int64 ``[TILE]``, all of them readable. The first ``count``
     rows of ``out [TILE, lanes]`` are the result. Meanwhile ``fetched`` bytes of each key at
     ``following`` (as ``at``), and of its value, are prefetched.
     """
     wide = vectors.literal_value
     together = _at_once(wide)
-    signature = types.void(types.IntegerLiteral(wide), *[types.int64] * 9)
+    stored = Stored(pages)
+    signature = types.void(types.IntegerLiteral(wide), pages, *[types.int64] * 9)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, queries, keys, values, at, count, following, fetched, dim, out = arguments
+        _, _, queries, keys, values, at, count, following, fetched, dim, out = arguments
         lanes = wide * LANES
         with counting(b, 0, count, together) as first:
             starts = []
             for j in range(together):
                 index = b.add(first, constant(j))
-                starts.append(b.add(keys, b.shl(load_long(b, at, index), constant(2))))
-                fetch(b, keys, values, load_long(b, following, index), fetched)
+                starts.append(stored.place(b, keys, load_long(b, at, index)))
+                ahead = load_long(b, following, index)
+                key, value = (stored.place(b, each, ahead) for each in (keys, values))
+                fetch(b, key, value, fetched)
             sums = [zeros(b, wide) for _ in range(together)]
 
             def element(d: Any) -> None:
@@ -93,7 +100,19 @@ def scores(
                 for start, mine in zip(starts, sums, strict=True):
                     multiply_in(b, mine, here, b.load(at_float(b, start, d)))
 
-            unrolled(b, dim, element)
+            def elements(d: Any) -> None:
+                pairs = [stored.pair(b, start, d) for start in starts]
+                for i in range(2):
+                    row = b.mul(b.add(d, constant(i)), constant(lanes))
+                    here = [load(b, queries, b.add(row, constant(i * LANES))) for i in range(wide)]
+                    for pair, mine in zip(pairs, sums, strict=True):
+                        multiply_by(b, mine, here, pair[i])
+
+            if stored.half:
+                with counting(b, 0, dim, 2) as d:  # dim is even
+                    elements(d)
+            else:
+                unrolled(b, dim, element)
             for j, mine in enumerate(sums):
                 row = b.mul(b.add(first, constant(j)), constant(lanes))
                 for i, total in enumerate(mine):
@@ -161,18 +180,27 @@ def weigh(
 
 @intrinsic(prefer_literal=True)
 def gather(
-    typing: Any, vectors: Any, weights: Any, values: Any, at: Any, count: Any, out: Any, dim: Any
+    typing: Any,
+    vectors: Any,
+    pages: Any,
+    weights: Any,
+    values: Any,
+    at: Any,
+    count: Any,
+    out: Any,
+    dim: Any,
 ) -> Any:
     """``out [dim, lanes] +=`` a tile's values, each times its weights ``[count, lanes]``.
 
-    Value t is ``dim`` floats, an even number, from float ``at[t]`` of ``values`` on.
+    Value t is ``dim`` numbers, an even count, from number ``at[t]`` of ``values`` on.
     """
     wide = vectors.literal_value
     together = 16 if wide == 1 else 8 if 8 * wide <= SUMS else 4
-    signature = types.void(types.IntegerLiteral(wide), *[types.int64] * 6)
+    stored = Stored(pages)
+    signature = types.void(types.IntegerLiteral(wide), pages, *[types.int64] * 6)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, weights, values, at, count, out, dim = arguments
+        _, _, weights, values, at, count, out, dim = arguments
         lanes = wide * LANES
 
         def elements(first: Any, number: int) -> None:
@@ -190,7 +218,13 @@ def gather(
                 row = b.mul(t, constant(lanes))
                 here = [load(b, weights, b.add(row, constant(i * LANES))) for i in range(wide)]
                 # Constants come last, or each sum takes a register for its address.
-                start = b.add(values, b.shl(b.add(load_long(b, at, t), first), constant(2)))
+                start = stored.place(b, values, b.add(load_long(b, at, t), first))
+                if stored.half:
+                    for j in range(0, number, 2):  # number is even
+                        pair = stored.pair(b, start, constant(j))
+                        for mine, factor in zip(sums[j : j + 2], pair, strict=True):
+                            multiply_by(b, mine, here, factor)
+                    return
                 for j, mine in enumerate(sums):
                     multiply_in(b, mine, here, b.load(at_float(b, start, constant(j))))
 

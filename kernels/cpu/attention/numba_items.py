@@ -43,10 +43,12 @@ __all__ = [
     "attention_frame",
     "merge_share",
     "run_tasks",
+    "tasks_address",
+    "work_tasks",
 ]
 
 # No nnan and no ninf: -inf is the maximum of nothing and the log of no weight.
-_FAST = {"contract", "reassoc", "arcp", "nsz"}
+FAST = {"contract", "reassoc", "arcp", "nsz"}
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2 = np.float32(0.6931471805599453)
@@ -59,15 +61,15 @@ _SIDE = LANES // _F0
 _FEW_BYTES = 1 << 16
 # Floats of a cache line.
 _LINE = 16
-# Numbers and addresses that ``run_tasks`` is given.
-_FRAME = 30
+#: Numbers and addresses that ``run_tasks`` is given.
+FRAME = 30
 
 
 @njit
 def _locate(
     table: np.ndarray, begin: int, stop: int, end: int, page_size: int, width: int, at: np.ndarray
 ) -> None:
-    """Where the keys ``begin .. stop`` lie, in floats; past ``end`` the last one again.
+    """Where the keys ``begin .. stop`` lie, in numbers; past ``end`` the last one again.
 
     That one is readable, since the sequence owns it, and its repeated products are not used.
     """
@@ -211,7 +213,8 @@ def _work(
     width = kv_heads * dim
     # Keys of all heads lie side by side: where all are read they come in the order of memory. Few
     # lanes need little time for the keys of a head, and prefetch the next ones head by head.
-    fetched = 4 * dim * heads
+    number = keys.itemsize  # bytes, a constant of what is compiled
+    fetched = number * dim * heads
     _locate(table, begin, begin + tile, end, page_size, width, following)
     for start in range(begin, end, tile):
         many = min(tile, end - start)
@@ -227,58 +230,58 @@ def _work(
         full = -(-many * lanes // LANES)
         here, ahead, to = at.ctypes.data, following.ctypes.data, s.ctypes.data
         for h in range(heads):
-            k = keys.ctypes.data + 4 * (first_head + h) * dim
-            v = values.ctypes.data + 4 * (first_head + h) * dim
+            k = keys.ctypes.data + number * (first_head + h) * dim
+            v = values.ctypes.data + number * (first_head + h) * dim
             asked, result = queries[h].ctypes.data, sums[h].ctypes.data
             best, weight = top[h].ctypes.data, total[h].ctypes.data
-            fetch = 4 * dim if few else fetched if h == 0 else 0
+            fetch = number * dim if few else fetched if h == 0 else 0
             # The first argument is a constant of what is compiled, hence one call for each.
             if few and lanes == _F0:
-                few_scores(_F0, asked, k, v, here, many, ahead, fetch, dim, to)
+                few_scores(_F0, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, full, bound)
                 _hide_few(s, start, many, full, partly, seen_from, seen_to)
                 few_weigh(_F0, to, full, best, weight, result, dim)
-                few_gather(_F0, to, v, here, many, result, dim)
+                few_gather(_F0, keys, to, v, here, many, result, dim)
             elif few:
-                few_scores(_F1, asked, k, v, here, many, ahead, fetch, dim, to)
+                few_scores(_F1, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, full, bound)
                 _hide_few(s, start, many, full, partly, seen_from, seen_to)
                 few_weigh(_F1, to, full, best, weight, result, dim)
-                few_gather(_F1, to, v, here, many, result, dim)
+                few_gather(_F1, keys, to, v, here, many, result, dim)
             elif wide == _V0:
-                scores(_V0, asked, k, v, here, many, ahead, fetch, dim, to)
+                scores(_V0, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, many * _V0, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to)
                 weigh(_V0, to, many, best, weight, result, dim)
-                gather(_V0, to, v, here, many, result, dim)
+                gather(_V0, keys, to, v, here, many, result, dim)
             elif wide == _V1:
-                scores(_V1, asked, k, v, here, many, ahead, fetch, dim, to)
+                scores(_V1, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, many * _V1, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to)
                 weigh(_V1, to, many, best, weight, result, dim)
-                gather(_V1, to, v, here, many, result, dim)
+                gather(_V1, keys, to, v, here, many, result, dim)
             elif wide == _V2:
-                scores(_V2, asked, k, v, here, many, ahead, fetch, dim, to)
+                scores(_V2, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, many * _V2, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to)
                 weigh(_V2, to, many, best, weight, result, dim)
-                gather(_V2, to, v, here, many, result, dim)
+                gather(_V2, keys, to, v, here, many, result, dim)
             else:
-                scores(_V3, asked, k, v, here, many, ahead, fetch, dim, to)
+                scores(_V3, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, many * _V3, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to)
                 weigh(_V3, to, many, best, weight, result, dim)
-                gather(_V3, to, v, here, many, result, dim)
+                gather(_V3, keys, to, v, here, many, result, dim)
 
     nowhere = np.empty(dim, np.float32)
     for h in range(heads):
@@ -312,7 +315,7 @@ def _work(
             lay_along(lanes, columns, whole, factors, lines.ctypes.data + 8 * lane)
 
 
-@njit(fastmath=_FAST, error_model="numpy")
+@njit(fastmath=FAST, error_model="numpy")
 def merge_share(begin: int, end: int, items: Items, results: Results) -> None:
     """Rows ``begin .. end`` of the merges from their partial results."""
     merges, dim = items.merges, items.dim
@@ -338,15 +341,16 @@ def merge_share(begin: int, end: int, items: Items, results: Results) -> None:
             lse[row, head] = high + np.float32(math.log(weight))
 
 
-@cfunc(types.void(*[types.int64] * 3), fastmath=_FAST, error_model="numpy")
-def run_tasks(frame: int, begin: int, end: int) -> None:
+# Becomes part of ``run_tasks``, here and in ``half_items``.
+@njit(inline="always")
+def work_tasks(frame: int, begin: int, end: int, keys: np.ndarray, values: np.ndarray) -> None:
     """Tasks ``begin .. end`` of what ``attention_frame`` has laid out."""
-    f = carray(pointer(frame), (_FRAME,), np.int64)
+    f = carray(pointer(frame), (FRAME,), np.int64)
     num_tasks, num_items, num_rows, num_slots, num_partials, num_tokens = (
         f[0], f[1], f[2], f[3], f[4], f[5],
     )  # fmt: skip
     q_stride, page_size, kv_heads, heads, dim, window = f[6], f[7], f[8], f[9], f[10], f[11]
-    num_pages, q_size, cache_size = f[12], f[13], f[14]
+    num_pages, q_size = f[12], f[13]
     scale = carray(pointer(frame + 8 * 15), (1,), np.float32)[0]
     softcap = carray(pointer(frame + 8 * 29), (1,), np.float32)[0]
     tasks = carray(pointer(f[16]), (num_tasks, 3), np.int32)
@@ -356,8 +360,6 @@ def run_tasks(frame: int, begin: int, end: int) -> None:
     slots = carray(pointer(f[20]), (num_slots,), np.int32)
     positions = carray(pointer(f[21]), (num_tokens,), np.int32)
     q = carray(pointer(f[22]), (q_size,), np.float32)
-    keys = carray(pointer(f[23]), (cache_size,), np.float32)
-    values = carray(pointer(f[24]), (cache_size,), np.float32)
     out = carray(pointer(f[25]), (num_tokens, heads * dim), np.float32)
     lse = carray(pointer(f[26]), (num_tokens, heads), np.float32)
     partial_out = carray(pointer(f[27]), (num_partials, heads * dim), np.float32)
@@ -370,10 +372,19 @@ def run_tasks(frame: int, begin: int, end: int) -> None:
         )  # fmt: skip
 
 
+@cfunc(types.void(*[types.int64] * 3), fastmath=FAST, error_model="numpy")
+def run_tasks(frame: int, begin: int, end: int) -> None:
+    """Tasks ``begin .. end`` of what ``attention_frame`` has laid out, over pages in float32."""
+    f = carray(pointer(frame), (FRAME,), np.int64)
+    keys = carray(pointer(f[23]), (f[14],), np.float32)
+    values = carray(pointer(f[24]), (f[14],), np.float32)
+    work_tasks(frame, begin, end, keys, values)
+
+
 @njit
 def attention_frame(items: Items, inputs: Inputs, results: Results) -> np.ndarray:
     """What ``run_tasks`` takes; the arrays must stay alive."""
-    frame = np.empty(_FRAME, np.int64)
+    frame = np.empty(FRAME, np.int64)
     frame[0], frame[1] = len(items.tasks), len(items.items)
     frame[2], frame[3] = len(items.rows), len(items.slots)
     frame[4], frame[5] = len(results.partial_lse), len(results.lse)
@@ -408,4 +419,16 @@ def _attend(function: int, items: Items, inputs: Inputs, results: Results) -> No
 
 def attend_items(items: Items, inputs: Inputs, results: Results) -> None:
     """Attend all rows of a step; O(keys of the items), in the threads of ``items.shares``."""
-    _attend(run_tasks.address, items, inputs, results)
+    function = tasks_address(inputs.keys.dtype == np.uint16)
+    # Compiled code between here and there takes the address of pages alone.
+    cache = (each.view(np.float32) for each in (inputs.keys, inputs.values))
+    _attend(function, items, Inputs(inputs.queries, inputs.stride, *cache), results)
+
+
+def tasks_address(half: bool) -> int:
+    """The address of ``run_tasks``, for pages in float32 or in bfloat16."""
+    if half:
+        from coppice.kernels.cpu.attention import half_items  # compiled when imported
+
+        return int(half_items.run_tasks.address)
+    return int(run_tasks.address)

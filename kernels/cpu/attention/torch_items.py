@@ -23,9 +23,7 @@ def attend_items(work: Items, inputs: Inputs, results: Results) -> None:
         work.rows, work.slots, work.positions, work.kv_heads, work.dim,
     )  # fmt: skip
     page_size, page_indices, window = work.page_size, work.page_indices, work.window
-    caches = [
-        torch.from_numpy(cache).view(-1, kv_heads, dim) for cache in (inputs.keys, inputs.values)
-    ]
+    caches = [_pages(cache).view(-1, kv_heads, dim) for cache in (inputs.keys, inputs.values)]
     group = lse.shape[1] // kv_heads
     shape, strides = (len(out), kv_heads, group, dim), (inputs.stride, group * dim, dim, 1)
     queries = torch.from_numpy(inputs.queries).as_strided(shape, strides)
@@ -37,7 +35,7 @@ def attend_items(work: Items, inputs: Inputs, results: Results) -> None:
         mine = rows[first : first + count].astype(np.int64)
         at = np.arange(begin, end)
         index = page_indices[table + at // page_size].astype(np.int64) * page_size + at % page_size
-        k, v = (cache.index_select(0, torch.from_numpy(index)) for cache in caches)
+        k, v = (cache.index_select(0, torch.from_numpy(index)).float() for cache in caches)
         products = torch.einsum("rhgd,khd->rhgk", queries[mine], k) * float(work.scale)
         if work.softcap > 0:
             products.div_(float(work.softcap)).tanh_().mul_(float(work.softcap))
@@ -62,3 +60,8 @@ def attend_items(work: Items, inputs: Inputs, results: Results) -> None:
         merged = (sums[1][start : start + parts].view(parts, heads, dim) * share).sum(0)
         sums[0][row] = merged.flatten()
         weights[0][row] = both
+
+
+def _pages(numbers: np.ndarray) -> torch.Tensor:
+    found = torch.from_numpy(numbers)
+    return found.view(torch.bfloat16) if numbers.dtype == np.uint16 else found

@@ -139,12 +139,11 @@ def unrolled(b: Any, count: Any, body: Callable[[Any], None]) -> None:
         body(index)
 
 
-def fetch(b: Any, keys: Any, values: Any, place: Any, count: Any) -> None:
-    """Prefetches ``count`` bytes of the key and of the value that lie ``place`` floats further."""
-    ahead = b.shl(place, constant(2))
+def fetch(b: Any, key: Any, value: Any, count: Any) -> None:
+    """Prefetches ``count`` bytes of a key and of a value from their addresses on."""
     with counting(b, 0, count, _CACHE_LINE) as line:
-        prefetch(b, b.add(b.add(keys, ahead), line))
-        prefetch(b, b.add(b.add(values, ahead), line))
+        prefetch(b, b.add(key, line))
+        prefetch(b, b.add(value, line))
 
 
 def transposed(b: Any, rows: list[Any]) -> list[Any]:
@@ -164,6 +163,10 @@ def transposed(b: Any, rows: list[Any]) -> list[Any]:
 
 def multiply_in(b: Any, sums: list[Any], vectors: list[Any], scalar: Any) -> None:
     """``sums[i] += vectors[i] * scalar``."""
-    factor = splat(b, scalar)
+    multiply_by(b, sums, vectors, splat(b, scalar))
+
+
+def multiply_by(b: Any, sums: list[Any], vectors: list[Any], factor: Any) -> None:
+    """``sums[i] += vectors[i] * factor``, a vector."""
     for total, vector in zip(sums, vectors, strict=True):
         b.store(call(b, "fmuladd", vector, factor, b.load(total)), total)

@@ -45,11 +45,11 @@ class Model(NamedTuple):
 
     ``weights`` int64 ``[layers + 1, columns]``: addresses as ``COLUMNS`` names them, of packed
     weights for products and of float32 for the rest, 0 for none; its last row has the last norm in
-    its first column. ``kinds`` int64 ``[layers, 2]``: which of a step's two kinds of items a
-    layer has, and which of its rotations. ``inner`` is the width of the feed-forward part, ``gelu``
+    its first column. ``kinds`` int64 ``[layers, 2]``: which of a step's two kinds of items a layer
+    has, and which of its rotations. ``inner`` is the width of the feed-forward part, ``gelu``
     whether its gate is GELU instead of SiLU, ``factor`` that of what a layer's parts add,
-    ``attention`` the address of ``run_tasks``. A layer with the address of a table of experts
-    passes its rows through these.
+    ``attention`` the address of ``run_tasks``, ``half`` whether pages are bfloat16. A layer with
+    the address of a table of experts passes its rows through these.
     """
 
     weights: np.ndarray
@@ -60,6 +60,7 @@ class Model(NamedTuple):
     eps: np.float32
     factor: np.float32
     attention: int
+    half: bool
 
 
 class Step(NamedTuple):
@@ -117,7 +118,7 @@ class Work(NamedTuple):
     room: Room
 
 
-_MODEL = tuple_type(Model, "i2 i2 i i b f f i")
+_MODEL = tuple_type(Model, "i2 i2 i i b f f i b")
 _STEP = tuple_type(Step, "f2 f3 f3 i1 i1 i2 i f2")
 #: The types of ``Items`` and ``Results`` in compiled code.
 ITEMS = tuple_type(Items, "n2 i1 n2 n2 n1 n1 n1 n1 i i i f i f")

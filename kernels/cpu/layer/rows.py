@@ -87,14 +87,14 @@ class RowKernels:
             rotated = rotate(qk, cos, signed_sin)
             keys = rotated[:, heads - v.shape[1] :]
             for cache, new in ((k_cache, keys), (v_cache, v)):
-                cache.flatten(0, 1).index_copy_(0, slots, new)
+                cache.flatten(0, 1).index_copy_(0, slots, new.to(cache.dtype))
             return rotated
         out = torch.empty(qk.shape)
         slots_of = k_cache.shape[0] * k_cache.shape[1]
         self._fused.rotate_write(
             flat_heads(qk), qk.stride(0), flat_heads(v), v.stride(0),
             cos.reshape(rows, dim).numpy(), signed_sin.reshape(rows, dim).numpy(),
-            k_cache.view(slots_of, -1).numpy(), v_cache.view(slots_of, -1).numpy(), slots.numpy(),
+            bits(k_cache).reshape(slots_of, -1), bits(v_cache).reshape(slots_of, -1), slots.numpy(),
             out.view(rows, heads * dim).numpy(), torch.get_num_threads(),
         )  # fmt: skip
         return out
@@ -164,6 +164,13 @@ def flat_heads(heads: torch.Tensor) -> np.ndarray:
         return _NO_BIAS
     flat: np.ndarray = heads.as_strided(((rows - 1) * heads.stride(0) + count * dim,), (1,)).numpy()
     return flat
+
+
+def bits(cache: torch.Tensor) -> np.ndarray:
+    """A cache's memory, flat, as compiled code takes it: bfloat16 as uint16."""
+    flat = cache.detach().view(-1)
+    array: np.ndarray = (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
+    return array
 
 
 def _try_out(kernels: RowKernels) -> None:

@@ -14,6 +14,7 @@ import math
 import numpy as np
 from numba import carray, prange
 
+from coppice.kernels.cpu.attention.stored import put
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.hadamard_numba import transform_row
 from coppice.kernels.cpu.code.kept import njit
@@ -200,8 +201,8 @@ def rotate_share(
                 high[d] = b * c[half + d] + a * s[half + d]
         own, keys, values = v[row * v_stride :], k_cache[slot], v_cache[slot]
         for d in range(kept):
-            keys[d] = result[queries + d]
-            values[d] = own[d]
+            put(keys, d, result[queries + d])
+            put(values, d, own[d])
     return True
 
 
@@ -246,8 +247,9 @@ def rotate_write(
 
     ``qk`` and ``v`` are flat, a row's heads side by side and rows ``qk_stride`` and ``v_stride``
     apart; ``cos`` and ``signed_sin`` ``[T, D]`` as of ``interface.rotate``; the caches ``[slots,
-    Hkv * D]``; ``slots`` int64 ``[T]``. All else is float32. Raises ``IndexError`` for a slot that
-    the cache does not have; rows before it may have been written.
+    Hkv * D]``; ``slots`` int64 ``[T]``. All else is float32; the caches may be
+    uint16, the bits of bfloat16. Raises ``IndexError`` for a slot that the cache does not have;
+    rows before it may have been written.
     """
     args = (qk, qk_stride, v, v_stride, cos, signed_sin, k_cache, v_cache, slots, out)
     shares = _shares(out, num_threads)

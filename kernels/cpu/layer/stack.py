@@ -19,7 +19,7 @@ import numpy as np
 from numba import carray, types
 
 from coppice.kernels.cpu.attention.arguments import Inputs, Items, Results
-from coppice.kernels.cpu.attention.numba_items import attention_frame, merge_share, run_tasks
+from coppice.kernels.cpu.attention.numba_items import attention_frame, merge_share, tasks_address
 from coppice.kernels.cpu.code.calls import borrowed, held, lent, pointer, run_share, run_shares
 from coppice.kernels.cpu.code.kept import cfunc, njit
 from coppice.kernels.cpu.code.team import (
@@ -48,7 +48,7 @@ __all__ = [
     "Model",
     "Step",
     "run_layers",
-    "run_tasks",
+    "tasks_address",
 ]
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
@@ -199,6 +199,11 @@ def _feed_forward(
 
 
 @njit
+def _half_rows(address: int, rows: int, width: int) -> Any:
+    return carray(pointer(address), (rows, width), np.uint16)
+
+
+@njit
 def _layers_share(team: Member, work: Work) -> None:
     """A team member's share of ``run_layers``; all members share the arrays.
 
@@ -240,13 +245,22 @@ def _layers_share(team: Member, work: Work) -> None:
             _norm_heads(begin, end, qkv[:, width:], mine[_KEY_NORM], kept, kept, eps)
         keys = _line(step.caches[layer, 0], step.num_slots * kept)
         values = _line(step.caches[layer, 1], step.num_slots * kept)
-        rotate_share(
-            begin, end, flat, stride, flat[qk_width:], stride, cos, signed_sin,
-            keys.reshape(step.num_slots, kept), values.reshape(step.num_slots, kept), step.slots,
-            scratch.rotated,
-        )  # fmt: skip
+        if model.half:
+            rotate_share(
+                begin, end, flat, stride, flat[qk_width:], stride, cos, signed_sin,
+                _half_rows(step.caches[layer, 0], step.num_slots, kept),
+                _half_rows(step.caches[layer, 1], step.num_slots, kept), step.slots,
+                scratch.rotated,
+            )  # fmt: skip
+        else:
+            rotate_share(
+                begin, end, flat, stride, flat[qk_width:], stride, cos, signed_sin,
+                keys.reshape(step.num_slots, kept), values.reshape(step.num_slots, kept),
+                step.slots, scratch.rotated,
+            )  # fmt: skip
         met = meet(team, met)
         if first_task < last_task:
+            # Of pages in bfloat16 only the addresses count here.
             inputs = Inputs(scratch.rotated.reshape(-1), qk_width, keys, values)
             given = attention_frame(here, inputs, results)
             run_share(model.attention, given.ctypes.data, first_task, last_task)

@@ -53,7 +53,8 @@ class Program(NamedTuple):
     """``code`` int64 ``[n, COLUMNS]`` and ``numbers`` float32 ``[n, 2]``: p and q.
 
     ``width`` is the numbers of a row in scratch, ``heads`` those of queries, ``widths`` int64 the
-    different numbers of a row that products read, ``attention`` the address of ``run_tasks``.
+    different numbers of a row that products read, ``attention`` the address of ``run_tasks``,
+    ``half`` whether pages are bfloat16.
     """
 
     code: np.ndarray
@@ -62,6 +63,7 @@ class Program(NamedTuple):
     heads: int
     widths: np.ndarray
     attention: int
+    half: bool
 
 
 class Run(NamedTuple):

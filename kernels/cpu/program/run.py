@@ -16,7 +16,8 @@ import numpy as np
 from numba import carray, types
 
 from coppice.kernels.cpu.attention.arguments import Inputs, Items, Results
-from coppice.kernels.cpu.attention.numba_items import attention_frame, merge_share, run_tasks
+from coppice.kernels.cpu.attention.numba_items import attention_frame, merge_share, tasks_address
+from coppice.kernels.cpu.attention.stored import put
 from coppice.kernels.cpu.code.calls import (
     borrowed,
     held,
@@ -57,7 +58,7 @@ from coppice.kernels.cpu.program.instructions import (
 )
 from coppice.kernels.cpu.program.lines import place, work_rows
 
-__all__ = ["run_members", "run_program", "run_tasks"]
+__all__ = ["run_members", "run_program", "tasks_address"]
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
@@ -68,6 +69,11 @@ _laid_numbers = float_numba.laid_numbers
 @njit
 def _rows_at(address: int, rows: int, width: int) -> Any:
     return carray(pointer(address), (rows, width), np.float32)
+
+
+@njit
+def _half_rows_at(address: int, rows: int, width: int) -> Any:
+    return carray(pointer(address), (rows, width), np.uint16)
 
 
 @njit(fastmath=_FAST, error_model="numpy")
@@ -106,10 +112,19 @@ def _attend(
     out = _rows_at(place(line, OUT, rows, scratch, run.inputs), rows, width)
     keys = _rows_at(run.caches[line[W1], 0], run.num_slots, kept)
     values = _rows_at(run.caches[line[W1], 1], run.num_slots, kept)
-    for row in range(begin, end):
-        slot = run.slots[row]
-        keys[slot, :] = k[row]
-        values[slot, :] = v[row]
+    if program.half:
+        half_keys = _half_rows_at(run.caches[line[W1], 0], run.num_slots, kept)
+        half_values = _half_rows_at(run.caches[line[W1], 1], run.num_slots, kept)
+        for row in range(begin, end):
+            to_keys, to_values = half_keys[run.slots[row]], half_values[run.slots[row]]
+            for d in range(kept):
+                put(to_keys, d, k[row, d])
+                put(to_values, d, v[row, d])
+    else:
+        for row in range(begin, end):
+            slot = run.slots[row]
+            keys[slot, :] = k[row]
+            values[slot, :] = v[row]
     met = meet(team, met)
     mine = Results(out, results.lse, results.partial_out, results.partial_lse)
     # Where there are too few tasks to share, the first thread does all of them.
@@ -119,6 +134,7 @@ def _attend(
     elif me > 0:
         first = last
     if first < last:
+        # Of pages in bfloat16 only the addresses count here.
         inputs = Inputs(queries.reshape(-1), width, keys.reshape(-1), values.reshape(-1))
         frame = attention_frame(work, inputs, mine)
         run_share(program.attention, frame.ctypes.data, first, last)

@@ -71,7 +71,8 @@ class CompiledNetwork:
             lowering.width,
             config.num_heads,
             np.unique([each.in_features for each in _packed(lowering.products)]),
-            run.run_tasks.address,
+            run.tasks_address(False),
+            False,
         )
         self._scratch = np.empty(0, np.float32)
         self._caches: tuple[list[LayerCache], np.ndarray] | None = None
@@ -150,11 +151,19 @@ class CompiledNetwork:
         shape = (len(kv[0].k), page_size, config.num_kv_heads, config.head_dim)
         for layer in kv:
             for each in (layer.k, layer.v):
-                if each.shape != shape or each.dtype != torch.float32 or not each.is_contiguous():
+                if (
+                    each.shape != shape
+                    or each.dtype != kv[0].k.dtype
+                    or each.dtype not in (torch.float32, torch.bfloat16)
+                    or not each.is_contiguous()
+                ):
                     raise ValueError(
                         f"kv has a cache of {each.dtype} {tuple(each.shape)}, strides "
-                        f"{each.stride()}; it must be torch.float32, contiguous {shape}"
+                        f"{each.stride()}; it must be torch.float32, or torch.bfloat16 in all "
+                        f"layers, contiguous {shape}"
                     )
+        half = kv[0].k.dtype == torch.bfloat16
+        self._program = self._program._replace(attention=self._run.tasks_address(half), half=half)
         addresses = np.array([[each.k.data_ptr(), each.v.data_ptr()] for each in kv], np.int64)
         self._caches = list(kv), addresses
         return addresses

@@ -1,0 +1,81 @@
+"""Pages in bfloat16 beside float32 queries, on a CPU: equal to the reference on the same pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coppice.kernels.attention.interface import LayerCache
+from coppice.kernels.attention.reference import ReferenceBackend
+from coppice.kernels.cpu.attention import torch_items
+from coppice.kernels.cpu.backend import CpuBackend
+
+
+@pytest.fixture(scope="module", params=["compiled", "torch"])
+def backend(request):
+    backend = CpuBackend()
+    if request.param == "torch":
+        backend._kernels = torch_items
+    return backend
+
+
+def attended(batch, backend, window=None, softcap=None):
+    """The result over pages in bfloat16, and these pages."""
+    pages = LayerCache(batch.k_cache.bfloat16(), batch.v_cache.bfloat16())
+    backend.write_kv(batch.k, batch.v, pages, batch.slots)
+    out, lse = backend.attend(
+        batch.q, batch.k, batch.v, pages, backend.prepare(batch.plan, num_pages=batch.num_pages),
+        scale=batch.scale, sliding_window=window, logit_softcap=softcap,
+    )  # fmt: skip
+    return out, lse, pages
+
+
+TAILS = [(1, 40), (1, 3), (5, 9), (1, 0), (23, 60), (90, 1)]
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "window", "softcap"),
+    [(1, 64, None, None), (4, 32, 9, None), (3, 18, None, 2.0), (2, 48, 30, 5.0)],
+)
+def test_pages_in_bfloat16_are_read_as_the_reference_reads_them(
+    backend, make_batch, page_size, group, head_dim, window, softcap
+):
+    torch.manual_seed(page_size)
+    batch = make_batch(TAILS, page_size=page_size, group=group, head_dim=head_dim)
+    out, lse, pages = attended(batch, backend, window, softcap)
+    expected, expected_lse, same = attended(batch, ReferenceBackend(), window, softcap)
+    for mine, theirs in ((pages.k, same.k), (pages.v, same.v)):
+        assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
+    # The pages are rounded, not the queries or the sums.
+    exact, _ = batch.run(ReferenceBackend(), window, softcap)
+    assert 1e-4 < (out - exact).abs().max() < 3e-2
+
+
+def test_numbers_are_rounded_to_nearest_even_as_torch_does():
+    backend = CpuBackend()
+    numbers = torch.randint(-(2**31), 2**31 - 1, (512, 1, 16), dtype=torch.int32)
+    numbers[:2, 0] = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000] * 4)
+    v = numbers.view(torch.float32)
+    pages = LayerCache(*(torch.zeros(64, 8, 1, 16, dtype=torch.bfloat16) for _ in range(2)))
+    ones, zeros = torch.ones(512, 1, 16), torch.zeros(512, 1, 16)
+    backend.write_rotated(torch.cat([v, v], 1), v, ones, zeros, pages, torch.arange(512))
+    nan = v.isnan()
+    found = pages.v.flatten(0, 1)
+    assert found[nan].isnan().all()
+    assert torch.equal(found[~nan], v.bfloat16()[~nan])
+
+
+def test_types_that_do_not_fit_are_named(make_batch):
+    batch = make_batch([(1, 3)])
+    pages = LayerCache(batch.k_cache.half(), batch.v_cache.half())
+    for backend, wrong in ((CpuBackend(), torch.float16), (CpuBackend(), torch.float64)):
+        pages = LayerCache(batch.k_cache.to(wrong), batch.v_cache.to(wrong))
+        with pytest.raises(ValueError, match=rf"cache.k is {wrong}.*float32, torch.bfloat16"):
+            backend.write_kv(batch.k, batch.v, pages, batch.slots)
+    pages = LayerCache(batch.k_cache.bfloat16(), batch.v_cache.bfloat16())
+    with pytest.raises(ValueError, match=r"k is torch.float16; it must be torch.float32 for"):
+        CpuBackend().write_kv(batch.k.half(), batch.v.half(), pages, batch.slots)
