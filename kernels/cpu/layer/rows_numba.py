@@ -247,9 +247,9 @@ def rotate_write(
 
     ``qk`` and ``v`` are flat, a row's heads side by side and rows ``qk_stride`` and ``v_stride``
     apart; ``cos`` and ``signed_sin`` ``[T, D]`` as of ``interface.rotate``; the caches ``[slots,
-    Hkv * D]``; ``slots`` int64 ``[T]``. All else is float32; the caches may be
-    uint16, the bits of bfloat16. Raises ``IndexError`` for a slot that the cache does not have;
-    rows before it may have been written.
+    Hkv * D]``; ``slots`` int64 ``[T]``. All else is float32; the caches may be uint16, the bits of
+    bfloat16. Raises ``IndexError`` for a slot that the cache does not have; rows before it may have
+    been written.
     """
     args = (qk, qk_stride, v, v_stride, cos, signed_sin, k_cache, v_cache, slots, out)
     shares = _shares(out, num_threads)

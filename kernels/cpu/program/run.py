@@ -168,7 +168,7 @@ class Work(NamedTuple):
     peaks: np.ndarray
 
 
-_PROGRAM = tuple_type(Program, "i2 f2 i i i1 i")
+_PROGRAM = tuple_type(Program, "i2 f2 i i i1 i b")
 _RUN = tuple_type(Run, "i i1 i1 i2 i")
 WORK = tuple_type(
     Work, _PROGRAM, PANELS, _RUN, ITEMS, ITEMS, RESULTS, "f1 f1 c1 f1"

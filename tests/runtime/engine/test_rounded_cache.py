@@ -64,6 +64,20 @@ def test_warm_equals_cold_and_alone_equals_a_batch(
     assert run(reference, PROMPTS) == cold
 
 
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}])
+def test_it_goes_with_products_of_fewer_bits(
+    tiny_checkpoint: Callable[..., Path], options: dict[str, str]
+) -> None:
+    path = tiny_checkpoint("qwen3")
+    engine = start(path, **options)
+    assert {each.k.dtype for each in engine.runner.kv_cache} == {torch.bfloat16}
+    cold = run(engine, PROMPTS)
+    assert run(engine, PROMPTS) == cold
+    bare = start(path, page_size=1, enable_prefix_caching=False, **options)
+    for index, prompt in enumerate(PROMPTS):
+        assert run(bare, [prompt])["0", 0] == cold[str(index), 0]
+
+
 @pytest.mark.parametrize("implementation", ["coppice", "transformers"])
 def test_copied_pages_and_preemption_change_nothing(
     tiny_checkpoint: Callable[..., Path], implementation: str
