@@ -371,7 +371,7 @@ def test_threads_that_never_work_together_are_given_up(
     ("change", "message"),
     [
         (lambda k: k.double(), r"kv has a cache of torch.float64"),
-        (lambda k: k.transpose(0, 1), r"it must be torch.float32, contiguous \(4, 16, "),
+        (lambda k: k.transpose(0, 1), r"in all layers, contiguous \(4, 16, "),
         (lambda k: k.transpose(0, 1).contiguous().transpose(0, 1), r"contiguous \(4, 16, "),
         (lambda k: k[:3].contiguous(), r"kv has a cache of torch.float32 \(3, 16, "),
     ],
@@ -397,7 +397,7 @@ def test_compiled_layers_refuse_a_plan_of_other_pages(
     run = Run(decoder, "compiled", 1, 16)
     run.step([(0, prompt(3))])
     run.page_size = 32
-    with pytest.raises(ValueError, match=r"it must be torch.float32, contiguous \(4, 32, "):
+    with pytest.raises(ValueError, match=r"in all layers, contiguous \(4, 32, "):
         run.step([(0, prompt(3))])
 
 
