@@ -31,6 +31,8 @@ PATHS: dict[str, dict[str, tuple[str, ...]]] = {
     "bfloat16": {"avx512bf16": ("avx512f", "avx512bf16"), "torch": ()},
     # Weights and rows of 8 bits, exact sums.
     "int8": {"avx512vnni": ("avx512vnni",), "avxvnni": ("avxvnni",), "torch": ()},
+    # Weights of 4 or 8 bits in groups with factors of float16, rows of 8 bits.
+    "int4": {"avx512vnni": ("avx512vnni",), "avxvnni": ("avxvnni", "f16c"), "torch": ()},
 }
 
 

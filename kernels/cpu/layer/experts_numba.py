@@ -17,11 +17,11 @@ from coppice.kernels.cpu.code.calls import borrowed, pointer, run_share
 from coppice.kernels.cpu.code.kept import cfunc, njit
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import Member, meet
-from coppice.kernels.cpu.layer.matmul import float_numba
+from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
 from coppice.kernels.cpu.layer.matmul.pairs import round_row
-from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, PAIRS, Panels, lay_share
+from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, Panels, lay_share
 from coppice.kernels.cpu.layer.mixture import EXPERT_COLUMNS, PASSAGE, Mixture, Passage, Room
-from coppice.kernels.cpu.layer.rows_numba import gate_share, quantize_share
+from coppice.kernels.cpu.layer.rows_numba import gate_share
 
 # The first column of the last product in a table of experts.
 _DOWN = 3
@@ -31,7 +31,8 @@ _TOGETHER = 600_000
 # To read a panel takes the time of multiplying so many rows by it.
 _READING = 6
 
-_float_share = float_numba.multiply_share
+_float_share, _round_share = float_numba.multiply_share, level_numba.round_share
+_takes_levels, _chunk_of = level_numba.takes_levels, level_numba.chunk_of
 
 
 @njit(error_model="numpy")
@@ -96,11 +97,13 @@ def _group(rows: int, mixture: Mixture, room: Room) -> None:
 
 
 @njit
-def _lay_rows(team: Member, panels: Panels, count: int, x: np.ndarray, room: Room) -> None:
+def _lay_rows(
+    team: Member, panels: Panels, chunk: int, count: int, x: np.ndarray, room: Room
+) -> None:
     """Copies the row of each pair, or its levels, to where the experts' products read it."""
     hidden, turn = x.shape[1], 0
     laid = room.laid.ctypes.data
-    quantized = panels.kind == INT8
+    quantized, each = _takes_levels(panels), 2 * (hidden // chunk) if chunk else 1
     levels, rows = np.empty((ROWS, hidden), np.int8), np.empty((ROWS, hidden), np.float32)
     for group in range(room.groups[count, 0]):
         first, end = room.groups[group, 1], room.groups[group, 2]
@@ -113,7 +116,8 @@ def _lay_rows(team: Member, panels: Panels, count: int, x: np.ndarray, room: Roo
                 for i in range(many):
                     source = room.sources[pair + i]
                     levels[i] = room.levels[source]
-                    room.pair_peaks[pair + i] = room.peaks[source]
+                    for part in range(each):
+                        room.pair_peaks[(pair + i) * each + part] = room.peaks[source * each + part]
                 lay_share(0, many, levels.ctypes.data, hidden // 4, laid + pair * hidden)
             elif panels.kind == PAIRS:
                 for i in range(many):
@@ -128,7 +132,7 @@ def _lay_rows(team: Member, panels: Panels, count: int, x: np.ndarray, room: Roo
 
 
 @njit
-def _activate(team: Member, mixture: Mixture, panels: Panels, room: Room) -> None:
+def _activate(team: Member, mixture: Mixture, panels: Panels, chunk: int, room: Room) -> None:
     """The gates of all pairs, and where the experts' last products read the results."""
     inner, turn = mixture.inner, 0
     laid = room.laid.ctypes.data
@@ -152,10 +156,8 @@ def _activate(team: Member, mixture: Mixture, panels: Panels, room: Room) -> Non
                         up = min(max(both[d], -limit), limit)
                         both[d] = (up + np.float32(1)) / mixture.alpha
             gate_share(pair, stop, np.int64(0), inner, False, room.both, room.active)
-            if panels.kind == INT8:
-                quantize_share(
-                    pair, stop, room.active, np.int32(128), room.pair_levels, room.pair_peaks
-                )
+            if _takes_levels(panels):
+                _round_share(pair, stop, chunk, room.active, room.pair_levels, room.pair_peaks)
                 source = room.pair_levels[pair:].ctypes.data
                 lay_share(0, stop - pair, source, inner // 4, laid + pair * inner)
             elif pairs:
@@ -191,8 +193,10 @@ def _multiply(
         rows = room.groups[group, 2] - room.groups[group, 1]
         total += each * (rows + -(-rows // most) * _READING)
     mine, others = total * team.me // team.threads, total * (team.me + 1) // team.threads
-    frame = np.empty(9, np.int64)
-    frame[1], frame[2] = inner, width
+    frame = np.empty(10, np.int64)
+    chunk = _chunk_of(panels, experts[0, column])
+    each_peaks = 2 * (inner // chunk) if chunk else 1
+    frame[1], frame[2], frame[9] = inner, width, chunk
     start = 0
     for group in range(found):
         expert, end = room.groups[group, 0], room.groups[group, 2]
@@ -209,9 +213,9 @@ def _multiply(
                 experts[expert, column], experts[expert, column + 1], experts[expert, column + 2],
             )  # fmt: skip
             to = out[first:].ctypes.data
-            if panels.kind == INT8:
+            if _takes_levels(panels):
                 frame[3] = room.laid.ctypes.data + first * inner
-                frame[4] = room.pair_peaks[first:].ctypes.data
+                frame[4] = room.pair_peaks[first * each_peaks :].ctypes.data
                 frame[5], frame[6], frame[7], frame[8] = weight, scale, bias, to
             else:
                 size = 2 if panels.kind == PAIRS else 4
@@ -232,6 +236,7 @@ def _passed(team: Member, met: int, passage: Passage) -> int:
     hidden, inner, together = x.shape[1], mixture.inner, len(room.logits)
     table = carray(pointer(passage.table), (mixture.experts, EXPERT_COLUMNS), np.int64)
     parts = -(-len(x) // together)
+    chunk = _chunk_of(panels, table[0, 0])
     for part in range(parts):
         upper, lower = part * len(x) // parts, (part + 1) * len(x) // parts
         many, mine = lower - upper, x[upper:lower]
@@ -241,17 +246,17 @@ def _passed(team: Member, met: int, passage: Passage) -> int:
         )  # fmt: skip
         begin, end = many * me // threads, many * (me + 1) // threads
         _choose(begin, end, mixture, room)
-        if panels.kind == INT8:
-            quantize_share(begin, end, mine, np.int32(128), room.levels, room.peaks)
+        if _takes_levels(panels):
+            _round_share(begin, end, chunk, mine, room.levels, room.peaks)
         met = meet(team, met)
         if me == 0:
             _group(many, mixture, room)
         met = meet(team, met)
-        _lay_rows(team, panels, mixture.experts, mine, room)
+        _lay_rows(team, panels, chunk, mixture.experts, mine, room)
         met = meet(team, met)
         _multiply(team, panels, table, 0, hidden, room, room.both)
         met = meet(team, met)
-        _activate(team, mixture, panels, room)
+        _activate(team, mixture, panels, _chunk_of(panels, table[0, _DOWN]), room)
         met = meet(team, met)
         _multiply(team, panels, table, _DOWN, inner, room, room.made)
         met = meet(team, met)

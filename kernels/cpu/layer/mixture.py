@@ -10,8 +10,8 @@ from numba import types
 from coppice.kernels.cpu.code.calls import tuple_type
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import ROWS
-from coppice.kernels.cpu.layer.matmul import float_numba
-from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, PANELS, Panels
+from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
+from coppice.kernels.cpu.layer.matmul.row_blocks import PANELS, Panels
 
 #: Columns of a table of experts: weight, scale and bias of gate and up together, and of down.
 EXPERT_COLUMNS = 6
@@ -22,6 +22,7 @@ _PAIR_BYTES = 1 << 26
 _MOST_ROWS = 1024
 
 _laid_numbers = float_numba.laid_numbers
+_takes_levels, _peak_numbers = level_numba.takes_levels, level_numba.peak_numbers
 
 
 class Mixture(NamedTuple):
@@ -108,7 +109,7 @@ def new_room(mixture: Mixture, panels: Panels, rows: int, hidden: int) -> Room:
     laid, quantized = 0, 0
     if many:
         laid = max(pairs * widest, _laid_numbers(many, hidden))
-    if panels.kind == INT8:
+    if _takes_levels(panels):
         quantized = 1
     return Room(
         np.empty((many, mixture.experts), np.float32),
@@ -122,7 +123,7 @@ def new_room(mixture: Mixture, panels: Panels, rows: int, hidden: int) -> Room:
         np.empty((pairs, hidden), np.float32),
         np.empty(laid, np.float32),
         np.empty((many * quantized, hidden), np.int8),
-        np.empty(many * quantized, np.float32),
+        np.empty(many * quantized * _peak_numbers(panels, hidden), np.float32),
         np.empty((pairs * quantized, inner), np.int8),
-        np.empty(pairs * quantized, np.float32),
+        np.empty(pairs * quantized * _peak_numbers(panels, widest), np.float32),
     )

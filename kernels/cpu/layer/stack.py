@@ -6,8 +6,8 @@ step of one sequence by a Llama of 135 million weights these calls took a third 
 Python makes one call for a step, and the threads start once: they go through the layers together
 (``code.team``), and each computes its share of every operation.
 
-Products are those of ``float_numba``, or of ``int8_numba`` for int8 weights; ``rows_numba`` works
-on rows, and ``numba_items`` computes attention.
+Products are those of ``float_numba``, or of ``level_numba`` for weights of fewer bits;
+``rows_numba`` works on rows, and ``numba_items`` computes attention.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from coppice.kernels.cpu.code.team import (
     new_team,
 )
 from coppice.kernels.cpu.layer.arguments import COLUMNS, WORK, Model, Scratch, Step, Work
-from coppice.kernels.cpu.layer.matmul import float_numba, int8_numba
-from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, Panels
+from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
+from coppice.kernels.cpu.layer.matmul.row_blocks import Panels
 from coppice.kernels.cpu.layer.mixture import (
     EXPERT_COLUMNS,
     PASSAGE,
@@ -59,13 +59,14 @@ _TOGETHER = 512
 # Columns of an activation that one thread takes at least, where there are fewer rows than threads.
 _COLUMNS = 64
 
-# A projection has three columns: its weight, the scale of an int8 weight, and its bias.
+# A projection has three columns: its weight, the scale of one of levels, and its bias.
 _NORM, _QKV, _QK_NORM, _OUTPUT, _MLP_NORM, _GATE_UP, _DOWN = 0, 1, 4, 5, 8, 9, 12
 _POST_NORM, _MLP_POST_NORM, _QUERY_NORM, _KEY_NORM = 15, 16, 17, 18
 _SINKS, _ROUTER, _EXPERTS = 19, 20, 23
 
-_float_share, _int8_share = float_numba.multiply_share, int8_numba.multiply_share
+_float_share, _level_share = float_numba.multiply_share, level_numba.multiply_share
 _laid_numbers = float_numba.laid_numbers
+_takes_levels, _peak_numbers = level_numba.takes_levels, level_numba.peak_numbers
 
 
 @njit
@@ -89,8 +90,8 @@ def _multiply(
     """
     weight, scale, bias = projection[0], projection[1], projection[2]
     laid = scratch.laid
-    if panels.kind == INT8:
-        return _int8_share(
+    if _takes_levels(panels):
+        return _level_share(
             team, met, panels, x, weight, scale, bias, out, scratch.levels, laid.view(np.int8),
             scratch.peaks,
         )  # fmt: skip
@@ -350,9 +351,10 @@ def run_layers(
     qk_width = query_width + items.kv_heads * dim
     together = min(rows, _TOGETHER)
     levels, peaks = np.empty(0, np.int8), np.empty(0, np.float32)
-    if panels.kind == INT8:
+    if _takes_levels(panels):
         numbers = max(rows * hidden, rows * query_width, together * inner)
-        levels, peaks = np.empty(numbers, np.int8), np.empty(rows, np.float32)
+        levels = np.empty(numbers, np.int8)
+        peaks = np.empty(rows * _peak_numbers(panels, max(hidden, query_width, inner)), np.float32)
         numbers = -(-numbers // 4)
     else:
         numbers = max(_laid_numbers(rows, hidden), _laid_numbers(rows, query_width))

@@ -36,8 +36,8 @@ from coppice.kernels.cpu.code.team import (
     new_team,
 )
 from coppice.kernels.cpu.layer.arguments import ITEMS, RESULTS
-from coppice.kernels.cpu.layer.matmul import float_numba, int8_numba
-from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, PANELS, Panels
+from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
+from coppice.kernels.cpu.layer.matmul.row_blocks import PANELS, Panels
 from coppice.kernels.cpu.layer.rows_numba import gate_share
 from coppice.kernels.cpu.program.instructions import (
     ATTEND,
@@ -62,7 +62,8 @@ __all__ = ["run_members", "run_program", "tasks_address"]
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}
 
-_float_share, _int8_share = float_numba.multiply_share, int8_numba.multiply_share
+_float_share, _level_share = float_numba.multiply_share, level_numba.multiply_share
+_takes_levels, _peak_numbers = level_numba.takes_levels, level_numba.peak_numbers
 _laid_numbers = float_numba.laid_numbers
 
 
@@ -197,8 +198,8 @@ def _program_share(team: Member, work: Work) -> None:
                 apart = False
             x = _rows_at(place(line, A, rows, scratch, inputs), rows, line[N1])
             out = _rows_at(place(line, OUT, rows, scratch, inputs), rows, line[N2])
-            if panels.kind == INT8:
-                met = _int8_share(
+            if _takes_levels(panels):
+                met = _level_share(
                     team, met, panels, x, line[W0], line[W1], line[W2], out, work.levels,
                     work.laid.view(np.int8), work.peaks,
                 )  # fmt: skip
@@ -254,10 +255,13 @@ def run_program(
             return False, True
     levels, peaks = np.empty(0, np.int8), np.empty(0, np.float32)
     numbers = 0
-    if panels.kind == INT8:
+    if _takes_levels(panels):
+        widest = 0
         for width in program.widths:
-            numbers = max(numbers, rows * width)
-        levels, peaks = np.empty(numbers, np.int8), np.empty(rows, np.float32)
+            widest = max(widest, width)
+        numbers = rows * widest
+        levels = np.empty(numbers, np.int8)
+        peaks = np.empty(rows * _peak_numbers(panels, widest), np.float32)
         numbers = -(-numbers // 4)
     else:
         for width in program.widths:

@@ -9,7 +9,7 @@ is prefetched. The levels are the unsigned side, with 128 added; what that adds 
 times the sum of its weights, lies at the end of the panel.
 
 A result depends on its row and nothing else. To import this module on a processor without VNNI is
-an ``ImportError``; ``int8_numba`` has the call.
+an ``ImportError``; ``level_numba`` has the call.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _multiply_panel(
 
 @cfunc(types.void(*[types.int64] * 3), error_model="numpy")
 def run_panels(frame: int, begin: int, end: int) -> None:
-    """Panels ``begin .. end`` of what ``int8_numba.multiply_rows`` has laid out in a frame."""
+    """Panels ``begin .. end`` of what ``level_numba.multiply_rows`` has laid out in a frame."""
     f = carray(pointer(frame), (_FRAME,), np.int64)
     rows, inner, width = f[0], f[1], f[2]
     biased = f[7] != 0

@@ -74,7 +74,7 @@ def _multiply(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    from coppice.kernels.cpu.layer.matmul.int8_numba import multiply_rows
+    from coppice.kernels.cpu.layer.matmul.level_numba import multiply_rows
 
     x = x.contiguous()
     out = torch.empty(len(x), weight.out_features)

@@ -32,8 +32,9 @@ from coppice.kernels.cpu.code.simd import (
 class Panels(NamedTuple):
     """A product of panels for compiled code, and the kind of weights that it is to take.
 
-    ``run`` is the address of ``float_panels.run_panels`` or ``int8_panels.run_panels``, ``width``
-    the outputs of a panel, ``kind`` a place in ``float_panels.KINDS``, or ``INT8``.
+    ``run`` is the address of ``run_panels`` in ``float_panels``, ``int8_panels`` or
+    ``group_panels``, ``width`` the outputs of a panel, ``kind`` a place in ``float_panels.KINDS``
+    or one of the kinds below.
     """
 
     run: int
@@ -46,6 +47,8 @@ PANELS = tuple_type(Panels, "i i i")
 INT8 = -1
 #: The kind of products of bfloat16 weights with rows that are rounded to bfloat16, too.
 PAIRS = -2
+#: The kind of weights in groups, of 4 or 8 bits.
+GROUPED = -3
 
 
 def _interleaved(b: Any, rows: list[Any]) -> list[Any]:

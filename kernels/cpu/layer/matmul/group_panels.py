@@ -1,0 +1,339 @@
+"""Products of weights in groups by the processor's dot products of four bytes, panel by panel.
+
+As in ``int8_panels``, ``vpdpbusd`` multiplies four unsigned bytes with four signed ones in each
+lane, exactly. Here the weights are the unsigned side: levels of 4 bits, of which an instruction or
+two make bytes, or of 8 bits. Rows are rounded to 127 levels of the largest number of each chunk,
+which is a group of the weight or divides it. A chunk's int32 sum becomes a float32, is multiplied
+by the factors of the weight's group and of the row's chunk, and added; the offset of a group is
+added once for the sum of the row's levels in a chunk. Sums over chunks are in order, so a result
+depends on its row and nothing else.
+
+A step of one sequence takes the time of reading its weights, and 4 bits with a factor and an offset
+of 16 bits for 64 are 4.5 bits, where int8 has 8.
+
+To import this module on a processor without VNNI is an ``ImportError``; ``level_numba`` has the
+call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from coppice.kernels.cpu.code.calls import pointer
+from coppice.kernels.cpu.code.kept import cfunc
+from coppice.kernels.cpu.code.processor import compiled_path
+from coppice.kernels.cpu.code.simd import ROWS, prefetch
+from coppice.kernels.cpu.layer.matmul.grouped import BLOCK, Grouped
+from coppice.kernels.cpu.layer.matmul.row_blocks import GROUPED, Panels
+
+#: Lanes of int32 in a register.
+LANES = {"avx512vnni": 16, "avxvnni": 8}[compiled_path("int4")]
+_WIDE = 3
+#: Outputs of a panel.
+PANEL = _WIDE * LANES
+_LINE = 64
+#: Numbers at the begin of a packed weight: bits of a level, inputs of a group, whether there are
+#: offsets, bytes of a panel.
+HEADER = 8
+# Numbers and addresses that ``run_panels`` is given.
+_FRAME = 10
+
+_BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_INTS, _FLOATS = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+# The type in which LLVM's function of the instruction takes the bytes.
+_BYTES = ir.VectorType(_BYTE, 4 * LANES) if llvm.llvm_version_info >= (21,) else _INTS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedGroups:
+    """A weight in panels: ``memory`` uint8, a header and the panels, one after the other.
+
+    A panel has its levels, four inputs of each of ``PANEL`` outputs side by side (of 4 bits eight,
+    two in a byte), then its factors, float16 ``[groups, PANEL]``, then its offsets, likewise.
+    """
+
+    out_features: int
+    in_features: int
+    address: int
+    memory: np.ndarray
+
+
+def pack(weight: Grouped) -> PackedGroups | None:
+    """A weight with factors and offsets of float16 in panels, N filled up to whole ones; O(N K).
+
+    None where ``BLOCK`` does not divide a group, and where there are no numbers.
+    """
+    width, inner = weight.shape
+    if not width or not inner or weight.group % BLOCK:
+        return None
+    panels, groups = -(-width // PANEL), inner // weight.group
+    words = inner * weight.bits // 32
+    scales = [weight.factors] if weight.offsets is None else [weight.factors, weight.offsets]
+    size = words * PANEL * 4 + len(scales) * groups * PANEL * 2
+    size = -(-size // _LINE) * _LINE
+    buffer = np.zeros(8 * HEADER + panels * size + _LINE, np.uint8)
+    first = -buffer.ctypes.data % _LINE
+    memory = buffer[first : first + 8 * HEADER + panels * size]
+    memory[: 8 * HEADER].view(np.int64)[:4] = (
+        weight.bits, weight.group, len(scales) - 1, size,
+    )  # fmt: skip
+    rows = memory[8 * HEADER :].reshape(panels, size)
+    # Four bytes are moved as one number of 32 bits.
+    fours = weight.levels.contiguous().numpy().view(np.int32)
+    for panel in range(panels):
+        mine = slice(panel * PANEL, (panel + 1) * PANEL)
+        to = rows[panel, : words * PANEL * 4].view(np.int32).reshape(words, PANEL)
+        part = fours[mine]
+        to[:, : len(part)] = part.T
+        at = words * PANEL * 4
+        for each in scales:
+            kept = rows[panel, at : at + groups * PANEL * 2].view(np.float16)
+            kept.reshape(groups, PANEL)[:, : len(part)] = each[mine].to(torch.float16).numpy().T
+            at += groups * PANEL * 2
+    return PackedGroups(width, inner, memory.ctypes.data, memory)
+
+
+def _at(b: Any, address: Any, kind: Any) -> Any:
+    return b.inttoptr(address, kind.as_pointer())
+
+
+def _constant(value: int) -> Any:
+    return ir.Constant(_LONG, value)
+
+
+def _load(b: Any, address: Any, offset: int, kind: Any, align: int) -> Any:
+    value = b.load(_at(b, b.add(address, _constant(offset)), kind))
+    value.align = align
+    return value
+
+
+def _splat(b: Any, value: Any, kind: Any) -> Any:
+    one = b.insert_element(ir.Constant(kind, ir.Undefined), value, _INT(0))
+    return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
+
+
+@intrinsic(prefer_literal=True)
+def _multiply_panel(
+    typing: Any,
+    rows: Any,
+    bits: Any,
+    levels: Any,
+    groups: Any,
+    grouped: Any,
+    blocks: Any,
+    weights: Any,
+    factors: Any,
+    offsets: Any,
+    following: Any,
+    step: Any,
+    peaks: Any,
+    stride: Any,
+    scales: Any,
+    bias: Any,
+    out: Any,
+    width: Any,
+) -> Any:
+    """``out`` float32 ``[rows, PANEL]``, rows ``width`` apart: levels times a panel, rescaled.
+
+    ``rows`` is a constant; the others are addresses and sizes. ``levels`` int8 is a
+    block of ``row_blocks``, ``[inner / 4, rows, 4]``: ``groups`` of ``grouped`` chunks of
+    ``blocks`` blocks of ``BLOCK`` inputs. A group has ``factors`` and ``offsets``, of which 0 says
+    that the middle level is zero. ``peaks`` is float32 ``[rows, 2 * chunks]``, rows ``stride``
+    bytes apart: a chunk's factor, and the sum of its levels. ``scales`` and ``bias`` are float32
+    ``[PANEL]``. With each block the next ``step`` bytes from ``following`` on are prefetched.
+    """
+    many = rows.literal_value
+    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 16)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        (
+            _, bits, levels, groups, grouped, blocks, weights, factors, offsets, following, step,
+            peaks, stride, scales, bias, out, width,
+        ) = arguments  # fmt: skip
+        kind = ir.FunctionType(_INTS, [_INTS, _BYTES, _BYTES])
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
+        multiply_in = cgutils.get_or_insert_function(b.module, kind, name)
+        fused_kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+        fused = cgutils.get_or_insert_function(b.module, fused_kind, f"llvm.fma.v{LANES}f32")
+        zeros, nothing = ir.Constant(_INTS, [0] * LANES), ir.Constant(_FLOATS, [0.0] * LANES)
+        low, half = (ir.Constant(_INTS, [each] * LANES) for each in (0x0F0F0F0F, 4))
+        plain = b.icmp_signed("==", offsets, _constant(0))
+
+        def widened(address: Any) -> Any:
+            return b.fpext(_load(b, address, 0, _HALVES, 2), _FLOATS)
+
+        def scaled(group: Any, size: int) -> tuple[list[Any], list[Any]]:
+            """The factors and offsets of a group."""
+            place = b.mul(group, _constant(2 * PANEL))
+            factor, offset = [], []
+            for i in range(_WIDE):
+                here = b.add(place, _constant(2 * LANES * i))
+                factor.append(widened(b.add(factors, here)))
+                # Without offsets the factors are read again, and not used.
+                other = widened(b.add(b.select(plain, factors, offsets), here))
+                middle = ir.Constant(_FLOATS, [-float(1 << (size - 1))] * LANES)
+                offset.append(b.select(plain, b.fmul(factor[-1], middle), other))
+            return factor, offset
+
+        def add_block(block: Any, size: int, kept: list[list[Any]]) -> None:
+            """Adds a block's products to int32 sums, and prefetches a part of the next panel."""
+            words = BLOCK * size // 32
+            # The most lines that come with a word.
+            lines = -(-(BLOCK * size // 8 * PANEL + 4 * PANEL) // (_LINE * words))
+            ahead = b.add(following, b.mul(block, step))
+            at = b.add(weights, b.mul(block, _constant(BLOCK * size // 8 * PANEL)))
+            here = b.add(levels, b.mul(block, _constant(BLOCK * many)))
+            sums = [[b.load(each) for each in mine] for mine in kept]
+
+            def add(four: int, vectors: list[Any]) -> None:
+                for row, mine in enumerate(sums):
+                    number = _load(b, here, 4 * (four * many + row), _INT, 4)
+                    other = b.bitcast(_splat(b, number, _INTS), _BYTES)
+                    for i, vector in enumerate(vectors):
+                        one = b.bitcast(vector, _BYTES)
+                        mine[i] = b.call(multiply_in, (mine[i], one, other))
+
+            for word in range(words):
+                for i in range(lines):
+                    prefetch(b, b.add(ahead, _constant((word * lines + i) * _LINE)))
+                vectors = [
+                    _load(b, at, 4 * (word * PANEL + LANES * i), _INTS, 4) for i in range(_WIDE)
+                ]
+                if size == 8:
+                    add(word, vectors)
+                else:
+                    add(2 * word, [b.and_(each, low) for each in vectors])
+                    add(2 * word + 1, [b.and_(b.lshr(each, half), low) for each in vectors])
+            for mine, places in zip(sums, kept, strict=True):
+                for value, place in zip(mine, places, strict=True):
+                    b.store(value, place)
+
+        def work(size: int) -> None:
+            totals = [
+                [cgutils.alloca_once_value(b, nothing) for _ in range(_WIDE)] for _ in range(many)
+            ]
+            sums = [[cgutils.alloca_once(b, _INTS) for _ in range(_WIDE)] for _ in range(many)]
+            with cgutils.for_range(b, groups, intp=_LONG) as group:
+                factor, offset = scaled(group.index, size)
+                first = b.mul(group.index, grouped)
+                with cgutils.for_range(b, grouped, intp=_LONG) as inside:
+                    chunk = b.add(first, inside.index)
+                    for each in (place for mine in sums for place in mine):
+                        b.store(zeros, each)
+                    first_block = b.mul(chunk, blocks)
+                    with cgutils.for_range(b, blocks, intp=_LONG) as block:
+                        add_block(b.add(first_block, block.index), size, sums)
+                    for row in range(many):
+                        mine = b.add(peaks, b.mul(stride, _constant(row)))
+                        mine = b.add(mine, b.mul(chunk, _constant(8)))
+                        peak = _splat(b, _load(b, mine, 0, _FLOAT, 4), _FLOATS)
+                        level_sum = _splat(b, _load(b, mine, 4, _FLOAT, 4), _FLOATS)
+                        for i, total in enumerate(totals[row]):
+                            value = b.fmul(b.sitofp(b.load(sums[row][i]), _FLOATS), factor[i])
+                            value = b.call(fused, (offset[i], level_sum, value))
+                            b.store(b.call(fused, (value, peak, b.load(total))), total)
+            for row, mine in enumerate(totals):
+                to = b.add(out, b.mul(width, _constant(4 * row)))
+                for i, total in enumerate(mine):
+                    scale = _load(b, scales, 4 * LANES * i, _FLOATS, 4)
+                    added = _load(b, bias, 4 * LANES * i, _FLOATS, 4)
+                    place = _at(b, b.add(to, _constant(4 * LANES * i)), _FLOATS)
+                    b.store(b.call(fused, (b.load(total), scale, added)), place).align = 4
+
+        for size in (4, 8):
+            with b.if_then(b.icmp_signed("==", bits, _constant(size))):
+                work(size)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@cfunc(types.void(*[types.int64] * 3), error_model="numpy")
+def run_panels(frame: int, begin: int, end: int) -> None:
+    """Panels ``begin .. end`` of what ``level_numba.multiply_rows`` has laid out in a frame."""
+    f = carray(pointer(frame), (_FRAME,), np.int64)
+    rows, inner, width = f[0], f[1], f[2]
+    header = carray(pointer(f[5]), (HEADER,), np.int64)
+    bits, group, size, chunk = header[0], header[1], header[3], f[9]
+    groups, grouped, blocks = inner // group, group // chunk, chunk // BLOCK
+    stride = 8 * (inner // chunk)
+    # What comes with each block of a panel.
+    step = -(-size // (inner // BLOCK))
+    biased = f[7] != 0
+    # The last panel's outputs that there are, and its scales and biases.
+    edge = np.empty((ROWS, PANEL), np.float32)
+    edge_scales, edge_bias = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float32)
+    for panel in range(begin, end):
+        weights = f[5] + 8 * HEADER + panel * size
+        factors = weights + inner * bits // 8 * PANEL
+        offsets = factors + groups * PANEL * 2 if header[2] else 0
+        first = panel * PANEL
+        count = min(PANEL, width - first)
+        whole = count == PANEL
+        scales, bias = f[6] + 4 * first, f[7] + 4 * first
+        if not whole:
+            edge_scales[:count] = carray(pointer(scales), (count,), np.float32)
+            scales = edge_scales.ctypes.data
+            if biased:
+                edge_bias[:count] = carray(pointer(bias), (count,), np.float32)
+        if not (whole and biased):
+            bias = edge_bias.ctypes.data
+        row = 0
+        while row < rows:
+            start, peaks = f[3] + row * inner, f[4] + stride * row
+            # While the first rows are worked with this panel the next one comes.
+            following, ahead = start, 0
+            if row == 0 and panel + 1 < end:
+                following, ahead = weights + size, step
+            to, apart = f[8] + 4 * (row * width + first), width
+            if not whole:
+                to, apart = edge.ctypes.data, PANEL
+            left = rows - row
+            # The first argument is a constant of what is compiled.
+            if ROWS == 8 and left >= 8:
+                many = 8
+                _multiply_panel(
+                    8, bits, start, groups, grouped, blocks, weights, factors, offsets, following,
+                    ahead, peaks, stride, scales, bias, to, apart,
+                )  # fmt: skip
+            elif left >= 4:
+                many = 4
+                _multiply_panel(
+                    4, bits, start, groups, grouped, blocks, weights, factors, offsets, following,
+                    ahead, peaks, stride, scales, bias, to, apart,
+                )  # fmt: skip
+            elif left >= 2:
+                many = 2
+                _multiply_panel(
+                    2, bits, start, groups, grouped, blocks, weights, factors, offsets, following,
+                    ahead, peaks, stride, scales, bias, to, apart,
+                )  # fmt: skip
+            else:
+                many = 1
+                _multiply_panel(
+                    1, bits, start, groups, grouped, blocks, weights, factors, offsets, following,
+                    ahead, peaks, stride, scales, bias, to, apart,
+                )  # fmt: skip
+            if not whole:
+                for i in range(many):
+                    out = carray(
+                        pointer(f[8] + 4 * ((row + i) * width + first)), (count,), np.float32
+                    )
+                    out[:] = edge[i, :count]
+            row += many
+    edge[0, 0] = edge_scales[0] = edge_bias[0] = 0
+
+
+def product() -> Panels:
+    """The product of panels for compiled code."""
+    return Panels(run_panels.address, PANEL, GROUPED)
