@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from coppice.kernels.cpu.layer.matmul.grouped import Grouped
+
 
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -44,11 +46,13 @@ class TensorSource(ABC):
         headers: of all tensors, by name, in the order in which reading them is fast.
         stored: what quantised weights are stored as, for people; None: they are not quantised.
         eight_bit: whether the checkpoint was made to be computed with in 8 bits.
+        four_bit: whether most of its numbers are weights of 4 bits in groups.
     """
 
     headers: Mapping[str, Header]
     stored: str | None = None
     eight_bit: bool = False
+    four_bit: bool = False
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
@@ -57,6 +61,10 @@ class TensorSource(ABC):
         Raises ValueError that names file and tensor where the file does not hold what its header
         says.
         """
+
+    def read_grouped(self, name: str) -> Grouped | None:
+        """The same as it is stored, for products of weights in groups; None where it is not so."""
+        return None
 
     @property
     def half_type(self) -> torch.dtype | None:

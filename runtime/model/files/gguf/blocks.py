@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from coppice.kernels.cpu.layer.matmul.grouped import Grouped
+from coppice.runtime.model.files.gguf.groups import FOUR_BITS, grouped
 from coppice.runtime.model.files.gguf.names import processor_of, sources_of
 from coppice.runtime.model.files.gguf.package import gguf_package, opened
 from coppice.runtime.model.files.source import Header, TensorSource
@@ -63,6 +65,11 @@ class GgufSource(TensorSource):
         there = [pair for pair in self._sources.items() if pair[1][0] in place]
         for name, (stored, expert) in sorted(there, key=lambda pair: place[pair[1][0]]):
             self.headers[name] = self._header(stored, expert)
+        sizes = {True: 0, False: 0}
+        for header in self.headers.values():
+            if header.is_matrix:
+                sizes[header.stored in FOUR_BITS] += math.prod(header.shape)
+        self.four_bit = sizes[True] > sizes[False]
         for stored in self._infos:
             if stored not in used and stored not in _IN_CONFIG:
                 self.headers[stored] = self._header(stored, None)
@@ -84,6 +91,25 @@ class GgufSource(TensorSource):
         return Header(shape, dtype or self._decoded, file, size, named)
 
     def read(self, name: str) -> torch.Tensor:
+        header, (stored, file, kind, data) = self.headers[name], self._bytes(name)
+        tensor = self._decode(data, header, kind, f"{file}: tensor {stored}")
+        return self._processed(tensor, stored)
+
+    def read_grouped(self, name: str) -> Grouped | None:
+        header = self.headers[name]
+        if header.stored not in FOUR_BITS or len(header.shape) != 2:
+            return None
+        stored, _, _, data = self._bytes(name)
+        # Rows of some tensors come in another order; what else is done to one is done to floats.
+        rows = torch.arange(header.shape[0], dtype=torch.float32)[:, None]
+        order = self._processed(rows, stored)
+        if order.shape != rows.shape or not torch.equal(order.sort(0).values, rows):
+            return None
+        made = grouped(torch.from_numpy(data), header.stored, header.shape[0])
+        return made if torch.equal(order, rows) else made[order[:, 0].long()]
+
+    def _bytes(self, name: str) -> tuple[str, Path, Any, Any]:
+        """A tensor's name in the file, the file, its kind and its bytes."""
         stored, expert = self._sources.get(name, (name, None))
         header = self.headers[name]
         file, (kind, _, offset, _) = self._infos[stored]
@@ -95,7 +121,10 @@ class GgufSource(TensorSource):
                 f"{file}: tensor {stored} has {header.size} bytes, and the file holds "
                 f"{data.nbytes} of them"
             )
-        tensor = self._decode(data, header, kind, f"{file}: tensor {stored}")
+        return stored, file, kind, data
+
+    def _processed(self, tensor: torch.Tensor, stored: str) -> torch.Tensor:
+        """A tensor as a checkpoint lays it."""
         made = self._processor.process(tensor, stored, tensor_key_mapping=None)
         found: torch.Tensor = made.weights
         return found

@@ -2,12 +2,16 @@
 
 Lin et al. 2023 (AWQ) and Frantar et al. 2022 (GPTQ), in the forms of AutoAWQ and AutoGPTQ; the
 forms of the package compressed-tensors; floats of 8 bits with scales of blocks (DeepSeek 2024).
-All functions return float32 `[out, in]`.
+Decoded weights are float32 `[out, in]`.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+from coppice.kernels.cpu.layer.matmul.grouped import BLOCK, Grouped, packed_nibbles
 
 # The places of a word's eight numbers in AutoAWQ's order.
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -20,17 +24,69 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     return numbers.reshape(len(words), -1)
 
 
-def awq(words: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor:
+class Levels(NamedTuple):
+    """A weight as integers from 0 on.
+
+    Attributes:
+        numbers: int32 `[out, in]`, below `2 ** bits`.
+        middles: what stands for zero, int32 `[out, groups]`; None: half of all levels.
+        scales: float `[out, groups]`.
+        order: the group of each input, int64 `[in]`; None: groups follow each other.
+    """
+
+    numbers: torch.Tensor
+    middles: torch.Tensor | None
+    scales: torch.Tensor
+    order: torch.Tensor | None
+    bits: int
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raises ValueError where the parts are not those of a weight of that shape."""
+        if self.numbers.shape != shape:
+            raise ValueError(f"they make a weight of {tuple(self.numbers.shape)}")
+        zeros = self.scales if self.middles is None else self.middles
+        if len(self.scales) != shape[0] or zeros.shape != self.scales.shape:
+            raise ValueError(
+                f"there are scales of {tuple(self.scales.shape)} and zero points of "
+                f"{tuple(zeros.shape)} for {shape[0]} outputs"
+            )
+
+    def decoded(self) -> torch.Tensor:
+        """The weight itself."""
+        order = self._in_turn() if self.order is None else self.order
+        middle: torch.Tensor | int = 1 << (self.bits - 1)
+        if self.middles is not None:
+            middle = self.middles[:, order]
+        return (self.numbers - middle).float().mul_(self.scales.float()[:, order])
+
+    def grouped(self) -> Grouped | None:
+        """The same in the form of products in groups; None where it does not fit that."""
+        inputs, groups = self.numbers.shape[1], self.scales.shape[1]
+        if self.bits not in (4, 8) or inputs % groups or inputs // groups % BLOCK:
+            return None
+        if self.order is not None and not torch.equal(self.order, self._in_turn()):
+            return None
+        levels, factors, offsets = self.numbers.to(torch.uint8), self.scales.float(), None
+        if self.middles is not None and (self.middles != 1 << (self.bits - 1)).any():
+            offsets = -self.middles * factors
+        return Grouped(
+            packed_nibbles(levels) if self.bits == 4 else levels, factors, offsets, self.bits
+        )
+
+    def _in_turn(self) -> torch.Tensor:
+        """The group of each input where groups follow each other."""
+        inputs, groups = self.numbers.shape[1], self.scales.shape[1]
+        return torch.arange(inputs) // (-(-inputs // groups))
+
+
+def awq(words: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor) -> Levels:
     """`words [in, out / 8]`, `zeros [groups, out / 8]`, `scales [groups, out]`."""
 
     def ordered(packed: torch.Tensor) -> torch.Tensor:
         numbers = unpacked(packed, 4).view(len(packed), -1, 8)
-        return numbers[..., list(_AWQ)].reshape(len(packed), -1)
+        return numbers[..., list(_AWQ)].reshape(len(packed), -1).t()
 
-    numbers, groups = ordered(words), len(scales)
-    middle: torch.Tensor | int = 8 if zeros is None else ordered(zeros)[:, None]
-    grouped = numbers.view(groups, -1, numbers.shape[1])
-    return ((grouped - middle).float() * scales.float()[:, None]).view(numbers.shape).t()
+    return Levels(ordered(words), None if zeros is None else ordered(zeros), scales.t(), None, 4)
 
 
 def gptq(
@@ -41,21 +97,14 @@ def gptq(
     *,
     bits: int,
     zeros_less_one: bool,
-) -> torch.Tensor:
+) -> Levels:
     """`words [in * bits / 32, out]`, `zeros [groups, out * bits / 32]`, `scales [groups, out]`.
 
     `order [in]` is the group of each input; None: they follow each other.
     """
-    numbers = unpacked(words.t().contiguous(), bits)  # [out, in]
-    inputs, groups = numbers.shape[1], len(scales)
-    if order is None:
-        order = torch.arange(inputs) // (-(-inputs // groups))
-    order = order.long()
-    if zeros is None:
-        middle = torch.full((groups, len(numbers)), 1 << (bits - 1))
-    else:
-        middle = unpacked(zeros, bits) + int(zeros_less_one)
-    return (numbers - middle.t()[:, order]).float() * scales.float().t()[:, order]
+    middles = None if zeros is None else unpacked(zeros, bits).t() + int(zeros_less_one)
+    order = None if order is None else order.long()
+    return Levels(unpacked(words.t().contiguous(), bits), middles, scales.t(), order, bits)
 
 
 def packed_rows(
@@ -66,18 +115,15 @@ def packed_rows(
     *,
     shape: tuple[int, int],
     bits: int,
-) -> torch.Tensor:
+) -> Levels:
     """compressed-tensors' `words [out, in * bits / 32]` and `scales [out, groups]`, of `shape`.
 
     `zeros [out * bits / 32, groups]` are packed along the rows.
     """
     rows, columns = shape
-    offset = 1 << (bits - 1)
-    numbers = unpacked(words, bits)[:, :columns] - offset
-    middle = None
-    if zeros is not None:
-        middle = unpacked(zeros.t().contiguous(), bits)[:, :rows].t() - offset
-    return _by_columns(numbers, scales, middle, order)
+    middles = None if zeros is None else unpacked(zeros.t().contiguous(), bits)[:, :rows].t()
+    order = None if order is None else order.long()
+    return Levels(unpacked(words, bits)[:, :columns], middles, scales, order, bits)
 
 
 def scaled(
@@ -95,23 +141,18 @@ def scaled(
     if scales.dim() == 1:
         scales = scales[:, None]
     if len(scales) == rows:
-        return _by_columns(numbers, scales, zeros, None)
+        return _by_columns(numbers, scales, zeros)
     height, width = block
     spread = scales.float().repeat_interleave(height, 0)[:rows]
     return numbers.float().mul_(spread.repeat_interleave(width, 1)[:, :columns])
 
 
 def _by_columns(
-    numbers: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    order: torch.Tensor | None,
+    numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
 ) -> torch.Tensor:
     """Numbers with scales `[rows, groups]` of groups of columns."""
     columns, groups = numbers.shape[1], scales.shape[1]
-    if order is None:
-        order = torch.arange(columns) // (-(-columns // groups))
-    order = order.long()
+    order = torch.arange(columns) // (-(-columns // groups))
     values = numbers.float()
     if zeros is not None:
         values -= zeros.float().reshape(len(values), -1)[:, order]

@@ -1,7 +1,6 @@
 """A checkpoint's tensors with quantised weights decoded, each when it is read.
 
-Products of their own for 4 and 8 bits would ask here for the parts of a weight, which `_parts`
-finds, and keep them as they are.
+Products of weights in groups take those of 4 and 8 bits as they are stored.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from coppice.kernels.cpu.layer.matmul.grouped import Grouped
 from coppice.runtime.model.files.quantized import bits
 from coppice.runtime.model.files.quantized.method import Method, read_method
 from coppice.runtime.model.files.source import Header, TensorSource
@@ -69,6 +69,18 @@ class DecodedSource(TensorSource):
         self.headers = {**{n: self._header(n, own) for n, own in self._parts.items()}, **plain}
         stored = [source.headers[own["weight"]].dtype for own in parts.values() if "weight" in own]
         self.eight_bit = bool(stored) and len(stored) == len(parts)
+        small = [self._bits_of(name) == 4 for name in self._parts]
+        self.four_bit = 2 * sum(small) > len(small)
+
+    def _bits_of(self, name: str) -> int:
+        """The bits that a number of a quantised weight is stored in."""
+        own, columns = self._parts[name], self.headers[name].shape[1]
+        if "weight_packed" in own:
+            words = self._source.headers[own["weight_packed"]].shape[1]
+            return self._bits(words, columns) or self._method.bits
+        if "qweight" in own and self._method.form == "gptq":
+            return 32 * self._source.headers[own["qweight"]].shape[0] // columns
+        return 4 if "qweight" in own else 8
 
     @property
     def half_type(self) -> torch.dtype | None:
@@ -153,13 +165,28 @@ class DecodedSource(TensorSource):
         return next((n for n in (4, 8) if -(-columns * n // 32) == words), None)
 
     def read(self, name: str) -> torch.Tensor:
-        own = self._parts.get(name)
-        if own is None:
+        if name not in self._parts:
             return self._source.read(name)
+        found = self._read(name)
+        return (found.decoded() if isinstance(found, bits.Levels) else found).to(self._dtype)
+
+    def read_grouped(self, name: str) -> Grouped | None:
+        if name not in self._parts or "weight" in self._parts[name]:
+            return None
+        found = self._read(name)
+        assert isinstance(found, bits.Levels)
+        return found.grouped()
+
+    def _read(self, name: str) -> torch.Tensor | bits.Levels:
         header = self.headers[name]
-        part = {each: self._source.read(stored) for each, stored in own.items()}
+        part = {each: self._source.read(stored) for each, stored in self._parts[name].items()}
         try:
-            return self._decode(part, header).to(self._dtype)
+            found = self._decode(name, part, header)
+            if isinstance(found, bits.Levels):
+                found.check(header.shape)
+            elif found.shape != header.shape:
+                raise ValueError(f"they make a weight of {tuple(found.shape)}")
+            return found
         except (RuntimeError, IndexError, ValueError) as error:
             shapes = ", ".join(f"{each} {tuple(one.shape)}" for each, one in part.items())
             raise ValueError(
@@ -167,32 +194,32 @@ class DecodedSource(TensorSource):
                 f"{str(error).splitlines()[0]}"
             ) from error
 
-    def _decode(self, part: dict[str, torch.Tensor], header: Header) -> torch.Tensor:
+    def _decode(
+        self, name: str, part: dict[str, torch.Tensor], header: Header
+    ) -> torch.Tensor | bits.Levels:
         method = self._method
         if "qweight" in part:
             words, zeros, scales = part["qweight"], part.get("qzeros"), part["scales"]
             if method.form == "awq":
                 return bits.awq(words, zeros, scales)
-            number = 32 * words.shape[0] // header.shape[1]
             return bits.gptq(
                 words,
                 zeros,
                 scales,
                 part.get("g_idx"),
-                bits=number,
+                bits=self._bits_of(name),
                 zeros_less_one=method.zeros_less_one,
             )
         zeros = part.get("weight_zero_point")
         if "weight_packed" in part:
             rows, columns = header.shape
-            number = self._bits(part["weight_packed"].shape[1], columns) or method.bits
             return bits.packed_rows(
                 part["weight_packed"],
                 part["weight_scale"],
                 zeros,
                 part.get("weight_g_idx"),
                 shape=(rows, columns),
-                bits=number,
+                bits=self._bits_of(name),
             )
         scale = part.get("weight_scale_inv", part.get("weight_scale"))
         assert scale is not None

@@ -15,6 +15,7 @@ from coppice.runtime.model.config import RopeConfig
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.model.files.path import resolve_model
+from coppice.runtime.model.linear.grouped import Int4Linear
 from coppice.runtime.model.rope import frequencies
 from coppice.runtime.model.weights import load_decoder
 
@@ -69,6 +70,32 @@ def test_has_the_weights_of_the_checkpoint_that_it_was_made_of(
     half = torch.bfloat16 if kind == "BF16" else torch.float16
     narrow = {p.dtype for p in halves.parameters() if p.dim() > 1}
     assert half in narrow or narrow == {torch.float32}, "without kernels for 16 bits"
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "Q4_0"), ("llama", "Q4_1"), ("llama", "Q4_K"), ("qwen3_moe", "Q4_1")],
+)
+def test_4_bits_stay_4_bits(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str, kind: str
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    if family == "qwen3_moe":
+        sizes |= {"moe_intermediate_size": 256}
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint(family, **sizes))
+    write_gguf(model, tmp_path / "model.gguf", kind)
+    folder = resolve_model(str(tmp_path / "model.gguf"))
+    found, wanted = load(folder), load(folder, lossless=True)
+    pairs = [
+        (one, other)
+        for one, other in zip(found.modules(), wanted.modules(), strict=True)
+        if isinstance(one, Int4Linear)
+    ]
+    assert len(pairs) >= 8
+    for one, other in pairs:
+        assert one.weight.bits == 4
+        mine = one.weight.numbers() * one.weight_scale[:, None]
+        assert (mine - other.weight).norm() < 1e-3 * other.weight.norm()
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1", "F16", "BF16"])

@@ -48,9 +48,10 @@ def load(folder):
     decoder = load_decoder(
         folder, load_model_config(folder), dtype=torch.float32, device=torch.device("cpu")
     )
-    result = sum({each.data_ptr(): each.nbytes for each in decoder.parameters()}.values())
     decoder.pack()
-    return decoder, result
+    result = sum({each.data_ptr(): each.nbytes for each in decoder.parameters()}.values())
+    packed = [getattr(each, "packed", None) for each in decoder.modules()]
+    return decoder, result + sum(each.memory.nbytes for each in packed if each is not None)
 
 load(Path(sys.argv[1]))  # imports what loading imports
 with open("/proc/self/clear_refs", "w") as file:
@@ -192,5 +193,5 @@ def test_the_result_and_one_shard(
     assert ran.returncode == 0, ran.stderr
     most, after, result = json.loads(ran.stdout.splitlines()[-1])
     print(kind, *(f"{each / MIB:.0f} MiB" for each in (most, after, result)))
-    assert result > 100 * MIB, "else it says little"
+    assert result > 75 * MIB, "else it says little"
     assert most <= result + SHARD + MARGIN
