@@ -1,7 +1,7 @@
 """Coppice on a CPU beside other engines, and beside the least possible time.
 
     python benchmarks/cpu_peers.py [--quick] [--json FILE] [--models S M] [--workloads W1 ...]
-        [--sides NAME ...] [--precisions float32 bfloat16 int8] [--seeds N] [--long SECONDS]
+        [--sides NAME ...] [--precisions float32 bfloat16 int8 int4] [--seeds N] [--long SECONDS]
         [--stored bfloat16] [--peer NAME=PYTHON ...] [--threads N] [--cache DIR] [--no-steps]
 
 Runs the workloads W1 to W6 (`cpu/workloads.py`) on two models with random weights. All sides get
@@ -278,8 +278,9 @@ class Yardstick:
         """Bytes of Coppice's weights and KV pool; int8 keeps the embedding as stored, too."""
         layers, head = self.shape.layer_parameters, self.shape.head_parameters
         weights = self.shape.stored * (layers + head)
-        if precision == "int8":
-            weights = layers + (1 + self.shape.stored) * head
+        if precision in ("int8", "int4"):
+            weights = layers * {"int8": 1, "int4": 4.5 / 8}[precision]
+            weights += (1 + self.shape.stored) * head
         return weights + 8 * self._pool_tokens() * self.shape.kv_width * self.shape.layers
 
     def _report_ratios(
@@ -345,7 +346,7 @@ def _options() -> argparse.Namespace:
                          default=list(workloads(False)))  # fmt: skip
     options.add_argument("--stored", choices=STORED, default=STORED[0],
                          help="type of the checkpoint's numbers (default: float32)")  # fmt: skip
-    options.add_argument("--precisions", nargs="+", choices=("float32", "bfloat16", "int8"),
+    options.add_argument("--precisions", nargs="+", choices=("float32", "bfloat16", "int8", "int4"),
                          default=["float32", "int8"])  # fmt: skip
     options.add_argument(
         "--sides", nargs="+", choices=list(KINDS), help="default: all that are installed"

@@ -50,6 +50,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
+    "bfloat16-kv": {"dtype": "float32", "kv_cache_dtype": "bfloat16"},
     "fp8-kv": {"kv_cache_dtype": "fp8"},
 }
 _LENGTH = 1024

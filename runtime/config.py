@@ -13,7 +13,7 @@ DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "coppice", "transformers")
-QUANTIZATIONS = (None, "int8", "fp8")
+QUANTIZATIONS = (None, "int8", "int4", "fp8")
 
 
 def _option(default: Any, help: str) -> Any:
@@ -49,7 +49,9 @@ class EngineConfig:
     )
     load_format: str = _option("auto", "auto: the checkpoint's weights; dummy: random ones")
     quantization: str | None = _option(
-        None, "8-bit weights and activations: int8 on a CPU, fp8 (e4m3) on a GPU"
+        None,
+        "8-bit weights and activations: int8 on a CPU, fp8 (e4m3) on a GPU; int4: 4-bit weights "
+        "and 8-bit activations on a CPU",
     )
     page_size: int = _option(16, "tokens that a page of the KV cache holds")
     kv_cache_tokens: int | None = _option(None, "size of the KV cache in tokens")

@@ -62,10 +62,14 @@ class Step:
         return cls(sum(new), len(new), pairs, distinct)
 
     def seconds(self, shape: Shape, precision: str, rates: Rates) -> float:
-        """The step's floor. Weights are int8 or as stored; KV and attention are float32's."""
-        small = precision == "int8"
-        weights = shape.layer_parameters + shape.head_parameters * (self.sampled > 0)
-        read = weights * (1 if small else shape.stored)
+        """The step's floor. Weights are int8 or as stored; KV and attention are float32's.
+
+        Of int4 those of the layers have 4 bits and a factor and an offset for 64, the head 8.
+        """
+        layers, head = {"int8": (1.0, 1.0), "int4": (4.5 / 8, 1.0)}.get(
+            precision, (shape.stored, shape.stored)
+        )
+        read = shape.layer_parameters * layers + shape.head_parameters * head * (self.sampled > 0)
         read += self.kv_tokens * 2 * shape.kv_width * shape.layers * 4
         products = 2 * (shape.layer_parameters * self.rows + shape.head_parameters * self.sampled)
         attention = 4 * self.pairs * shape.query_width * shape.layers
@@ -75,6 +79,7 @@ class Step:
                 "float32": rates.float32,
                 "bfloat16": max(rates.bfloat16, rates.float32),
                 "int8": rates.int8,
+                "int4": rates.int8,
             }[precision]
         )
         arithmetic += attention / rates.float32

@@ -25,7 +25,9 @@ class Coppice(Peer):
             EngineConfig(
                 model=options["checkpoint"],
                 dtype="bfloat16" if options["precision"] == "bfloat16" else "float32",
-                quantization="int8" if options["precision"] == "int8" else None,
+                quantization=options["precision"]
+                if options["precision"].startswith("int")
+                else None,
                 kv_cache_tokens=options["tokens_shared"],
                 max_num_seqs=options["lines"],
             )

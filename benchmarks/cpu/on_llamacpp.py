@@ -187,8 +187,10 @@ def _write_gguf(checkpoint: Path, target: Path, precision: str) -> None:
         )
 
     def add(name: str, tensor: np.ndarray) -> None:
-        if precision == "int8" and tensor.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
+        if precision in ("int8", "int4") and tensor.ndim == 2:
+            # As `llama-quantize` does it for Q4_0, the embedding, which is the head, has 8 bits.
+            small = precision == "int4" and not name.startswith("token_embd")
+            kind = gguf.GGMLQuantizationType.Q4_0 if small else gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, np.ascontiguousarray(tensor))

@@ -11,7 +11,7 @@ Keys of `options`:
 
     checkpoint       folder
     folder           for converted files
-    precision        "float32" or "int8"
+    precision        "float32", "bfloat16", "int8" or "int4"
     variant          settings of this side
     threads
     length           tokens of the longest sequence

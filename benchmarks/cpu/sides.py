@@ -19,6 +19,7 @@ from cpu.workloads import Job
 _HERE = Path(__file__).parent
 _BOTH = ("float32", "int8")
 _ALL = ("float32", "bfloat16", "int8")
+_SMALL = ("float32", "int8", "int4")
 _FLOATS = ("float32", "bfloat16")
 
 
@@ -35,13 +36,13 @@ class Kind:
 
 #: All sides by name, Coppice first. Several sides of one peer differ in settings.
 KINDS = {
-    "coppice": Kind("on_coppice.py", "coppice", _ALL, converts=False),
+    "coppice": Kind("on_coppice.py", "coppice", (*_ALL, "int4"), converts=False),
     "transformers": Kind("on_transformers.py", "transformers", _FLOATS, converts=False),
     "transformers-cb": Kind(
         "on_transformers.py", "transformers", _FLOATS, {"continuous": True}, False
     ),
-    "llama.cpp-1": Kind("on_llamacpp.py", "llama.cpp", variant={"slots": 1}),
-    "llama.cpp-32": Kind("on_llamacpp.py", "llama.cpp", variant={"slots": 32}),
+    "llama.cpp-1": Kind("on_llamacpp.py", "llama.cpp", _SMALL, variant={"slots": 1}),
+    "llama.cpp-32": Kind("on_llamacpp.py", "llama.cpp", _SMALL, variant={"slots": 32}),
     "openvino": Kind("on_openvino.py", "openvino"),
     "ctranslate2": Kind("on_ctranslate2.py", "ctranslate2"),
     "vllm": Kind("on_vllm.py", "vllm", _ALL),

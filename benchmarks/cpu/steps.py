@@ -169,7 +169,7 @@ def report(
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("checkpoint", type=Path)
-    options.add_argument("precision", choices=("float32", "bfloat16", "int8"))
+    options.add_argument("precision", choices=("float32", "bfloat16", "int8", "int4"))
     options.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options.add_argument("--quick", action="store_true")
     args = options.parse_args()
@@ -181,7 +181,7 @@ def main() -> None:
         EngineConfig(
             model=str(args.checkpoint),
             dtype="bfloat16" if args.precision == "bfloat16" else "float32",
-            quantization="int8" if args.precision == "int8" else None,
+            quantization=args.precision if args.precision.startswith("int") else None,
             kv_cache_tokens=shared + max(rows) * (own + count + 64) + 4096,
             max_num_seqs=max(rows),
             max_num_batched_tokens=max(CHUNKS),

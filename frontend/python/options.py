@@ -97,7 +97,8 @@ class Configured(ABC):
             model_impl: whose code computes the model: auto, coppice, transformers; auto is our own
                 family where there is one, else transformers' model.
             load_format: auto: the checkpoint's weights; dummy: random ones.
-            quantization: 8-bit weights and activations: int8 on a CPU, fp8 (e4m3) on a GPU.
+            quantization: 8-bit weights and activations: int8 on a CPU, fp8 (e4m3) on a GPU; int4:
+                4-bit weights and 8-bit activations on a CPU.
             page_size: tokens that a page of the KV cache holds.
             kv_cache_tokens: size of the KV cache in tokens.
             kv_cache_memory_fraction: size of the KV cache as a fraction of the memory that is

@@ -218,8 +218,7 @@ class Decoder(nn.Module):
             DecoderLayer(config, spec, linear=linear, **place) for spec in config.layers
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **place)
-        head = linear if linear.serves_head else Linear
-        self.head = head(config.hidden_size, config.vocab_size, bias=False, **place)
+        self.head = linear.for_head()(config.hidden_size, config.vocab_size, bias=False, **place)
         if self.head_is_embedding:
             self.head.weight = self.embedding
         self.score: nn.Parameter | None = None

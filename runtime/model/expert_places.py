@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -17,12 +17,13 @@ from coppice.runtime.model.layers import DTYPES
 class Place:
     """Where one tensor of a checkpoint belongs: its shape, and what copies it to the decoder.
 
-    ``dtypes`` are the types that it may have.
+    ``dtypes`` are the types that it may have. ``takes_groups``: ``fill`` also takes a ``Grouped``.
     """
 
     shape: tuple[int, ...]
-    fill: Callable[[torch.Tensor], object]
+    fill: Callable[[Any], object]
     dtypes: tuple[torch.dtype, ...] = tuple(DTYPES.values())
+    takes_groups: bool = False
 
 
 def experts_in_one(

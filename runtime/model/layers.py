@@ -20,6 +20,8 @@ from coppice.runtime.model.config import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from coppice.kernels.cpu.layer.matmul.float_panels import PackedFloat
+    from coppice.kernels.cpu.layer.matmul.group_panels import PackedGroups
+    from coppice.kernels.cpu.layer.matmul.grouped import Grouped
     from coppice.kernels.cpu.layer.matmul.int8_panels import PackedInt8
 
 #: The types of weights that are supported, by their names in configs and options.
@@ -31,9 +33,13 @@ class Linear(nn.Module):
 
     bias: nn.Parameter | None
     #: The weight in the layout of ``pack``; None before, and where it has none.
-    packed: PackedFloat | PackedInt8 | None = None
-    #: Whether a decoder with these projections has a language-model head of the same class.
-    serves_head: ClassVar[bool] = True
+    packed: PackedFloat | PackedInt8 | PackedGroups | None = None
+    #: The class of a language-model head beside these projections; None: their own.
+    head_kind: ClassVar[type[Linear] | None] = None
+    #: Bits that a number of the weight takes in memory, and their name; None: those of its type.
+    stored: ClassVar[tuple[float, str] | None] = None
+    #: Whether parts of a weight may come as ``Grouped``.
+    takes_groups: ClassVar[bool] = False
     #: Whether its weight can be the embedding's own tensor.
     shares_embedding: ClassVar[bool] = True
     #: The type of the weight; None for ``dtype``, the type of results and bias.
@@ -55,6 +61,17 @@ class Linear(nn.Module):
         self.weight = frozen(torch.empty(shape, dtype=self.kept or dtype, device=device))
         self.bias = frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
+    @classmethod
+    def for_head(cls) -> type[Linear]:
+        """The class of a language-model head beside these projections."""
+        return cls.head_kind or cls
+
+    @classmethod
+    def stored_as(cls, dtype: torch.dtype) -> tuple[float, str]:
+        """Bits that a number of the weight takes in memory, and what such numbers are called."""
+        kept = cls.kept or dtype
+        return cls.stored or (8 * kept.itemsize, str(kept).removeprefix("torch."))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
@@ -71,8 +88,9 @@ class Linear(nn.Module):
         if self.packed is not None:
             del self.weight
 
-    def fill_weight(self, first_row: int, part: torch.Tensor) -> None:
+    def fill_weight(self, first_row: int, part: torch.Tensor | Grouped) -> None:
         """Copy ``part [rows, in_features]`` over the rows from ``first_row`` on."""
+        assert isinstance(part, torch.Tensor)
         self.weight[first_row : first_row + part.shape[0]].copy_(part)
 
     def fill_bias(self, first_row: int, part: torch.Tensor) -> None:

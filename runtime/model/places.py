@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
+from coppice.kernels.cpu.layer.matmul.grouped import Grouped
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.decoder import Decoder, DecoderLayer
 from coppice.runtime.model.expert_places import Place, experts_in_one
@@ -80,7 +81,8 @@ def _layer_places(layer: DecoderLayer, config: ModelConfig) -> dict[str, Place]:
         for name, count in zip(names, rows, strict=True):
             own = None if order is None else order[first : first + count] - first
             fill = partial(_fill, linear.fill_weight, first, own)
-            places[f"{name}.weight"] = Place((count, in_features), fill)
+            shape = (count, in_features)
+            places[f"{name}.weight"] = Place(shape, fill, takes_groups=linear.takes_groups)
             if linear.bias is not None:
                 fill = partial(_fill, linear.fill_bias, first, own)
                 places[f"{name}.bias"] = Place((count,), fill)
@@ -127,10 +129,10 @@ def rows_in_order(head_order: Sequence[int], heads: int, rows: int) -> torch.Ten
 
 
 def _fill(
-    fill: Callable[[int, torch.Tensor], object],
+    fill: Callable[[int, Any], object],
     first: int,
     order: torch.Tensor | None,
-    part: torch.Tensor,
+    part: torch.Tensor | Grouped,
 ) -> None:
     """Fills rows from ``first`` on with ``part``, whose rows are taken in ``order``."""
     fill(first, part if order is None else part[order])

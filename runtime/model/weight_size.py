@@ -25,17 +25,19 @@ def weight_bytes(
         widths = config.intermediate_size if experts is None else experts.count * experts.inner
         numbers += 3 * hidden * widths
     words = config.vocab_size * hidden
-    each = linear(16, 16, bias=False, dtype=dtype, device=device).weight.element_size()
-    total = numbers * each + words * embedding_dtype.itemsize
-    head = linear if linear.serves_head else Linear
+    head = linear.for_head()
+    total = numbers * linear.stored_as(dtype)[0] / 8 + words * embedding_dtype.itemsize
     if not (config.tie_word_embeddings and head.shares_embedding):
-        total += words * (each if linear.serves_head else dtype.itemsize)
-    return total
+        total += words * head.stored_as(dtype)[0] / 8
+    return round(total)
 
 
 def smaller_weights(quantization: str | None, device: torch.device) -> str:
     """What to do where the weights do not fit."""
-    if quantization is not None:
-        return "Take a smaller model"
-    smaller = "int8" if device.type == "cpu" else "fp8"
-    return f"Take a smaller model, or quantization {smaller!r}, with a byte for a weight"
+    smaller = []
+    if quantization is None:
+        name = "int8" if device.type == "cpu" else "fp8"
+        smaller.append(f", or quantization {name!r}, with a byte for a weight")
+    if quantization in (None, "int8") and device.type == "cpu":
+        smaller.append(", or quantization 'int4', with half a byte")
+    return "Take a smaller model" + "".join(smaller)

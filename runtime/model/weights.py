@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from coppice.kernels.cpu.layer.matmul.group_products import group_kernels
+from coppice.kernels.cpu.layer.matmul.grouped import BLOCK
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.model.expert_places import Place
@@ -17,6 +19,7 @@ from coppice.runtime.model.files.opening import open_tensors
 from coppice.runtime.model.files.progress import LoadingProgress
 from coppice.runtime.model.files.source import Header, TensorSource, in_order
 from coppice.runtime.model.layers import DTYPES, Linear
+from coppice.runtime.model.linear.grouped import Int4Linear, WiderInt4Linear
 from coppice.runtime.model.linear.select import linear_class
 from coppice.runtime.model.places import places_of
 from coppice.runtime.model.weight_size import smaller_weights, weight_bytes
@@ -63,14 +66,16 @@ def load_decoder(
     deterministic: bool = False,
     lossless: bool = False,
     bfloat16: bool = False,
+    as_stored: bool = True,
     seed: int = 0,
 ) -> Decoder:
     """A decoder with weights: those in ``path``, or random ones with ``load_format="dummy"``.
 
     Weights that are stored quantised become int8 where the checkpoint was made for products of 8
-    bits and the device has those, else 16 bits where they can be kept, with ``lossless`` float32;
-    a line in the log says which. ``bfloat16``: products on a CPU are of bfloat16, in a model that
-    is float32 otherwise (``linear_class``).
+    bits, and stay in groups of 4 bits where most are stored so, with ``as_stored`` and on a device
+    that has such products; else they become 16 bits where they can be kept, with ``lossless``
+    float32. A line in the log says which. ``bfloat16``: products on a CPU are of bfloat16, in a
+    model that is float32 otherwise (``linear_class``).
 
     While loading, one tensor of the checkpoint at a time is in memory beside the decoder (of a
     `pytorch_model.bin`, what has been read of one shard). Raises ``ValueError`` that names the file
@@ -82,8 +87,8 @@ def load_decoder(
     if not dummy:
         source = open_tensors(path, lambda: _wanted(config), lossless=lossless)
         config = _with_prefix(config, set(source.headers))
-        if quantization is None and not deterministic and not lossless:
-            quantization = _made_for(source, device, dtype)
+        if quantization is None and as_stored and not deterministic and not lossless:
+            quantization = _made_for(source, config, device, dtype)
             bfloat16 = bfloat16 and quantization is None
     halves = source.half_type if source is not None and dtype == torch.float32 else None
     if bfloat16:
@@ -91,8 +96,10 @@ def load_decoder(
     linear = linear_class(
         quantization, device, dtype, halves=halves, deterministic=deterministic, bfloat16=bfloat16
     )
+    if linear is Int4Linear and source is not None and source.four_bit:
+        linear = WiderInt4Linear
     # A head of float32 weights needs a float32 embedding; others leave it in 16 bits.
-    widened = linear is Linear or deterministic or not linear.serves_head
+    widened = linear is Linear or deterministic or linear.for_head() is Linear
     embedding_dtype = dtype if halves is None or widened else halves
     taken = weight_bytes(config, linear, dtype, device, embedding_dtype)
     remedy = smaller_weights(quantization, device)
@@ -128,7 +135,9 @@ def _fill_from_files(decoder: Decoder, path: Path, source: TensorSource) -> None
     with LoadingProgress(sum(header.size for header in headers.values())) as progress:
         for name, header in in_order(headers, first=embedding, last=head):
             if name in places:
-                places[name].fill(source.read(name))
+                place = places[name]
+                part = source.read_grouped(name) if place.takes_groups else None
+                place.fill(source.read(name) if part is None else part)
             elif name == head:
                 _check_tied(where, source.read(name), decoder)
             progress.add(header.size)
@@ -140,30 +149,43 @@ def _wanted(config: ModelConfig) -> list[str]:
     return list(places_of(Decoder(config, dtype=config.torch_dtype, device=meta)))
 
 
-def _made_for(source: TensorSource, device: torch.device, dtype: torch.dtype) -> str | None:
+def _made_for(
+    source: TensorSource, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> str | None:
     """The quantization that the checkpoint was made for, if the device has its products."""
-    if not source.eight_bit or device.type != "cpu":
+    made_for = "int8" if source.eight_bit else "int4" if source.four_bit else None
+    if made_for is None or device.type != "cpu":
+        return None
+    if made_for == "int4" and not (group_kernels() and _divides(config)):
         return None
     try:
-        linear_class("int8", device, dtype)
+        linear_class(made_for, device, dtype)
     except ValueError as error:
         logger.info("weights stay in 16 bits: %s", error)
         return None
-    return "int8"
+    return made_for
+
+
+def _divides(config: ModelConfig) -> bool:
+    """Whether the inputs of all projections can be in groups."""
+    widths = {config.hidden_size, config.num_heads * config.head_dim}
+    for layer in config.layers:
+        own = config.intermediate_size if layer.experts is None else layer.experts.inner
+        widths.add(own)
+    return all(width % BLOCK == 0 for width in widths)
 
 
 def _log_decoding(
     source: TensorSource, linear: type[Linear], dtype: torch.dtype, taken: int, device: torch.device
 ) -> None:
-    place = {"dtype": dtype, "device": device}
-    kept = linear(16, 16, bias=False, **place).weight.dtype  # type: ignore[arg-type]
+    bits, kept = linear.stored_as(dtype)
     smaller = ""
-    if kept.itemsize > 1:
+    if bits > 8:
         smaller = f". If that is too much: {smaller_weights(None, device)}"
     logger.info(
         "weights stored as %s become %s, %s%s",
         source.stored,
-        str(kept).removeprefix("torch."),
+        kept,
         readable(taken),
         smaller,
     )

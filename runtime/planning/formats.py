@@ -49,4 +49,5 @@ def format_bytes(numbers: Numbers, dtype: str) -> dict[str, int]:
         "float32": weight_bytes(numbers, stored, None).total,
         "bfloat16": weight_bytes(numbers, 2, None).total,
         "int8": weight_bytes(numbers, stored, "int8").total,
+        "int4": weight_bytes(numbers, stored, "int4").total,
     }

@@ -15,7 +15,7 @@ class KnownFamily:
     Attributes:
         model_type, architecture: what a `config.json` calls it.
         one_call: whether a CPU computes all layers in one compiled call.
-        int8, fp8: whether 8-bit weights can be had, on a CPU and on a GPU.
+        int8, fp8: whether weights of 8 (and 4) bits can be had on a CPU, and of 8 on a GPU.
         gguf: whether its GGUF files are read.
         adapters: what LoRA adapters may change, "all" projections or those of "attention".
         experts, windows, soft_cap, sinks: what its layers have, in the configs that are published

@@ -63,7 +63,7 @@ class PlanOptions:
         for name, allowed in (
             ("dtype", ("auto", *DTYPE_NAMES)),
             ("kv_cache_dtype", ("auto", "bfloat16", "fp8")),
-            ("quantization", (None, "int8", "fp8")),
+            ("quantization", (None, "int8", "int4", "fp8")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(
@@ -92,9 +92,9 @@ class Plan:
 
     ``window_bytes``: KV of a sequence that is older than its layer's window; a decoding step does
     not read it, and it is kept.
-    ``stored``: how the checkpoint is stored. ``cpu_weights``: where a CPU keeps it as int8 without
-    being asked, what it takes there. ``cpu_formats``: what a CPU keeps of each of ``FORMATS``.
-    ``alone`` and ``together``: the rates of one sequence, and of all users together.
+    ``stored``: how the checkpoint is stored. ``cpu_weights``: where a CPU keeps it as int8 or int4
+    without being asked, what it takes there. ``cpu_formats``: what a CPU keeps of each of
+    ``FORMATS``. ``alone`` and ``together``: the rates of one sequence, and of all users together.
     """
 
     options: PlanOptions
@@ -139,8 +139,8 @@ def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOW
     numbers = count(model)
     weights = weight_bytes(numbers, itemsize, options.quantization)
     on_cpu = None
-    if stored.eight_bit and options.quantization is None:
-        on_cpu = weight_bytes(numbers, itemsize, "int8")
+    if stored.on_cpu is not None and options.quantization is None:
+        on_cpu = weight_bytes(numbers, itemsize, stored.on_cpu)
     kept = {"fp8": 1, "bfloat16": 2}.get(options.kv_cache_dtype, itemsize)
     each, size, users = model_token_bytes(model, kept), options.page_size, options.users
     cache = options.kv_cache_memory

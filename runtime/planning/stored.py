@@ -9,6 +9,7 @@ from pathlib import Path
 from coppice.runtime.model.config_file import read_config
 from coppice.runtime.model.files.formats import FORMATS
 from coppice.runtime.model.files.gguf.around import TYPES
+from coppice.runtime.model.files.gguf.groups import FOUR_BITS
 from coppice.runtime.model.files.index import indexed
 from coppice.runtime.model.files.quantized.method import read_method
 
@@ -20,12 +21,12 @@ class Stored:
     Attributes:
         name: of the quantised form, for people; None: plain numbers.
         bytes: of all files with weights; None: they are not here, or not all of them.
-        eight_bit: whether it is made for products of 8 bits, so that a CPU keeps it as int8.
+        on_cpu: the quantization that a CPU keeps it in, since it is made for its products.
     """
 
     name: str | None
     bytes: int | None
-    eight_bit: bool = False
+    on_cpu: str | None = None
 
 
 def read_stored(folder: Path) -> Stored:
@@ -34,12 +35,17 @@ def read_stored(folder: Path) -> Stored:
     types = folder / TYPES
     if types.is_file():  # a folder around a GGUF file
         held = [kind for kind in json.loads(types.read_text()) if kind not in _PLAIN]
-        return Stored("GGUF's " + ", ".join(sorted(held)) if held else None, size)
+        four = bool(set(held) & set(FOUR_BITS)) and not set(held) & set(_FEWER)
+        name = "GGUF's " + ", ".join(sorted(held)) if held else None
+        return Stored(name, size, "int4" if four else None)
     given = read_config(folder).get("quantization_config")
     if isinstance(given, dict) and given.get("quant_method") == "mxfp4":
         return Stored("MXFP4", size)
     method = read_method(folder)
-    return Stored(None, size) if method is None else Stored(method.name, size, method.eight_bit)
+    if method is None:
+        return Stored(None, size)
+    kept = "int8" if method.eight_bit else "int4" if method.bits == 4 else None
+    return Stored(method.name, size, kept)
 
 
 def _bytes_of_files(folder: Path) -> int | None:
@@ -58,3 +64,5 @@ def _size(file: Path) -> int:
 
 
 _PLAIN = ("F32", "F16", "BF16")
+# Files that are named after these have some matrices of 4 bits, too.
+_FEWER = ("Q2_K", "Q3_K", "Q5_K", "Q5_0", "Q5_1")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from coppice.runtime.planning.numbers import Numbers
 
-_SCALE = 4  # bytes: each row of an 8-bit matrix has a float32
+_SCALE = 4  # bytes: each row of a matrix of 8 or 4 bits has a float32
+_INT4 = 4.5 / 8  # bytes of a number: 64 share two of 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +23,18 @@ def weight_bytes(numbers: Numbers, itemsize: int, quantization: str | None) -> W
     """Bytes of weights, with ``itemsize`` bytes for a number that is not quantized.
 
     ``quantization`` is None, "int8" (all matrices but embedding and routers; the head is a matrix
-    of its own then, and biases float32) or "fp8" (the layers' matrices).
+    of its own then, and biases float32), "int4" (the same, with a head of int8; of 4-bit
+    checkpoints what their own groups take may differ) or "fp8" (the layers' matrices).
     """
-    each, scale = (itemsize, 0) if quantization is None else (1, _SCALE)
-    layers = numbers.projections * each + numbers.rows * scale + numbers.rest * itemsize
-    layers += numbers.biases * (4 if quantization == "int8" else itemsize)
-    experts = numbers.experts * each + numbers.expert_rows * scale
-    active = numbers.active * each + numbers.active_rows * scale
+    on_cpu = quantization in ("int8", "int4")
+    each = {None: itemsize, "int4": _INT4}.get(quantization, 1)
+    scale = 0 if quantization is None else _SCALE
+    layers = round(numbers.projections * each) + numbers.rows * scale + numbers.rest * itemsize
+    layers += numbers.biases * (4 if on_cpu else itemsize)
+    experts = round(numbers.experts * each) + numbers.expert_rows * scale
+    active = round(numbers.active * each) + numbers.active_rows * scale
     embedding, head = numbers.embedding * itemsize, numbers.head * itemsize
-    if quantization == "int8":
+    if on_cpu:
         head = numbers.embedding + numbers.vocab_size * scale
     total = layers + experts + embedding + head
     # Of the embedding a token reads one row; a head that shares it reads all of it.

@@ -18,12 +18,14 @@ from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan,
 from coppice.kernels.cpu.attention.arguments import items_of
 from coppice.kernels.cpu.backend import CpuBackend
 from coppice.kernels.cpu.layer.matmul.float_products import float_kernels
+from coppice.kernels.cpu.layer.matmul.group_products import group_kernels
 from coppice.kernels.cpu.layer.matmul.int8_products import panel_kernels
 from coppice.kernels.schedule.cpu import CpuSchedule, build_cpu_schedule, cpu_cost_model
 from coppice.runtime.model.decoder import CompiledLayers, Decoder, DecoderLayer
 from coppice.runtime.model.experts import ExpertMixture
 from coppice.runtime.model.layers import Linear, Sum
 from coppice.runtime.model.linear.eight_bit import Int8Linear
+from coppice.runtime.model.linear.grouped import Int4Linear
 from coppice.runtime.runner.implementation import Model
 
 if TYPE_CHECKING:
@@ -291,8 +293,8 @@ class LayerStack(CompiledLayers):
 
 def _panels_of(linear: Linear) -> Panels:
     """The compiled products that read the panels of a packed projection."""
-    if isinstance(linear, Int8Linear):
-        kernels = panel_kernels()
+    if isinstance(linear, Int8Linear | Int4Linear):
+        kernels = panel_kernels() if isinstance(linear, Int8Linear) else group_kernels()
         assert kernels is not None
         return cast("Panels", kernels.product())
     kernels = float_kernels()

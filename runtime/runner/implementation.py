@@ -77,6 +77,7 @@ class Implementation:
                 deterministic=options.deterministic,
                 lossless=options.dtype == "float32",
                 bfloat16=self._rounds_products(options, device),
+                as_stored=options.dtype == "auto",
                 seed=options.seed,
             )
         from coppice.runtime.transformers.loading import load_foreign

@@ -85,7 +85,7 @@ def adopt(
         if type(module) not in (nn.Linear, Conv1D):
             continue
         if id(module) not in found:
-            kind = linear if module is not head or linear.serves_head else Linear
+            kind = linear if module is not head else linear.for_head()
             found[id(module)] = _ours(cast("nn.Linear", module), kind, dtype, device)
         _put(network, name, found[id(module)])
     if type(tokens) is nn.Embedding:

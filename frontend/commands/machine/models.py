@@ -69,7 +69,7 @@ def _show(console: Console, listed: dict[str, Any]) -> None:
     for title in ("model_type", "CPU", "GPU", "files", "LoRA", "has"):
         table.add_column(title, no_wrap=True)
     for each in listed["families"]:
-        cpu = ["one call"] * each["one_call"] + ["int8"] * each["int8"]
+        cpu = ["one call"] * each["one_call"] + ["int8", "int4"] * each["int8"]
         parts = ("experts", "windows", "soft_cap", "sinks")
         table.add_row(
             each["model_type"],
@@ -83,7 +83,7 @@ def _show(console: Console, listed: dict[str, Any]) -> None:
     lines = [
         "",
         "one call: a CPU computes all layers of a step in one compiled call",
-        "int8, fp8: with --quantization; a GPU computes all families in 16 bits, too",
+        "int8, int4, fp8: with --quantization; a GPU computes all families in 16 bits, too",
         "HF: a folder, also quantised as below",
         "LoRA: adapters change all projections, or those of the attention alone (attn)",
         "has: where a config.json does not say otherwise",
@@ -97,7 +97,8 @@ def _show(console: Console, listed: dict[str, Any]) -> None:
         f"GGUF of {', '.join(listed['gguf']['architectures'])}, with matrices in",
         f"- {', '.join(listed['gguf']['types'])}",
         "",
-        "quantised checkpoints; they become 16 bits, those of 8 bits and FP8 int8 on a CPU:",
+        "quantised checkpoints; on a CPU those of 8 bits and FP8 become int8, and those of 4 bits",
+        "stay in 4 bits; others, and all on a GPU, become 16 bits:",
         *(f"- {name}: {stored}" for name, stored in listed["quantized_checkpoints"].items()),
     ]
     console.print("\n".join(lines), soft_wrap=True)

@@ -71,7 +71,7 @@ def add_to(commands: Subparsers) -> None:
         ("dtype", "type of the weights: auto, float32, bfloat16, float16 (default: auto, the "
          "type that the config declares)"),
         ("kv_cache_dtype", "type of the KV: auto, bfloat16, fp8 (default: auto, the weights' own)"),
-        ("quantization", "8-bit weights: int8 or fp8"),
+        ("quantization", "weights of fewer bits: int8, int4 or fp8"),
     ):  # fmt: skip
         group.add_argument(
             *flags_of(name),

@@ -25,11 +25,12 @@ product is ``torch._scaled_mm`` with a scale for each row of both sides, which a
 the error of a product is 3.7% of its norm. The head stays in the model's type, as is usual: its
 error would go straight to the logits, and a tied one is the embedding, which is not kept twice.
 
-Weights alone in 8 or 4 bits are not served on a GPU. torchao 0.18 has no kernel for int8: in each
-product it makes a bfloat16 copy of the weight first, five bytes moved for each number instead of
-the two of bfloat16, unless torch.compile generates a kernel. Its int4 wants the package mslk, or
-else takes torch's own ``_weight_int4pack_mm``, which unpacks all weights again for every 16 tokens
-of a call: prefills, and decodes of a large batch, would be slower than in bfloat16.
+Weights alone in 8 or 4 bits are not served on a GPU (on a CPU: ``grouped``). torchao 0.18 has no
+kernel for int8: in each product it makes a bfloat16 copy of the weight first, five bytes moved for
+each number instead of the two of bfloat16, unless torch.compile generates a kernel. Its int4 wants
+the package mslk, or else takes torch's own ``_weight_int4pack_mm``, which unpacks all weights again
+for every 16 tokens of a call: prefills, and decodes of a large batch, would be slower than in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from coppice.kernels.cpu.layer.matmul import int8_products
 from coppice.runtime.model.layers import Linear, frozen, gpu_rows
 
 if TYPE_CHECKING:
+    from coppice.kernels.cpu.layer.matmul.grouped import Grouped
     from coppice.kernels.cpu.layer.matmul.int8_panels import PackedInt8
 
 #: Largest magnitude of an int8 weight or activation; -128 is not used.
@@ -64,6 +66,7 @@ class Int8Linear(Linear):
 
     packed: PackedInt8 | None = None
     shares_embedding = False
+    stored = 8, "int8"
 
     def __init__(
         self,
@@ -97,8 +100,9 @@ class Int8Linear(Linear):
         if self.packed is not None:
             del self.weight
 
-    def fill_weight(self, first_row: int, part: torch.Tensor) -> None:
+    def fill_weight(self, first_row: int, part: torch.Tensor | Grouped) -> None:
         """Quantize ``part [rows, in_features]`` into the rows from ``first_row`` on."""
+        assert isinstance(part, torch.Tensor)
         for block in part.split(max(1, _BLOCK // part.shape[1])):
             # Transformed as the rows that it will be multiplied with, which are not divided.
             values = transformed(block.float()) / block_of(block.shape[1])
@@ -116,7 +120,8 @@ class Fp8Linear(Linear):
     Both widths must be multiples of 16: ``ValueError``.
     """
 
-    serves_head = False
+    head_kind = Linear
+    stored = 8, "float8_e4m3fn"
 
     def __init__(
         self,
@@ -156,8 +161,9 @@ class Fp8Linear(Linear):
     def pack(self) -> None:
         """Nothing to do: the product takes the weight as it is."""
 
-    def fill_weight(self, first_row: int, part: torch.Tensor) -> None:
+    def fill_weight(self, first_row: int, part: torch.Tensor | Grouped) -> None:
         """Quantize ``part [rows, in_features]`` into the rows from ``first_row`` on."""
+        assert isinstance(part, torch.Tensor)
         for block in part.split(_BLOCK_ROWS):
             levels, scale = quantize_e4m3(block.to(self.weight.device))
             rows = slice(first_row, first_row + len(block))

@@ -11,6 +11,7 @@ from coppice.kernels.cpu.layer.matmul.float_products import float_kernels
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear.deterministic import SteadyLinear
 from coppice.runtime.model.linear.eight_bit import LEVELS, Fp8Linear, Int8Linear
+from coppice.runtime.model.linear.grouped import Int4Linear
 from coppice.runtime.model.linear.sixteen_bit import BFloat16Linear, Float16Linear, HalfLinear
 
 _log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ def linear_class(
     deterministic: bool = False,
     bfloat16: bool = False,
 ) -> type[Linear]:
-    """The class of projections for ``quantization``: None for float weights, ``int8`` or ``fp8``.
+    """The class of projections for ``quantization``; None for float weights.
 
     ``halves`` is the 16-bit type of the checkpoint's weights, if all have the same: on a CPU that
     computes in float32 they stay in it, where such products can be compiled. ``deterministic`` asks
@@ -33,9 +34,9 @@ def linear_class(
     ``bfloat16`` asks for products of bfloat16 in a model that is float32 otherwise, on a CPU.
 
     Raises ``ValueError`` that names the reason where the device, the type of the model or torch's
-    product does not serve: ``int8`` needs a CPU whose int8 products are exact (on those without
-    VNNI sums of products can saturate); ``fp8`` needs a GPU with products of 8-bit floats, and
-    bfloat16.
+    product does not serve: ``int8``, and ``int4``, whose head is int8, need a CPU whose int8
+    products are exact (on those without VNNI sums of products can saturate); ``fp8`` needs a GPU
+    with products of 8-bit floats, and bfloat16.
     """
     if bfloat16:
         if not has_bfloat16():
@@ -54,13 +55,14 @@ def linear_class(
         if halves and device.type == "cpu" and dtype == torch.float32 and float_kernels():
             return Float16Linear if halves == torch.float16 else HalfLinear
         return Linear
-    if quantization == "int8":
+    if quantization in ("int8", "int4"):
         if device.type != "cpu":
             raise ValueError(
-                f"quantization 'int8' runs on a CPU only; device is {device}, which takes 'fp8'"
+                f"quantization {quantization!r} runs on a CPU only; device is {device}, which "
+                "takes 'fp8'"
             )
         _check_int8_product()
-        return Int8Linear
+        return Int8Linear if quantization == "int8" else Int4Linear
     _check_fp8_device(device)
     if dtype != torch.bfloat16:
         raise ValueError(

@@ -14,11 +14,13 @@ from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan,
 from coppice.kernels.cpu.attention.arguments import items_of
 from coppice.kernels.cpu.backend import CpuBackend
 from coppice.kernels.cpu.layer.matmul.float_products import float_kernels
+from coppice.kernels.cpu.layer.matmul.group_products import group_kernels
 from coppice.kernels.cpu.layer.matmul.int8_products import panel_kernels
 from coppice.kernels.cpu.program import instructions
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear.eight_bit import Int8Linear
+from coppice.runtime.model.linear.grouped import Int4Linear
 from coppice.runtime.transformers.attention import LayerFacts, PagedStep, running
 from coppice.runtime.transformers.network import Network
 from coppice.runtime.transformers.program.lower import Lowering
@@ -220,8 +222,8 @@ def _panels_of(products: Sequence[Linear]) -> Panels:
     """The compiled products that read the panels of all these weights."""
     if len({type(each) for each in products}) != 1:
         raise Unrecorded("its products are of several kinds, or it has none")
-    if isinstance(products[0], Int8Linear):
-        kernels = panel_kernels()
+    if isinstance(products[0], Int8Linear | Int4Linear):
+        kernels = panel_kernels() if isinstance(products[0], Int8Linear) else group_kernels()
         assert kernels is not None
         return cast("Panels", kernels.product())
     kinds = {cast("PackedFloat", each.packed).kind for each in products}

@@ -20,15 +20,13 @@ FEATURES = {
     "n": "several results of a request are the same with and without the cache",
     "beams": "sequences are those of transformers' beam search",
     "int8": "on a CPU: tokens from the cache equal cold ones",
-    "int4": "not there: what a checkpoint stores in 4 bits becomes int8 or 16 bits at load",
+    "int4": "on a CPU: tokens from the cache equal cold ones",
     "adapters": "LoRA: tokens equal those of the merged model, cold and from the cache; of experts "
     "the attention alone",
     "triton": "logits equal transformers' with the GPU's kernels, interpreted on a CPU",
     "sm_90": "attention with its published heads, windows and soft-cap compiles for an H100 or "
     "H200, without spilled registers; no GPU has run it yet",
 }
-# Columns that no family has, which a table shows as "-".
-NOWHERE = ("int4",)
 OURS, OTHERS = "families", "through transformers"
 COLUMNS = {OURS: tuple(FEATURES), OTHERS: ("tokens", "n", "beams", "int8")}
 
@@ -66,7 +64,7 @@ def _lines(families: Iterable[str], seen: Mapping[str, set[str]], columns: Seque
     lines = [f"| family | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for family in families:
         has = seen.get(family, set())
-        cells = ("yes" if each in has else "-" if each in NOWHERE else "" for each in columns)
+        cells = ("yes" if each in has else "" for each in columns)
         lines.append(f"| `{family}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

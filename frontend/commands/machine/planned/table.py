@@ -87,7 +87,11 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "weights in files", size, unpacked
     yield "weights in memory", readable(plan.weights.total), kind
     if plan.cpu_weights is not None:
-        yield "  on a CPU", readable(plan.cpu_weights.total), "int8, for which it is made"
+        yield (
+            "  on a CPU",
+            readable(plan.cpu_weights.total),
+            f"{stored.on_cpu}, for which it is made",
+        )
     yield "KV of a token", readable(plan.token_bytes), f"{plan.token_bytes:,} bytes"
     yield (
         f"KV of a page of {options.page_size}",
