@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coppice.runtime.model.config_file import read_config
-from coppice.runtime.model.files.formats import FORMATS
+from coppice.runtime.model.files.formats import FORMATS, GGUF_FOUR_BITS
 from coppice.runtime.model.files.gguf.around import TYPES
-from coppice.runtime.model.files.gguf.groups import FOUR_BITS
 from coppice.runtime.model.files.index import indexed
 from coppice.runtime.model.files.quantized.method import read_method
 
@@ -35,7 +34,7 @@ def read_stored(folder: Path) -> Stored:
     types = folder / TYPES
     if types.is_file():  # a folder around a GGUF file
         held = [kind for kind in json.loads(types.read_text()) if kind not in _PLAIN]
-        four = bool(set(held) & set(FOUR_BITS)) and not set(held) & set(_FEWER)
+        four = bool(set(held) & set(GGUF_FOUR_BITS)) and not set(held) & set(_FEWER)
         name = "GGUF's " + ", ".join(sorted(held)) if held else None
         return Stored(name, size, "int4" if four else None)
     given = read_config(folder).get("quantization_config")

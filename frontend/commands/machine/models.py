@@ -69,7 +69,7 @@ def _show(console: Console, listed: dict[str, Any]) -> None:
     for title in ("model_type", "CPU", "GPU", "files", "LoRA", "has"):
         table.add_column(title, no_wrap=True)
     for each in listed["families"]:
-        cpu = ["one call"] * each["one_call"] + ["int8", "int4"] * each["int8"]
+        cpu = ["one call"] * each["one_call"] + ["int8/4"] * each["int8"]
         parts = ("experts", "windows", "soft_cap", "sinks")
         table.add_row(
             each["model_type"],
@@ -83,7 +83,7 @@ def _show(console: Console, listed: dict[str, Any]) -> None:
     lines = [
         "",
         "one call: a CPU computes all layers of a step in one compiled call",
-        "int8, int4, fp8: with --quantization; a GPU computes all families in 16 bits, too",
+        "int8/4, fp8: with --quantization int8, int4, fp8; a GPU has 16 bits for all families, too",
         "HF: a folder, also quantised as below",
         "LoRA: adapters change all projections, or those of the attention alone (attn)",
         "has: where a config.json does not say otherwise",

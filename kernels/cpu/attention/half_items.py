@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, types
 
-from coppice.kernels.cpu.attention.numba_items import FAST, FRAME, work_tasks
+from coppice.kernels.cpu.attention.tasks import FAST, FRAME, work_tasks
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import cfunc
 

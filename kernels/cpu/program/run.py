@@ -16,8 +16,9 @@ import numpy as np
 from numba import carray, types
 
 from coppice.kernels.cpu.attention.arguments import Inputs, Items, Results
-from coppice.kernels.cpu.attention.numba_items import attention_frame, merge_share, tasks_address
+from coppice.kernels.cpu.attention.numba_items import tasks_address
 from coppice.kernels.cpu.attention.stored import put
+from coppice.kernels.cpu.attention.tasks import attention_frame, merge_share
 from coppice.kernels.cpu.code.calls import (
     borrowed,
     held,

@@ -24,6 +24,8 @@ GGUF_TYPES = (
     "Q2_K", "IQ4_XS", "IQ4_NL", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S",
     "TQ2_0", "TQ1_0", "MXFP4",
 )  # fmt: skip
+#: Those of 4 bits in groups, which a CPU multiplies as they are.
+GGUF_FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
 #: Quantised checkpoints by their `quant_method`: how they may be stored.
 QUANTIZED = {
     "awq": "4 bits, version gemm",

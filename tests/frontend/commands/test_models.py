@@ -34,7 +34,7 @@ def test_every_family_is_listed_with_what_it_has(capsys: pytest.CaptureFixture[s
     assert {each for each in found if found[each]["gguf"]} == set(GGUF_FAMILIES)
     assert set(STORED) == set(listed["quantized_checkpoints"]) - {"mxfp4"}
     assert listed["weights"] == {name: list(files) for name, files in FORMATS.items()}
-    assert listed["quantization"] == ["int8", "fp8"]
+    assert listed["quantization"] == ["int8", "int4", "fp8"]
     assert {"Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1", "F16", "BF16"} < set(
         listed["gguf"]["types"]
     )

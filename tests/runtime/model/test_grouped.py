@@ -26,8 +26,8 @@ from coppice.runtime.model.linear.eight_bit import Int8Linear
 from coppice.runtime.model.linear.grouped import Int4Linear, WiderInt4Linear
 from coppice.runtime.model.linear.select import linear_class
 from coppice.runtime.model.weights import load_decoder
+from coppice.runtime.planning import numbers as parameters
 from coppice.runtime.planning import weights as plan
-from coppice.runtime.planning.numbers import count
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -238,5 +238,5 @@ def test_it_takes_the_memory_that_is_planned(tiny_checkpoint: Callable[..., Path
     planned = weight_bytes(config, Int4Linear, torch.float32, CPU, decoder.embedding.dtype)
     assert 0.95 * planned < sum(matrices) < 1.1 * planned
     size = decoder.embedding.element_size()
-    told = plan.weight_bytes(count(config), size, "int4").total
+    told = plan.weight_bytes(parameters.count(config), size, "int4").total
     assert 0.9 * told < sum(matrices) < 1.1 * told

@@ -156,7 +156,7 @@ def test_windows_need_fewer_keys_which_are_kept() -> None:
         ({"shared": 200, "context": 100}, "shared must be from 0 to context, 100, got 200"),
         ({"max_model_len": 10**6}, "max_model_len must be at most 8192"),
         ({"dtype": "int3"}, "dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
-        ({"quantization": "int5"}, "quantization must be one of None, int8, fp8, got 'int5'"),
+        ({"quantization": "int5"}, "quantization must be one of None, int8, int4, fp8, got 'int5'"),
         ({"device_memory": 10**9}, "device_memory is 1,000,000,000 bytes, and the weights take"),
         ({"fraction": 0.0}, "kv_cache_memory_fraction must be above 0"),
     ],
