@@ -1,4 +1,5 @@
 """A decoder layer on a CPU: products, the work on rows between them, all layers in one call.
 
-Other rooms use `rows`, `stack` and, of `matmul/`, `float_products` and `int8_products`.
+Other rooms use `rows`, `stack` and, of `matmul/`, `grouped` (weights in groups) and the products:
+`float_products`, `int8_products`, `group_products`.
 """
