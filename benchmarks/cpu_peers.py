@@ -279,7 +279,7 @@ class Yardstick:
         layers, head = self.shape.layer_parameters, self.shape.head_parameters
         weights = self.shape.stored * (layers + head)
         if precision in ("int8", "int4"):
-            weights = layers * {"int8": 1, "int4": 4.5 / 8}[precision]
+            weights = layers * {"int8": 1, "int4": 5 / 8}[precision]
             weights += (1 + self.shape.stored) * head
         return weights + 8 * self._pool_tokens() * self.shape.kv_width * self.shape.layers
 

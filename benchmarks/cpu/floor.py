@@ -64,9 +64,9 @@ class Step:
     def seconds(self, shape: Shape, precision: str, rates: Rates) -> float:
         """The step's floor. Weights are int8 or as stored; KV and attention are float32's.
 
-        Of int4 those of the layers have 4 bits and a factor and an offset for 64, the head 8.
+        Of int4 those of the layers have 4 bits and a factor and an offset for 32, the head 8.
         """
-        layers, head = {"int8": (1.0, 1.0), "int4": (4.5 / 8, 1.0)}.get(
+        layers, head = {"int8": (1.0, 1.0), "int4": (5 / 8, 1.0)}.get(
             precision, (shape.stored, shape.stored)
         )
         read = shape.layer_parameters * layers + shape.head_parameters * head * (self.sampled > 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from coppice.runtime.planning.numbers import Numbers
 
 _SCALE = 4  # bytes: each row of a matrix of 8 or 4 bits has a float32
-_INT4 = 4.5 / 8  # bytes of a number: 64 share two of 16 bits
+_INT4 = 5 / 8  # bytes of a number: 32 share two of 16 bits
 
 
 @dataclass(frozen=True, slots=True)

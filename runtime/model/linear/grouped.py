@@ -26,9 +26,6 @@ from coppice.runtime.model.linear.eight_bit import Int8Linear
 if TYPE_CHECKING:
     from coppice.kernels.cpu.layer.matmul.group_panels import PackedGroups
 
-# Neighbours that share a factor in weights that are rounded here, where their number allows it.
-_GROUP = 64
-
 
 class Int4Linear(Linear):
     """``Linear`` with a weight of 4 bits in groups; ``bits`` are those of float weights.
@@ -41,7 +38,7 @@ class Int4Linear(Linear):
     packed: PackedGroups | None = None
     shares_embedding = False
     head_kind = Int8Linear
-    stored = 4.5, "int4"
+    stored = 5, "int4"
     takes_groups = True
     bits: ClassVar[int] = 4
 
@@ -95,8 +92,7 @@ class Int4Linear(Linear):
         Raises ``ValueError`` for groups that are no multiples of 32.
         """
         if isinstance(part, torch.Tensor):
-            group = BLOCK if self.in_features % _GROUP else _GROUP
-            part = rounded(part, self.bits, group)
+            part = rounded(part, self.bits)
         elif part.group % BLOCK:
             raise ValueError(
                 f"a weight has groups of {part.group}; it must be a multiple of {BLOCK}"

@@ -46,16 +46,19 @@ def test_the_formats_of_a_cpu_have_the_measured_costs(
         if row["model"] == found["costs_seen_on"]:
             measured.setdefault(row["mode"], row)
     by_name = {each["name"]: each for each in found["formats"]}
-    assert list(by_name) == ["float32", "bfloat16", "int8"]
+    assert list(by_name) == ["float32", "bfloat16", "int8", "int4"]
     assert by_name["float32"]["weight_bytes"] == by_name["bfloat16"]["weight_bytes"]
     assert by_name["bfloat16"]["weight_bytes"] == 16_060_522_496
     assert 0.5 < by_name["int8"]["weight_bytes"] / 16_060_522_496 < 0.6
-    for name in ("bfloat16", "int8"):
+    assert by_name["int4"]["weight_bytes"] < 0.8 * by_name["int8"]["weight_bytes"]
+    for name in ("bfloat16", "int8", "int4"):
         assert by_name[name]["perplexity_more"] == measured[name]["perplexity_more"]
         for work in ("prefill", "decode_1", "decode_16"):
             assert by_name[name][work] == measured[name]["speed"][work]["median"]
     assert main(["plan", str(folder)]) == 0
-    assert "--dtype bfloat16" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--dtype bfloat16" in shown
+    assert "other models lose more in int4" in shown
 
 
 def test_a_folder_and_its_config_give_the_same(

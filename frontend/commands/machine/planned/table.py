@@ -71,6 +71,7 @@ def _show_formats(console: Console, plan: Plan) -> None:
         speeds = (f"{rate:.1f}x" for rate in (each.prefill, each.decode_1, each.decode_16))
         table.add_row(each.flags, readable(plan.cpu_formats[each.name]), more, *speeds)
     console.print(table)
+    console.print("That model was published in 4 bits: other models lose more in int4.")
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:

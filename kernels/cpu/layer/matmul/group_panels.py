@@ -9,7 +9,7 @@ added once for the sum of the row's levels in a chunk. Sums over chunks are in o
 depends on its row and nothing else.
 
 A step of one sequence takes the time of reading its weights, and 4 bits with a factor and an offset
-of 16 bits for 64 are 4.5 bits, where int8 has 8.
+of 16 bits for 32 are 5 bits, where int8 has 8.
 
 To import this module on a processor without VNNI is an ``ImportError``; ``level_numba`` has the
 call.
