@@ -1,7 +1,8 @@
 """The number formats of a CPU: what a model's weights take in each, and what each was seen to cost.
 
 The costs are those of one small model, `SmolLM2-135M-Instruct` (`benchmarks/quality.py`; larger
-models lose less). They say which format to try, not what another model will lose.
+models lose less). They say which format to try, not what another model will lose,
+above all in int4: that model was published in such groups of 4 bits.
 """
 
 from __future__ import annotations
