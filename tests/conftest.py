@@ -6,6 +6,7 @@ The variables are set before torch, numba or transformers can be imported: those
 from __future__ import annotations
 
 import os
+import sys
 from collections import defaultdict
 from itertools import combinations
 from pathlib import Path
@@ -45,6 +46,30 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def _steady_products() -> None:
+    """Gives Triton's interpreter products whose rows do not depend on their neighbours.
+
+    It takes numpy's, which are those of a BLAS. There the order of a row's sums depends on the
+    processor, on the number of rows and on the place among them; a GPU's is that of the kernel. In
+    float64 the order no longer matters: the sum is rounded to the same float32.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    theirs = builder.create_dot
+    if theirs.__name__ == "steady":
+        return
+
+    def steady(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if d.data.dtype != np.float32 or a.data.dtype.itemsize < 4 or b.data.dtype.itemsize < 4:
+            return theirs(self, a, b, d, *options)
+        made = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32) + d.data
+        return interpreter.TensorHandle(made, d.dtype.scalar)
+
+    builder.create_dot = steady
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """On a machine with a GPU, shows it to the tests that are about it and to no other.
@@ -52,6 +77,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     The others are about engines on the CPU, which ``device="auto"`` would not give them there.
     """
     if not HAS_CUDA:
+        if "triton" in sys.modules:
+            _steady_products()
         return
     import torch
 
