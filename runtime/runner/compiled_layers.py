@@ -66,6 +66,7 @@ class LayerStack(CompiledLayers):
             np.float32(config.residual_scale),
             layers.tasks_address(False),
             False,
+            np.empty(0, np.int64),
         )
         self._mixture = self._mixture_of(decoder)
         self._caches: tuple[list[LayerCache], np.ndarray] | None = None

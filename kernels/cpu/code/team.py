@@ -23,122 +23,33 @@ thread do all the work.
 
 from __future__ import annotations
 
-import platform
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
+from coppice.kernels.cpu.code.atomics import (
+    LOOKS,
+    OWN,
+    SLEEPS,
+    count,
+    nap,
+    pause,
+    read,
+    replace,
+    sleep_while,
+    wake,
+)
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.threads import use_torch_threads
 
 use_torch_threads()  # before compiled code is loaded; see ``code.calls``
 
-_LONG = ir.IntType(64)
-# Instructions by which a thread that waits leaves the core to another of the same core.
-_PAUSES = {
-    "x86_64": ("llvm.x86.sse2.pause", ()),
-    "amd64": ("llvm.x86.sse2.pause", ()),
-    "aarch64": ("llvm.aarch64.hint", (1,)),
-    "arm64": ("llvm.aarch64.hint", (1,)),
-}
-_PAUSE = _PAUSES.get(platform.machine().lower())
-# Polls of the count, with a pause each, before a thread sleeps: some 50 us.
-_LOOKS = 1000
-# Microseconds of a sleep (the system adds as much), and sleeps before a team that has not gathered
-# ends: a tenth of a second in all.
-_NAP, _PATIENCE = 50, 1000
+# Naps before a team that has not gathered ends: a tenth of a second in all.
+_PATIENCE = 1000
 # Places in the state, int64, each in its own cache line. At place 0 is the count of meetings'
 # arrivals; then come the number of sleeping threads and the number of threads that are present.
 _SLEEPING, _PRESENT, _SIZE = 16, 32, 48
 _ENDED = -(1 << 40)
-# The number of the system's call for waiting on a number (futex(2)); None where there is none.
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
-_WAIT, _WAKE = 128, 129  # of this process alone
-_ALL = 2**31 - 1
-
-
-def _at(b: Any, address: Any) -> Any:
-    return b.inttoptr(address, _LONG.as_pointer())
-
-
-@intrinsic
-def _count(typing: Any, address: Any, more: Any) -> Any:
-    """Adds to the number at ``address`` and returns what it was.
-
-    A thread that reads the sum also sees everything that this one has written before.
-    """
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        return b.atomic_rmw("add", _at(b, arguments[0]), arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def _read(typing: Any, address: Any) -> Any:
-    """The number at ``address``, as it is now."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        return b.load_atomic(_at(b, arguments[0]), "seq_cst", 8)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-def _replace(typing: Any, address: Any, old: Any, new: Any) -> Any:
-    """Whether the number at ``address`` was ``old``, and is ``new`` now."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        address, old, new = arguments
-        both = b.cmpxchg(_at(b, address), old, new, "seq_cst", "seq_cst")
-        return b.extract_value(both, 1)
-
-    return types.boolean(*[types.int64] * 3), generate
-
-
-@intrinsic
-def _pause(typing: Any) -> Any:
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        if _PAUSE is not None:
-            name, numbers = _PAUSE
-            values = [ir.Constant(ir.IntType(32), number) for number in numbers]
-            kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-            b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-@intrinsic
-def _nap(typing: Any) -> Any:
-    """Sleeps for ``_NAP`` microseconds."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        time = ir.Constant(ir.IntType(32), _NAP)
-        kind = ir.FunctionType(ir.IntType(32), [time.type])
-        b.call(cgutils.get_or_insert_function(b.module, kind, "usleep"), [time])
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-@intrinsic
-def _futex(typing: Any, address: Any, what: Any, number: Any) -> Any:
-    """Sleeps while the low half of what lies at ``address`` is ``number``, or wakes ``number``."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        zero = ir.Constant(_LONG, 0)
-        values = [ir.Constant(_LONG, _FUTEX or 0), *arguments, zero, zero, zero]
-        kind = ir.FunctionType(_LONG, [_LONG] * len(values))
-        b.call(cgutils.get_or_insert_function(b.module, kind, "syscall"), values)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), generate
 
 
 class Member(NamedTuple):
@@ -167,20 +78,20 @@ def gathered(address: int, threads: int) -> bool:
     if threads <= 1:
         return True
     present = address + 8 * _PRESENT
-    _count(present, 1)
+    count(present, 1)
     looks = 0
     while True:
-        here = _read(present)
+        here = read(present)
         if here < 0:
             return False
         if here >= threads:
             return True
         looks += 1
-        if looks < _LOOKS:
-            _pause()
-        elif looks < _LOOKS + _PATIENCE:
-            _nap()
-        elif _replace(present, here, _ENDED):
+        if looks < LOOKS:
+            pause()
+        elif looks < LOOKS + _PATIENCE:
+            nap()
+        elif replace(present, here, _ENDED):
             return False
 
 
@@ -199,25 +110,25 @@ def meet(team: Member, met: int) -> int:
     if team.threads <= 1:
         return met
     address, goal = team.address, met + team.threads
-    if _count(address, 1) == goal - 1:
+    if count(address, 1) == goal - 1:
         # A thread that has counted itself as sleeping before this read is woken; one that does so
         # later sees that all have come.
-        if _FUTEX is not None and _read(address + 8 * _SLEEPING):
-            _futex(address, _WAKE, _ALL)
+        if SLEEPS and read(address + 8 * _SLEEPING):
+            wake(address, OWN)
         return goal
-    for _ in range(_LOOKS):
-        if _read(address) >= goal:
+    for _ in range(LOOKS):
+        if read(address) >= goal:
             return goal
-        _pause()
-    if _FUTEX is None:
-        while _read(address) < goal:
-            _nap()
+        pause()
+    if not SLEEPS:
+        while read(address) < goal:
+            nap()
         return goal
-    _count(address + 8 * _SLEEPING, 1)
+    count(address + 8 * _SLEEPING, 1)
     while True:
-        come = _read(address)
+        come = read(address)
         if come >= goal:
             break
-        _futex(address, _WAIT, come)
-    _count(address + 8 * _SLEEPING, -1)
+        sleep_while(address, come, OWN)
+    count(address + 8 * _SLEEPING, -1)
     return goal

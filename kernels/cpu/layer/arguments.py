@@ -49,7 +49,8 @@ class Model(NamedTuple):
     has, and which of its rotations. ``inner`` is the width of the feed-forward part, ``gelu``
     whether its gate is GELU instead of SiLU, ``factor`` that of what a layer's parts add,
     ``attention`` the address of ``run_tasks``, ``half`` whether pages are bfloat16. A layer with
-    the address of a table of experts passes its rows through these.
+    the address of a table of experts passes its rows through these. ``ranks``: what this process
+    shares with others that have other parts of the model (``ranks.meeting``).
     """
 
     weights: np.ndarray
@@ -61,6 +62,7 @@ class Model(NamedTuple):
     factor: np.float32
     attention: int
     half: bool
+    ranks: np.ndarray
 
 
 class Step(NamedTuple):
@@ -118,7 +120,7 @@ class Work(NamedTuple):
     room: Room
 
 
-_MODEL = tuple_type(Model, "i2 i2 i i b f f i b")
+_MODEL = tuple_type(Model, "i2 i2 i i b f f i b i1")
 _STEP = tuple_type(Step, "f2 f3 f3 i1 i1 i2 i f2")
 #: The types of ``Items`` and ``Results`` in compiled code.
 ITEMS = tuple_type(Items, "n2 i1 n2 n2 n1 n1 n1 n1 i i i f i f")

@@ -41,6 +41,15 @@ from coppice.kernels.cpu.layer.mixture import (
     new_room,
 )
 from coppice.kernels.cpu.layer.rows_numba import gate_share, norm_share, rotate_share
+from coppice.kernels.cpu.ranks.meeting import (
+    arrivals,
+    brought,
+    end_call,
+    meet_ranks,
+    rank_of,
+    sum_share,
+    widths_of,
+)
 
 __all__ = [
     "COLUMNS",
@@ -200,6 +209,56 @@ def _feed_forward(
     return met
 
 
+@njit(fastmath=_FAST, error_model="numpy")
+def _squares(begin: int, end: int, qkv: np.ndarray, width: int, kept: int, out: np.ndarray) -> None:
+    """``out[row]`` = the sums of squares of a row's queries, ``width`` of them, and its keys."""
+    for row in range(begin, end):
+        total = np.float32(0)
+        for d in range(width):
+            total += qkv[row, d] * qkv[row, d]
+        out[row, 0] = total
+        total = np.float32(0)
+        for d in range(width, width + kept):
+            total += qkv[row, d] * qkv[row, d]
+        out[row, 1] = total
+
+
+@njit(fastmath=_FAST, error_model="numpy")
+def _norm_all_heads(
+    team: Member,
+    met: int,
+    came: int,
+    model: Model,
+    qkv: np.ndarray,
+    mine: np.ndarray,
+    width: int,
+    kept: int,
+) -> tuple[int, int]:
+    """RMSNorm of a row's queries together, and of its keys, of which other ranks have others."""
+    rows = len(qkv)
+    begin, end = rows * team.me // team.threads, rows * (team.me + 1) // team.threads
+    queries, keys, adds = widths_of(model.ranks)
+    own = brought(model.ranks, rank_of(model.ranks), came, rows, 2)
+    _squares(begin, end, qkv, width, kept, own)
+    if not adds:
+        own[begin:end, 1] = np.float32(0)
+    met = meet(team, met)
+    after = meet_ranks(team.me, model.ranks, came)
+    sums = np.empty((rows, 2), np.float32)
+    sum_share(begin, end, model.ranks, came, sums)
+    scales, others = _line(mine[_QUERY_NORM], width), _line(mine[_KEY_NORM], kept)
+    for row in range(begin, end):
+        mean = sums[row, 0] / np.float32(queries)
+        inverse = np.float32(1) / np.float32(math.sqrt(mean + model.eps))
+        for d in range(width):
+            qkv[row, d] *= inverse * scales[d]
+        mean = sums[row, 1] / np.float32(keys)
+        inverse = np.float32(1) / np.float32(math.sqrt(mean + model.eps))
+        for d in range(kept):
+            qkv[row, width + d] *= inverse * others[d]
+    return met, after
+
+
 @njit
 def _half_rows(address: int, rows: int, width: int) -> Any:
     return carray(pointer(address), (rows, width), np.uint16)
@@ -221,7 +280,9 @@ def _layers_share(team: Member, work: Work) -> None:
     qk_width, stride = scratch.rotated.shape[1], qkv.shape[1]
     flat = qkv.reshape(-1)
     begin, end = rows * me // threads, rows * (me + 1) // threads
-    met = 0
+    met, came, together = 0, np.int64(0), len(model.ranks) > 0
+    if together:
+        came = arrivals(model.ranks)
     if weights[0, _NORM]:
         nothing = np.empty((0, 0), np.float32)
         norm_share(begin, end, x, nothing, _line(weights[0, _NORM], x.shape[1]), eps, normed)
@@ -241,7 +302,11 @@ def _layers_share(team: Member, work: Work) -> None:
         met = _multiply(team, met, normed, mine[_QKV : _QKV + 3], panels, qkv, scratch)
         if mine[_QK_NORM]:
             _norm_heads(begin, end, qkv, mine[_QK_NORM], qk_width, here.dim, eps)
-        if mine[_QUERY_NORM]:
+        if mine[_QUERY_NORM] and together:
+            met, came = _norm_all_heads(
+                team, met, came, model, qkv, mine, qk_width - kept, kept
+            )
+        elif mine[_QUERY_NORM]:
             width = qk_width - kept
             _norm_heads(begin, end, qkv, mine[_QUERY_NORM], width, width, eps)
             _norm_heads(begin, end, qkv[:, width:], mine[_KEY_NORM], kept, kept, eps)
@@ -284,15 +349,23 @@ def _layers_share(team: Member, work: Work) -> None:
                 scratch.last_attended[row] = attended[step.logit_rows[row]]
             x, attended = scratch.last_x, scratch.last_attended
             met = meet(team, met)
+        made = delta[:rows]
+        if together:
+            made = brought(model.ranks, rank_of(model.ranks), came, rows, x.shape[1])
         met = _multiply(
-            team, met, attended[:rows], mine[_OUTPUT : _OUTPUT + 3], panels, delta[:rows], scratch
+            team, met, attended[:rows], mine[_OUTPUT : _OUTPUT + 3], panels, made, scratch
         )
+        if together:
+            after = meet_ranks(me, model.ranks, came)
+            sum_share(begin, end, model.ranks, came, delta[:rows])
+            came = after
+            made = brought(model.ranks, rank_of(model.ranks), came, rows, x.shape[1])
         _join(begin, end, x, delta, mine[_POST_NORM], mine[_MLP_NORM], model, normed)
         met = meet(team, met)
         if mine[_EXPERTS]:
             passage = Passage(
                 mixture, panels, normed[:rows], mine[_ROUTER], mine[_ROUTER + 2], mine[_EXPERTS],
-                delta[:rows], work.room,
+                made, work.room,
             )  # fmt: skip
             frame = np.empty(3, np.int64)
             frame[0], frame[1], frame[2] = lent(PASSAGE, passage), team.address, met
@@ -301,13 +374,19 @@ def _layers_share(team: Member, work: Work) -> None:
             held(passage)
         else:
             met = _feed_forward(
-                team, met, model, panels, mine, normed[:rows], delta[:rows], scratch
+                team, met, model, panels, mine, normed[:rows], made, scratch
             )
+        if together:
+            after = meet_ranks(me, model.ranks, came)
+            sum_share(begin, end, model.ranks, came, delta[:rows])
+            came = after
         following = step.out if layer == layers - 1 else normed
         _join(
             begin, end, x, delta, mine[_MLP_POST_NORM], weights[layer + 1, _NORM], model, following
         )
         met = meet(team, met)
+    if together:
+        end_call(me, model.ranks, came)
 
 
 @cfunc(types.void(*[types.int64] * 3), error_model="numpy")
