@@ -53,6 +53,11 @@ class EngineConfig:
         "8-bit weights and activations: int8 on a CPU, fp8 (e4m3) on a GPU; int4: 4-bit weights "
         "and 8-bit activations on a CPU",
     )
+    tensor_parallel_size: int = _option(
+        1,
+        "ranks among which the model is divided, each with its part of weights and KV: GPUs, or "
+        "processes that share the cores of a CPU",
+    )
     page_size: int = _option(16, "tokens that a page of the KV cache holds")
     kv_cache_tokens: int | None = _option(None, "size of the KV cache in tokens")
     kv_cache_memory_fraction: float | None = _option(
@@ -132,6 +137,12 @@ class EngineConfig:
         _one_of("model_impl", self.model_impl, MODEL_IMPLS)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.tensor_parallel_size > 1 and self.enable_lora:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; with enable_lora it must be "
+                "1: adapters are not divided among ranks"
+            )
         _at_least("page_size", self.page_size, 1)
         if self.kv_cache_tokens is not None:
             _at_least("kv_cache_tokens", self.kv_cache_tokens, 1)

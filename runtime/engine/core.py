@@ -23,7 +23,7 @@ from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.request import StepOutput, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.runner.forward import ModelRunner
+from coppice.runtime.runner.member import open_runner
 from coppice.runtime.sampling.beam_search import WatchLines
 from coppice.runtime.sampling.grammars import Grammars
 from coppice.runtime.schedule.paging import Paging
@@ -63,7 +63,7 @@ class Engine:
         log_build()
         self.config = config
         with without_collecting():
-            self.runner = ModelRunner(config)
+            self.runner = open_runner(config)
         self.model_config = self.runner.model_config
         self.max_model_len = self.runner.max_model_len
         self.num_pages, self.memory = self.runner.num_pages, self.runner.memory
@@ -373,8 +373,7 @@ class Engine:
         Grammars that wait to be compiled are not; the thread ends that compiles them.
         """
         self.intake.close()
-        if self.runner.asleep < 2:
-            self.runner.sleep(2)
+        self.runner.close()
 
     @property
     def asleep(self) -> bool:

@@ -28,6 +28,9 @@ from coppice.kernels.cpu.layer.matmul import float_products
 from coppice.runtime.model.config import LayerSpec, ModelConfig
 from coppice.runtime.model.experts import ExpertMixture
 from coppice.runtime.model.layers import GeluMul, Linear, RMSNorm, SiluMul, Sum, frozen
+from coppice.runtime.model.parallel.division import Share, share_of
+from coppice.runtime.model.parallel.group import ALONE, RankGroup
+from coppice.runtime.model.parallel.heads import norm_all_heads
 from coppice.runtime.model.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -66,14 +69,17 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        share: Share,
         spec: LayerSpec,
         *,
         linear: type[Linear],
         dtype: torch.dtype,
         device: torch.device,
+        group: RankGroup,
     ) -> None:
         super().__init__()
+        config = share.part
+        self._share, self._group = share, group
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
@@ -127,9 +133,13 @@ class DecoderLayer(nn.Module):
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
         elif self.query_norm is not None and self.key_norm is not None:
-            queries, keys = qk[:, : self.num_heads], qk[:, self.num_heads :]
-            normed_heads = (self.query_norm(queries.flatten(1)), self.key_norm(keys.flatten(1)))
-            qk = torch.cat(normed_heads, dim=1).view(qk.shape)
+            queries, keys = qk[:, : self.num_heads].flatten(1), qk[:, self.num_heads :].flatten(1)
+            if self._group.size > 1:
+                weights, eps = (self.query_norm.weight, self.key_norm.weight), self.query_norm.eps
+                both = norm_all_heads(queries, keys, weights, eps, self._share, self._group)
+            else:
+                both = torch.cat((self.query_norm(queries), self.key_norm(keys)), dim=1)
+            qk = both.view(qk.shape)
         q, k = attention.write_rotated(qk, v, *angles[self.rope], cache, slots)
         gathered, lse = attention.attend(
             q,
@@ -149,7 +159,7 @@ class DecoderLayer(nn.Module):
 
     def mix(self, gathered: torch.Tensor, change: Change = unchanged) -> torch.Tensor:
         """What attention adds, ``[T, hidden]``, of the heads' results."""
-        made = change("output", gathered, self.output(gathered))
+        made = self._group.sum(change("output", gathered, self.output(gathered)))
         return self._result(made, self.attention_post_norm)
 
     def feed_forward(self, normed: torch.Tensor, change: Change = unchanged) -> torch.Tensor:
@@ -159,7 +169,7 @@ class DecoderLayer(nn.Module):
         else:
             active = self.activation(change("gate_up", normed, self.gate_up(normed)))
             made = change("down", active, self.down(active))
-        return self._result(made, self.mlp_post_norm)
+        return self._result(self._group.sum(made), self.mlp_post_norm)
 
     def _result(self, made: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
         if norm is not None:
@@ -195,6 +205,9 @@ class Decoder(nn.Module):
     rows are read from the packed form and ``embedding`` is None.
 
     ``compiled`` runs the layers if it is given: the runner sets it, once the weights are packed.
+
+    A model may be divided among the ranks of ``group``. ``share`` is this rank's, and ``config``
+    then has the sizes of its part; hidden states are the same on all ranks.
     """
 
     embedding: nn.Parameter | None
@@ -208,14 +221,19 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         embedding_dtype: torch.dtype | None = None,
+        share: Share | None = None,
+        group: RankGroup = ALONE,
     ) -> None:
         super().__init__()
         self.config = config
+        self.share = share_of(config, 0, 1) if share is None else share
+        self.group = group
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = frozen(torch.empty(shape, dtype=embedding_dtype or dtype, device=device))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, spec, linear=linear, **place) for spec in config.layers
+            DecoderLayer(self.share, spec, linear=linear, group=group, **place)
+            for spec in config.layers
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **place)
         self.head = linear.for_head()(config.hidden_size, config.vocab_size, bias=False, **place)
@@ -266,14 +284,27 @@ class Decoder(nn.Module):
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``[T, hidden]`` in the type of the embedding."""
+        if self.group.size == 1:
+            return self._rows(token_ids)
+        words = self.share.words
+        own = token_ids - words.start
+        missing = (own < 0) | (own >= len(words))
+        rows = self._rows(own.masked_fill(missing, 0))
+        return self.group.sum(rows.masked_fill_(missing[:, None], 0))
+
+    def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings of tokens that this rank has."""
         if self.embedding is None:
             return float_products.rows_of(cast("PackedFloat", self.head.packed), token_ids)
         return F.embedding(token_ids, self.embedding)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 ``[R, vocab_size]``, of hidden states ``[R, hidden]``."""
+        """Logits, float32 ``[R, vocab_size]``, of hidden states ``[R, hidden]``.
+
+        Of a model that is divided the first rank has them, and the others those of their words.
+        """
         logits: torch.Tensor = self.head(hidden)
-        logits = logits.float()
+        logits = self.group.gather(logits.float(), self.share.word_counts)
         scale, softcap = self.config.logit_scale, self.config.logit_softcap
         if scale != 1.0:
             logits = logits.mul_(scale)
@@ -281,15 +312,21 @@ class Decoder(nn.Module):
             logits = logits.div_(softcap).tanh_().mul_(softcap)
         return logits
 
-    def scores(self, hidden: torch.Tensor, tokens: tuple[int, int | None] | None) -> torch.Tensor:
+    def scores(
+        self,
+        hidden: torch.Tensor,
+        tokens: tuple[int, int | None] | None,
+        head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Float32 scores of states ``[R, hidden]``: ``[R, labels]`` of the classifier's head.
 
         With ``tokens`` ``[R, 1]``: the first one's logit, less that of the second if there is one.
+        ``head`` gives the logits; None: ``logits``.
         """
         if tokens is None:
             assert self.score is not None, "the checkpoint has no classifier's head"
             return F.linear(hidden, self.score).float()
-        logits = self.logits(hidden)
+        logits = (head or self.logits)(hidden)
         first, second = tokens
         found = logits[:, first : first + 1]
         return found if second is None else found - logits[:, second : second + 1]

@@ -114,19 +114,19 @@ class RMSNorm(nn.Module):
     def __init__(self, *shape: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = frozen(torch.empty(*shape, dtype=dtype, device=device))
-        self._eps = eps
+        self.eps = eps
         self._rows = row_kernels_for(dtype, device)
         self._gpu = gpu_rows(device)
 
     def forward(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
         """The norm of ``x``, a new tensor; of ``x += added``, in place, where that is given."""
         if self._rows is not None:
-            return self._rows.add_norm(x, added, self.weight, self._eps)
+            return self._rows.add_norm(x, added, self.weight, self.eps)
         if self._gpu is not None:
-            return self._gpu.rms_norm(x, self.weight, self._eps, added)
+            return self._gpu.rms_norm(x, self.weight, self.eps, added)
         if added is not None:
             x.add_(added)
-        return F.rms_norm(x, (x.shape[-1],), eps=self._eps) * self.weight
+        return F.rms_norm(x, (x.shape[-1],), eps=self.eps) * self.weight
 
 
 class Sum(nn.Module):

@@ -11,17 +11,19 @@ from pathlib import Path
 import torch
 
 from coppice.kernels.cpu.layer.matmul.group_products import group_kernels
-from coppice.kernels.cpu.layer.matmul.grouped import BLOCK
+from coppice.kernels.cpu.layer.matmul.grouped import BLOCK, Grouped
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.decoder import Decoder
-from coppice.runtime.model.expert_places import Place
 from coppice.runtime.model.files.opening import open_tensors
 from coppice.runtime.model.files.progress import LoadingProgress
 from coppice.runtime.model.files.source import Header, TensorSource, in_order
 from coppice.runtime.model.layers import DTYPES, Linear
 from coppice.runtime.model.linear.grouped import Int4Linear, WiderInt4Linear
 from coppice.runtime.model.linear.select import linear_class
-from coppice.runtime.model.places import places_of
+from coppice.runtime.model.parallel.division import share_of
+from coppice.runtime.model.parallel.group import ALONE, RankGroup
+from coppice.runtime.model.places.experts import Place
+from coppice.runtime.model.places.tensors import places_of
 from coppice.runtime.model.weight_size import smaller_weights, weight_bytes
 from coppice.runtime.startup.room import check_room, explained, readable
 
@@ -68,6 +70,7 @@ def load_decoder(
     bfloat16: bool = False,
     as_stored: bool = True,
     seed: int = 0,
+    group: RankGroup = ALONE,
 ) -> Decoder:
     """A decoder with weights: those in ``path``, or random ones with ``load_format="dummy"``.
 
@@ -75,7 +78,8 @@ def load_decoder(
     bits, and stay in groups of 4 bits where most are stored so, with ``as_stored`` and on a device
     that has such products; else they become 16 bits where they can be kept, with ``lossless``
     float32. A line in the log says which. ``bfloat16``: products on a CPU are of bfloat16, in a
-    model that is float32 otherwise (``linear_class``).
+    model that is float32 otherwise (``linear_class``). Of a model that is divided among the ranks
+    of ``group`` it is this rank's part.
 
     While loading, one tensor of the checkpoint at a time is in memory beside the decoder (of a
     `pytorch_model.bin`, what has been read of one shard). Raises ``ValueError`` that names the file
@@ -88,8 +92,10 @@ def load_decoder(
         source = open_tensors(path, lambda: _wanted(config), lossless=lossless)
         config = _with_prefix(config, set(source.headers))
         if quantization is None and as_stored and not deterministic and not lossless:
-            quantization = _made_for(source, config, device, dtype)
+            part = share_of(config, group.rank, group.size).part
+            quantization = _made_for(source, part, device, dtype)
             bfloat16 = bfloat16 and quantization is None
+    share = share_of(config, group.rank, group.size)
     halves = source.half_type if source is not None and dtype == torch.float32 else None
     if bfloat16:
         halves = torch.bfloat16
@@ -101,14 +107,20 @@ def load_decoder(
     # A head of float32 weights needs a float32 embedding; others leave it in 16 bits.
     widened = linear is Linear or deterministic or linear.for_head() is Linear
     embedding_dtype = dtype if halves is None or widened else halves
-    taken = weight_bytes(config, linear, dtype, device, embedding_dtype)
+    taken = weight_bytes(share.part, linear, dtype, device, embedding_dtype)
     remedy = smaller_weights(quantization, device)
     check_room("the weights", taken, device, remedy)
     if source is not None and source.stored is not None:
         _log_decoding(source, linear, dtype, taken, device)
     with explained("the weights", taken, device, remedy):
         decoder = Decoder(
-            config, linear=linear, dtype=dtype, device=device, embedding_dtype=embedding_dtype
+            share.part,
+            linear=linear,
+            dtype=dtype,
+            device=device,
+            embedding_dtype=embedding_dtype,
+            share=share,
+            group=group,
         )
         if source is None:
             _fill_randomly(places_of(decoder), config, device, seed)
@@ -119,7 +131,7 @@ def load_decoder(
 
 def _fill_from_files(decoder: Decoder, path: Path, source: TensorSource) -> None:
     """Copies the tensors of a checkpoint to a decoder."""
-    config, places = decoder.config, places_of(decoder)
+    config, places = decoder.share.whole, places_of(decoder)
     embedding, head = f"{config.names.embedding}.weight", f"{config.names.head}.weight"
     spare = {head} - set(places)
     spare |= _biases_of_zero(source, set(places))
@@ -136,11 +148,18 @@ def _fill_from_files(decoder: Decoder, path: Path, source: TensorSource) -> None
         for name, header in in_order(headers, first=embedding, last=head):
             if name in places:
                 place = places[name]
-                part = source.read_grouped(name) if place.takes_groups else None
-                place.fill(source.read(name) if part is None else part)
+                place.fill(_read(source, name, place))
             elif name == head:
-                _check_tied(where, source.read(name), decoder)
+                _check_tied(where, _read(source, name, places[embedding]), decoder)
             progress.add(header.size)
+
+
+def _read(source: TensorSource, name: str, place: Place) -> torch.Tensor | Grouped:
+    """What a place takes of a tensor."""
+    part = source.read_grouped(name) if place.takes_groups else None
+    if part is not None:
+        return part if place.cut is None else place.cut.of_grouped(part)
+    return source.read(name) if place.cut is None else source.read_part(name, place.cut)
 
 
 def _wanted(config: ModelConfig) -> list[str]:
@@ -238,9 +257,9 @@ def _check_names(path: Path, found: set[str], wanted: set[str], allowed: set[str
             raise ValueError(f"{path} {kind} tensors: {shown}{more}")
 
 
-def _check_tied(path: Path, head: torch.Tensor, decoder: Decoder) -> None:
+def _check_tied(path: Path, head: torch.Tensor | Grouped, decoder: Decoder) -> None:
     embedding = decoder.embedding
-    assert embedding is not None
+    assert embedding is not None and isinstance(head, torch.Tensor)
     names = decoder.config.names
     if not torch.equal(head.to(embedding), embedding):
         raise ValueError(
@@ -258,5 +277,7 @@ def _fill_randomly(
         if name.endswith("norm.weight"):
             place.fill(torch.full(place.shape, 1.0 - config.norm_offset, device=device))
         else:
+            # The whole tensor, so that all ranks of a model have parts of the same.
             tensor = torch.empty(math.prod(place.shape), device=device)
-            place.fill(tensor.normal_(std=0.02, generator=generator).view(place.shape))
+            tensor = tensor.normal_(std=0.02, generator=generator).view(place.shape)
+            place.fill(tensor if place.cut is None else place.cut.of(tensor))

@@ -75,8 +75,8 @@ class Batch:
     @property
     def decodes(self) -> bool:
         """Whether each sequence has one row of the base model, with logits, and no more."""
-        alone = not (self.scored or self.pooled) and self.acting is None
-        return alone and len(self.sampled) == len(self.token_ids)
+        alone = not len(self.prompt_rows) and self.acting is None
+        return alone and len(self.logit_rows) == len(self.token_ids)
 
     def send(self, device: torch.device, late: LateTokens | None = None) -> Inputs:
         """Sends the batch to the device in one transfer."""

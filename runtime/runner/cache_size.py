@@ -11,6 +11,7 @@ from coppice.kernels.schedule.items import DETERMINISTIC_SPLIT
 from coppice.kernels.triton.plans import fixed_entries
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.config import ModelConfig
+from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.planning.cache import model_token_bytes, window_saving
 from coppice.runtime.sampling.prompt_scores import SLICE_ROWS
 from coppice.runtime.startup.room import (
@@ -72,10 +73,12 @@ def plan_cache(
     dtype: torch.dtype,
     device: torch.device,
     cache_dtype: torch.dtype | None = None,
+    group: RankGroup = ALONE,
 ) -> tuple[int, str]:
     """The number of pages of the KV cache, and the arithmetic in a sentence or two.
 
-    `dtype` is that of the weights; `cache_dtype` that of the cache, None for the same. Raises
+    `dtype` is that of the weights; `cache_dtype` that of the cache, None for the same. With a
+    `group`, `model` is this rank's part, and the number the least of all ranks'. Raises
     TooLittleMemory, a ValueError, if not even one sequence of `max_model_len` tokens fits, or if
     there is no room for `kv_cache_tokens`.
     """
@@ -89,9 +92,12 @@ def plan_cache(
     )
     on_gpu = device.type == "cuda"
     available = 0
+    group.least(0)  # from here on all have their weights
     if on_gpu or config.kv_cache_tokens is None:
-        available = available_memory(device)
+        available = available_memory(device) // group.local_size
     left = f"the {readable(available)} available"
+    if group.local_size > 1:
+        left += f" to each of {group.local_size} ranks"
     if on_gpu:
         step = step_bytes(config, model, dtype)
         available = max(available - step, 0)
@@ -118,9 +124,10 @@ def plan_cache(
     if config.kv_cache_tokens is not None and not on_gpu:
         check_room(
             f"the {config.kv_cache_tokens:,} tokens of kv_cache_tokens",
-            pages * each,
+            pages * each * group.local_size,
             device,
-            f"Give a kv_cache_tokens of at most {room(device) // each * size:,}",
+            "Give a kv_cache_tokens of at most "
+            f"{room(device) // (each * group.local_size) * size:,}",
         )
     least = -(-max(2, config.max_model_len or 2) // size)
     if pages < least:
@@ -132,7 +139,10 @@ def plan_cache(
             "larger kv_cache_tokens or kv_cache_memory_fraction, or a max_model_len of at most "
             f"{pages * size}"
         )
-    return pages, f"{memory}; {saving}" if saving else memory
+    least = group.least(pages)
+    if least < pages:
+        memory += f"; all ranks have as many as the one with the fewest, {least:,} pages"
+    return least, f"{memory}; {saving}" if saving else memory
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

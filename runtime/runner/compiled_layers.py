@@ -66,11 +66,22 @@ class LayerStack(CompiledLayers):
             np.float32(config.residual_scale),
             layers.tasks_address(False),
             False,
-            np.empty(0, np.int64),
+            self._ranks(decoder),
         )
         self._mixture = self._mixture_of(decoder)
         self._caches: tuple[list[LayerCache], np.ndarray] | None = None
         self._compile()
+
+    def _ranks(self, decoder: Decoder) -> np.ndarray:
+        """What the call needs to meet other ranks; no numbers for a model that is not divided."""
+        memory, share = decoder.group.memory, decoder.share
+        self._memory = memory
+        if memory is None:
+            return np.empty(0, np.int64)
+        dim = share.whole.head_dim
+        widths = share.whole.num_heads * dim, share.whole.num_kv_heads * dim
+        memory.fields[-3:] = (*widths, share.first_of_kv)
+        return memory.fields
 
     def _mixture_of(self, decoder: Decoder) -> Any:
         """What the layers with experts have in common."""
@@ -173,6 +184,8 @@ class LayerStack(CompiledLayers):
             prepared.plan,
             out,
         )
+        if self._memory is not None:
+            self._memory.check()
         if not good:
             raise IndexError(f"slots must be from 0 to {pages * page_size - 1}, got {slots}")
         return out
@@ -312,6 +325,8 @@ def compile_layers(decoder: Decoder, attention: AttentionBackend) -> LayerStack 
         return None
     linears = [m for layer in decoder.layers for m in layer.modules() if isinstance(m, Linear)]
     if any(each.packed is None for each in linears) or not config.fits_one_call:
+        return None
+    if decoder.group.size > 1 and decoder.group.memory is None:
         return None
     try:
         from coppice.kernels.cpu.layer import stack

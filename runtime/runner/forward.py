@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,6 +19,8 @@ from coppice.runtime.metrics.window_keys import WindowKeys
 from coppice.runtime.model.adapters.loaded import LoadedAdapters
 from coppice.runtime.model.files.folder import check_model_folder
 from coppice.runtime.model.files.path import resolve_model
+from coppice.runtime.model.parallel.division import check_division, share_of
+from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.model.weight_size import smaller_weights
 from coppice.runtime.model.weights import resolve_device
 from coppice.runtime.pooling.checkpoint import read_recipe
@@ -38,6 +44,9 @@ _CACHE_TYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 class ModelRunner:
     """The model that `config` names, its kernels and its KV cache; runs forward passes.
 
+    A model may be divided among the ranks of a group. The first rank's runner then has the others
+    do what it does: each has its part of the weights and of every page (`take_part`).
+
     Attributes:
         model_config: the model's sizes and layers.
         recipe: what the checkpoint is made for beside text.
@@ -56,12 +65,17 @@ class ModelRunner:
     Raises ValueError if the model can't be loaded or does not support the options.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, group: RankGroup = ALONE) -> None:
         self.device = resolve_device(config.device)
+        if self.device.type == "cuda" and group.size > 1:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.group = group
         path = resolve_model(config.model, config.revision)
         check_model_folder(path, weights=config.load_format != "dummy")
         self._implementation = choose(path, config)
         model = self.model_config = self._implementation.config
+        check_division(model, group.size)
+        part = self._part = share_of(model, group.rank, group.size).part
         self.recipe = read_recipe(path, model)
         if config.max_model_len is not None and config.max_model_len > model.max_position:
             raise ValueError(
@@ -71,8 +85,8 @@ class ModelRunner:
         dtype = self._implementation.dtype(config, self.device)
         cache_dtype = _CACHE_TYPES.get(config.kv_cache_dtype, dtype)
         case = AttentionCase(
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
+            num_heads=part.num_heads,
+            num_kv_heads=part.num_kv_heads,
             head_dim=model.head_dim,
             page_size=config.page_size,
             dtype=dtype,
@@ -114,9 +128,11 @@ class ModelRunner:
         self.adapters: LoadedAdapters | None = None
         if config.enable_lora:
             self.adapters = LoadedAdapters(model, dtype, self.device)
-        self.num_pages, self.memory = plan_cache(config, model, dtype, self.device, cache_dtype)
+        self.num_pages, self.memory = plan_cache(
+            config, part, dtype, self.device, cache_dtype, group
+        )
         self.window_keys = WindowKeys.of(
-            model.sliding_windows, page_bytes(model, self.page_size, cache_dtype), self.page_size
+            model.sliding_windows, page_bytes(part, self.page_size, cache_dtype), self.page_size
         )
         tokens = self.num_pages * self.page_size
         self.max_model_len = min(config.max_model_len or model.max_position, tokens)
@@ -141,7 +157,7 @@ class ModelRunner:
     def _load_weights(self) -> None:
         config = self._config
         self.decoder: Model = self._implementation.load(
-            config, dtype=self._dtype, device=self.device
+            config, dtype=self._dtype, device=self.device, group=self.group
         )
         with explained(
             "the weights, laid out for this processor,",
@@ -154,7 +170,7 @@ class ModelRunner:
 
     def _make_cache(self) -> None:
         """Makes the KV cache, and graphs, which hold its addresses."""
-        model, config = self.model_config, self._config
+        model, config = self._part, self._config
         # One page beyond the pool's: the rows that pad a graph write their KV there.
         shape = (self.num_pages + 1, self.page_size, model.num_kv_heads, model.head_dim)
         place = shape, self._cache_dtype, self.device
@@ -177,6 +193,7 @@ class ModelRunner:
         level 2 they are dropped, and read from the checkpoint again. What kernels compiled and
         their workspaces stay.
         """
+        self._tell("sleep", level)
         self.asleep = level
         self.graphs = None
         self.decoder.compiled = None  # it holds addresses of weights and caches
@@ -195,6 +212,7 @@ class ModelRunner:
 
     def wake_up(self) -> None:
         """Undoes `sleep`; the cache is empty. Raises ValueError if the weights can't be read."""
+        self._tell("wake_up")
         if self.asleep == 2:
             self._load_weights()
         elif self.asleep == 1:
@@ -246,12 +264,10 @@ class ModelRunner:
         `late` has the tokens that have not come back from the device. Returns the batch and the
         logits float32 [R, vocabulary] of its R `sampled` sequences.
         """
-        for copies in copy_batches(schedule.copies):
-            self.attention.copy_pages(
-                self.kv_cache,
-                [copy.source for copy in copies],
-                [copy.target for copy in copies],
-            )
+        copies = [
+            ([copy.source for copy in batch], [copy.target for copy in batch])
+            for batch in copy_batches(schedule.copies)
+        ]
         if self.attention.ordered:
             schedule.chunks.sort(key=lambda each: (each.count > 1, each.sequence.table.tobytes()))
         adapters = self.adapters
@@ -260,10 +276,35 @@ class ModelRunner:
         )
         if self.window_keys is not None:
             self.window_keys.step(batch.plan.context_len, batch.plan.query_start)
+        if self.group.size > 1:
+            arrays = replace(batch, sampled=[], scored=[], pooled=[])
+            self._tell("_compute", copies, arrays, 0 if late is None else len(late.tokens))
+        logits, hidden = self._run(copies, batch, late)
+        if hidden is not None:
+            sampled, scored = len(batch.sampled), sum(len(each.tokens) for each in batch.scored)
+            head = self._head_of(hidden)
+            score_prompts(hidden[sampled : sampled + scored], batch.scored, head)
+            self._pool(hidden[sampled + scored :], batch.pooled, head)
+        return batch, logits
+
+    def _run(
+        self,
+        copies: Sequence[tuple[list[int], list[int]]],
+        batch: Batch,
+        late: LateTokens | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copies pages, computes a batch, and makes the logits of its rows that are sampled.
+
+        Returns these, and the hidden states of all wanted rows if others are wanted, too.
+        """
+        for sources, targets in copies:
+            self.attention.copy_pages(self.kv_cache, sources, targets)
+        if late is not None and len(batch.late_rows):
+            self.group.share(late.tokens)
         if self.graphs is not None and batch.decodes:
             hidden = self.graphs.run(batch, late)
             if hidden is not None:
-                return batch, self.decoder.logits(hidden)
+                return self.decoder.logits(hidden), None
         prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)
         sent = batch.send(self.device, late)
         inputs = (
@@ -276,32 +317,90 @@ class ModelRunner:
         )
         changes = None
         if batch.acting is not None:
-            assert adapters is not None
-            changes = adapters.changes(batch.acting, (batch.logit_rows, batch.prompt_rows))
-        if not (batch.scored or batch.pooled):
-            return batch, self.decoder.forward(*inputs, sent.logit_rows, changes)
+            assert self.adapters is not None
+            changes = self.adapters.changes(batch.acting, (batch.logit_rows, batch.prompt_rows))
+        if not len(batch.prompt_rows):
+            return self.decoder.forward(*inputs, sent.logit_rows, changes), None
         rows = torch.cat((sent.logit_rows, sent.prompt_rows))
         hidden = self.decoder.hidden_states(*inputs, rows, changes)
-        sampled, pooled = len(batch.sampled), sum(each.size for each in batch.pooled)
-        logits = self.decoder.logits(hidden[:sampled])
-        score_prompts(hidden[sampled : len(hidden) - pooled], batch.scored, self.decoder.logits)
-        self._pool(hidden[len(hidden) - pooled :], batch.pooled)
-        return batch, logits
+        return self.decoder.logits(hidden[: len(batch.logit_rows)]), hidden
 
-    def _pool(self, hidden: torch.Tensor, wanted: Sequence[PooledRows]) -> None:
+    # -- ranks -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def take_part(self) -> None:
+        """Does what the first rank's runner does, until the group ends; on the other ranks.
+
+        Raises what fails, and when the group has ended.
+        """
+        hidden: torch.Tensor | None = None
+        while True:
+            method, args = pickle.loads(self.group.receive())
+            if method == "_compute":
+                hidden = self._compute(*args)
+            elif method == "_logits":
+                first, count = args
+                assert hidden is not None
+                self.decoder.logits(hidden[first : first + count])
+            else:
+                getattr(self, method)(*args)
+
+    def _compute(
+        self, copies: Sequence[tuple[list[int], list[int]]], batch: Batch, num_late: int
+    ) -> torch.Tensor | None:
+        """`_run` of the first rank's batch; its hidden states."""
+        late = None
+        if num_late:
+            late = LateTokens(torch.zeros(num_late, dtype=torch.int64, device=self.device), {})
+        return self._run(copies, batch, late)[1]
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Has the other ranks call a method of theirs, as this one does now."""
+        if self.group.size > 1 and self.group.rank == 0:
+            self.group.send(pickle.dumps((method, args), pickle.HIGHEST_PROTOCOL))
+
+    def _head_of(self, hidden: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The head for rows of `hidden`, in which all ranks take part."""
+        if self.group.size == 1:
+            return self.decoder.logits
+
+        def logits(rows: torch.Tensor) -> torch.Tensor:
+            first = (rows.storage_offset() - hidden.storage_offset()) // hidden.stride(0)
+            self._tell("_logits", first, len(rows))
+            return self.decoder.logits(rows)
+
+        return logits
+
+    def close(self) -> None:
+        """Frees cache and weights for good, and ends the other ranks."""
+        try:
+            if self.asleep < 2 and self.group.ended is None:
+                self.sleep(2)
+        finally:
+            self.group.close()
+
+    def _pool(
+        self,
+        hidden: torch.Tensor,
+        wanted: Sequence[PooledRows],
+        head: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         """Hands the rows that each prompt's pooling needs, `hidden` [S, hidden size], to it."""
+        scores = partial(self.decoder.scores, head=head)
         at = 0
         for each in wanted:
-            each.prompt.take(hidden[at : at + each.size], self.decoder.scores)
+            each.prompt.take(hidden[at : at + each.size], scores)
             at += each.size
 
     def fault(self) -> str | None:
-        """The error that makes the device useless to this process; None while it computes.
+        """The error that makes the device, or another rank, useless; None while all compute.
 
         After a kernel has failed (by an illegal address, say) CUDA answers every call with that
         error until the process ends. Other errors, such as a lack of memory, pass. Call it after a
         failure: it waits for all that is queued.
         """
+        if self.group.ended is not None:
+            return self.group.ended
         if self.device.type != "cuda":
             return None
         try:

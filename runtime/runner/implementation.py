@@ -23,6 +23,7 @@ from coppice.runtime.model.config_file import (
 )
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.model.files.gguf.around import file_within
+from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.model.weights import load_decoder, resolve_dtype
 
 if TYPE_CHECKING:
@@ -64,8 +65,18 @@ class Implementation:
             and not options.deterministic
         )
 
-    def load(self, options: EngineConfig, *, dtype: torch.dtype, device: torch.device) -> Model:
-        """The model with weights, not packed; raises as ``load_decoder`` does."""
+    def load(
+        self,
+        options: EngineConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: RankGroup = ALONE,
+    ) -> Model:
+        """The model with weights, not packed; raises as ``load_decoder`` does.
+
+        Only our own families can be divided among the ranks of a group.
+        """
         if self.described is None:
             return load_decoder(
                 self.path,
@@ -79,6 +90,7 @@ class Implementation:
                 bfloat16=self._rounds_products(options, device),
                 as_stored=options.dtype == "auto",
                 seed=options.seed,
+                group=group,
             )
         from coppice.runtime.transformers.loading import load_foreign
 

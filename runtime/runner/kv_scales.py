@@ -42,6 +42,9 @@ def measure_scales(
     Takes a step of ``CALIBRATION_TOKENS`` tokens and the memory of their KV.
     """
     config = decoder.config
+    vocabulary = (
+        decoder.share.whole.vocab_size if isinstance(decoder, Decoder) else config.vocab_size
+    )
     count = min(CALIBRATION_TOKENS, config.max_position)
     num_pages = -(-count // page_size)
     plan = AttentionPlan(
@@ -56,7 +59,7 @@ def measure_scales(
         LayerCache(*torch.zeros(2, *shape, dtype=dtype, device=device))
         for _ in range(config.num_layers)
     ]
-    tokens = np.random.default_rng(0).integers(config.vocab_size, size=count)
+    tokens = np.random.default_rng(0).integers(vocabulary, size=count)
     token_ids, places, nothing = send([tokens, np.arange(count), tokens[:0]], device)
     prepared = attention.prepare(plan, num_pages=num_pages)
     decoder.hidden_states(token_ids, places, places, caches, attention, prepared, nothing)

@@ -303,9 +303,7 @@ def _layers_share(team: Member, work: Work) -> None:
         if mine[_QK_NORM]:
             _norm_heads(begin, end, qkv, mine[_QK_NORM], qk_width, here.dim, eps)
         if mine[_QUERY_NORM] and together:
-            met, came = _norm_all_heads(
-                team, met, came, model, qkv, mine, qk_width - kept, kept
-            )
+            met, came = _norm_all_heads(team, met, came, model, qkv, mine, qk_width - kept, kept)
         elif mine[_QUERY_NORM]:
             width = qk_width - kept
             _norm_heads(begin, end, qkv, mine[_QUERY_NORM], width, width, eps)
@@ -373,9 +371,7 @@ def _layers_share(team: Member, work: Work) -> None:
             met = frame[2]
             held(passage)
         else:
-            met = _feed_forward(
-                team, met, model, panels, mine, normed[:rows], made, scratch
-            )
+            met = _feed_forward(team, met, model, panels, mine, normed[:rows], made, scratch)
         if together:
             after = meet_ranks(me, model.ranks, came)
             sum_share(begin, end, model.ranks, came, delta[:rows])

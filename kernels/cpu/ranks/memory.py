@@ -75,7 +75,7 @@ class RankMemory:
     def sum(self, numbers: np.ndarray) -> None:
         """``numbers``, float32 ``[n]``, become the sums of all ranks', in place."""
         meeting.sum_numbers(self.fields, numbers)
-        self._check()
+        self.check()
 
     def gather(self, part: np.ndarray, widths: Sequence[int]) -> np.ndarray | None:
         """The columns of all ranks side by side, on the first one; None on the others.
@@ -98,7 +98,7 @@ class RankMemory:
                     other, turn, rows, width
                 )
                 begin += width
-        self._check()
+        self.check()
         return out
 
     def least(self, number: int) -> int:
@@ -107,7 +107,7 @@ class RankMemory:
         self._regions[rank, turn, :8].view(np.int64)[0] = number
         meeting.meet_alone(self.fields)
         found = min(int(each[:8].view(np.int64)[0]) for each in self._regions[:, turn])
-        self._check()
+        self.check()
         return found
 
     def share(self, numbers: np.ndarray) -> None:
@@ -118,7 +118,7 @@ class RankMemory:
             region[:] = numbers.reshape(-1)
         meeting.meet_alone(self.fields)
         numbers.reshape(-1)[:] = region
-        self._check()
+        self.check()
 
     def send(self, message: bytes) -> None:
         """Sends a message from the first rank to all others, which take it by ``receive``."""
@@ -126,7 +126,7 @@ class RankMemory:
         for first in range(0, max(1, len(message)), _MESSAGE_BYTES):
             # The room is free when all others have taken what was in it.
             meeting.wait_for(address + 8 * meeting.TAKEN, self._messages * (self._size - 1))
-            self._check()
+            self.check()
             piece = message[first : first + _MESSAGE_BYTES]
             self._message[: len(piece)] = np.frombuffer(piece, np.uint8)
             self._places[meeting.LENGTH] = len(message) - first
@@ -139,7 +139,7 @@ class RankMemory:
         while True:
             self._messages += 1
             meeting.wait_for(address + 8 * meeting.SENT, self._messages)
-            self._check()
+            self.check()
             left = int(self._places[meeting.LENGTH])
             pieces.append(self._message[: min(left, _MESSAGE_BYTES)].tobytes())
             meeting.raise_count(address + 8 * meeting.TAKEN, 1)
@@ -150,7 +150,8 @@ class RankMemory:
         used = self._regions[rank, turn, : 4 * rows * width]
         return used.view(np.float32).reshape(rows, width)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises ``RanksEnded`` when ``end`` was called."""
         if self.ended:
             raise RanksEnded("the ranks of this model have ended")
 

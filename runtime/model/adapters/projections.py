@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from coppice.runtime.model.config import ModelConfig
-from coppice.runtime.model.places import rows_in_order
+from coppice.runtime.model.places.tensors import rows_in_order
 
 #: The projections of a layer, by the names that ``DecoderLayer`` gives them.
 PROJECTIONS = ("qkv", "output", "gate_up", "down")

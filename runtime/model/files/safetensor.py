@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from coppice.runtime.model.files.index import indexed
 from coppice.runtime.model.files.source import Header, TensorSource, bytes_of
+from coppice.runtime.model.parallel.cut import Cut
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,6 +42,19 @@ class SafetensorsSource(TensorSource):
             self.headers |= _headers(path, [name for name, own in files.items() if own == file])
 
     def read(self, name: str) -> torch.Tensor:
+        return self._taken(name, lambda file: file.get_tensor(name))
+
+    def read_part(self, name: str, cut: Cut) -> torch.Tensor:
+        def take(file: safe_open) -> torch.Tensor:
+            own = file.get_slice(name)
+            before = (slice(None),) * cut.dim
+            parts = [own[(*before, slice(each.start, each.stop))] for each in cut.ranges]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
+
+        return self._taken(name, take)
+
+    def _taken(self, name: str, take: Callable[[safe_open], torch.Tensor]) -> torch.Tensor:
+        """What `take` reads of the file that has this tensor."""
         file = self.headers[name].file
         # Opened anew from time to time: a mapping keeps every page that was ever read through it,
         # so a single one would hold the weights a second time in the end. (Opening it for each
@@ -47,7 +62,7 @@ class SafetensorsSource(TensorSource):
         if self._open is None or self._open_file != file or self._read > _READ_AT_ONCE:
             self._open, self._open_file, self._read = _opened(file), file, 0
         try:
-            tensor: torch.Tensor = self._open.get_tensor(name)
+            tensor = take(self._open)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file}: tensor {name} cannot be read: {error}") from error
         self._read += tensor.nbytes

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from coppice.kernels.cpu.layer.matmul.grouped import Grouped
+from coppice.runtime.model.parallel.cut import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,10 @@ class TensorSource(ABC):
         Raises ValueError that names file and tensor where the file does not hold what its header
         says.
         """
+
+    def read_part(self, name: str, cut: Cut) -> torch.Tensor:
+        """A part of it; readers that can read no more than that."""
+        return cut.of(self.read(name))
 
     def read_grouped(self, name: str) -> Grouped | None:
         """The same as it is stored, for products of weights in groups; None where it is not so."""
