@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from coppice.kernels.attention.interface import AttentionCase, FixedPlan, KvScales, LayerCache
-from coppice.kernels.backends import select_backend
+from coppice.kernels.attention.interface import FixedPlan, KvScales, LayerCache
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.window_keys import WindowKeys
 from coppice.runtime.model.adapters.loaded import LoadedAdapters
+from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.model.files.folder import check_model_folder
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.model.parallel.division import check_division, share_of
@@ -24,6 +24,7 @@ from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.model.weight_size import smaller_weights
 from coppice.runtime.model.weights import resolve_device
 from coppice.runtime.pooling.checkpoint import read_recipe
+from coppice.runtime.runner.attention import choose_attention
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, PooledRows, build_batch
 from coppice.runtime.runner.cache_size import page_bytes, plan_cache, zeroed
 from coppice.runtime.runner.compiled_layers import compile_model
@@ -37,8 +38,6 @@ from coppice.runtime.startup.memory import give_back_memory
 from coppice.runtime.startup.room import explained
 
 logger = logging.getLogger(__name__)
-
-_CACHE_TYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 class ModelRunner:
@@ -83,40 +82,14 @@ class ModelRunner:
                 f"got {config.max_model_len}"
             )
         dtype = self._implementation.dtype(config, self.device)
-        cache_dtype = _CACHE_TYPES.get(config.kv_cache_dtype, dtype)
-        case = AttentionCase(
-            num_heads=part.num_heads,
-            num_kv_heads=part.num_kv_heads,
-            head_dim=model.head_dim,
-            page_size=config.page_size,
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            scale=model.attention_scale,
-            sliding_windows=tuple(dict.fromkeys(model.sliding_windows)),
-        )
-        self.attention = select_backend(
-            config.attention_backend, self.device, deterministic=config.deterministic, case=case
-        )
-        if dtype not in self.attention.dtypes:
-            allowed = ", ".join(map(_name, self.attention.dtypes))
-            raise ValueError(
-                f"dtype: the {self.attention.name} attention backend computes in {allowed} on this "
-                f"device, got {_name(dtype)}"
-            )
-        scaled = cache_dtype in self.attention.scaled_dtypes
-        rounded = cache_dtype in self.attention.rounded_dtypes and dtype == torch.float32
-        if not (cache_dtype == dtype or scaled or rounded):
-            raise ValueError(
-                f"kv_cache_dtype is {config.kv_cache_dtype!r}; with the {self.attention.name} "
-                f"attention backend and dtype {_name(dtype)} on this device it must be "
-                f"{self._cache_types(dtype)}"
-            )
+        chosen = choose_attention(config, part, dtype, self.device)
+        self.attention, cache_dtype = chosen.backend, chosen.cache_dtype
         self._config, self._dtype = config, dtype
         self.asleep = 0
         self._load_weights()
         self.page_size = config.page_size
         scales: Sequence[KvScales | None] = [None] * model.num_layers
-        if scaled:
+        if chosen.scaled:
             scales = measure_scales(
                 self.decoder,
                 self.attention,
@@ -124,6 +97,7 @@ class ModelRunner:
                 dtype=dtype,
                 device=self.device,
                 page_size=self.page_size,
+                vocabulary=model.vocab_size,
             )
         self.adapters: LoadedAdapters | None = None
         if config.enable_lora:
@@ -145,14 +119,6 @@ class ModelRunner:
                 f"cuda_graph_sizes is {config.cuda_graph_sizes}; with the {self.attention.name} "
                 f"attention backend on {self.device} it must be None"
             )
-
-    def _cache_types(self, dtype: torch.dtype) -> str:
-        """The values of `kv_cache_dtype` that the attention backend has beside this type."""
-        kept = {dtype, *self.attention.scaled_dtypes}
-        if dtype == torch.float32:
-            kept.update(self.attention.rounded_dtypes)
-        names = ["'auto'", *(repr(name) for name, each in _CACHE_TYPES.items() if each in kept)]
-        return " or ".join(names)
 
     def _load_weights(self) -> None:
         config = self._config
@@ -386,7 +352,9 @@ class ModelRunner:
         head: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Hands the rows that each prompt's pooling needs, `hidden` [S, hidden size], to it."""
-        scores = partial(self.decoder.scores, head=head)
+        scores = self.decoder.scores
+        if isinstance(self.decoder, Decoder):
+            scores = partial(self.decoder.scores, head=head)
         at = 0
         for each in wanted:
             each.prompt.take(hidden[at : at + each.size], scores)
@@ -409,7 +377,3 @@ class ModelRunner:
             lines = str(error).strip().splitlines()
             return lines[0] if lines else type(error).__name__
         return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -36,15 +36,13 @@ def measure_scales(
     dtype: torch.dtype,
     device: torch.device,
     page_size: int,
+    vocabulary: int,
 ) -> list[KvScales]:
     """Scales of every layer, by which values of ``dtype`` are kept as ``cache_dtype``.
 
     Takes a step of ``CALIBRATION_TOKENS`` tokens and the memory of their KV.
     """
     config = decoder.config
-    vocabulary = (
-        decoder.share.whole.vocab_size if isinstance(decoder, Decoder) else config.vocab_size
-    )
     count = min(CALIBRATION_TOKENS, config.max_position)
     num_pages = -(-count // page_size)
     plan = AttentionPlan(

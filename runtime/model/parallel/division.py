@@ -47,15 +47,14 @@ class Share:
 
 def divided(width: int, rank: int, size: int) -> range:
     """A rank's part of ``width`` neighbours; parts differ by at most one unit. O(1)."""
-    unit = next(
-        each for each in _UNITS if (width % each == 0 and width // each >= size) or each == 1
-    )
+    fitting = (each for each in _UNITS if width % each == 0 and width // each >= size)
+    unit = next(fitting, 1)
     units = width // unit
     return range(units * rank // size * unit, units * (rank + 1) // size * unit)
 
 
 def divided_heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[range, range, bool]:
-    """A rank's heads of queries and of keys and values, and whether it is the first with the latter.
+    """A rank's heads of queries, its heads of keys and values, whether it is the first with these.
 
     Where there are fewer heads of keys and values than ranks, several ranks have the same one, and
     each some of the queries that read it.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class RankGroup(ABC):
     """One rank among all that compute a model, by their numbers from 0 on.
 
-    Except for messages and ``end`` all ranks make the same calls in the same order. A call raises
+    Except for messages and ``close`` all ranks make the same calls in the same order. A call raises
     an error when the group has ended.
 
     Attributes:
@@ -61,9 +61,7 @@ class RankGroup(ABC):
         """Why the group has ended; None while it works."""
         return None
 
-    def end(self, reason: str) -> None:
-        """Ends the group, so that no rank waits for another; from any thread."""
-
+    @abstractmethod
     def close(self) -> None:
         """Ends the group and gives back what it holds, processes of other ranks among it."""
 
@@ -90,6 +88,9 @@ class _Alone(RankGroup):
 
     def receive(self) -> bytes:
         raise AssertionError("there is no other rank")
+
+    def close(self) -> None:
+        pass
 
 
 #: The group of a model that is not divided.

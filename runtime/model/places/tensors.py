@@ -103,7 +103,7 @@ def _layer_places(layer: DecoderLayer, share: Share, index: int) -> dict[str, Pl
             cut = None
             if share.size > 1:
                 cut = rows_of(rows, all_rows) if columns is None else Cut(1, (columns,))
-            fill = partial(_fill, linear.fill_weight, first, own)
+            fill: Callable[[Any], object] = partial(_fill, linear.fill_weight, first, own)
             shape = (sum(all_rows), wide)
             places[f"{name}.weight"] = Place(shape, fill, takes_groups=linear.takes_groups, cut=cut)
             if linear.bias is not None:

@@ -40,7 +40,7 @@ def _node_of() -> dict[int, int]:
 
 
 def take_cores(cores: list[int] | None) -> None:
-    """Binds this thread, and those that it will start, to some cores; torch uses as many threads."""
+    """Binds this thread and those that it will start to some cores; torch has a thread for each."""
     if cores:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))

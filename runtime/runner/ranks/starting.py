@@ -81,7 +81,15 @@ def start_ranks(config: EngineConfig, device: torch.device, numbers: int, main: 
         cores = None if gpu else divided_cores(size)
         init_method = f"tcp://127.0.0.1:{_free_port()}" if gpu else None
         told = [
-            Assignment(config, rank, size, descriptor, room, cores and cores[rank], init_method)
+            Assignment(
+                config,
+                rank,
+                size,
+                descriptor,
+                room,
+                None if cores is None else cores[rank],
+                init_method,
+            )
             for rank in range(size)
         ]
         # Before this process is bound to its cores, which the others would inherit.

@@ -1,0 +1,74 @@
+"""The attention backend of a model, and the type in which pages keep keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from coppice.kernels.attention.interface import AttentionBackend, AttentionCase
+from coppice.kernels.backends import select_backend
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.model.config import ModelConfig
+
+_CACHE_TYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenAttention:
+    """A backend, the type of its pages, and whether numbers of this type need scales."""
+
+    backend: AttentionBackend
+    cache_dtype: torch.dtype
+    scaled: bool
+
+
+def choose_attention(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> ChosenAttention:
+    """The backend that the options, the model, its type and the device call for.
+
+    Raises ValueError that names the option that does not fit.
+    """
+    cache_dtype = _CACHE_TYPES.get(config.kv_cache_dtype, dtype)
+    case = AttentionCase(
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_size=config.page_size,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        scale=model.attention_scale,
+        sliding_windows=tuple(dict.fromkeys(model.sliding_windows)),
+    )
+    backend = select_backend(
+        config.attention_backend, device, deterministic=config.deterministic, case=case
+    )
+    if dtype not in backend.dtypes:
+        allowed = ", ".join(map(_name, backend.dtypes))
+        raise ValueError(
+            f"dtype: the {backend.name} attention backend computes in {allowed} on this "
+            f"device, got {_name(dtype)}"
+        )
+    scaled = cache_dtype in backend.scaled_dtypes
+    rounded = cache_dtype in backend.rounded_dtypes and dtype == torch.float32
+    if not (cache_dtype == dtype or scaled or rounded):
+        raise ValueError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}; with the {backend.name} "
+            f"attention backend and dtype {_name(dtype)} on this device it must be "
+            f"{_cache_types(backend, dtype)}"
+        )
+    return ChosenAttention(backend, cache_dtype, scaled)
+
+
+def _cache_types(backend: AttentionBackend, dtype: torch.dtype) -> str:
+    """The values of `kv_cache_dtype` that the attention backend has beside this type."""
+    kept = {dtype, *backend.scaled_dtypes}
+    if dtype == torch.float32:
+        kept.update(backend.rounded_dtypes)
+    names = ["'auto'", *(repr(name) for name, each in _CACHE_TYPES.items() if each in kept)]
+    return " or ".join(names)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
