@@ -46,8 +46,8 @@ class Missing(NamedTuple):
 Foreign: TypeAlias = Renamed | Reversed | Granted | Missing
 
 _ONE_DEVICE = (
-    "an engine runs on one device; for more, start a server on each (CUDA_VISIBLE_DEVICES) and "
-    "share the requests out by their prefixes"
+    "tensor_parallel_size divides a model among devices; for more requests, start several servers "
+    "(CUDA_VISIBLE_DEVICES) and share the requests out by their prefixes"
 )
 _CACHE_SIZE = (
     "use kv_cache_memory_fraction, the KV cache's part of the memory that is free when the weights "
@@ -68,11 +68,10 @@ _HUB = "set it for Hugging Face's own client: "
 
 FOREIGN: Mapping[str, Foreign] = {
     # Several devices and processes
-    "tensor_parallel_size": Granted(_ONE_DEVICE, ("1",)),
     "pipeline_parallel_size": Granted(_ONE_DEVICE, ("1",)),
     "data_parallel_size": Granted(_ONE_DEVICE, ("1",)),
-    "tp": Granted(_ONE_DEVICE, ("1",)),
-    "tp_size": Granted(_ONE_DEVICE, ("1",)),
+    "tp": Renamed("tensor_parallel_size"),
+    "tp_size": Renamed("tensor_parallel_size"),
     "dp": Granted(_ONE_DEVICE, ("1",)),
     "dp_size": Granted(_ONE_DEVICE, ("1",)),
     "pp_size": Granted(_ONE_DEVICE, ("1",)),
@@ -82,7 +81,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "dist_init_addr": Missing(_ONE_DEVICE),
     "enable_expert_parallel": Missing(_ONE_DEVICE),
     "distributed_executor_backend": Granted(_ONE_DEVICE, ("mp", "uni")),
-    "disable_custom_all_reduce": Granted("there is one device, and nothing to reduce"),
+    "disable_custom_all_reduce": Granted("on GPUs NCCL adds what ranks have computed"),
     "base_gpu_id": Missing("set CUDA_VISIBLE_DEVICES to the GPU that the server may use"),
     "api_server_count": Granted(
         "one process serves HTTP, the engine has another one; " + _PROXY, ("1",)
@@ -131,7 +130,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "max_loaded_loras": Renamed("max_loras"),
     "max_cpu_loras": Missing(_ADAPTERS),
     "lora_dtype": Granted("adapters are computed in the type of the model", ("auto",)),
-    "fully_sharded_loras": Missing(_ONE_DEVICE),
+    "fully_sharded_loras": Missing("adapters and tensor_parallel_size exclude each other so far"),
     "enable_activated_lora": Granted("an adapter's own config has the tokens that invoke it"),
     "lora_backend": Missing("there is one way for each device; leave it out"),
     "lora_target_modules": Missing("each adapter's own config has them; leave it out"),

@@ -51,6 +51,7 @@ class Configured(ABC):
         model_impl: str = "auto",
         load_format: str = "auto",
         quantization: str | None = None,
+        tensor_parallel_size: int = 1,
         page_size: int = 16,
         kv_cache_tokens: int | None = None,
         kv_cache_memory_fraction: float | None = None,
@@ -99,6 +100,8 @@ class Configured(ABC):
             load_format: auto: the checkpoint's weights; dummy: random ones.
             quantization: 8-bit weights and activations: int8 on a CPU, fp8 (e4m3) on a GPU; int4:
                 4-bit weights and 8-bit activations on a CPU.
+            tensor_parallel_size: ranks among which the model is divided, each with its part of
+                weights and KV: GPUs, or processes that share the cores of a CPU.
             page_size: tokens that a page of the KV cache holds.
             kv_cache_tokens: size of the KV cache in tokens.
             kv_cache_memory_fraction: size of the KV cache as a fraction of the memory that is

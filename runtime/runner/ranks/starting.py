@@ -81,25 +81,17 @@ def start_ranks(config: EngineConfig, device: torch.device, numbers: int, main: 
         cores = None if gpu else divided_cores(size)
         init_method = f"tcp://127.0.0.1:{_free_port()}" if gpu else None
         told = [
-            Assignment(
-                config,
-                rank,
-                size,
-                descriptor,
-                room,
-                None if cores is None else cores[rank],
-                init_method,
-            )
-            for rank in range(size)
+            Assignment(config, rank, size, descriptor, room, own, init_method)
+            for rank, own in enumerate([None] * size if cores is None else cores)
         ]
         # Before this process is bound to its cores, which the others would inherit.
         ranks = [_Rank(each, main, held) for each in told[1:]]
         if cores is not None:
             held.callback(give_back_cores, os.sched_getaffinity(0), torch.get_num_threads())
             take_cores(cores[0])
-        own = ExitStack()
-        group = told[0].join(own)
-        own.enter_context(held.pop_all())
+        started = ExitStack()
+        group = told[0].join(started)
+        started.enter_context(held.pop_all())
         for each in ranks:
             each.watch(group)
         return group
