@@ -29,7 +29,8 @@ def flags_of(name: str) -> list[str]:
     others = [
         other for other, each in FOREIGN.items() if isinstance(each, Renamed) and each.ours == name
     ]
-    return [flag(name), *map(flag, others)]
+    short = [each for each, other in SHORT.items() if other == name]
+    return [flag(name), *map(flag, others), *short]
 
 
 def add_foreign_options(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coppice.frontend.commands.foreign import add_foreign_options
+from coppice.frontend.commands.machine.launched import takes_part
 from coppice.frontend.commands.options import (
     MODEL_HELP,
     Subparsers,
@@ -22,6 +23,7 @@ from coppice.frontend.commands.options import (
     sampling_fields,
     text_options,
 )
+from coppice.runtime.config import EngineConfig
 
 if TYPE_CHECKING:
     from coppice.frontend.python.llm import LLM
@@ -72,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     from coppice.frontend.python.llm import LLM
     from coppice.frontend.text.outputs import GenerationError
 
+    if takes_part(EngineConfig(arguments.model, **engine_options(arguments))):
+        return 0
     llm = LLM(arguments.model, **asdict(text_options(arguments)), **engine_options(arguments))
     params = replace(llm.get_default_sampling_params(), **given)
     failure = None
@@ -86,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     _print_outputs(prompts, outputs)
     if arguments.report:
         _print_report(llm)
+    llm.close()
     if failure is not None:
         print(f"coppice generate: {failure}", file=sys.stderr)
         return 1

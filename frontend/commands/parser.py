@@ -11,8 +11,9 @@ from coppice.frontend.commands.foreign import flag, with_flags
 from coppice.frontend.foreign_options import FOREIGN, RARE, Renamed
 
 _GROUPS: Mapping[str, str] = {
-    "model and tokenizer": "revision tokenizer dtype quantization device tensor_parallel_size model_impl load_format "
-    "max_model_len chat_template trust_request_chat_template tool_call_parser reasoning_parser",
+    "model and tokenizer": "revision tokenizer dtype quantization device tensor_parallel_size "
+    "model_impl load_format max_model_len chat_template trust_request_chat_template "
+    "tool_call_parser reasoning_parser",
     "defaults of requests": "generation_config override_generation_config seed",
     "KV cache": "kv_cache_tokens kv_cache_memory_fraction kv_cache_dtype page_size "
     "enable_prefix_caching eviction_policy pin_budget",

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 from coppice.frontend.commands.foreign import add_foreign_options
+from coppice.frontend.commands.machine.launched import takes_part
 from coppice.frontend.commands.options import (
     MODEL_HELP,
     SERVER_DEFAULTS,
@@ -55,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     if options.lora_modules:
         config = replace(config, enable_lora=True)
     options.keys(), options.tls()  # refuse wrong ones before the model is loaded
+    if takes_part(config):
+        return 0
     try:
         listener = _bound(arguments.host, arguments.port)
     except OSError as error:

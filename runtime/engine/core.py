@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.request import StepOutput, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.member import open_runner
+from coppice.runtime.runner.ranks.ending import EndingGroup
 from coppice.runtime.sampling.beam_search import WatchLines
 from coppice.runtime.sampling.grammars import Grammars
 from coppice.runtime.schedule.paging import Paging
@@ -212,8 +214,17 @@ class Engine:
         )
         self._searches.begin(first, params)
 
-    def _check_ready(self) -> None:
+    def check_device(self) -> None:
+        """Raises DeviceLost if the device, or a rank of the model, has failed for good."""
         self._steps.check_device()
+
+    def when_lost(self, tell: Callable[[], None]) -> None:
+        """Has `tell` called, in any thread, when a rank of the model ends by itself."""
+        if isinstance(self.runner.group, EndingGroup):
+            self.runner.group.when_ended = tell
+
+    def _check_ready(self) -> None:
+        self.check_device()
         if self.asleep:
             raise ValueError("request: refused while the engine sleeps; wake_up comes first")
 

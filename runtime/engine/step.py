@@ -24,6 +24,7 @@ from coppice.runtime.schedule.scheduler import Chunk, Schedule, Scheduler
 
 logger = logging.getLogger(__name__)
 
+_LOST = "the device has failed, and its process has to end: {}"
 _GRAMMAR_WAIT_SECONDS = 0.01  # of a step that has nothing else to do
 
 
@@ -294,16 +295,18 @@ class Steps:
         return [output for request_id in failed for output in self._end_failed(request_id, message)]
 
     def check_device(self) -> None:
-        """Raises DeviceLost if a step has found that the device does not compute any more."""
+        """Raises DeviceLost if a step has found that the device does not compute any more.
+
+        So it does when another rank of the model has ended.
+        """
+        if self._lost is None and (ended := self._runner.group.ended) is not None:
+            self._lost = _LOST.format(ended)
         if self._lost is not None:
             raise DeviceLost(self._lost)
 
     def _lose(self, fault: str, error: BaseException) -> NoReturn:
         """Ends all requests, since the device's memory can neither be trusted nor read."""
-        self._lost = (
-            f"the device has failed, and its process has to end: {fault} "
-            f"(found by {type(error).__name__} in a step)"
-        )
+        self._lost = f"{_LOST.format(fault)} (found by {type(error).__name__} in a step)"
         self._before, self._undelivered = None, []
         for request_id in dict.fromkeys(each.request.request_id for each in self._sequences):
             self._end_failed(request_id, self._lost)

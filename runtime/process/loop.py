@@ -48,6 +48,7 @@ class EngineLoop:
         self._calls: deque[tuple[int | None, str, tuple[Any, ...], dict[str, Any]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._lost = False  # a rank of the model has ended
 
     def run(self) -> None:
         """Runs until the other end asks it to stop, or is closed; closes both channels.
@@ -68,7 +69,9 @@ class EngineLoop:
         reader = threading.Thread(target=self._read, name="coppice-reader", daemon=True)
         reader.start()
         try:
+            self._engine.when_lost(self._be_woken)
             while self._take_calls():
+                self._engine.check_device()
                 if self._engine.has_unfinished():
                     outputs = self._engine.step()
                     self._warm = True
@@ -98,10 +101,17 @@ class EngineLoop:
                 self._stopping = True
                 self._wake.notify()
 
+    def _be_woken(self) -> None:
+        with self._wake:
+            self._lost = True
+            self._wake.notify()
+
     def _take_calls(self) -> bool:
         """Answers all calls; waits for one while no step is due. False: it should stop."""
         with self._wake:
-            while not (self._calls or self._stopping or self._engine.has_unfinished()):
+            while not (
+                self._calls or self._stopping or self._lost or self._engine.has_unfinished()
+            ):
                 self._busy = False
                 self._wake.wait()
             if self._stopping:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from coppice.kernels.attention.interface import FixedPlan, KvScales, LayerCache
+from coppice.kernels.cpu.ranks.memory import RanksEnded
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.window_keys import WindowKeys
 from coppice.runtime.model.adapters.loaded import LoadedAdapters
@@ -337,11 +338,17 @@ class ModelRunner:
 
         return logits
 
+    def _leave(self) -> None:
+        """Ends `take_part`."""
+        raise RanksEnded("the engine was closed")
+
     def close(self) -> None:
         """Frees cache and weights for good, and ends the other ranks."""
         try:
-            if self.asleep < 2 and self.group.ended is None:
-                self.sleep(2)
+            if self.group.ended is None:
+                if self.asleep < 2:
+                    self.sleep(2)
+                self._tell("_leave")
         finally:
             self.group.close()
 

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 
 import torch
@@ -26,6 +26,8 @@ from coppice.runtime.runner.ranks.torch_group import TorchGroup
 
 logger = logging.getLogger(__name__)
 
+_MAIN = f"{__name__}:member_main"
+
 
 def open_runner(config: EngineConfig) -> ModelRunner:
     """The runner of the model that `config` names, whose other ranks are started or joined.
@@ -44,8 +46,7 @@ def open_runner(config: EngineConfig) -> ModelRunner:
         group = _joined(config, device)
     else:
         rows = max(config.max_num_batched_tokens, CALIBRATION_TOKENS)
-        main = f"{__name__}:{member_main.__name__}"
-        group = start_ranks(config, device, rows * model.hidden_size, main)
+        group = start_ranks(config, device, rows * model.hidden_size, _MAIN)
     try:
         return ModelRunner(config, group)
     except BaseException as error:
@@ -68,17 +69,16 @@ def launched_rank() -> int | None:
 def run_launched(config: EngineConfig) -> bool:
     """Whether torchrun started this process as another rank than the first, whose part it takes.
 
-    It returns then when the first rank has ended. Raises as `open_runner`.
+    It returns then when the first rank has closed the engine. Raises as `open_runner`, and what
+    torch.distributed raises when that rank has ended otherwise.
     """
     rank = launched_rank()
     if not rank or config.tensor_parallel_size == 1:
         return False
     group = _joined(config, resolve_device(config.device))
-    try:
+    with suppress(RanksEnded):
         ModelRunner(config, group).take_part()
-    except RuntimeError as error:
-        # Gloo and NCCL say in this way that the first rank has closed its connection.
-        logger.info("rank %d ends: %s", rank, error)
+    group.close()
     return True
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from coppice.runtime.model.config import ModelConfig
 
-# Widths are divided at multiples of the largest of these that gives each rank one. What it divides
-# suits the panels of products, and groups of weights that share a scale.
+# Widths are divided at multiples of the largest of these that gives all ranks as many, or nearly: at
+# least `_MANY` each. They suit the panels of products, and groups of weights that share a scale.
 _UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
+_MANY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,9 @@ class Share:
 
 def divided(width: int, rank: int, size: int) -> range:
     """A rank's part of ``width`` neighbours; parts differ by at most one unit. O(1)."""
-    fitting = (each for each in _UNITS if width % each == 0 and width // each >= size)
-    unit = next(fitting, 1)
+    fitting = [each for each in _UNITS if width % each == 0 and width // each >= size]
+    even = [each for each in fitting if width // each % size == 0 or width // each >= _MANY * size]
+    unit = [*even, *fitting, 1][0]
     units = width // unit
     return range(units * rank // size * unit, units * (rank + 1) // size * unit)
 

@@ -1,0 +1,146 @@
+"""Ranks as processes: they start, compute, die and end with the engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import cuda
+
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine.core import Engine
+from coppice.runtime.requests.request import DeviceLost
+from coppice.runtime.requests.sampling_params import SamplingParams
+from tests.runtime.engine.test_families import GREEDY, prompts, run, start
+
+Checkpoint = Callable[..., Path]
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+def children() -> set[int]:
+    """The processes that this one has started."""
+    task = Path(f"/proc/{os.getpid()}/task")
+    found = [each / "children" for each in task.iterdir()]
+    return {int(pid) for each in found for pid in each.read_text().split()}
+
+
+@pytest.mark.timeout(180)
+def test_processes_compute_together_and_end(tiny_checkpoint: Checkpoint) -> None:
+    path = tiny_checkpoint("llama")
+    expected = run(start(path))
+    before, cores, threads = children(), os.sched_getaffinity(0), len(os.sched_getaffinity(0))
+    engine = start(path, tensor_parallel_size=2)
+    if threads >= 2:
+        assert len(os.sched_getaffinity(0)) == threads // 2, "each has cores of its own"
+    ranks = children() - before
+    assert len(ranks) == 1
+    assert run(engine) == expected
+    assert run(engine) == expected
+    engine.close()
+    assert os.sched_getaffinity(0) == cores
+    assert not ranks & children()
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_dies_ends_the_engine_with_its_reason(tiny_checkpoint: Checkpoint) -> None:
+    before = children()
+    engine = start(tiny_checkpoint("llama"), tensor_parallel_size=3)
+    ranks = sorted(children() - before)
+    assert len(ranks) == 2
+    for number, prompt in enumerate(prompts()):
+        engine.add_request(str(number), prompt, LONG)
+    for _ in range(5):
+        engine.step()
+    os.kill(ranks[0], signal.SIGKILL)
+    with pytest.raises(
+        DeviceLost, match=r"rank [12] of the model: its process was killed by SIGKILL"
+    ):
+        while engine.has_unfinished():
+            engine.step()
+    with pytest.raises(DeviceLost):
+        engine.add_request("more", prompts()[0], GREEDY)
+    engine.close()
+    assert not set(ranks) & children()
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_dies_while_nothing_runs_is_noticed(tiny_checkpoint: Checkpoint) -> None:
+    before = children()
+    engine = start(tiny_checkpoint("llama"), tensor_parallel_size=2)
+    heard: list[bool] = []
+    engine.when_lost(lambda: heard.append(True))
+    os.kill(*(children() - before), signal.SIGKILL)
+    end = time.monotonic() + 60
+    while not heard and time.monotonic() < end:
+        time.sleep(0.01)
+    assert heard
+    with pytest.raises(DeviceLost, match="killed by SIGKILL"):
+        engine.check_device()
+    engine.close()
+
+
+@pytest.mark.timeout(180)
+def test_ranks_end_with_a_process_that_is_killed(tiny_checkpoint: Checkpoint) -> None:
+    code = textwrap.dedent(f"""
+        import os, time
+        from coppice.runtime.config import EngineConfig
+        from coppice.runtime.engine.core import Engine
+        engine = Engine(EngineConfig({str(tiny_checkpoint("llama"))!r}, kv_cache_tokens=512,
+                                     tensor_parallel_size=2))
+        task = f"/proc/{{os.getpid()}}/task"
+        print(*(open(f"{{task}}/{{each}}/children").read() for each in os.listdir(task)), flush=True)
+        time.sleep(600)
+    """)
+    with subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        ranks = [int(pid) for pid in process.stdout.readline().split()]
+        process.kill()
+    assert len(ranks) == 1
+    end = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_cannot_load_says_why(
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = children()
+    main = "tests.runtime.runner.ranks.test_processes:failing_main"
+    monkeypatch.setattr("coppice.runtime.runner.member._MAIN", main)
+    root = Path(__file__).parents[4]
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    with pytest.raises(RuntimeError, match="rank 1 of the model: OSError: its disk is gone"):
+        start(tiny_checkpoint("llama"), tensor_parallel_size=2)
+    assert children() == before
+
+
+def failing_main(descriptor: int) -> None:
+    """The main of a rank whose weights can't be read."""
+    from coppice.runtime.runner import member
+
+    def fail(*_: object) -> None:
+        raise OSError("its disk is gone")
+
+    member.ModelRunner = fail  # type: ignore[assignment,misc]
+    member.member_main(descriptor)
+
+
+@pytest.mark.skipif(cuda.is_available(), reason="counts GPUs")
+def test_more_ranks_than_gpus_are_refused(
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coppice.runtime.runner import member
+
+    monkeypatch.setattr(member, "resolve_device", lambda name: member.torch.device("cuda"))
+    config = EngineConfig(str(tiny_checkpoint("llama")), tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="on GPUs it must be at most their number, 0"):
+        Engine(config)
