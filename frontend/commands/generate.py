@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     _print_outputs(prompts, outputs)
     if arguments.report:
         _print_report(llm)
-    llm.close()
+    llm.shutdown()
     if failure is not None:
         print(f"coppice generate: {failure}", file=sys.stderr)
         return 1

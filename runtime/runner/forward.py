@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from coppice.kernels.attention.interface import FixedPlan, KvScales, LayerCache
-from coppice.kernels.cpu.ranks.memory import RanksEnded
+from coppice.kernels.cpu.ranks.errors import RanksEnded
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.window_keys import WindowKeys
 from coppice.runtime.model.adapters.loaded import LoadedAdapters

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from coppice.kernels.cpu.ranks.memory import RanksEnded
+from coppice.kernels.cpu.ranks.errors import RanksEnded
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.model.parallel.division import check_division

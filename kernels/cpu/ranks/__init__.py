@@ -1,4 +1,4 @@
 """Processes that compute one model together on one machine, and meet in shared memory.
 
-Other rooms use `memory`; the compiled layers use `meeting`.
+Other rooms use `memory` and `errors`; the compiled layers use `meeting`.
 """

@@ -10,14 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from coppice.kernels.cpu.ranks import meeting
+from coppice.kernels.cpu.ranks.errors import RanksEnded
 
 # Room for one message: a step's plan has some kilobytes; a longer one is sent in pieces.
 _MESSAGE_BYTES = 1 << 18
 _PAGE = 4096
-
-
-class RanksEnded(RuntimeError):
-    """The ranks do not compute any more: one of them has ended."""
 
 
 def shared_file(size: int, region_bytes: int) -> int:

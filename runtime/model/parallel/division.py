@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from coppice.runtime.model.config import ModelConfig
 
-# Widths are divided at multiples of the largest of these that gives all ranks as many, or nearly: at
-# least `_MANY` each. They suit the panels of products, and groups of weights that share a scale.
+# Widths are divided at multiples of the largest of these of which all ranks get as many, or `_MANY`
+# each. They suit the panels of products, and groups of weights that share a scale.
 _UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
 _MANY = 16
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
-from coppice.kernels.cpu.ranks.memory import RankMemory
 from coppice.runtime.model.parallel.group import RankGroup
+
+if TYPE_CHECKING:  # it loads compiled code, which engines of one rank do not need
+    from coppice.kernels.cpu.ranks.memory import RankMemory
 
 
 class EndingGroup(RankGroup):

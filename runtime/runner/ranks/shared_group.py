@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from coppice.kernels.cpu.ranks.memory import RankMemory
 from coppice.runtime.runner.ranks.ending import EndingGroup
+
+if TYPE_CHECKING:  # it loads compiled code, which engines of one rank do not need
+    from coppice.kernels.cpu.ranks.memory import RankMemory
 
 
 class SharedGroup(EndingGroup):

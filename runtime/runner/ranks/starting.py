@@ -15,7 +15,6 @@ from signal import Signals
 
 import torch
 
-from coppice.kernels.cpu.ranks.memory import RankMemory, region_bytes, shared_file
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.runner.ranks.cores import divided_cores, give_back_cores, take_cores
 from coppice.runtime.runner.ranks.ending import EndingGroup
@@ -48,6 +47,8 @@ class Assignment:
 
     def join(self, held: ExitStack) -> EndingGroup:
         """The group, as this rank has it; waits for all ranks on GPUs."""
+        from coppice.kernels.cpu.ranks.memory import RankMemory
+
         memory = RankMemory(self.descriptor, self.rank, self.size, self.region_bytes)
         if self.init_method is None:
             return SharedGroup(memory, self.rank, self.size, held)
@@ -68,6 +69,9 @@ def start_ranks(config: EngineConfig, device: torch.device, numbers: int, main: 
 
     Raises ValueError if there are fewer GPUs than ranks.
     """
+    # It loads compiled code, which engines of one rank do not need.
+    from coppice.kernels.cpu.ranks.memory import region_bytes, shared_file
+
     size, gpu = config.tensor_parallel_size, device.type == "cuda"
     if gpu and torch.cuda.device_count() < size:
         raise ValueError(

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coppice.kernels.cpu.ranks.memory import RankMemory, RanksEnded, region_bytes, shared_file
+from coppice.kernels.cpu.ranks.errors import RanksEnded
+from coppice.kernels.cpu.ranks.memory import RankMemory, region_bytes, shared_file
 
 Start = Callable[..., list[Any]]
 

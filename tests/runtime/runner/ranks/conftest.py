@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from coppice.kernels.cpu.ranks.memory import RankMemory, RanksEnded, region_bytes, shared_file
+from coppice.kernels.cpu.ranks.errors import RanksEnded
+from coppice.kernels.cpu.ranks.memory import RankMemory, region_bytes, shared_file
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import core
 from coppice.runtime.engine.core import Engine

@@ -21,6 +21,16 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 from tests.runtime.engine.test_families import GREEDY, prompts, run, start
 
 Checkpoint = Callable[..., Path]
+FAILING = """
+from coppice.runtime.runner import member
+
+def fail(*_):
+    raise OSError("its disk is gone")
+
+def main(descriptor):
+    member.ModelRunner = fail
+    member.member_main(descriptor)
+"""
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
@@ -29,6 +39,11 @@ def children() -> set[int]:
     task = Path(f"/proc/{os.getpid()}/task")
     found = [each / "children" for each in task.iterdir()]
     return {int(pid) for each in found for pid in each.read_text().split()}
+
+
+def step_to_the_end(engine: Engine) -> None:
+    while engine.has_unfinished():
+        engine.step()
 
 
 @pytest.mark.timeout(180)
@@ -59,11 +74,9 @@ def test_a_rank_that_dies_ends_the_engine_with_its_reason(tiny_checkpoint: Check
     for _ in range(5):
         engine.step()
     os.kill(ranks[0], signal.SIGKILL)
-    with pytest.raises(
-        DeviceLost, match=r"rank [12] of the model: its process was killed by SIGKILL"
-    ):
-        while engine.has_unfinished():
-            engine.step()
+    reason = r"rank [12] of the model: its process was killed by SIGKILL"
+    with pytest.raises(DeviceLost, match=reason):
+        step_to_the_end(engine)
     with pytest.raises(DeviceLost):
         engine.add_request("more", prompts()[0], GREEDY)
     engine.close()
@@ -95,7 +108,8 @@ def test_ranks_end_with_a_process_that_is_killed(tiny_checkpoint: Checkpoint) ->
         engine = Engine(EngineConfig({str(tiny_checkpoint("llama"))!r}, kv_cache_tokens=512,
                                      tensor_parallel_size=2))
         task = f"/proc/{{os.getpid()}}/task"
-        print(*(open(f"{{task}}/{{each}}/children").read() for each in os.listdir(task)), flush=True)
+        found = [open(f"{{task}}/{{each}}/children").read() for each in os.listdir(task)]
+        print(*found, flush=True)
         time.sleep(600)
     """)
     with subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE) as process:
@@ -111,27 +125,15 @@ def test_ranks_end_with_a_process_that_is_killed(tiny_checkpoint: Checkpoint) ->
 
 @pytest.mark.timeout(180)
 def test_a_rank_that_cannot_load_says_why(
-    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = children()
-    main = "tests.runtime.runner.ranks.test_processes:failing_main"
-    monkeypatch.setattr("coppice.runtime.runner.member._MAIN", main)
-    root = Path(__file__).parents[4]
-    monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.setattr("coppice.runtime.runner.member._MAIN", "failing_rank:main")
+    (tmp_path / "failing_rank.py").write_text(FAILING, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="rank 1 of the model: OSError: its disk is gone"):
         start(tiny_checkpoint("llama"), tensor_parallel_size=2)
     assert children() == before
-
-
-def failing_main(descriptor: int) -> None:
-    """The main of a rank whose weights can't be read."""
-    from coppice.runtime.runner import member
-
-    def fail(*_: object) -> None:
-        raise OSError("its disk is gone")
-
-    member.ModelRunner = fail  # type: ignore[assignment,misc]
-    member.member_main(descriptor)
 
 
 @pytest.mark.skipif(cuda.is_available(), reason="counts GPUs")
