@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coppice.runtime.model.config import DTYPE_NAMES, ModelConfig
+from coppice.runtime.model.parallel.division import check_division, share_of
 from coppice.runtime.planning.cache import (
     model_token_bytes,
     pages_each,
@@ -35,6 +36,8 @@ class PlanOptions:
         max_model_len: tokens that a place for the longest sequence reserves; None: the model's.
         dtype, kv_cache_dtype, quantization, page_size: as the engine's options; "auto" is the type
             that the config declares.
+        tensor_parallel_size: devices among which the model is divided; memory and bandwidth are
+            those of each.
     """
 
     device_memory: int | None = None
@@ -49,10 +52,11 @@ class PlanOptions:
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     page_size: int = 16
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("users", "page_size", "context", "max_model_len", "device_memory",
-                     "kv_cache_memory", "memory_bandwidth"):  # fmt: skip
+        for name in ("users", "page_size", "tensor_parallel_size", "context", "max_model_len",
+                     "device_memory", "kv_cache_memory", "memory_bandwidth"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
@@ -92,6 +96,7 @@ class Plan:
 
     ``window_bytes``: KV of a sequence that is older than its layer's window; a decoding step does
     not read it, and it is kept.
+    ``numbers`` are the whole model's; weights and KV are those of each device.
     ``stored``: how the checkpoint is stored. ``cpu_weights``: where a CPU keeps it as int8 or int4
     without being asked, what it takes there. ``cpu_formats``: what a CPU keeps of each of
     ``FORMATS``. ``alone`` and ``together``: the rates of one sequence, and of all users together.
@@ -119,8 +124,14 @@ class Plan:
     cpu_formats: dict[str, int]
 
 
+def _largest_part(model: ModelConfig, size: int) -> ModelConfig:
+    """What the rank has that needs most memory."""
+    parts = [share_of(model, rank, size).part for rank in range(size)]
+    return max(parts, key=lambda part: (part.num_kv_heads, count(part).total))
+
+
 def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOWN) -> Plan:
-    """The plan of a model that is ``stored`` so.
+    """The plan of a model that is ``stored`` so, or of the largest part of one that is divided.
 
     Raises ValueError for lengths that the model does not have, and memory that is too little.
     """
@@ -136,13 +147,15 @@ def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOW
         raise ValueError(f"shared must be from 0 to context, {context}, got {options.shared}")
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     itemsize = _ITEMSIZE[dtype]
-    numbers = count(model)
-    weights = weight_bytes(numbers, itemsize, options.quantization)
+    check_division(model, options.tensor_parallel_size)
+    numbers, part = count(model), _largest_part(model, options.tensor_parallel_size)
+    own = count(part)
+    weights = weight_bytes(own, itemsize, options.quantization)
     on_cpu = None
     if stored.on_cpu is not None and options.quantization is None:
-        on_cpu = weight_bytes(numbers, itemsize, stored.on_cpu)
+        on_cpu = weight_bytes(own, itemsize, stored.on_cpu)
     kept = {"fp8": 1, "bfloat16": 2}.get(options.kv_cache_dtype, itemsize)
-    each, size, users = model_token_bytes(model, kept), options.page_size, options.users
+    each, size, users = model_token_bytes(part, kept), options.page_size, options.users
     cache = options.kv_cache_memory
     if cache is None and options.device_memory is not None:
         left = options.device_memory - weights.total

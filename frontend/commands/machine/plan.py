@@ -81,6 +81,7 @@ def add_to(commands: Subparsers) -> None:
             help=help_text,
         )
     for name, help_text in (
+        ("tensor_parallel_size", "devices among which the model is divided (default: 1)"),
         ("page_size", "tokens of a page (default: 16)"),
         ("max_model_len", "tokens that are reserved where there are no pages (default: the "
          "longest that the model takes)"),
@@ -108,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         context=arguments.context,
         shared=arguments.shared,
         max_model_len=arguments.max_model_len,
+        tensor_parallel_size=arguments.tensor_parallel_size,
         dtype=arguments.dtype,
         kv_cache_dtype=arguments.kv_cache_dtype,
         quantization=arguments.quantization,

@@ -134,13 +134,13 @@ def test_what_windows_leave_unread(
 def test_options_of_other_servers_are_answered_with_ours(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(folder), "--block-size", "32", "--tensor-parallel-size", "1"]) == 0
+    assert main(["plan", str(folder), "--block-size", "32", "-pp", "1"]) == 0
     said = capsys.readouterr()
     assert "KV of a page of 32" in said.out
-    assert "--tensor-parallel-size: an engine runs on one device" in said.err
+    assert "-pp: --tensor-parallel-size divides a model among devices" in said.err
     for words, answer in (
         (["--gpu-memory-utilization", "0.9"], "use --kv-cache-memory-fraction"),
-        (["--tensor-parallel-size", "2"], "must be 1 here, got '2': an engine runs on one device"),
+        (["-pp", "2"], "must be 1 here, got '2': --tensor-parallel-size divides a model"),
     ):
         with pytest.raises(SystemExit):
             main(["plan", str(folder), *words])

@@ -53,19 +53,26 @@ def test_options_reach_the_dataclass_that_has_them() -> None:
 def test_names_of_vllm_and_sglang_are_taken_or_answered() -> None:
     made = Recorded(
         model="m",
-        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        tp=2,
         trust_remote_code=True,
         block_size=32,
         dtype="half",
         disable_radix_cache=True,
         swap_space=0,
     )
-    wanted = EngineConfig(model="m", page_size=32, dtype="float16", enable_prefix_caching=False)
+    wanted = EngineConfig(
+        model="m",
+        page_size=32,
+        dtype="float16",
+        enable_prefix_caching=False,
+        tensor_parallel_size=2,
+    )
     assert made.config == wanted
     for given, message in (
         (
-            {"tensor_parallel_size": 2},
-            "tensor_parallel_size may be 1, got 2: an engine runs on one",
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size may be 1, got 2: tensor_parallel_size divides",
         ),
         ({"gpu_memory_utilization": 0.9}, "is not an option here: use kv_cache_memory_fraction"),
         ({"block_size": 8, "page_size": 4}, "page_size is given twice"),

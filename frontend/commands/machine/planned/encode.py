@@ -19,6 +19,7 @@ def encode_plan(plan: Plan, name: str) -> dict[str, Any]:
         "dtype": plan.dtype,
         "quantization": options.quantization,
         "kv_cache_dtype": options.kv_cache_dtype,
+        "tensor_parallel_size": options.tensor_parallel_size,
         "page_size": options.page_size,
         "users": options.users,
         "context": plan.context,

@@ -80,6 +80,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if numbers.used != numbers.total:
         active = f"{numbers.used:,} compute for a token"
     yield "parameters", f"{numbers.total:,}", active
+    if options.tensor_parallel_size > 1:
+        yield "devices", f"{options.tensor_parallel_size:,}", "each has at most what follows"
     kind = plan.dtype if options.quantization is None else options.quantization
     stored = plan.stored
     if stored.name is not None or stored.bytes is not None:
