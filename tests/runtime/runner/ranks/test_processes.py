@@ -136,6 +136,24 @@ def test_a_rank_that_cannot_load_says_why(
     assert children() == before
 
 
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks() -> None:
+    folder = Path(sys.executable).parent
+    words = ["generate", "demo", "--prompt", "Where is", "--temperature", "0", "--max-tokens", "8"]
+    alone = subprocess.run([folder / "coppice", *words], capture_output=True, timeout=180)
+    launch = [folder / "torchrun", "--no-python", "--nproc-per-node", "2", folder / "coppice"]
+    ranks = subprocess.run(
+        [*launch, *words, "--tensor-parallel-size", "2"], capture_output=True, timeout=180
+    )
+    assert ranks.returncode == 0, ranks.stderr
+    assert ranks.stdout == alone.stdout and alone.stdout
+    wrong = subprocess.run(
+        [*launch, *words, "--tensor-parallel-size", "3"], capture_output=True, timeout=180
+    )
+    assert wrong.returncode != 0
+    assert b"tensor_parallel_size is 3; torchrun has started 2 processes" in wrong.stderr
+
+
 @pytest.mark.skipif(cuda.is_available(), reason="counts GPUs")
 def test_more_ranks_than_gpus_are_refused(
     tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
