@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.radix import POLICIES
+from coppice.runtime.metrics.events.options import ENCODINGS, check_endpoint
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -123,6 +124,26 @@ class EngineConfig:
     enable_lora: bool = _option(False, "let requests ask for adapters of low rank (LoRA)")
     max_loras: int = _option(16, "most adapters that are loaded at the same time")
     max_lora_rank: int = _option(64, "greatest rank that an adapter may have")
+    kv_events_endpoint: str | None = _option(
+        None,
+        "address at which events of the cache are published by ZeroMQ, such as tcp://*:5557, in "
+        "the format of vLLM's, so that routers can follow it; default: none are",
+    )
+    kv_events_replay_endpoint: str | None = _option(
+        None, "address at which events that were missed can be asked for again"
+    )
+    kv_events_topic: str = _option("", "topic of these events")
+    kv_events_block_size: int = _option(16, "tokens of a block in these events")
+    kv_events_encoding: str = _option(
+        "arrays",
+        f"how events are written: {', '.join(ENCODINGS)}; arrays are what most routers read, maps "
+        "what newer versions of vLLM write",
+    )
+    kv_events_exact_topic: str | None = _option(
+        None,
+        "topic, on the same address, of events with exact lengths and of the load, in our own "
+        "format; default: none are sent",
+    )
     seed: int = _option(0, "seed of dummy weights, and of requests without a seed of their own")
 
     def __post_init__(self) -> None:
@@ -194,6 +215,7 @@ class EngineConfig:
             raise ValueError(
                 f"async_scheduling must be True, False or None, got {self.async_scheduling!r}"
             )
+        self._check_events()
         _at_least("max_loras", self.max_loras, 1)
         _at_least("max_lora_rank", self.max_lora_rank, 1)
         for name in ("enable_prefix_caching", "deterministic", "enforce_eager", "enable_lora"):
@@ -203,6 +225,33 @@ class EngineConfig:
             raise ValueError(
                 "enable_lora must be False with deterministic: the adapters' products of a step "
                 "have shapes that depend on all of its requests"
+            )
+
+    def _check_events(self) -> None:
+        """Raises ValueError for options of events that do not fit."""
+        endpoint, replay = self.kv_events_endpoint, self.kv_events_replay_endpoint
+        check_endpoint("kv_events_endpoint", endpoint)
+        check_endpoint("kv_events_replay_endpoint", replay)
+        if endpoint is None:
+            for name in ("kv_events_replay_endpoint", "kv_events_exact_topic"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)!r}; without kv_events_endpoint it must "
+                        "be None"
+                    )
+        elif endpoint == replay:
+            raise ValueError(
+                f"kv_events_replay_endpoint must differ from kv_events_endpoint, got {replay!r}"
+            )
+        _at_least("kv_events_block_size", self.kv_events_block_size, 1)
+        _one_of("kv_events_encoding", self.kv_events_encoding, ENCODINGS)
+        if not isinstance(self.kv_events_topic, str):
+            raise ValueError(f"kv_events_topic must be a text, got {self.kv_events_topic!r}")
+        exact = self.kv_events_exact_topic
+        if exact is not None and (not exact or exact == self.kv_events_topic):
+            raise ValueError(
+                "kv_events_exact_topic must be a text that is neither empty nor kv_events_topic, "
+                f"or None, got {exact!r}"
             )
 
 

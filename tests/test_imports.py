@@ -33,6 +33,8 @@ ALLOWED: dict[str, set[str]] = {
         "llguidance",
         "sortedcontainers",
         "xxhash",
+        "zmq",
+        "msgspec",
     },
     "frontend": {
         "coppice",

@@ -20,6 +20,8 @@ _GROUPS: Mapping[str, str] = {
     "steps and the queue": "max_num_seqs max_num_batched_tokens scheduling_policy overtaking "
     "max_step_stretch max_queued_requests max_queued_tokens async_scheduling",
     "kernels": "attention_backend deterministic enforce_eager cuda_graph_sizes",
+    "events for routers": "kv_events_endpoint kv_events_replay_endpoint kv_events_topic "
+    "kv_events_block_size kv_events_encoding kv_events_exact_topic",
     "who may ask, and how much": "api_key api_key_file admin_api_key isolate_keys cors_origin "
     "max_concurrent_requests requests_per_minute max_body_bytes",
     "time": "request_timeout drain_timeout drain_grace header_timeout body_timeout engine_timeout "

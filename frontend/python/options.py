@@ -75,6 +75,12 @@ class Configured(ABC):
         enable_lora: bool = False,
         max_loras: int = 16,
         max_lora_rank: int = 64,
+        kv_events_endpoint: str | None = None,
+        kv_events_replay_endpoint: str | None = None,
+        kv_events_topic: str = "",
+        kv_events_block_size: int = 16,
+        kv_events_encoding: str = "arrays",
+        kv_events_exact_topic: str | None = None,
         seed: int = 0,
     ) -> None:
         """Loads the model. Options of vLLM are taken under its names where they mean the same.
@@ -137,6 +143,17 @@ class Configured(ABC):
             enable_lora: let requests ask for adapters of low rank (LoRA).
             max_loras: most adapters that are loaded at the same time.
             max_lora_rank: greatest rank that an adapter may have.
+            kv_events_endpoint: address at which events of the cache are published by ZeroMQ, such
+                as tcp://*:5557, in the format of vLLM's, so that routers can follow it; default:
+                none are.
+            kv_events_replay_endpoint: address at which events that were missed can be asked for
+                again.
+            kv_events_topic: topic of these events.
+            kv_events_block_size: tokens of a block in these events.
+            kv_events_encoding: how events are written: arrays, maps; arrays are what most routers
+                read, maps what newer versions of vLLM write.
+            kv_events_exact_topic: topic, on the same address, of events with exact lengths and of
+                the load, in our own format; default: none are sent.
             seed: seed of dummy weights, and of requests without a seed of their own.
 
         Raises:

@@ -13,6 +13,7 @@ from coppice.runtime.engine.adapting import EngineAdapters
 from coppice.runtime.engine.beams import BeamSearches
 from coppice.runtime.engine.intake import Intake
 from coppice.runtime.engine.peek import Peek
+from coppice.runtime.engine.publishing import Publishing
 from coppice.runtime.engine.recount import is_balanced, recount
 from coppice.runtime.engine.sequences import Sequences
 from coppice.runtime.engine.step import Steps
@@ -116,6 +117,7 @@ class Engine:
             if config.async_scheduling is None
             else config.async_scheduling,
         )
+        self.events = Publishing(config, self.scheduler, self.counters)
         if self.runner.device.type == "cpu":
             give_back_memory()
 
@@ -266,6 +268,7 @@ class Engine:
         self.accounts.evictions(self.tree)
         self.pins.refresh()
         self.adapters.refresh()
+        self.events.flush()
         return outputs
 
     def peek(
@@ -383,6 +386,7 @@ class Engine:
 
         Grammars that wait to be compiled are not; the thread ends that compiles them.
         """
+        self.events.close()
         self.intake.close()
         self.runner.close()
 
@@ -406,3 +410,4 @@ class Engine:
         self.pins.move_to(tree)
         self.scheduler.move_to(tree)
         self.accounts.cleared(tree)
+        self.events.move_to(tree)

@@ -55,7 +55,10 @@ class EngineService:
         function = self.calls.get(method)
         if function is None:
             raise ValueError(f"method must be one of {', '.join(self.calls)}, got {method!r}")
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.engine.events.flush()
 
     def put_pin(
         self,

@@ -1,0 +1,225 @@
+"""Sends the changes of a tree to whoever listens, and answers those who missed some.
+
+A thread of its own turns changes into messages and owns the sockets, so that neither hashes nor a
+slow listener delay the engine. ZeroMQ drops what a listener does not take; it sees that by the
+numbers of the messages, and asks for them, or for all that the tree holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import zmq
+
+from coppice.radix.mirror.blocks import Blocks
+from coppice.radix.mirror.changes import Change, Cleared, Opened, Stored
+from coppice.runtime.metrics.events.load import Load
+from coppice.runtime.metrics.events.wire import block_batch, change_batch, change_item, load_item
+
+logger = logging.getLogger(__name__)
+
+#: What a request for all that the tree holds has in place of a number.
+SNAPSHOT = b"snapshot"
+#: The number after the last message of an answer.
+END = (-1).to_bytes(8, "big", signed=True)
+
+_KEPT_BATCHES, _KEPT_BYTES = 10_000, 64 << 20  # of each topic, to be sent again
+_WAITING = 10_000  # batches that a listener may lag behind before it loses some
+_PAUSE = 0.05  # seconds between two looks for requests
+
+
+class _Topic:
+    """The messages of one topic: their numbers, and the last ones to be sent again."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name.encode()
+        self.number = -1  # of the last message
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0
+
+    def add(self, payload: bytes) -> tuple[bytes, bytes, bytes]:
+        """The frames of the next message."""
+        self.number += 1
+        self._kept.append((self.number, payload))
+        self._bytes += len(payload)
+        while len(self._kept) > _KEPT_BATCHES or self._bytes > _KEPT_BYTES:
+            self._bytes -= len(self._kept.popleft()[1])
+        return self.name, self.number.to_bytes(8, "big"), payload
+
+    def since(self, number: int) -> list[tuple[int, bytes]] | None:
+        """The messages from that one on; None if some of them are not kept any more."""
+        first = self._kept[0][0] if self._kept else self.number + 1
+        if number < first:
+            return None
+        return [each for each in self._kept if each[0] >= number]
+
+
+class Publisher:
+    """Publishes one engine's changes and load."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        *,
+        topic: str,
+        exact_topic: str | None,
+        block_size: int,
+        maps: bool,
+    ) -> None:
+        """Binds the sockets; see the engine's options of the same names.
+
+        Raises ValueError, naming the option, for an address that can't be bound.
+        """
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._pub = self._bound(zmq.PUB, "kv_events_endpoint", endpoint)
+        self._router = None
+        if replay_endpoint is not None:
+            name = "kv_events_replay_endpoint"
+            self._router = self._bound(zmq.ROUTER, name, replay_endpoint)
+        self._topic = _Topic(topic)
+        self._exact = None if exact_topic is None else _Topic(exact_topic)
+        self._size, self._maps = block_size, maps
+        self._instance = secrets.token_hex(8)
+        self._blocks = Blocks(block_size)
+        self._queue: SimpleQueue[tuple[Sequence[Change], Load | None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="coppice-kv-events", daemon=True)
+        self._thread.start()
+
+    @property
+    def behind(self) -> bool:
+        """Whether so much waits to be sent that more should be kept back."""
+        return self._queue.qsize() > _WAITING
+
+    def put(self, changes: Sequence[Change], load: Load | None) -> None:
+        """Has changes, in order, and a load sent; from the engine's thread, at once."""
+        self._queue.put((changes, load))
+
+    def close(self) -> None:
+        """Sends what waits, and closes the sockets."""
+        self._queue.put(None)
+        self._thread.join(timeout=5.0)
+        for socket in self._sockets:
+            socket.close(linger=200)
+        self._context.term()
+
+    def _bound(self, kind: int, name: str, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        self._sockets.append(socket)
+        socket.set_hwm(_WAITING)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            for each in self._sockets:
+                each.close(linger=0)
+            self._context.term()
+            raise ValueError(
+                f"{name} is {endpoint!r}; it must be an address of this machine that is free: "
+                f"{error.strerror}"
+            ) from None
+        return socket
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._publish([Cleared()], None)  # who heard an engine before this one begins anew
+        while True:
+            try:
+                item = self._queue.get(timeout=_PAUSE)
+            except Empty:
+                item = ([], None)
+            if item is None:
+                return
+            try:
+                self._publish(*item)
+                self._answer()
+            except Exception:  # the next message may succeed, and who misses this one asks
+                logger.exception("an event of the cache was not published")
+
+    def _publish(self, changes: Sequence[Change], load: Load | None) -> None:
+        now, events = time.time(), []
+        for change in changes:
+            event = self._blocks.take(change)
+            if event is not None:
+                events.append(event)
+        if events:
+            batch = block_batch(now, events, self._size, maps=self._maps)
+            self._send(self._topic.add(batch))
+        if self._exact is not None and (changes or load is not None):
+            items = [change_item(change) for change in changes]
+            if load is not None:
+                items.append(load_item(load))
+            self._send(self._exact.add(change_batch(now, self._instance, items)))
+
+    def _send(self, frames: Sequence[bytes]) -> None:
+        with suppress(zmq.Again):
+            self._pub.send_multipart(frames, zmq.NOBLOCK)
+
+    def _answer(self) -> None:
+        """Answers all requests that are there."""
+        router = self._router
+        while router is not None and router.poll(0):
+            sender, *frames = router.recv_multipart()
+            try:
+                found = self._asked_for(frames)
+            except ValueError as error:
+                logger.warning("kv_events_replay_endpoint: %s", error)
+                found = []
+            for number, payload in found:
+                self._reply(router, sender, number.to_bytes(8, "big"), payload)
+            self._reply(router, sender, END, b"")
+
+    @staticmethod
+    def _reply(router: zmq.Socket[bytes], sender: bytes, number: bytes, payload: bytes) -> None:
+        with suppress(zmq.Again):
+            router.send_multipart((sender, b"", number, payload), zmq.NOBLOCK)
+
+    def _asked_for(self, frames: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        """The answer to a request: an empty frame, the topic unless it is vLLM's, a number."""
+        exact = self._exact
+        match frames:
+            case [b"", number]:
+                topic = self._topic
+            case [b"", name, number] if exact is not None and name == exact.name:
+                topic = exact
+            case _:
+                raise ValueError(f"a request has frames {frames}; it must have an empty one, "
+                                 "the topic, and a number of 8 bytes or 'snapshot'")  # fmt: skip
+        if number != SNAPSHOT and len(number) != 8:
+            raise ValueError(f"a request has number {number!r}; it must have 8 bytes")
+        kept = None if number == SNAPSHOT else topic.since(int.from_bytes(number, "big"))
+        if kept is not None:
+            return kept
+        return [(max(topic.number, 0), self._everything(topic))]
+
+    def _everything(self, topic: _Topic) -> bytes:
+        """A message with all that the tree holds."""
+        now = time.time()
+        if topic is self._topic:
+            events = self._blocks.everything()
+            return block_batch(now, events, self._size, maps=self._maps)
+        return change_batch(now, self._instance, self._all_changes())
+
+    def _all_changes(self) -> list[list[Any]]:
+        copy = self._blocks.copy
+        numbers = {node: number for number, node in copy.nodes.items()}
+        items = [change_item(Cleared())]
+        waiting = list(copy.roots.values())
+        while waiting:
+            node = waiting.pop()
+            if node.parent is None:
+                items.append(change_item(Opened(numbers[node], node.namespace)))
+            else:
+                place = numbers[node], numbers[node.parent]
+                items.append(change_item(Stored(*place, node.start, node.edge)))
+            waiting += node.children.values()
+        return items

@@ -1,0 +1,61 @@
+"""What an engine tells other processes of its tree and its load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from coppice.radix import RadixTree
+from coppice.radix.mirror.changes import Cleared, TreeChanges
+from coppice.runtime.metrics.events.load import Load
+from coppice.runtime.metrics.events.publisher import Publisher
+
+# Seconds between two reports of the load while it changes, and while it does not.
+_SOON, _LATER = 0.1, 0.5
+
+
+class KvEvents:
+    """Publishes what the tree of an engine stores and removes, and how busy the engine is."""
+
+    def __init__(
+        self, publisher: Publisher, tree: RadixTree, measure: Callable[[], Load] | None
+    ) -> None:
+        """Takes over the publisher; `measure` gives the load, None: it is not reported."""
+        self._publisher, self._measure = publisher, measure
+        self._load: Load | None = None  # as it was reported last
+        self._measured = self._sent = 0.0
+        self._changes = TreeChanges(tree)
+
+    def flush(self, *, idle: bool) -> None:
+        """Has published what has changed since the last call; between two steps.
+
+        `idle`: whether no request runs or waits, so that the next call may be far away.
+        """
+        load = self._due(idle)
+        if self._publisher.behind:
+            return  # `TreeChanges` bounds what waits
+        changes = self._changes.drain()
+        if changes or load is not None:
+            self._publisher.put(changes, load)
+
+    def _due(self, idle: bool) -> Load | None:
+        """The load, if it is to be reported now."""
+        now = time.monotonic()
+        if self._measure is None or (now - self._measured < _SOON and not idle):
+            return None
+        load = self._measure()
+        self._measured = now
+        if self._load is not None and load[:4] == self._load[:4] and now - self._sent < _LATER:
+            return None
+        self._load, self._sent = load, now
+        return load
+
+    def move_to(self, tree: RadixTree) -> None:
+        """Follows a new tree, which is empty."""
+        self._changes.close()
+        self._publisher.put([Cleared()], None)
+        self._changes = TreeChanges(tree)
+
+    def close(self) -> None:
+        """Ends it; what waits is sent."""
+        self._publisher.close()
