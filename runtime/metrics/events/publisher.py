@@ -96,9 +96,14 @@ class Publisher:
         self._thread.start()
 
     @property
+    def waiting(self) -> int:
+        """How many calls of `put` the thread has not begun with."""
+        return self._queue.qsize()
+
+    @property
     def behind(self) -> bool:
         """Whether so much waits to be sent that more should be kept back."""
-        return self._queue.qsize() > _WAITING
+        return self.waiting > _WAITING
 
     def put(self, changes: Sequence[Change], load: Load | None) -> None:
         """Has changes, in order, and a load sent; from the engine's thread, at once."""

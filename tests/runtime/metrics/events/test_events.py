@@ -1,0 +1,357 @@
+"""Events of an engine's cache, read by decoders that are written from vLLM's structures."""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+msgspec = pytest.importorskip("msgspec")
+
+from coppice.radix import PagePool, RadixTree, page_hashes  # noqa: E402
+from coppice.radix.mirror.changes import TreeChanges  # noqa: E402
+from coppice.radix.mirror.copy import TreeCopy  # noqa: E402
+from coppice.runtime.config import EngineConfig  # noqa: E402
+from coppice.runtime.engine.core import Engine  # noqa: E402
+from coppice.runtime.metrics.events.publisher import SNAPSHOT, Publisher  # noqa: E402
+from coppice.runtime.metrics.events.wire import namespace_key, read_changes  # noqa: E402
+from coppice.runtime.requests.sampling_params import SamplingParams  # noqa: E402
+from tests.radix.test_fuzz import NAMESPACES, Fuzz  # noqa: E402
+from tests.runtime.metrics.events.conftest import Listener, ask  # noqa: E402
+
+Address = Callable[[], str]
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def structures(**form: Any) -> Any:
+    """vLLM's batch and its events, as arrays or as maps."""
+    event = {"tag": True, "omit_defaults": True, "gc": False, **form}
+    stored = msgspec.defstruct(
+        "BlockStored",
+        [
+            ("block_hashes", list[int | bytes]), ("parent_block_hash", int | bytes | None),
+            ("token_ids", list[int]), ("block_size", int), ("lora_id", int | None),
+            ("medium", str | None), ("lora_name", str | None),
+            ("extra_keys", list[list[Any] | None] | None, None),
+        ],
+        **event,
+    )  # fmt: skip
+    removed = msgspec.defstruct(
+        "BlockRemoved", [("block_hashes", list[int | bytes]), ("medium", str | None)], **event
+    )
+    cleared = msgspec.defstruct("AllBlocksCleared", [], **event)
+    fields = [
+        ("ts", float), ("events", list[stored | removed | cleared]),
+        ("data_parallel_rank", int | None, None),
+    ]  # fmt: skip
+    return msgspec.defstruct("KVEventBatch", fields, omit_defaults=True, gc=False, **form)
+
+
+ARRAYS, MAPS = structures(array_like=True), structures()
+
+
+class VllmMirror:
+    """What a router that knows vLLM's events believes to be cached."""
+
+    def __init__(self, batch: Any = ARRAYS) -> None:
+        self._decode = msgspec.msgpack.Decoder(batch).decode
+        self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        self.adapters: set[str | None] = set()
+        self.cleared = 0
+
+    def take(self, payload: bytes) -> None:
+        batch = self._decode(payload)
+        assert abs(batch.ts - time.time()) < 600
+        for event in batch.events:
+            match type(event).__name__:
+                case "BlockStored":
+                    assert event.medium == "GPU"
+                    parent, size = event.parent_block_hash, event.block_size
+                    assert len(event.token_ids) == size * len(event.block_hashes)
+                    for index, block in enumerate(event.block_hashes):
+                        tokens = tuple(event.token_ids[size * index : size * (index + 1)])
+                        assert parent is None or parent in self.blocks
+                        self.blocks[block] = parent, tokens
+                        parent = block
+                    self.adapters.add(event.lora_name)
+                case "BlockRemoved":
+                    for block in event.block_hashes:
+                        del self.blocks[block]
+                case _:
+                    self.blocks.clear()
+                    self.cleared += 1
+
+
+def expected(tree: RadixTree, block_size: int) -> set[int]:
+    return {
+        block
+        for namespace, root in tree.roots.items()
+        for node in root.subtree()
+        for block in page_hashes(node.prefix(), block_size, namespace)
+    }
+
+
+def held(copy: TreeCopy) -> set[tuple[int, bytes]]:
+    return {(namespace, tokens) for namespace, tokens in copy}
+
+
+def in_tree(tree: RadixTree) -> set[tuple[int, bytes]]:
+    return {
+        (namespace_key(namespace), node.prefix())
+        for namespace, root in tree.roots.items()
+        for node in root.subtree()
+        if node is not root and not node.children
+    }
+
+
+def publisher(endpoint: str, replay: str | None, **options: Any) -> Publisher:
+    given = {"topic": "kv", "exact_topic": "exact", "block_size": 5, "maps": False, **options}
+    return Publisher(endpoint, replay, **given)
+
+
+def settle(sender: Publisher) -> None:
+    """Waits until what was put is published, or is so before the next request is answered."""
+    while sender.waiting:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("maps", [False, True])
+def test_mirrors_agree_with_the_tree_under_fuzz(address: Address, context: Any, maps: bool) -> None:
+    endpoint, replay = address(), address()
+    sender = publisher(endpoint, replay, maps=maps)
+    blocks, exact = Listener(context, endpoint, b"kv"), Listener(context, endpoint, b"exact")
+    fuzz = Fuzz("lru", 4, seed=11)
+    changes = TreeChanges(fuzz.tree)
+    mirror, copy, numbers = VllmMirror(MAPS if maps else ARRAYS), TreeCopy(), [-1, -1]
+    time.sleep(0.2)  # until both have subscribed
+    for step in range(600):
+        fuzz.step()
+        sender.put(changes.drain(), None)
+        if step % 200 < 199:
+            continue
+        for place, (listener, request) in enumerate(((blocks, ()), (exact, (b"exact",)))):
+            messages = listener.until_quiet()
+            first = messages[0][0]
+            if numbers[place] < 0 and first > 0:  # it had not subscribed yet: it asks for the rest
+                missed = ask(context, replay, *request, (0).to_bytes(8, "big"))
+                messages = [each for each in missed if each[0] < first] + messages
+            for number, payload in messages:
+                assert number == numbers[place] + 1
+                numbers[place] = number
+                if listener is blocks:
+                    mirror.take(payload)
+                else:
+                    for change in read_changes(payload)[2]:
+                        copy.apply(change)
+        assert set(mirror.blocks) == expected(fuzz.tree, 5)
+        assert held(copy) == in_tree(fuzz.tree)
+        query = fuzz.prompt()
+        for namespace in NAMESPACES:
+            wanted = fuzz.tree.match(query, namespace).length
+            assert copy.match(query, namespace_key(namespace)) == wanted
+    sender.close()
+
+
+def test_who_comes_late_asks_for_a_snapshot(address: Address, context: Any) -> None:
+    endpoint, replay = address(), address()
+    sender = publisher(endpoint, replay)
+    fuzz = Fuzz("lru", 1, seed=2)
+    changes = TreeChanges(fuzz.tree)
+    for _ in range(300):
+        fuzz.step()
+        sender.put(changes.drain(), None)
+    settle(sender)
+    ((number, payload),) = ask(context, replay, b"exact", SNAPSHOT)
+    copy = TreeCopy()
+    for change in read_changes(payload)[2]:
+        copy.apply(change)
+    assert held(copy) == in_tree(fuzz.tree)
+    later = Listener(context, endpoint, b"exact")
+    time.sleep(0.2)
+    for _ in range(50):  # what comes next fits to it
+        fuzz.step()
+        sender.put(changes.drain(), None)
+    for after, payload in later.until_quiet():
+        number += 1
+        assert after == number
+        for change in read_changes(payload)[2]:
+            copy.apply(change)
+    assert held(copy) == in_tree(fuzz.tree)
+    settle(sender)
+    mirror = VllmMirror()
+    ((_, payload),) = ask(context, replay, SNAPSHOT)
+    mirror.take(payload)
+    assert set(mirror.blocks) == expected(fuzz.tree, 5)
+    assert ask(context, replay, b"nonsense") == []
+    sender.close()
+
+
+def test_messages_that_are_not_kept_any_more_come_as_a_snapshot(
+    address: Address, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coppice.runtime.metrics.events.publisher._KEPT_BATCHES", 3)
+    endpoint, replay = address(), address()
+    sender = publisher(endpoint, replay)
+    tree = RadixTree(PagePool(64, 1))
+    changes = TreeChanges(tree)
+    for number in range(8):
+        hold, table = tree.start(tree.match([number, 1, 2, 3, 4]))
+        table += tree.allocate(5)
+        tree.finish(hold, [number, 1, 2, 3, 4], table)
+        sender.put(changes.drain(), None)
+    settle(sender)
+    mirror = VllmMirror()
+    for _, payload in ask(context, replay, (0).to_bytes(8, "big")):
+        mirror.take(payload)
+    assert set(mirror.blocks) == expected(tree, 5) and len(mirror.blocks) == 8
+    sender.close()
+
+
+def test_a_listener_that_never_reads_delays_nobody(address: Address, context: Any) -> None:
+    endpoint = address()
+    sender = publisher(endpoint, None)
+    idle = Listener(context, endpoint, b"")
+    reader = Listener(context, endpoint, b"kv")
+    time.sleep(0.2)
+    tree = RadixTree(PagePool(40, 1))
+    changes, rng = TreeChanges(tree), random.Random(0)
+    for _ in range(300):
+        tokens = [rng.randrange(1000) for _ in range(10)]
+        hold, table = tree.start(tree.match(tokens))
+        table += tree.allocate(10 - len(table))
+        tree.finish(hold, tokens, table)
+        sender.put(changes.drain(), None)
+    mirror = VllmMirror()
+    for _, payload in reader.until_quiet():
+        mirror.take(payload)
+    assert set(mirror.blocks) == expected(tree, 5)
+    assert not sender.behind
+    del idle
+    sender.close()
+
+
+def start(path: Path, endpoint: str, replay: str | None = None, **options: Any) -> Engine:
+    return Engine(
+        EngineConfig(
+            str(path), kv_cache_tokens=256, page_size=16, max_num_seqs=4,
+            max_num_batched_tokens=32, kv_events_endpoint=endpoint,
+            kv_events_replay_endpoint=replay, kv_events_exact_topic="exact",
+            kv_events_block_size=8, **options,
+        )
+    )  # fmt: skip
+
+
+def run(engine: Engine, prompts: list[list[int]], **more: Any) -> None:
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, PARAMS, **more)
+    while engine.has_unfinished():
+        engine.step()
+
+
+def test_an_engine_publishes_its_cache_and_its_load(
+    tiny_checkpoint: Callable[..., Path], address: Address, context: Any
+) -> None:
+    endpoint, replay = address(), address()
+    engine = start(tiny_checkpoint("llama"), endpoint, replay)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 320) for _ in range(30)] for _ in range(12)]
+    run(engine, prompts)
+    run(engine, prompts[:2], cache_salt="secret", tenant="a")
+    mirror, copy, loads = VllmMirror(), TreeCopy(), []
+    for _, payload in ask(context, replay, (0).to_bytes(8, "big")):
+        assert b"secret" not in payload
+        mirror.take(payload)
+    for _, payload in ask(context, replay, b"exact", (0).to_bytes(8, "big")):
+        assert b"secret" not in payload
+        for change in read_changes(payload)[2]:
+            if isinstance(change, dict):
+                loads.append(change)
+            else:
+                copy.apply(change)
+    assert set(mirror.blocks) == expected(engine.tree, 8)
+    assert held(copy) == in_tree(engine.tree)
+    assert loads[-1]["running_requests"] == loads[-1]["waiting_tokens"] == 0
+    assert any(each["waiting_requests"] + each["running_requests"] for each in loads)
+    assert loads[-1]["prefill_tokens_a_second"] > 0 < loads[-1]["decode_step_seconds"]
+    engine.reset_cache()
+    engine.events.flush()
+    ((_, payload),) = ask(context, replay, SNAPSHOT)
+    mirror.take(payload)
+    assert not mirror.blocks
+    engine.close()
+
+
+def test_sleep_and_another_engine_begin_anew(
+    tiny_checkpoint: Callable[..., Path], address: Address, context: Any
+) -> None:
+    endpoint, replay = address(), address()
+    path = tiny_checkpoint("llama")
+    engine = start(path, endpoint, replay)
+    listener, mirror = Listener(context, endpoint, b"exact"), VllmMirror()
+    run(engine, [list(range(3, 33))])
+    engine.sleep()
+    engine.wake_up()
+    run(engine, [list(range(5, 35))])
+    mirror.take(ask(context, replay, SNAPSHOT)[0][1])
+    assert set(mirror.blocks) == expected(engine.tree, 8)
+    engine.close()
+    (*_, (_, before)) = listener.until_quiet()
+    again = start(path, endpoint, replay)  # the address is free
+    end = time.monotonic() + 20
+    messages = []
+    while not messages and time.monotonic() < end:  # until the listener has connected again
+        run(again, [list(range(3, 33))])
+        messages = listener.until_quiet(0.2)
+    _, after = messages[0]
+    assert read_changes(after)[1] != read_changes(before)[1], "another instance"
+    copy = TreeCopy()
+    for change in read_changes(ask(context, replay, b"exact", SNAPSHOT)[0][1])[2]:
+        copy.apply(change)
+    assert held(copy) == in_tree(again.tree)
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_events_endpoint": "127.0.0.1:5557"}, r"kv_events_endpoint must be tcp://HOST:PORT"),
+        ({"kv_events_endpoint": "tcp://*:99999"}, "kv_events_endpoint must be tcp://HOST:PORT"),
+        ({"kv_events_endpoint": "tcp://*:1", "kv_events_replay_endpoint": "tcp://*:1"},
+         "kv_events_replay_endpoint must differ from kv_events_endpoint"),
+        ({"kv_events_replay_endpoint": "tcp://*:1"},
+         "kv_events_replay_endpoint is 'tcp://\\*:1'; without kv_events_endpoint it must be None"),
+        ({"kv_events_endpoint": "tcp://*:1", "kv_events_block_size": 0},
+         "kv_events_block_size must be an integer of at least 1, got 0"),
+        ({"kv_events_endpoint": "tcp://*:1", "kv_events_encoding": "json"},
+         "kv_events_encoding must be one of arrays, maps, got 'json'"),
+        ({"kv_events_endpoint": "tcp://*:1", "kv_events_exact_topic": ""},
+         "kv_events_exact_topic must be a text that is neither empty nor kv_events_topic"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig("m", **options)
+
+
+def test_an_address_in_use_is_refused(
+    tiny_checkpoint: Callable[..., Path], address: Address
+) -> None:
+    endpoint = address()
+    engine = start(tiny_checkpoint("llama"), endpoint)
+    with pytest.raises(ValueError, match="must be an address of this machine that is free"):
+        start(tiny_checkpoint("llama"), endpoint)
+    with pytest.raises(ValueError, match=f"kv_events_replay_endpoint is '{endpoint}'"):
+        start(tiny_checkpoint("llama"), address(), endpoint)
+    engine.close()
+
+
+def test_a_broken_batch_is_refused() -> None:
+    for wrong in (b"", b"\x93", msgspec.msgpack.encode([1.0, "a", [["unknown", 1]]])):
+        with pytest.raises(ValueError, match="it is no batch of changes"):
+            read_changes(wrong)
+    assert array("i", [1]).itemsize == 4
