@@ -99,6 +99,10 @@ FOREIGN: Mapping[str, Foreign] = {
     "cpu_offload_gb": Granted("weights stay on the device; leave it out", ("0",)),
     "kv_offloading_size": Missing(_EVICTED),
     "kv_transfer_config": Missing("a server shares its KV with no other; leave it out"),
+    "kv_events_config": Missing(
+        "use kv_events_endpoint, kv_events_replay_endpoint, kv_events_topic and "
+        "kv_events_block_size, with the values that its JSON has"
+    ),
     "enable_hierarchical_cache": Missing(_EVICTED),
     "disable_radix_cache": Reversed("enable_prefix_caching"),
     "radix_eviction_policy": Renamed("eviction_policy"),
@@ -269,7 +273,7 @@ _RARE_GROUPS: Mapping[str, str] = {
         show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
         kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing
         enable_mfu_metrics enable_logging_iteration_details aggregate_engine_logging
-        profiler_config kv_events_config enable_per_request_metrics""",
+        profiler_config enable_per_request_metrics""",
     "a request's chat_template_kwargs have them; or change the template, chat_template": """
         default_chat_template_kwargs""",
     "tools are called by the client, which sends their results": """

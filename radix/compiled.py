@@ -34,6 +34,7 @@ MODULES = (
     "eviction.past_uses",
     "eviction.recency",
     "leaves",
+    "mirror.log",
     "node",
     "pages.pool",
     "state",

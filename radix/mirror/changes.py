@@ -7,12 +7,12 @@ much as ten.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
+from coppice.radix.mirror.log import TreeLog
 from coppice.radix.namespace import encode_namespace
 from coppice.radix.node import Node, Root
-from coppice.radix.state import TreeListener
 from coppice.radix.tokens import TOKEN_BYTES
 from coppice.radix.tree import RadixTree
 
@@ -42,7 +42,10 @@ class Split(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """`node` has its first `length` tokens alone; with 0 it has left the tree."""
+    """`node` has its first `length` tokens alone; with 0 it has left the tree.
+
+    With its last child a namespace's root has left, too.
+    """
 
     node: int
     length: int
@@ -55,136 +58,115 @@ class Cleared(NamedTuple):
 Change: TypeAlias = Opened | Stored | Split | Cut | Cleared
 
 
-class TreeChanges(TreeListener):
+class Translator:
+    """Turns the records of a `TreeLog` into changes; in any one thread."""
+
+    def __init__(self) -> None:
+        self._numbers = 0
+        # Number, start and end of each node that is in the tree; whose child it is of the roots.
+        self._known: dict[Node, tuple[int, int, int, Root | None]] = {}
+        self._roots: dict[Root, list[int]] = {}  # number of each, and of its children
+
+    def translate(self, records: Iterable[tuple[Any, ...]]) -> list[Change]:
+        """The changes that these records, which follow the last ones, stand for. O(new tokens)."""
+        known, found = self._known, list[Change]()
+        for record in records:
+            match record:
+                case (node, edge, start, length, parent):
+                    self._store(found, node, edge, start, start + length, parent)
+                case (upper, lower, length):
+                    number, start, end, root = known[lower]
+                    known[upper] = self._number(), start, start + length, root
+                    known[lower] = number, start + length, end, None
+                    found.append(Split(number, self._numbers, length))
+                case (node, length):
+                    number, start, _, root = known[node]
+                    found.append(Cut(number, length))
+                    if length:
+                        known[node] = number, start, start + length, root
+                    else:
+                        self._forget(node, root)
+                case _:
+                    known.clear()
+                    self._roots.clear()
+                    found.append(Cleared())
+        return found
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _store(
+        self, found: list[Change], node: Node, edge: bytes, start: int, end: int, parent: Node
+    ) -> None:
+        known, root, above = self._known, None, 0
+        if isinstance(parent, Root):
+            root = parent
+            if root not in self._roots:
+                self._roots[root] = [self._number(), 0]
+                found.append(Opened(self._numbers, root.namespace))
+            above = self._roots[root][0]
+        else:
+            above = known[parent][0]
+        number, _, before, _ = known.get(node, (0, start, start, None))
+        if not number:
+            number = self._number()
+            if root is not None:
+                self._roots[root][1] += 1
+        known[node] = number, start, end, root
+        tokens = edge[(before - start) * TOKEN_BYTES : (end - start) * TOKEN_BYTES]
+        if tokens:
+            found.append(Stored(number, above, before, tokens))
+
+    def _forget(self, node: Node, root: Root | None) -> None:
+        """Forgets a node, and with its last child a root, of whose leaving there is no record."""
+        del self._known[node]
+        if root is not None:
+            self._roots[root][1] -= 1
+            if not self._roots[root][1]:
+                del self._roots[root]
+
+
+class TreeChanges:
     """A bounded stream of a tree's changes, for one reader.
 
     It begins with what the tree holds. A reader that is too slow loses nothing silently: when more
     than `limit` changes wait they are dropped, and the next drain gives `Cleared` and all that the
     tree holds.
 
-    Attributes:
-        restarts: times that changes were dropped.
-
     Raises ValueError for a limit below 1, and for a namespace in the tree that has no encoding that
     is the same everywhere; while the stream is attached, the tree refuses locks in such a one.
     """
 
     def __init__(self, tree: RadixTree, *, limit: int = 100_000) -> None:
-        if limit < 1:
-            raise ValueError(f"limit must be at least 1, got {limit}")
-        for namespace in tree.roots:
-            encode_namespace(namespace)
-        self.restarts = 0
-        self._tree, self._limit = tree, limit
-        self._changes: list[Change] = []
-        self._numbers = 0
-        self._known: dict[Node, tuple[int, int]] = {}  # number and end of each node
-        self._anew = bool(tree.num_nodes)
-        tree.add_listener(self)
+        self._tree, self._log = tree, attached(tree, limit)
+        self._translator = Translator()
 
-    def __len__(self) -> int:
-        """Changes that wait to be drained."""
-        return len(self._changes)
+    @property
+    def restarts(self) -> int:
+        """Times that changes were dropped."""
+        return self._log.restarts
 
     def drain(self) -> list[Change]:
-        """All changes since the last call, in order. O(their number), or O(tree) after a loss."""
-        if self._anew:
-            self._anew = False
-            return self.everything()
-        changes, self._changes = self._changes, []
-        return changes
+        """All changes since the last call, in order. O(their tokens), or O(tree) after a loss."""
+        return self._translator.translate(self._log.drain())
 
     def everything(self) -> list[Change]:
-        """`Cleared` and all that the tree holds, under new numbers. O(tree)."""
-        self._changes = [Cleared()]
-        self._known.clear()
-        for root in self._tree.roots.values():
-            self._open(root)
-            for node in root.subtree():
-                if node is not root:
-                    self._store(node)
-        changes, self._changes = self._changes, []
-        return changes
+        """`Cleared` and all that the tree holds, under new numbers, instead of what waits."""
+        self._log.drain()
+        return self._translator.translate(self._log.everything())
 
     def close(self) -> None:
         """Ends the stream."""
-        self._tree.remove_listener(self)
-        self._changes.clear()
-        self._known.clear()
+        self._tree.remove_listener(self._log)
 
-    # -- hooks of the tree -------------------------------------------------------------------
 
-    def opened(self, root: Root) -> None:
-        """Raises ValueError if the namespace has no encoding."""
-        encode_namespace(root.namespace)
-
-    def stored(self, node: Node) -> None:
-        """Tokens were entered at the end of `node`. O(its new tokens)."""
-        if self._anew:
-            return
-        if len(self._changes) >= self._limit:
-            self._changes.clear()
-            self._known.clear()
-            self._anew = True
-            self.restarts += 1
-            return
-        self._store(node)
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """`upper` has taken the first tokens of `lower`."""
-        if self._anew:
-            return
-        number, end = self._known[lower]
-        self._known[upper] = self._number(), upper.end
-        self._known[lower] = number, end
-        self._changes.append(Split(number, self._numbers, upper.length))
-
-    def evicted(self, node: Node, length: int) -> None:
-        """`node` is about to be cut to `length` tokens."""
-        if self._anew:
-            return
-        number, _ = self._known[node]
-        self._changes.append(Cut(number, length))
-        if length:
-            self._known[node] = number, node.start + length
-        else:
-            del self._known[node]
-
-    def cleared(self) -> None:
-        """The tree was emptied on purpose."""
-        self._known.clear()
-        self._anew = False
-        self._changes = [Cleared()]
-
-    def _number(self) -> int:
-        self._numbers += 1
-        return self._numbers
-
-    def _open(self, root: Root) -> int:
-        number = self._number()
-        self._known[root] = number, 0
-        self._changes.append(Opened(number, root.namespace))
-        return number
-
-    def _store(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        if isinstance(parent, Root) and parent not in self._known:
-            self._forget_roots()
-            self._open(parent)
-        number, known = self._known.get(node, (0, node.start))
-        if not number:
-            number = self._number()
-        tokens = node.edge[(known - node.start) * TOKEN_BYTES : node.length * TOKEN_BYTES]
-        self._known[node] = number, node.end
-        if tokens:
-            self._changes.append(Stored(number, self._known[parent][0], known, tokens))
-
-    def _forget_roots(self) -> None:
-        """Forgets the roots that the tree has dropped, which nothing reports."""
-        roots = [node for node in self._known if node.parent is None]
-        if len(roots) > 2 * len(self._tree.roots) + 16:
-            for root in roots:
-                assert isinstance(root, Root)
-                if self._tree.roots.get(root.namespace) is not root:
-                    del self._known[root]
+def attached(tree: RadixTree, limit: int = 100_000) -> TreeLog:
+    """A log that listens to a tree. Raises ValueError as `TreeChanges`."""
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    for namespace in tree.roots:
+        encode_namespace(namespace)
+    log = TreeLog(tree, limit)
+    tree.add_listener(log)
+    return log

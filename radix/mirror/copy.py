@@ -12,17 +12,21 @@ from coppice.radix.tokens import TOKEN_BYTES, Tokens, common_prefix, token_bytes
 class CopyNode:
     """A node of a copy: `edge` has its tokens, as int32 bytes, from position `start` on.
 
-    `namespace` is that of a root; `hashes` belong to whoever keeps hashes of its blocks.
+    `namespace` and `root_number` are those of a root; `hashes` belong to whoever keeps hashes of
+    its blocks.
     """
 
-    __slots__ = ("parent", "children", "edge", "start", "namespace", "hashes")
+    __slots__ = ("parent", "children", "edge", "start", "namespace", "root_number", "hashes")
 
-    def __init__(self, parent: CopyNode | None, start: int, namespace: Hashable = None) -> None:
+    def __init__(
+        self, parent: CopyNode | None, start: int, namespace: Hashable = None, root_number: int = 0
+    ) -> None:
         self.parent = parent
         self.children: dict[bytes, CopyNode] = {}
         self.edge = b""
         self.start = start
         self.namespace = namespace
+        self.root_number = root_number
         self.hashes: array[int] = array("Q")
 
     @property
@@ -63,8 +67,7 @@ class TreeCopy:
                 case Cut(number, length):
                     return self._cut(number, length)
                 case Opened(number, namespace):
-                    node = self.nodes[number] = CopyNode(None, 0, namespace)
-                    self._drop_root(namespace)
+                    node = self.nodes[number] = CopyNode(None, 0, namespace, number)
                     self.roots[namespace] = node
                     return node
                 case Cleared():
@@ -131,12 +134,9 @@ class TreeCopy:
             node.edge = node.edge[: length * TOKEN_BYTES]
             return node
         del self.nodes[number]
-        if node.parent is not None:
-            del node.parent.children[node.edge[:TOKEN_BYTES]]
+        parent = node.parent
+        if parent is not None:
+            del parent.children[node.edge[:TOKEN_BYTES]]
+            if parent.parent is None and not parent.children:
+                del self.nodes[parent.root_number], self.roots[parent.namespace]
         return None
-
-    def _drop_root(self, namespace: Hashable) -> None:
-        """Forgets an earlier root of a namespace, which the tree had dropped."""
-        before = self.roots.get(namespace)
-        if before is not None:
-            self.nodes = {number: node for number, node in self.nodes.items() if node is not before}

@@ -14,13 +14,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import zmq
 
 from coppice.radix.mirror.blocks import Blocks
-from coppice.radix.mirror.changes import Change, Cleared, Opened, Stored
+from coppice.radix.mirror.changes import Cleared, Opened, Stored, Translator
 from coppice.runtime.metrics.events.load import Load
 from coppice.runtime.metrics.events.wire import block_batch, change_batch, change_item, load_item
 
@@ -33,7 +32,9 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 _KEPT_BATCHES, _KEPT_BYTES = 10_000, 64 << 20  # of each topic, to be sent again
 _WAITING = 10_000  # batches that a listener may lag behind before it loses some
-_PAUSE = 0.05  # seconds between two looks for requests
+# Seconds between two looks for changes and requests; longer the longer there are none. To be woken
+# would cost the engine's thread a system call a step, more than all that the log costs.
+_PAUSE, _LONGEST_PAUSE = 0.005, 0.05
 
 
 class _Topic:
@@ -91,27 +92,29 @@ class Publisher:
         self._size, self._maps = block_size, maps
         self._instance = secrets.token_hex(8)
         self._blocks = Blocks(block_size)
-        self._queue: SimpleQueue[tuple[Sequence[Change], Load | None] | None] = SimpleQueue()
+        self._translator = Translator()
+        self._queue: deque[tuple[Sequence[tuple[Any, ...]], Load | None]] = deque()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coppice-kv-events", daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """How many calls of `put` the thread has not begun with."""
-        return self._queue.qsize()
+        """How many calls of `put` are not published yet."""
+        return len(self._queue)
 
     @property
     def behind(self) -> bool:
         """Whether so much waits to be sent that more should be kept back."""
         return self.waiting > _WAITING
 
-    def put(self, changes: Sequence[Change], load: Load | None) -> None:
-        """Has changes, in order, and a load sent; from the engine's thread, at once."""
-        self._queue.put((changes, load))
+    def put(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
+        """Has the records of a `TreeLog`, in order, and a load sent; from the engine's thread."""
+        self._queue.append((records, load))
 
     def close(self) -> None:
         """Sends what waits, and closes the sockets."""
-        self._queue.put(None)
+        self._closing.set()
         self._thread.join(timeout=5.0)
         for socket in self._sockets:
             socket.close(linger=200)
@@ -136,22 +139,25 @@ class Publisher:
     # -- in the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._publish([Cleared()], None)  # who heard an engine before this one begins anew
-        while True:
+        self._publish([()], None)  # who heard an engine before this one begins anew
+        pause, ending = _PAUSE, False
+        while not ending:
+            ending = self._closing.wait(pause)  # then what has come before is still sent
+            pause = min(2 * pause, _LONGEST_PAUSE)
             try:
-                item = self._queue.get(timeout=_PAUSE)
-            except Empty:
-                item = ([], None)
-            if item is None:
-                return
-            try:
-                self._publish(*item)
+                while self._queue:
+                    pause = _PAUSE
+                    self._publish(*self._queue[0])
+                    self._queue.popleft()
                 self._answer()
             except Exception:  # the next message may succeed, and who misses this one asks
                 logger.exception("an event of the cache was not published")
+                if self._queue:
+                    self._queue.popleft()
 
-    def _publish(self, changes: Sequence[Change], load: Load | None) -> None:
+    def _publish(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
         now, events = time.time(), []
+        changes = self._translator.translate(records)
         for change in changes:
             event = self._blocks.take(change)
             if event is not None:

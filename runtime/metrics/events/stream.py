@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from coppice.radix import RadixTree
-from coppice.radix.mirror.changes import Cleared, TreeChanges
+from coppice.radix.mirror.changes import attached
 from coppice.runtime.metrics.events.load import Load
 from coppice.runtime.metrics.events.publisher import Publisher
 
@@ -24,7 +24,7 @@ class KvEvents:
         self._publisher, self._measure = publisher, measure
         self._load: Load | None = None  # as it was reported last
         self._measured = self._sent = 0.0
-        self._changes = TreeChanges(tree)
+        self._tree, self._log = tree, attached(tree)
 
     def flush(self, *, idle: bool) -> None:
         """Has published what has changed since the last call; between two steps.
@@ -33,10 +33,10 @@ class KvEvents:
         """
         load = self._due(idle)
         if self._publisher.behind:
-            return  # `TreeChanges` bounds what waits
-        changes = self._changes.drain()
-        if changes or load is not None:
-            self._publisher.put(changes, load)
+            return  # the log bounds what waits
+        records = self._log.drain()
+        if records or load is not None:
+            self._publisher.put(records, load)
 
     def _due(self, idle: bool) -> Load | None:
         """The load, if it is to be reported now."""
@@ -52,9 +52,9 @@ class KvEvents:
 
     def move_to(self, tree: RadixTree) -> None:
         """Follows a new tree, which is empty."""
-        self._changes.close()
-        self._publisher.put([Cleared()], None)
-        self._changes = TreeChanges(tree)
+        self._tree.remove_listener(self._log)
+        self._publisher.put([()], None)
+        self._tree, self._log = tree, attached(tree)
 
     def close(self) -> None:
         """Ends it; what waits is sent."""

@@ -14,7 +14,7 @@ import pytest
 msgspec = pytest.importorskip("msgspec")
 
 from coppice.radix import PagePool, RadixTree, page_hashes  # noqa: E402
-from coppice.radix.mirror.changes import TreeChanges  # noqa: E402
+from coppice.radix.mirror.changes import attached  # noqa: E402
 from coppice.radix.mirror.copy import TreeCopy  # noqa: E402
 from coppice.runtime.config import EngineConfig  # noqa: E402
 from coppice.runtime.engine.core import Engine  # noqa: E402
@@ -126,7 +126,7 @@ def test_mirrors_agree_with_the_tree_under_fuzz(address: Address, context: Any, 
     sender = publisher(endpoint, replay, maps=maps)
     blocks, exact = Listener(context, endpoint, b"kv"), Listener(context, endpoint, b"exact")
     fuzz = Fuzz("lru", 4, seed=11)
-    changes = TreeChanges(fuzz.tree)
+    changes = attached(fuzz.tree)
     mirror, copy, numbers = VllmMirror(MAPS if maps else ARRAYS), TreeCopy(), [-1, -1]
     time.sleep(0.2)  # until both have subscribed
     for step in range(600):
@@ -161,7 +161,7 @@ def test_who_comes_late_asks_for_a_snapshot(address: Address, context: Any) -> N
     endpoint, replay = address(), address()
     sender = publisher(endpoint, replay)
     fuzz = Fuzz("lru", 1, seed=2)
-    changes = TreeChanges(fuzz.tree)
+    changes = attached(fuzz.tree)
     for _ in range(300):
         fuzz.step()
         sender.put(changes.drain(), None)
@@ -198,7 +198,7 @@ def test_messages_that_are_not_kept_any_more_come_as_a_snapshot(
     endpoint, replay = address(), address()
     sender = publisher(endpoint, replay)
     tree = RadixTree(PagePool(64, 1))
-    changes = TreeChanges(tree)
+    changes = attached(tree)
     for number in range(8):
         hold, table = tree.start(tree.match([number, 1, 2, 3, 4]))
         table += tree.allocate(5)
@@ -219,7 +219,7 @@ def test_a_listener_that_never_reads_delays_nobody(address: Address, context: An
     reader = Listener(context, endpoint, b"kv")
     time.sleep(0.2)
     tree = RadixTree(PagePool(40, 1))
-    changes, rng = TreeChanges(tree), random.Random(0)
+    changes, rng = attached(tree), random.Random(0)
     for _ in range(300):
         tokens = [rng.randrange(1000) for _ in range(10)]
         hold, table = tree.start(tree.match(tokens))
