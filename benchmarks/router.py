@@ -4,9 +4,9 @@
 
 Each replica has a real radix tree with LRU eviction and 400,000 tokens, computes prompts one after
 another at 8,000 tokens a second, slower the more sequences decode beside them, and runs 48
-together. What a replica stores reaches our router after 50 ms. Requests come at random at a rate of 0.75 of
-what the cluster could take if its hits were those of one cache as large as all together. The same
-requests go to all rules. A row has, of one rule:
+together. What a replica stores reaches our router after 50 ms. Requests come at random at a rate of
+0.75 of what the cluster could take if its hits were those of one cache as large as all together.
+The same requests go to all rules. A row has, of one rule:
 
     hit_rate       tokens that need not be computed; `one_cache`: those of that one cache
     p50, p99       times to the first token over those of our router

@@ -155,7 +155,7 @@ ORDER: dict[str, str] = {
         process offline
     """,
     "frontend": """
-        errors router
+        errors
         strict
         foreign_options
         text

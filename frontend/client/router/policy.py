@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coppice.frontend.router.promised import Promised
+from coppice.frontend.client.router.promised import Promised
 from coppice.radix.mirror.changes import Change
 from coppice.radix.mirror.index import ReplicaIndex
 from coppice.radix.tokens import TOKEN_BYTES, Tokens, token_bytes
