@@ -1,0 +1,203 @@
+"""The router sends a request to where its first token is expected soonest."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from coppice.frontend.client.router.policy import Router
+from coppice.radix import PagePool, RadixTree
+from coppice.radix.mirror.changes import TreeChanges
+
+RATE = 1000.0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Cluster:
+    """A router and the trees of its replicas, whose changes it hears at once."""
+
+    def __init__(self, replicas: int) -> None:
+        self.clock = Clock()
+        self.router = Router(self.clock)
+        self.trees: dict[int, tuple[RadixTree, TreeChanges]] = {}
+        self._names = 0
+        for replica in range(replicas):
+            self.join(replica)
+
+    def join(self, replica: int) -> None:
+        self.router.join(replica, places=8)
+        self.router.measured(replica, RATE)
+        tree = RadixTree(PagePool(100_000, 1))
+        self.trees[replica] = tree, TreeChanges(tree)
+
+    def keep(self, replica: int, prompt: array[int], namespace: object = None) -> None:
+        """Has a replica compute a prompt."""
+        tree, changes = self.trees[replica]
+        hold, table = tree.start(tree.match(prompt, namespace))
+        table += tree.allocate(len(prompt) - len(table))
+        tree.finish(hold, prompt, table)
+        self.router.apply(replica, changes.drain())
+
+    def send(self, prompt: array[int], **more: object) -> tuple[str, int]:
+        choice = self.router.choose(prompt, **more)  # type: ignore[arg-type]
+        assert choice is not None
+        self._names += 1
+        name = str(self._names)
+        self.router.send(name, choice, prompt, **more)  # type: ignore[arg-type]
+        return name, choice.replica
+
+
+def prompt(seed: int, count: int = 500) -> array[int]:
+    rng = random.Random(seed)
+    return array("i", [rng.randrange(1 << 30) for _ in range(count)])
+
+
+def test_a_prompt_goes_where_it_is_cached() -> None:
+    cluster = Cluster(4)
+    cluster.keep(2, prompt(1))
+    choice = cluster.router.choose(prompt(1) + prompt(2, 10))
+    assert choice is not None
+    assert (choice.replica, choice.hit) == (2, 500)
+    assert choice.seconds == pytest.approx(10 / RATE)
+    again = cluster.router.choose(prompt(1))
+    assert again is not None and again.hit == 499, "the last token is computed"
+
+
+def test_a_hit_is_worth_a_short_wait_and_not_a_long_one() -> None:
+    cluster = Cluster(2)
+    cluster.keep(0, prompt(1, 1000))
+    cluster.keep(1, prompt(9, 10))
+    where = [cluster.send(prompt(1, 1000) + prompt(10 + n, 100))[1] for n in range(18)]
+    # Each adds 0.1 s at the first replica; computing the prefix at the other one takes a second.
+    assert where[:8] == [0] * 8
+    assert 1 in where, "the prefix is spread"
+    first = where.index(1)
+    assert 1 in where[first + 1 :], "what is on its way to the other one counts as a hit there"
+
+
+def test_misses_go_to_where_least_is_ahead() -> None:
+    cluster = Cluster(4)
+    where = [cluster.send(prompt(n))[1] for n in range(40)]
+    assert all(9 <= where.count(replica) <= 11 for replica in range(4))
+
+
+def test_a_replica_that_is_stuck_gets_no_more() -> None:
+    cluster = Cluster(2)
+    cluster.keep(0, prompt(1, 1000))
+    names = [cluster.send(prompt(1, 1000) + prompt(n, 20))[0] for n in range(2, 4)]
+    assert cluster.router.unanswered(0) == 2
+    cluster.clock.now += 30  # it should have taken 0.04 s
+    _, replica = cluster.send(prompt(1, 1000) + prompt(5, 20))
+    assert replica == 1
+    cluster.router.began(names[0])  # it works again
+    cluster.router.began(names[1])
+    _, replica = cluster.send(prompt(1, 1000) + prompt(6, 20))
+    assert replica == 0
+
+
+def test_who_dies_gives_back_what_it_has_not_answered() -> None:
+    cluster = Cluster(2)
+    cluster.keep(0, prompt(1))
+    names = [cluster.send(prompt(1) + prompt(n, 20))[0] for n in range(3)]
+    cluster.router.began(names[0])
+    unanswered, begun = cluster.router.leave(0)
+    assert (unanswered, begun) == (names[1:], names[:1])
+    assert cluster.router.leave(0) == ([], [])
+    assert cluster.send(prompt(1))[1] == 1
+    cluster.join(0)  # it comes back, and holds nothing
+    choice = cluster.router.choose(prompt(1) + prompt(7, 10))
+    assert choice is not None
+    assert choice.replica == 1, "what is on its way there counts"
+    cluster.router.leave(1)
+    cluster.router.leave(0)
+    assert cluster.router.choose(prompt(1)) is None
+
+
+def test_namespaces_are_kept_apart() -> None:
+    cluster = Cluster(3)
+    cluster.keep(1, prompt(1))
+    found = cluster.router.choose(prompt(1), "other")
+    assert found is not None and found.hit == 0
+    cluster.send(prompt(1), namespace="other")
+    found = cluster.router.choose(prompt(1), "third")
+    assert found is not None and found.hit == 0
+
+
+def test_a_request_of_a_better_class_does_not_wait_for_others() -> None:
+    cluster = Cluster(2)
+    cluster.keep(0, prompt(1))
+    for n in range(5):
+        cluster.router.send(f"slow {n}", _to(0), prompt(100 + n), priority=5)
+    urgent = cluster.router.choose(prompt(1) + prompt(3, 50), priority=0)
+    assert urgent is not None and urgent.replica == 0
+    patient = cluster.router.choose(prompt(1) + prompt(3, 50), priority=9)
+    assert patient is not None and patient.replica == 1
+
+
+def _to(replica: int) -> object:
+    from coppice.frontend.client.router.policy import Choice
+
+    return Choice(replica, 0, 0.0)
+
+
+def test_all_counts_return_to_nothing() -> None:
+    cluster, rng = Cluster(5), random.Random(4)
+    names: list[str] = []
+    for n in range(600):
+        cluster.clock.now += rng.random() / 10
+        if names and rng.random() < 0.5:
+            name = names.pop(rng.randrange(len(names)))
+            if rng.random() < 0.8:
+                cluster.router.began(name)
+            cluster.router.end(name)
+        else:
+            name, _ = cluster.send(prompt(n % 7, 60) + prompt(n, 20))
+            names.append(name)
+            if rng.random() < 0.3:
+                cluster.router.began(name)
+        if n % 150 == 149:
+            for each in cluster.router.leave(2):
+                names = [name for name in names if name not in each]
+            cluster.join(2)
+    for name in names:
+        cluster.router.end(name)
+        cluster.router.end(name)  # once more changes nothing
+    router = cluster.router
+    assert not router._flights and not router._promised._prompts
+    assert not router._ahead.any() and not router._running.any()
+    assert not any(router._waiting.values())
+
+
+def test_a_rate_is_learnt_from_answers_where_none_is_reported() -> None:
+    clock = Clock()
+    router = Router(clock)
+    for replica in range(2):
+        router.join(replica)
+    for n in range(20):
+        for replica, seconds in ((0, 0.1), (1, 0.5)):
+            router.send(f"{n} {replica}", _to(replica), prompt(n))  # type: ignore[arg-type]
+            clock.now += seconds
+            router.began(f"{n} {replica}")
+            router.end(f"{n} {replica}")
+    choice = router.choose(prompt(99))
+    assert choice is not None and choice.replica == 0
+    assert choice.seconds == pytest.approx(0.1, rel=0.2)
+
+
+def test_wrong_numbers_are_refused() -> None:
+    cluster = Cluster(1)
+    with pytest.raises(ValueError, match="replica 0 is there already"):
+        cluster.router.join(0)
+    with pytest.raises(ValueError, match="replica must be at least 0"):
+        cluster.router.join(-1)
+    name, _ = cluster.send(prompt(1))
+    with pytest.raises(ValueError, match=f"request '{name}' was sent already"):
+        cluster.router.send(name, _to(0), prompt(1))  # type: ignore[arg-type]
