@@ -1,6 +1,7 @@
 """Our router beside others' rules, in a simulated cluster of 2 to 1,000 replicas.
 
-    python benchmarks/router.py [--trace FILE] [--replicas N ...] [--json FILE] [--quick]
+    python benchmarks/router.py [--trace FILE] [--replicas N ...] [--requests N] [--rules NAME ...]
+                                [--json FILE] [--quick]
 
 Each replica has a real radix tree with LRU eviction and 400,000 tokens, computes prompts one after
 another at 8,000 tokens a second, slower the more sequences decode beside them, and runs 48
@@ -111,17 +112,21 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's conversation trace")
     options.add_argument("--replicas", type=int, nargs="+", default=[2, 8, 64])
+    options.add_argument("--requests", type=int, help="default: 300 a replica, at least 3,000")
+    options.add_argument("--rules", nargs="+", metavar="NAME", help="default: all")
     args = options.parse_args()
     rows = Rows(args.json)
     names = [*MIXES, *(["trace"] if args.trace else [])]
     for replicas in args.replicas:
         for name in names:
-            count = 300 * replicas if not args.quick else 40 * replicas
-            count = min(max(count, 600 if args.quick else 3000), 20_000)
+            each, least = (40, 600) if args.quick else (300, 3000)
+            count = args.requests or min(max(each * replicas, least), 20_000)
             works = works_of(name, args.trace, replicas, count)
             whole = one_cache(works, CACHE * replicas)
             ours = (1.0, 1.0)
             for rule, make in rules(replicas).items():
+                if args.rules and rule not in args.rules:
+                    continue
                 policy = make()
                 result = simulate(works, replicas, CACHE, policy, feed=rule == "coppice")
                 found = quantiles(result.first)

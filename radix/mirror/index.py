@@ -15,7 +15,10 @@ from coppice.radix.tokens import TOKEN_BYTES, Tokens, common_prefix, token_bytes
 
 
 class _Node:
-    """Tokens from position `start` on, and the replicas that hold them, a bit for each."""
+    """Tokens from position `start` on, and the replicas that hold them, a bit for each.
+
+    In a root `holders` is their number.
+    """
 
     __slots__ = ("parent", "children", "edge", "start", "holders")
 
@@ -88,6 +91,7 @@ class ReplicaIndex:
                     root = self._roots.get(namespace)
                     if root is None:
                         root = self._roots[namespace] = _Node(None, b"", 0, 0)
+                    root.holders += 1
                     places[number] = _Place(root, 0)
                     self._spaces.setdefault(replica, {})[number] = namespace
                 case Cleared():
@@ -100,7 +104,8 @@ class ReplicaIndex:
         bit = 1 << replica
         for node, _ in self._places.pop(replica, {}).values():
             self._leave(node, 0, bit)
-        self._spaces.pop(replica, None)
+        for namespace in self._spaces.pop(replica, {}).values():
+            self._close(namespace)
 
     def hits(self, tokens: Tokens, namespace: Hashable = None) -> dict[int, int]:
         """How many of the first tokens of a prompt each replica holds; without those at 0."""
@@ -197,11 +202,15 @@ class ReplicaIndex:
             return
         spaces, places = self._spaces.get(replica, {}), self._places[replica]
         for number in [each for each, space in spaces.items() if self._roots.get(space) is root]:
-            del spaces[number], places[number]
-        if not root.children:
-            for space in [each for each, own in self._roots.items() if own is root]:
-                if not any(space in own.values() for own in self._spaces.values()):
-                    del self._roots[space]
+            del places[number]
+            self._close(spaces.pop(number))
+
+    def _close(self, namespace: Hashable) -> None:
+        """Counts a replica's root of a namespace off, and forgets the namespace with the last."""
+        root = self._roots[namespace]
+        root.holders -= 1
+        if not root.holders:
+            del self._roots[namespace]
 
 
 def _note(found: dict[int, int], holders: int, length: int) -> None:

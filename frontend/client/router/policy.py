@@ -81,6 +81,8 @@ class Router:
         self._progress = np.zeros(0)  # when a request got its first token, or work began
         self._waiting: dict[int, dict[str, _Flight]] = {}  # by replica, those without an answer
         self._ahead = np.zeros(0)  # their tokens
+        # Requests with an answer whose prompts a replica has not reported yet.
+        self._unreported: dict[int, list[str]] = {}
         self._classes = False  # whether any request had a priority
         self._recent, self._faded_at = 0.0, clock()
         self._measured: set[int] = set()  # replicas that have reported their rate
@@ -122,15 +124,28 @@ class Router:
         for name, _ in mine:
             self.end(name)
         del self._waiting[replica]
+        self._unreported.pop(replica, None)
         self._measured.discard(replica)
         unanswered = [name for name, each in mine if not each.began]
         return unanswered, [name for name, each in mine if each.began]
 
     def apply(self, replica: int, changes: Iterable[Change]) -> None:
         """Takes what a replica reports of its tree. Raises ValueError as `ReplicaIndex.apply`."""
-        if replica in self._waiting:
-            for change in changes:
-                self.index.apply(replica, change)
+        if replica not in self._waiting:
+            return
+        for change in changes:
+            self.index.apply(replica, change)
+        left = []
+        for request in self._unreported.get(replica, ()):
+            flight = self._flights.get(request)
+            if flight is None:
+                continue
+            held = self.index.hits(flight.prompt, flight.namespace).get(replica, 0)
+            if held * TOKEN_BYTES >= len(flight.prompt):
+                self._promised.remove(request)
+            else:
+                left.append(request)
+        self._unreported[replica] = left
 
     def measured(self, replica: int, tokens_a_second: float) -> None:
         """Takes the rate at which a replica computes prompts, as it has measured."""
@@ -198,6 +213,7 @@ class Router:
             return
         replica, now = flight.replica, self._clock()
         flight.began = True
+        self._unreported.setdefault(replica, []).append(request)
         self._running[replica] += 1
         self._answered(request, flight)
         begun = max(flight.sent, self._progress[replica])
@@ -217,7 +233,7 @@ class Router:
         else:
             self._answered(request, flight)
             self._progress[flight.replica] = self._clock()
-        self._promised.remove(request, flight.prompt, flight.namespace)
+        self._promised.remove(request)
 
     def unanswered(self, replica: int) -> int:
         """Requests at a replica that have not got their first token."""

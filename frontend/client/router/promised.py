@@ -4,32 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from coppice.radix.tokens import TOKEN_BYTES, common_prefix
+from coppice.radix.mirror.changes import Opened, Stored
+from coppice.radix.mirror.index import ReplicaIndex
 
-# Bytes by which prompts are found: those that share less have no hit worth knowing.
-_KEY = 16 * TOKEN_BYTES
+_ROOT, _PROMPT = 1, 2
 
 
 class Promised:
     """Prompts by the replica that computes them, until it reports them itself."""
 
     def __init__(self) -> None:
-        self._prompts: dict[tuple[Hashable, bytes], dict[str, tuple[int, bytes]]] = {}
+        self._index = ReplicaIndex()  # in which each prompt stands for a replica that holds it
+        self._slots: dict[str, int] = {}  # by request
+        self._replicas: list[int] = []  # by slot
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        """Prompts that are on their way."""
+        return len(self._slots)
 
     def add(self, request: str, replica: int, prompt: bytes, namespace: Hashable) -> None:
-        """Notes that a replica will hold a prompt, as int32 bytes."""
-        self._prompts.setdefault((namespace, prompt[:_KEY]), {})[request] = replica, prompt
+        """Notes that a replica will hold a prompt, as int32 bytes. O(its tokens)."""
+        if self._free:
+            slot = self._free.pop()
+            self._replicas[slot] = replica
+        else:
+            slot = len(self._replicas)
+            self._replicas.append(replica)
+        self._slots[request] = slot
+        self._index.apply(slot, Opened(_ROOT, namespace))
+        self._index.apply(slot, Stored(_PROMPT, _ROOT, 0, prompt))
 
-    def remove(self, request: str, prompt: bytes, namespace: Hashable) -> None:
-        """Forgets it."""
-        key = namespace, prompt[:_KEY]
-        found = self._prompts.get(key)
-        if found is not None:
-            found.pop(request, None)
-            if not found:
-                del self._prompts[key]
+    def remove(self, request: str) -> None:
+        """Forgets it, if it is there. O(nodes of the index on its way)."""
+        slot = self._slots.pop(request, None)
+        if slot is not None:
+            self._index.leave(slot)
+            self._free.append(slot)
 
     def hits(self, prompt: bytes, namespace: Hashable) -> Iterator[tuple[int, int]]:
-        """Replicas, and how many tokens of a prompt each will hold. O(prompts that begin alike)."""
-        for replica, other in self._prompts.get((namespace, prompt[:_KEY]), {}).values():
-            yield replica, common_prefix(prompt, 0, other) // TOKEN_BYTES
+        """Replicas, and how many tokens of a prompt each will hold. O(tokens + prompts found)."""
+        for slot, length in self._index.hits(prompt, namespace).items():
+            yield self._replicas[slot], length

@@ -171,7 +171,8 @@ def test_all_counts_return_to_nothing() -> None:
         cluster.router.end(name)
         cluster.router.end(name)  # once more changes nothing
     router = cluster.router
-    assert not router._flights and not router._promised._prompts
+    assert not router._flights and not len(router._promised)
+    assert router._promised._index.nodes == 0
     assert not router._ahead.any() and not router._running.any()
     assert not any(router._waiting.values())
 
