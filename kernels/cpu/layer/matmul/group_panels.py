@@ -79,27 +79,28 @@ def pack(weight: Grouped) -> PackedGroups | None:
     panels, groups = -(-width // PANEL), inner // weight.group
     words = inner * weight.bits // 32
     scales = [weight.factors] if weight.offsets is None else [weight.factors, weight.offsets]
-    size = words * PANEL * 4 + len(scales) * groups * PANEL * 2
-    size = -(-size // _LINE) * _LINE
+    size = words // groups * PANEL * 4 + len(scales) * PANEL * 2
+    size = -(-size // _LINE) * _LINE * groups
     buffer = np.zeros(8 * HEADER + panels * size + _LINE, np.uint8)
     first = -buffer.ctypes.data % _LINE
     memory = buffer[first : first + 8 * HEADER + panels * size]
     memory[: 8 * HEADER].view(np.int64)[:4] = (
         weight.bits, weight.group, len(scales) - 1, size,
     )  # fmt: skip
-    rows = memory[8 * HEADER :].reshape(panels, size)
+    rows = memory[8 * HEADER :].reshape(panels, groups, size // groups)
+    levels_size = words // groups * PANEL * 4
     # Four bytes are moved as one number of 32 bits.
     fours = weight.levels.contiguous().numpy().view(np.int32)
     for panel in range(panels):
         mine = slice(panel * PANEL, (panel + 1) * PANEL)
-        to = rows[panel, : words * PANEL * 4].view(np.int32).reshape(words, PANEL)
         part = fours[mine]
-        to[:, : len(part)] = part.T
-        at = words * PANEL * 4
+        to = rows[panel, :, :levels_size].view(np.int32).reshape(groups, words // groups, PANEL)
+        to[:, :, : len(part)] = part.T.reshape(groups, words // groups, len(part))
+        at = levels_size
         for each in scales:
-            kept = rows[panel, at : at + groups * PANEL * 2].view(np.float16)
-            kept.reshape(groups, PANEL)[:, : len(part)] = each[mine].to(torch.float16).numpy().T
-            at += groups * PANEL * 2
+            kept = rows[panel, :, at : at + PANEL * 2].view(np.float16)
+            kept[:, : len(part)] = each[mine].to(torch.float16).numpy().T
+            at += PANEL * 2
     return PackedGroups(width, inner, memory.ctypes.data, memory)
 
 
@@ -132,6 +133,7 @@ def _multiply_panel(
     grouped: Any,
     blocks: Any,
     weights: Any,
+    span: Any,
     factors: Any,
     offsets: Any,
     following: Any,
@@ -153,12 +155,12 @@ def _multiply_panel(
     ``[PANEL]``. With each block the next ``step`` bytes from ``following`` on are prefetched.
     """
     many = rows.literal_value
-    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 16)
+    signature = types.void(types.IntegerLiteral(many), *[types.int64] * 17)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         (
-            _, bits, levels, groups, grouped, blocks, weights, factors, offsets, following, step,
-            peaks, stride, scales, bias, out, width,
+            _, bits, levels, groups, grouped, blocks, weights, span, factors, offsets, following,
+            step, peaks, stride, scales, bias, out, width,
         ) = arguments  # fmt: skip
         kind = ir.FunctionType(_INTS, [_INTS, _BYTES, _BYTES])
         name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
@@ -172,28 +174,26 @@ def _multiply_panel(
         def widened(address: Any) -> Any:
             return b.fpext(_load(b, address, 0, _HALVES, 2), _FLOATS)
 
-        def scaled(group: Any, size: int) -> tuple[list[Any], list[Any]]:
-            """The factors and offsets of a group."""
-            place = b.mul(group, _constant(2 * PANEL))
+        def scaled(begin: Any, size: int) -> tuple[list[Any], list[Any]]:
+            """The factors and offsets of the group at that address."""
             factor, offset = [], []
+            # Without offsets the factors are read again, and not used.
+            other = b.add(begin, b.select(plain, factors, offsets))
+            begin = b.add(begin, factors)
+            middle = ir.Constant(_FLOATS, [-float(1 << (size - 1))] * LANES)
             for i in range(_WIDE):
-                here = b.add(place, _constant(2 * LANES * i))
-                factor.append(widened(b.add(factors, here)))
-                # Without offsets the factors are read again, and not used.
-                other = widened(b.add(b.select(plain, factors, offsets), here))
-                middle = ir.Constant(_FLOATS, [-float(1 << (size - 1))] * LANES)
-                offset.append(b.select(plain, b.fmul(factor[-1], middle), other))
+                factor.append(widened(b.add(begin, _constant(2 * LANES * i))))
+                value = widened(b.add(other, _constant(2 * LANES * i)))
+                offset.append(b.select(plain, b.fmul(factor[-1], middle), value))
             return factor, offset
 
-        def add_block(block: Any, size: int, kept: list[list[Any]]) -> None:
-            """Adds a block's products to int32 sums, and prefetches a part of the next panel."""
+        def add_block(block: Any, at: Any, size: int, sums: list[list[Any]]) -> None:
+            """Adds the products of a block at an address, and prefetches a part of what follows."""
             words = BLOCK * size // 32
             # The most lines that come with a word.
             lines = -(-(BLOCK * size // 8 * PANEL + 4 * PANEL) // (_LINE * words))
             ahead = b.add(following, b.mul(block, step))
-            at = b.add(weights, b.mul(block, _constant(BLOCK * size // 8 * PANEL)))
             here = b.add(levels, b.mul(block, _constant(BLOCK * many)))
-            sums = [[b.load(each) for each in mine] for mine in kept]
 
             def add(four: int, vectors: list[Any]) -> None:
                 for row, mine in enumerate(sums):
@@ -214,34 +214,50 @@ def _multiply_panel(
                 else:
                     add(2 * word, [b.and_(each, low) for each in vectors])
                     add(2 * word + 1, [b.and_(b.lshr(each, half), low) for each in vectors])
-            for mine, places in zip(sums, kept, strict=True):
-                for value, place in zip(mine, places, strict=True):
-                    b.store(value, place)
 
-        def work(size: int) -> None:
+        def add_chunk(
+            chunk: Any, sums: list[list[Any]], scale: tuple[list[Any], list[Any]], totals: Any
+        ) -> None:
+            """Adds a chunk's sums, rescaled, to those of the rows."""
+            for row in range(many):
+                mine = b.add(peaks, b.mul(stride, _constant(row)))
+                mine = b.add(mine, b.mul(chunk, _constant(8)))
+                peak = _splat(b, _load(b, mine, 0, _FLOAT, 4), _FLOATS)
+                level_sum = _splat(b, _load(b, mine, 4, _FLOAT, 4), _FLOATS)
+                for i, total in enumerate(totals[row]):
+                    value = b.fmul(b.sitofp(sums[row][i], _FLOATS), scale[0][i])
+                    value = b.call(fused, (scale[1][i], level_sum, value))
+                    b.store(b.call(fused, (value, peak, b.load(total))), total)
+
+        def work(size: int, single: bool) -> None:
+            """The product; ``single``: of groups of one block, without loops within them."""
             totals = [
                 [cgutils.alloca_once_value(b, nothing) for _ in range(_WIDE)] for _ in range(many)
             ]
-            sums = [[cgutils.alloca_once(b, _INTS) for _ in range(_WIDE)] for _ in range(many)]
+            kept = [[cgutils.alloca_once(b, _INTS) for _ in range(_WIDE)] for _ in range(many)]
             with cgutils.for_range(b, groups, intp=_LONG) as group:
-                factor, offset = scaled(group.index, size)
-                first = b.mul(group.index, grouped)
-                with cgutils.for_range(b, grouped, intp=_LONG) as inside:
-                    chunk = b.add(first, inside.index)
-                    for each in (place for mine in sums for place in mine):
-                        b.store(zeros, each)
-                    first_block = b.mul(chunk, blocks)
-                    with cgutils.for_range(b, blocks, intp=_LONG) as block:
-                        add_block(b.add(first_block, block.index), size, sums)
-                    for row in range(many):
-                        mine = b.add(peaks, b.mul(stride, _constant(row)))
-                        mine = b.add(mine, b.mul(chunk, _constant(8)))
-                        peak = _splat(b, _load(b, mine, 0, _FLOAT, 4), _FLOATS)
-                        level_sum = _splat(b, _load(b, mine, 4, _FLOAT, 4), _FLOATS)
-                        for i, total in enumerate(totals[row]):
-                            value = b.fmul(b.sitofp(b.load(sums[row][i]), _FLOATS), factor[i])
-                            value = b.call(fused, (offset[i], level_sum, value))
-                            b.store(b.call(fused, (value, peak, b.load(total))), total)
+                begin = b.add(weights, b.mul(group.index, span))
+                if single:
+                    sums = [[zeros] * _WIDE for _ in range(many)]
+                    add_block(group.index, begin, size, sums)
+                    add_chunk(group.index, sums, scaled(begin, size), totals)
+                else:
+                    scale = scaled(begin, size)
+                    with cgutils.for_range(b, grouped, intp=_LONG) as inside:
+                        chunk = b.add(b.mul(group.index, grouped), inside.index)
+                        for each in (place for mine in kept for place in mine):
+                            b.store(zeros, each)
+                        with cgutils.for_range(b, blocks, intp=_LONG) as block:
+                            number = b.add(b.mul(inside.index, blocks), block.index)
+                            at = b.mul(number, _constant(BLOCK * size // 8 * PANEL))
+                            sums = [[b.load(each) for each in mine] for mine in kept]
+                            number = b.add(b.mul(chunk, blocks), block.index)
+                            add_block(number, b.add(begin, at), size, sums)
+                            for mine, places in zip(sums, kept, strict=True):
+                                for value, place in zip(mine, places, strict=True):
+                                    b.store(value, place)
+                        sums = [[b.load(each) for each in mine] for mine in kept]
+                        add_chunk(chunk, sums, scale, totals)
             for row, mine in enumerate(totals):
                 to = b.add(out, b.mul(width, _constant(4 * row)))
                 for i, total in enumerate(mine):
@@ -250,9 +266,14 @@ def _multiply_panel(
                     place = _at(b, b.add(to, _constant(4 * LANES * i)), _FLOATS)
                     b.store(b.call(fused, (b.load(total), scale, added)), place).align = 4
 
+        alone = b.icmp_signed("==", b.mul(grouped, blocks), _constant(1))
         for size in (4, 8):
             with b.if_then(b.icmp_signed("==", bits, _constant(size))):
-                work(size)
+                with b.if_else(alone) as (yes, no):
+                    with yes:
+                        work(size, True)
+                    with no:
+                        work(size, False)
         return context.get_dummy_value()
 
     return signature, generate
@@ -266,7 +287,10 @@ def run_panels(frame: int, begin: int, end: int) -> None:
     header = carray(pointer(f[5]), (HEADER,), np.int64)
     bits, group, size, chunk = header[0], header[1], header[3], f[9]
     groups, grouped, blocks = inner // group, group // chunk, chunk // BLOCK
-    stride = 8 * (inner // chunk)
+    stride, span = 8 * (inner // chunk), size // groups
+    # Where a group's factors and offsets begin.
+    factors = group * bits // 8 * PANEL
+    offsets = factors + PANEL * 2 if header[2] else 0
     # What comes with each block of a panel.
     step = -(-size // (inner // BLOCK))
     biased = f[7] != 0
@@ -275,8 +299,6 @@ def run_panels(frame: int, begin: int, end: int) -> None:
     edge_scales, edge_bias = np.zeros(PANEL, np.float32), np.zeros(PANEL, np.float32)
     for panel in range(begin, end):
         weights = f[5] + 8 * HEADER + panel * size
-        factors = weights + inner * bits // 8 * PANEL
-        offsets = factors + groups * PANEL * 2 if header[2] else 0
         first = panel * PANEL
         count = min(PANEL, width - first)
         whole = count == PANEL
@@ -303,26 +325,26 @@ def run_panels(frame: int, begin: int, end: int) -> None:
             if ROWS == 8 and left >= 8:
                 many = 8
                 _multiply_panel(
-                    8, bits, start, groups, grouped, blocks, weights, factors, offsets, following,
-                    ahead, peaks, stride, scales, bias, to, apart,
+                    8, bits, start, groups, grouped, blocks, weights, span, factors, offsets,
+                    following, ahead, peaks, stride, scales, bias, to, apart,
                 )  # fmt: skip
             elif left >= 4:
                 many = 4
                 _multiply_panel(
-                    4, bits, start, groups, grouped, blocks, weights, factors, offsets, following,
-                    ahead, peaks, stride, scales, bias, to, apart,
+                    4, bits, start, groups, grouped, blocks, weights, span, factors, offsets,
+                    following, ahead, peaks, stride, scales, bias, to, apart,
                 )  # fmt: skip
             elif left >= 2:
                 many = 2
                 _multiply_panel(
-                    2, bits, start, groups, grouped, blocks, weights, factors, offsets, following,
-                    ahead, peaks, stride, scales, bias, to, apart,
+                    2, bits, start, groups, grouped, blocks, weights, span, factors, offsets,
+                    following, ahead, peaks, stride, scales, bias, to, apart,
                 )  # fmt: skip
             else:
                 many = 1
                 _multiply_panel(
-                    1, bits, start, groups, grouped, blocks, weights, factors, offsets, following,
-                    ahead, peaks, stride, scales, bias, to, apart,
+                    1, bits, start, groups, grouped, blocks, weights, span, factors, offsets,
+                    following, ahead, peaks, stride, scales, bias, to, apart,
                 )  # fmt: skip
             if not whole:
                 for i in range(many):
