@@ -106,12 +106,13 @@ def power_of_2(b: Any, x: Any) -> Any:
     return b.fmul(power, b.bitcast(b.shl(biased, ir.Constant(INTS, [23] * LANES)), VECTOR))
 
 
-def prefetch(b: Any, address: Any) -> None:
+def prefetch(b: Any, address: Any, *, first: bool = False) -> None:
+    """Fetches a cache line for reading into the second-level cache, or the first."""
     pointer = b.inttoptr(address, ir.IntType(8).as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, INT, INT, INT])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    # For reading, into the second-level cache, data.
-    b.call(function, [pointer, *(ir.Constant(INT, n) for n in (0, 2, 1))])
+    # For reading, into that cache, data.
+    b.call(function, [pointer, *(ir.Constant(INT, n) for n in (0, 3 if first else 2, 1))])
 
 
 def zeros(b: Any, count: int) -> list[Any]:

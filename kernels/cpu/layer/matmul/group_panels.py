@@ -41,6 +41,12 @@ _WIDE = 3
 #: Outputs of a panel.
 PANEL = _WIDE * LANES
 _LINE = 64
+# Up to so many rows, which wait for memory, what is so many bytes ahead is fetched to the first
+# cache: one row takes 1.2 to 1.4 times less than with the next panel in the second one, where it
+# waits again. Their loops over groups of one block are unrolled; with more rows sums would be
+# spilled.
+_FEW = 2
+_AHEAD = 8640
 #: Numbers at the begin of a packed weight: bits of a level, inputs of a group, whether there are
 #: offsets, bytes of a panel.
 HEADER = 8
@@ -58,8 +64,9 @@ _BYTES = ir.VectorType(_BYTE, 4 * LANES) if llvm.llvm_version_info >= (21,) else
 class PackedGroups:
     """A weight in panels: ``memory`` uint8, a header and the panels, one after the other.
 
-    A panel has its levels, four inputs of each of ``PANEL`` outputs side by side (of 4 bits eight,
-    two in a byte), then its factors, float16 ``[groups, PANEL]``, then its offsets, likewise.
+    A panel has its groups, one after the other, so that all is read in order: a group's levels,
+    four inputs of each of ``PANEL`` outputs side by side (of 4 bits eight, two in a byte), then its
+    factors, float16 ``[PANEL]``, then its offsets, likewise, filled up to whole cache lines.
     """
 
     out_features: int
@@ -205,7 +212,8 @@ def _multiply_panel(
 
             for word in range(words):
                 for i in range(lines):
-                    prefetch(b, b.add(ahead, _constant((word * lines + i) * _LINE)))
+                    place = b.add(ahead, _constant((word * lines + i) * _LINE))
+                    prefetch(b, place, first=many <= _FEW)
                 vectors = [
                     _load(b, at, 4 * (word * PANEL + LANES * i), _INTS, 4) for i in range(_WIDE)
                 ]
@@ -229,7 +237,7 @@ def _multiply_panel(
                     value = b.call(fused, (scale[1][i], level_sum, value))
                     b.store(b.call(fused, (value, peak, b.load(total))), total)
 
-        def work(size: int, single: bool) -> None:
+        def work(size: int, *, single: bool) -> None:
             """The product; ``single``: of groups of one block, without loops within them."""
             totals = [
                 [cgutils.alloca_once_value(b, nothing) for _ in range(_WIDE)] for _ in range(many)
@@ -269,11 +277,14 @@ def _multiply_panel(
         alone = b.icmp_signed("==", b.mul(grouped, blocks), _constant(1))
         for size in (4, 8):
             with b.if_then(b.icmp_signed("==", bits, _constant(size))):
-                with b.if_else(alone) as (yes, no):
-                    with yes:
-                        work(size, True)
-                    with no:
-                        work(size, False)
+                if many > _FEW:
+                    work(size, single=False)
+                else:
+                    with b.if_else(alone) as (yes, no):
+                        with yes:
+                            work(size, single=True)
+                        with no:
+                            work(size, single=False)
         return context.get_dummy_value()
 
     return signature, generate
@@ -313,9 +324,12 @@ def run_panels(frame: int, begin: int, end: int) -> None:
         row = 0
         while row < rows:
             start, peaks = f[3] + row * inner, f[4] + stride * row
-            # While the first rows are worked with this panel the next one comes.
+            # While the first rows are worked with this panel the next one comes; to fetch what lies
+            # behind the last one does no harm.
             following, ahead = start, 0
-            if row == 0 and panel + 1 < end:
+            if row == 0 and rows < 2 * _FEW:
+                following, ahead = weights + _AHEAD, step
+            elif row == 0 and panel + 1 < end:
                 following, ahead = weights + size, step
             to, apart = f[8] + 4 * (row * width + first), width
             if not whole:
