@@ -20,7 +20,8 @@ from coppice.radix.accounting.accounts import CacheAccounts, Divergence, Request
 from coppice.radix.accounting.ledger import Accounting
 from coppice.radix.accounting.top_prefixes import PrefixNode, PrefixSavings, SharedPrefix
 from coppice.radix.eviction.recency import POLICIES
-from coppice.radix.mirror.events import PageEvents, PagesCleared, PagesRemoved, PagesStored
+from coppice.radix.mirror.blocks import PagesCleared, PagesRemoved, PagesStored
+from coppice.radix.mirror.events import PageEvents
 from coppice.radix.mirror.page_hashes import page_hashes
 from coppice.radix.namespace import Namespace
 from coppice.radix.node import Hold, Inserted, Match, Node

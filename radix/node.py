@@ -24,8 +24,7 @@ class Node:
     """
 
     __slots__ = ("parent", "children", "edge", "start", "length", "pages", "own_pages", "locks",
-                 "stamp", "hits", "draft", "wanted", "policy_data", "hashes",
-                 "borders")  # fmt: skip
+                 "stamp", "hits", "draft", "wanted", "policy_data", "borders")  # fmt: skip
 
     def __init__(self, parent: Node | None, edge: bytes, start: int, pages: array[int]) -> None:
         self.parent = parent
@@ -45,9 +44,6 @@ class Node:
         self.draft = False
         self.wanted = 0  # calls of `RadixTree.want` in force; then it is not dropped or extended
         self.policy_data: Any = None  # what the eviction policy knows about it
-        # uint64 hashes of the full pages whose last token is on this edge; in a root, of its
-        # namespace. None unless a stream of events is attached.
-        self.hashes: array[int] | None = None
         # uint64 hashes of the prefixes that end at block borders, from the root on, for accounting.
         # None until a hit that ended here was processed. Nodes that were hit do not grow, but an
         # eviction may leave more hashes than there are borders.

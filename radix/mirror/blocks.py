@@ -6,11 +6,45 @@ this form: a block is stored once, with the node in which its last token lies, a
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
+
 from coppice.radix.mirror.changes import Change, Cleared, Cut, Split, Stored
 from coppice.radix.mirror.copy import CopyNode, TreeCopy
-from coppice.radix.mirror.events import Event, PagesCleared, PagesRemoved, PagesStored
 from coppice.radix.mirror.page_hashes import extend_chain, root_hash
 from coppice.radix.tokens import TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PagesStored:
+    """Whole blocks of one prompt that can be hit from now on, in order.
+
+    Attributes:
+        namespace: the prompt's.
+        parent_hash: hash of the block before the first, or the namespace's root hash.
+        hashes: one for each block.
+        tokens: the tokens of the blocks as int32 bytes, `block_size` for each.
+    """
+
+    namespace: Hashable
+    parent_hash: int
+    hashes: tuple[int, ...]
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRemoved:
+    """Blocks that can no longer be hit in full, last first."""
+
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PagesCleared:
+    """The tree was emptied. Also the first event of a stream that restarts after a loss."""
+
+
+Event = PagesStored | PagesRemoved | PagesCleared
 
 
 class Blocks:

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from coppice.radix.mirror.blocks import Event, PagesRemoved, PagesStored
 from coppice.radix.mirror.changes import Change, Cleared, Cut, Opened, Split, Stored
-from coppice.radix.mirror.events import Event, PagesRemoved, PagesStored
 from coppice.radix.mirror.page_hashes import root_hash
 from coppice.radix.namespace import Namespace
 

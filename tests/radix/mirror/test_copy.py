@@ -8,10 +8,9 @@ import pytest
 from sequences import serve
 
 from coppice.radix import Namespace, PagePool, RadixTree, page_hashes
-from coppice.radix.mirror.blocks import Blocks
+from coppice.radix.mirror.blocks import Blocks, PagesCleared, PagesRemoved
 from coppice.radix.mirror.changes import Cleared, Cut, Split, Stored, TreeChanges
 from coppice.radix.mirror.copy import TreeCopy
-from coppice.radix.mirror.events import PagesCleared, PagesRemoved
 from coppice.radix.upkeep.removal import remove_namespace
 from tests.radix.test_fuzz import NAMESPACES, Fuzz
 
