@@ -246,12 +246,17 @@ class ModelRunner:
         if self.group.size > 1:
             arrays = replace(batch, sampled=[], scored=[], pooled=[])
             self._tell("_compute", copies, arrays, 0 if late is None else len(late.tokens))
-        logits, hidden = self._run(copies, batch, late)
-        if hidden is not None:
-            sampled, scored = len(batch.sampled), sum(len(each.tokens) for each in batch.scored)
-            head = self._head_of(hidden)
-            score_prompts(hidden[sampled : sampled + scored], batch.scored, head)
-            self._pool(hidden[sampled + scored :], batch.pooled, head)
+        try:
+            logits, hidden = self._run(copies, batch, late)
+            if hidden is not None:
+                sampled, scored = len(batch.sampled), sum(len(each.tokens) for each in batch.scored)
+                head = self._head_of(hidden)
+                score_prompts(hidden[sampled : sampled + scored], batch.scored, head)
+                self._pool(hidden[sampled + scored :], batch.pooled, head)
+        except BaseException as error:
+            # The others wait within this step for what will not come.
+            self.group.end(f"rank 0 of the model: {type(error).__name__}: {error}")
+            raise
         return batch, logits
 
     def _run(

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class RankGroup(ABC):
     """One rank among all that compute a model, by their numbers from 0 on.
 
-    Except for messages and ``close`` all ranks make the same calls in the same order. A call raises
-    an error when the group has ended.
+    Except for messages, ``end`` and ``close`` all ranks make the same calls in the same order. A
+    call raises an error when the group has ended.
 
     Attributes:
         rank, size: this rank, and how many there are.
@@ -62,6 +62,10 @@ class RankGroup(ABC):
         return None
 
     @abstractmethod
+    def end(self, reason: str) -> None:
+        """Ends the group, so that no rank waits for another; from any thread."""
+
+    @abstractmethod
     def close(self) -> None:
         """Ends the group and gives back what it holds, processes of other ranks among it."""
 
@@ -88,6 +92,9 @@ class _Alone(RankGroup):
 
     def receive(self) -> bytes:
         raise AssertionError("there is no other rank")
+
+    def end(self, reason: str) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -11,6 +11,7 @@ import torch
 
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.request import DeviceLost
 from coppice.runtime.requests.sampling_params import SamplingParams
 from tests.runtime.conftest import FAMILIES, OTHER_FAMILIES
 from tests.runtime.engine.test_families import prompts, run
@@ -112,6 +113,22 @@ def test_a_step_that_waits_for_the_tokens_of_the_one_before(
     path = tiny_checkpoint("qwen3")
     engine = start_threads(path, 2, async_scheduling=True)
     assert run(engine) == run(start_threads(path, 1))
+
+
+def test_a_step_that_fails_on_one_rank_ends_all(
+    tiny_checkpoint: Checkpoint, start_threads: StartRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_threads(tiny_checkpoint("llama"), 2)
+    run(engine)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine.runner, "_run", fail)
+    engine.add_request("a", prompts()[0], SamplingParams(max_tokens=2))
+    with pytest.raises(DeviceLost, match="rank 0 of the model: MemoryError: no room"):
+        engine.step()
+    assert not engine.has_unfinished()
 
 
 @pytest.mark.parametrize("level", [1, 2])
