@@ -224,7 +224,7 @@ async def test_counts_with_every_chunk(client: Client, path: str, more: dict[str
     await client.ok(path, body)  # so that the second time has hits
     chunks = await client.events(path, body | {"stream_options": options})
     counts = [chunk["usage"] for chunk in chunks]
-    assert len(counts) > 3
+    assert len(counts) >= 3  # pieces that come faster than they are read leave together
     totals = [count["total_tokens"] for count in counts]
     assert totals == sorted(totals)
     assert {count["prompt_tokens"] for count in counts} == {counts[-1]["prompt_tokens"]}
