@@ -103,6 +103,7 @@ class Router:
             for name in ("_present", "_rate", "_running", "_places", "_progress", "_ahead"):
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate((array, np.zeros(more, array.dtype))))
+            self._places[-more:] = 1  # also of replicas that have not joined
         if self._present[replica]:
             raise ValueError(f"replica {replica} is there already")
         self._present[replica] = True

@@ -95,6 +95,8 @@ class Publisher:
         self._translator = Translator()
         self._queue: deque[tuple[Sequence[tuple[Any, ...]], Load | None]] = deque()
         self._closing = threading.Event()
+        #: Whether changes were lost to an error, so that all that the tree holds is to be put.
+        self.broken = False
         self._thread = threading.Thread(target=self._run, name="coppice-kv-events", daemon=True)
         self._thread.start()
 
@@ -150,13 +152,17 @@ class Publisher:
                     self._publish(*self._queue[0])
                     self._queue.popleft()
                 self._answer()
-            except Exception:  # the next message may succeed, and who misses this one asks
-                logger.exception("an event of the cache was not published")
+            except Exception:
+                logger.exception("an event of the cache was not published; all are sent again")
+                self.broken = True
                 if self._queue:
                     self._queue.popleft()
 
     def _publish(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
         now, events = time.time(), []
+        if self.broken and records[:1] != [()]:
+            return  # they follow what was lost
+        self.broken = False
         changes = self._translator.translate(records)
         for change in changes:
             event = self._blocks.take(change)

@@ -35,6 +35,8 @@ class KvEvents:
         if self._publisher.behind:
             return  # the log bounds what waits
         records = self._log.drain()
+        if self._publisher.broken:
+            records = self._log.everything()
         if records or load is not None:
             self._publisher.put(records, load)
 

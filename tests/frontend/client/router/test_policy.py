@@ -193,6 +193,14 @@ def test_a_rate_is_learnt_from_answers_where_none_is_reported() -> None:
     assert choice.seconds == pytest.approx(0.1, rel=0.2)
 
 
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_replicas_may_have_gaps() -> None:
+    cluster = Cluster(0)
+    for replica in (5, 2):
+        cluster.join(replica)
+    assert {cluster.send(prompt(n))[1] for n in range(6)} == {2, 5}
+
+
 def test_wrong_numbers_are_refused() -> None:
     cluster = Cluster(1)
     with pytest.raises(ValueError, match="replica 0 is there already"):

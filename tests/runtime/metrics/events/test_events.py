@@ -286,6 +286,36 @@ def test_an_engine_publishes_its_cache_and_its_load(
     engine.close()
 
 
+def test_an_error_of_the_publisher_costs_no_event(
+    tiny_checkpoint: Callable[..., Path],
+    address: Address,
+    context: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoint, replay = address(), address()
+    engine = start(tiny_checkpoint("llama"), endpoint, replay)
+    run(engine, [list(range(3, 33))])
+    publisher = engine.events._events._publisher
+    settle(publisher)
+    translate, fails = publisher._translator.translate, [True]
+
+    def failing(records: Any) -> Any:
+        changes = translate(records)
+        if changes and fails.pop() if fails else False:
+            raise RuntimeError("lost")
+        return changes
+
+    monkeypatch.setattr(publisher._translator, "translate", failing)
+    for first in (5, 60, 120):
+        run(engine, [list(range(first, first + 30))])
+        settle(publisher)
+    mirror = VllmMirror()
+    mirror.take(ask(context, replay, SNAPSHOT)[0][1])
+    assert not fails and not publisher.broken
+    assert set(mirror.blocks) == expected(engine.tree, 8)
+    engine.close()
+
+
 def test_sleep_and_another_engine_begin_anew(
     tiny_checkpoint: Callable[..., Path], address: Address, context: Any
 ) -> None:
