@@ -84,6 +84,13 @@ def _about(
             "The same prefix was asked for several times at once",
             "Send one request of such a burst first, and the others once its first token has come.",
         ),
+        "other_replica": (
+            "Prefixes that another replica holds",
+            f"{counts.other_replica / counts.prompt_tokens:.1%} of the prompt tokens were computed "
+            f"though another replica holds them: waiting for it would have taken longer. Each "
+            f"replica computes a hot prefix once; if this goes on, all have too much to do, and "
+            f"a further replica helps.",
+        ),
         "no_cache": (
             "Prefix caching is off",
             "Every prompt is computed as a whole. Start the engine with --enable-prefix-caching, "

@@ -29,6 +29,7 @@ from coppice.runtime.report.snapshot import (
     PinState,
     PrefixNode,
     PromptCauses,
+    ReplicaReport,
     SharedPrefix,
     WindowReport,
     Windows,
@@ -211,6 +212,7 @@ def encode(
         "pins": [encode_pin(pin, names) for pin in report.pins],
         "adapters": [asdict(each) for each in report.adapters],
         "windows": report.windows and _sliding(report.windows),
+        "replicas": [_replica(each) for each in report.replicas],
     }
 
 
@@ -240,6 +242,23 @@ def _sliding(report: WindowReport) -> dict[str, Any]:
         "pages_old": report.pages_old,
         "bytes_old": report.bytes_old,
         "sentence": windows_sentence(report),
+    }
+
+
+def _replica(replica: ReplicaReport) -> dict[str, Any]:
+    pages = ("total", "free", "cached", "pinned", "held")
+    return {
+        "name": replica.name,
+        "requests": replica.requests,
+        "running": replica.requests_running,
+        "waiting": replica.requests_waiting,
+        "prompt_tokens": replica.prompt_tokens,
+        "hit_tokens": replica.hit_tokens,
+        "hit_rate": replica.hit_rate,
+        "other_replica_tokens": replica.other_replica,
+        "generated_tokens": replica.generated_tokens,
+        "pages": {state: getattr(replica, f"pages_{state}") for state in pages},
+        "resident_bytes": replica.resident_bytes,
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from coppice.frontend.errors import BadRequest, RequestFailed
 from coppice.frontend.http.routes import ROOT_PATH, Handler, Route, Schema, without_root
 from coppice.frontend.report.reporter import Asks
-from coppice.runtime.report.snapshot import EngineStats, Histogram
+from coppice.runtime.report.snapshot import EngineStats, Histogram, ReplicaReport
 
 ANSWER_SECONDS = 5.0
 """How long a scrape waits for the engine's counts, before it reports the last ones."""
@@ -144,6 +144,7 @@ class _Families(Collector):
             yield from _steps(stats)
             yield from _pool(stats)
             yield from _adapters(stats)
+            yield from _replicas(stats.replicas)
 
     def _http(self) -> Metric:
         family = CounterMetricFamily(
@@ -221,13 +222,14 @@ def _tokens(stats: EngineStats) -> Iterator[Metric]:
     yield _counters(
         "coppice_computed_tokens",
         "Prompt tokens that were not hit, by cause; with the hit tokens of kind cross they make up "
-        "all prompt tokens. no_cache: prefix caching is off",
+        "all prompt tokens. other_replica: another replica holds them; no_cache: prefix caching is "
+        "off",
         "cause",
         counts.causes,
     )
     yield CounterMetricFamily(
         "coppice_ideal_hit_tokens",
-        "Prompt tokens that an unlimited cache would have hit",
+        "Prompt tokens that an unlimited cache, one for all replicas, would have hit",
         counts.ideal_tokens,
     )
     yield CounterMetricFamily(
@@ -331,6 +333,44 @@ def _adapters(stats: EngineStats) -> Iterator[Metric]:
                     count -= getattr(each, fields["base"])
                 family.add_metric([each.identity, part][: len(labels)], count)
         yield family
+
+
+def _replicas(replicas: Sequence[ReplicaReport]) -> Iterator[Metric]:
+    """By replica, of those that there are; without replicas the families are empty."""
+    prefix = "coppice_replica_"
+    counted = {
+        "requests": ("requests", "Requests that were admitted"),
+        "prompt_tokens": ("prompt_tokens", "Their prompt tokens"),
+        "hit_tokens": ("hit_tokens", "Those of them whose KV was reused"),
+        "lost_tokens": ("other_replica", "Those that were computed though another replica held "
+                                         "them"),
+        "generated_tokens": ("generated_tokens", "Tokens that were generated"),
+    }  # fmt: skip
+    for name, (field, text) in counted.items():
+        by_name = {each.name: getattr(each, field) for each in replicas}
+        yield _counters(prefix + name, text, "replica", by_name)
+    states = {
+        "requests_running": "Requests with at least one running sequence",
+        "requests_waiting": "Requests that wait for a place, preempted ones included",
+    }
+    for field, text in states.items():
+        now = GaugeMetricFamily(prefix + field, text, labels=["replica"])
+        for each in replicas:
+            now.add_metric([each.name], getattr(each, field))
+        yield now
+    pages = GaugeMetricFamily(
+        "coppice_replica_pool_pages", "Pages of its KV cache by state", labels=["replica", "state"]
+    )
+    memory = GaugeMetricFamily(
+        "coppice_replica_memory_bytes", "Resident memory of its process", labels=["replica"]
+    )
+    for each in replicas:
+        for state in ("free", "cached", "pinned", "held"):
+            pages.add_metric([each.name, state], getattr(each, f"pages_{state}"))
+        if each.resident_bytes is not None:
+            memory.add_metric([each.name], each.resident_bytes)
+    yield pages
+    yield memory
 
 
 def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:

@@ -13,7 +13,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coppice.frontend.report.widgets import bar, divided, listed, titled
+from coppice.frontend.report.widgets import (
+    bar,
+    divided,
+    listed,
+    namespace_table,
+    pin_table,
+    replica_table,
+    titled,
+)
 from coppice.frontend.report.words import (
     Report,
     adapter_lines,
@@ -44,6 +52,7 @@ _CAUSE_STYLES = {
     "diverged": "yellow",
     "namespace": "magenta",
     "in_flight": "blue",
+    "other_replica": "bright_blue",
     "last_token": "cyan",
     "prompt_logprobs": "green",
     "no_cache": "bright_black",
@@ -68,9 +77,10 @@ def render_live(report: Report, *, trouble: str = "", width: int = 80) -> Render
         _pool(report, width),
         _prefixes(report["prefixes"]),
         _near_misses(report["near_misses"], groups=2, examples=1),
-        _namespaces(report["namespaces"]),
+        namespace_table(report["namespaces"]),
+        replica_table(report.get("replicas", ())),
         adapter_lines(report.get("adapters", ())),
-        _pins(report["pins"]),
+        pin_table(report["pins"]),
     )
 
 
@@ -137,7 +147,7 @@ def _now(report: Report, width: int) -> Group:
 
 def _mix(counts: Report, width: int) -> Text:
     """All prompt tokens as one bar: hits, then each cause, each with a character of its own."""
-    signs = "▓▒░▚▞▖·"
+    signs = "▓▒░▚▞▖▘·"
     parts = [(counts["hit_tokens"], "█", "green")]
     for place, (cause, tokens) in enumerate(ordered_causes(counts)):
         parts.append((tokens, signs[min(place, len(signs) - 1)], _CAUSE_STYLES.get(cause, "")))
@@ -360,38 +370,5 @@ def _prefixes(prefixes: Sequence[Report]) -> Table | None:
             Text(f"{prefix['tokens_saved']:,}", "green"),
             "" if idle is None else duration(idle, units=1),
             Text(excerpt(prefix)),
-        )
-    return table
-
-
-def _namespaces(namespaces: Sequence[Report]) -> Table | None:
-    if len(namespaces) < 2:
-        return None
-    columns = {"namespace": False, "requests": True, "prompt tokens": True, "hit rate": True}
-    table = listed("Namespaces", columns | {"": False})
-    ordered = sorted(namespaces, key=lambda each: -each["since_start"]["prompt_tokens"])
-    for each in ordered[:6]:
-        counts = each["since_start"]
-        table.add_row(
-            Text(each["name"]),
-            f"{counts['requests']:,}",
-            f"{counts['prompt_tokens']:,}",
-            f"{counts['hit_rate']:.1%}",
-            bar(counts["hit_rate"], "green", width=16),
-        )
-    return table
-
-
-def _pins(pins: Sequence[Report]) -> Table | None:
-    if not pins:
-        return None
-    table = listed("Pins", {"name": False, "tokens": True, "cached": True, "ends unused": True})
-    for pin in pins[:6]:
-        left = pin["seconds_left"]
-        table.add_row(
-            Text(one_line(pin["name"])),
-            f"{pin['tokens']:,}",
-            f"{pin['cached_tokens'] / pin['tokens']:.0%}",
-            "never" if left is None else f"in {duration(left)}",
         )
     return table

@@ -1,12 +1,17 @@
-"""Tables without borders and bars of characters, for reports in the terminal."""
+"""Tables without borders and bars of characters, for reports in the terminal.
+
+Namespaces, replicas and pins are lists of named things, each a table of a few columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
+
+from coppice.frontend.report.words import Report, duration, one_line, short_count
 
 BAR_WIDTH = 30
 
@@ -55,3 +60,59 @@ def divided(parts: Iterable[tuple[int, str, str]], whole: int, width: int) -> Te
         text.append(sign * (end - drawn), style)
         drawn = end
     return text
+
+
+def namespace_table(namespaces: Sequence[Report]) -> Table | None:
+    """The namespaces with the most prompt tokens, if there are several."""
+    if len(namespaces) < 2:
+        return None
+    columns = {"namespace": False, "requests": True, "prompt tokens": True, "hit rate": True}
+    table = listed("Namespaces", columns | {"": False})
+    ordered = sorted(namespaces, key=lambda each: -each["since_start"]["prompt_tokens"])
+    for each in ordered[:6]:
+        counts = each["since_start"]
+        table.add_row(
+            Text(each["name"]),
+            f"{counts['requests']:,}",
+            f"{counts['prompt_tokens']:,}",
+            f"{counts['hit_rate']:.1%}",
+            bar(counts["hit_rate"], "green", width=16),
+        )
+    return table
+
+
+def replica_table(replicas: Sequence[Report]) -> Table | None:
+    """All replicas, if there are any; "elsewhere" is what another replica held."""
+    if not replicas:
+        return None
+    numbers = ("requests", "tokens", "hit rate", "elsewhere", "running", "waiting", "pool use")
+    table = listed("Replicas", {"replica": False} | dict.fromkeys(numbers, True))
+    for each in replicas:
+        prompt, pages = each["prompt_tokens"], each["pages"]
+        table.add_row(
+            Text(one_line(each["name"])),
+            f"{each['requests']:,}",
+            short_count(prompt),
+            f"{each['hit_rate']:.1%}",
+            f"{each['other_replica_tokens'] / prompt if prompt else 0:.1%}",
+            f"{each['running']:,}",
+            f"{each['waiting']:,}",
+            f"{1 - pages['free'] / pages['total'] if pages['total'] else 0:.0%}",
+        )
+    return table
+
+
+def pin_table(pins: Sequence[Report]) -> Table | None:
+    """The first pins, if there are any."""
+    if not pins:
+        return None
+    table = listed("Pins", {"name": False, "tokens": True, "cached": True, "ends unused": True})
+    for pin in pins[:6]:
+        left = pin["seconds_left"]
+        table.add_row(
+            Text(one_line(pin["name"])),
+            f"{pin['tokens']:,}",
+            f"{pin['cached_tokens'] / pin['tokens']:.0%}",
+            "never" if left is None else f"in {duration(left)}",
+        )
+    return table

@@ -40,8 +40,8 @@ class RequestAccount:
     """The tokens of a prompt by hit and cause. Reading a cause settles all pending requests."""
 
     __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
-                 "hit_limit", "time", "finished", "tokens", "node", "place", "chain",
-                 "stamp", "theirs", "_around", "_settle", "_row", "_evicted")  # fmt: skip
+                 "hit_limit", "held_elsewhere", "time", "finished", "tokens", "node", "place",
+                 "chain", "stamp", "theirs", "_around", "_settle", "_row", "_evicted")  # fmt: skip
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class RequestAccount:
         hit_tokens: int,
         in_flight_tokens: int,
         hit_limit: int,
+        held_elsewhere: int,
         theirs: bytes,
         time: float,
         tokens: bytes,
@@ -64,6 +65,7 @@ class RequestAccount:
         self.hit_tokens = hit_tokens
         self.in_flight_tokens = in_flight_tokens
         self.hit_limit = hit_limit
+        self.held_elsewhere = held_elsewhere
         # What the tree has after the hit, read now: later requests add to it.
         here = hit_tokens * TOKEN_BYTES
         self.theirs = theirs if node is None else _beside(node, tokens[here : here + TOKEN_BYTES])
@@ -103,7 +105,7 @@ class RequestAccount:
         """A copy as it was at the admission, with the prompt `tokens`, to be hashed again."""
         return RequestAccount(
             self.namespace, self.kind, self.prompt_tokens, self.hit_tokens, self.in_flight_tokens,
-            self.hit_limit, b"", self.time, tokens, None, -1, self._settle,
+            self.hit_limit, self.held_elsewhere, b"", self.time, tokens, None, -1, self._settle,
         )  # fmt: skip
 
     def _count(self, name: str) -> int:
@@ -137,7 +139,7 @@ class RequestAccount:
 
     @property
     def ideal_tokens(self) -> int:
-        """What an unlimited cache would have hit."""
+        """What an unlimited cache would have hit that also has what other replicas hold."""
         return self._count("ideal_tokens")
 
     @property

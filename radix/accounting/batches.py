@@ -88,6 +88,7 @@ class BatchHasher:
         known: list[array[int]] = []
         chains: list[int] = []
         flat: list[int] = []
+        held: list[tuple[int, int]] = []  # the pieces of which another replica holds tokens
         unknown: list[tuple[Node, int, int]] = []  # where hits end, borders there, and the piece
         for item in items:
             if isinstance(item, RequestAccount):
@@ -106,6 +107,8 @@ class BatchHasher:
                 pieces.append(memoryview(tokens)[count * width :] if count else tokens)
                 flat += (count, -1, hit, prompt, prompt, hit, item.in_flight_tokens,
                          item.hit_limit)  # fmt: skip
+                if item.held_elsewhere:
+                    held.append((len(requests) - 1, item.held_elsewhere))
             else:
                 account, added = item.account, item.added
                 prompt, tail, chain = account.prompt_tokens, account.tokens, account.chain
@@ -132,7 +135,9 @@ class BatchHasher:
             requests,
             lengths,
             np.array([item.time for item in items]),
-            Prompts(prompt_tokens, hits, in_flight, limits, content_from),
+            Prompts(
+                prompt_tokens, hits, in_flight, limits, content_from, _held(held, len(requests))
+            ),
             np.array([request is None or request.kind == "cross" for request in requests]),
             salt,
             borders,
@@ -145,6 +150,16 @@ class BatchHasher:
 
 
 _NOTHING: array[int] = array("Q")
+
+
+def _held(pieces: list[tuple[int, int]], count: int) -> Ints | None:
+    """The tokens of each of `count` pieces that another replica holds; None if it holds none."""
+    if not pieces:
+        return None
+    held = np.zeros(count, np.int64)
+    for piece, tokens in pieces:
+        held[piece] = tokens
+    return held
 
 
 def _known_borders(end: Node, count: int, block_tokens: int) -> array[int]:

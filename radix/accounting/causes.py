@@ -20,6 +20,7 @@ class Prompts:
     in_flight: Ints
     hit_limit: Ints  # from here on all is computed in any case, for prompt logprobs
     content_from: Ints  # position where its anchors' starts are counted from
+    held_elsewhere: Ints | None  # tokens from the beginning that another replica holds; None: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,14 @@ class Causes:
 
     last_token: Ints
     in_flight: Ints
+    other_replica: Ints
     prompt_logprobs: Ints
     evicted: Ints
     namespace: Ints
     diverged: Ints
     cold: Ints
-    ideal_tokens: Ints  # what an unlimited cache would have hit
+    ideal_tokens: Ints  # what one unlimited cache for all replicas would have hit
+    known_tokens: Ints  # of these, what an unlimited cache of this replica would have hit
     last_seen: Hashes  # when the longest known prefix was seen; 0 if none was
     shared: NDArray[np.bool_]  # for each anchor, whether tokens after it count as diverged
 
@@ -81,9 +84,18 @@ def split(
     paid = np.minimum(hit + prompts.in_flight, total)
     last = np.where(total - paid == 1, 1, 0)
     reached = np.where(last > 0, total, paid)
+    limit = np.maximum(reached, prompts.hit_limit)
+    most = np.minimum(total - 1, prompts.hit_limit)
     at = np.maximum(reached, extended)
-    again = at - np.minimum(at, np.maximum(reached, prompts.hit_limit))
-    evicted = at - reached - again
+    ideal = known_tokens = np.maximum(hit, np.minimum(extended, most))
+    other_replica = np.zeros_like(at)
+    if prompts.held_elsewhere is not None:
+        held = np.minimum(prompts.held_elsewhere, total)
+        other_replica = np.maximum(np.minimum(held, limit), reached) - reached
+        at = np.maximum(at, held)
+        ideal = np.maximum(ideal, np.minimum(held, most))
+    again = at - np.minimum(at, limit)
+    evicted = at - reached - other_replica - again
     if elsewhere is not None:
         row = _last(elsewhere, borders.first_row)
         over = np.where(row >= 0, borders.end[row], 0)
@@ -97,12 +109,14 @@ def split(
     return Causes(
         last,
         prompts.in_flight,
+        other_replica,
         again,
         evicted,
         namespace,
         diverged,
         total - at - diverged,
-        np.maximum(hit, np.minimum(extended, np.minimum(total - 1, prompts.hit_limit))),
+        ideal,
+        known_tokens,
         last_seen,
         shared,
     )

@@ -29,18 +29,23 @@ class Counts:
     hit_tokens: int = 0
     last_token: int = 0  # computed for its logits, though all before it hit
     in_flight: int = 0  # another request was computing them
+    other_replica: int = 0  # another replica holds them
     prompt_logprobs: int = 0  # computed before, and again for the logprobs that were asked for
     evicted: int = 0  # computed before under the same prefix, and evicted since
     namespace: int = 0  # the same prefix is known under another namespace only
     diverged: int = 0  # known content, but after another prefix
     cold: int = 0  # never seen
     no_cache: int = 0  # there is no cache
-    ideal_tokens: int = 0  # hit tokens of an unlimited cache
+    ideal_tokens: int = 0  # hit tokens of an unlimited cache, one for all replicas
     evicted_idle: int = 0  # evicted tokens times the seconds since each was last used
     same_tokens: int = 0  # prompt tokens of further sequences of a request
     same_hit_tokens: int = 0
     preempted_tokens: int = 0  # tokens of sequences that came back after a preemption
     preempted_hit_tokens: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        """Both together."""
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in FIELDS))
 
     @property
     def computed_tokens(self) -> int:
@@ -58,7 +63,10 @@ class Counts:
 
     @property
     def ideal_hit_rate(self) -> float:
-        """The hit rate that an unlimited cache would have had on the same requests."""
+        """The hit rate that an unlimited cache would have had on the same requests.
+
+        It has what other replicas hold, too: no replica and no way of routing can do better.
+        """
         return self.ideal_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
@@ -71,7 +79,8 @@ FIELDS = tuple(field.name for field in fields(Counts))
 """The columns of a row of counts, in order."""
 
 FOUND_CAUSES = (
-    "last_token", "in_flight", "prompt_logprobs", "evicted", "namespace", "diverged", "cold",
+    "last_token", "in_flight", "other_replica", "prompt_logprobs", "evicted", "namespace",
+    "diverged", "cold",
 )  # fmt: skip
 """Why a prompt token was computed though there is a cache."""
 

@@ -37,8 +37,9 @@ class Accounting:
 
     - `last_token`: the only token left, which is computed for its logits.
     - `in_flight`: those that another request was computing, as the caller reports.
+    - `other_replica`: up to the end of what another replica holds, as the caller reports.
     - `evicted`: up to the longest prefix of the prompt that was seen in its namespace.
-    - `prompt_logprobs`: those of them that no hit can save, since their logprobs were asked for.
+    - `prompt_logprobs`: those of both that no hit can save, since their logprobs were asked for.
     - `namespace`: up to the longest prefix that was seen in any other.
     - `diverged`: content that was seen in the namespace, after another prefix.
     - `cold`: all else.
@@ -90,6 +91,7 @@ class Accounting:
         *,
         in_flight_tokens: int = 0,
         hit_limit: int | None = None,
+        held_elsewhere: int = 0,
         kind: Kind = "cross",
         theirs: bytes = b"",
         node: Node | None = None,
@@ -104,6 +106,8 @@ class Accounting:
             in_flight_tokens: tokens after the hit that another request was computing.
             hit_limit: position from which on tokens are computed in any case, for logprobs of the
                 prompt; None if no such logprobs were asked for.
+            held_elsewhere: tokens of the prompt, from its beginning, that another replica holds;
+                more than it has count as all of it.
             kind: "cross" for a request's first admission; "same" for a further sequence of it,
                 "preempted" for one that was admitted before. Only the first counts in rates.
             theirs: some tokens that the tree has after the hit's end (int32 bytes), to show where
@@ -122,15 +126,17 @@ class Accounting:
             and 0 <= hit_tokens < prompt
             and 0 <= in_flight_tokens <= prompt - hit_tokens
             and hit_tokens <= hit_limit <= prompt
+            and held_elsewhere >= 0
             and kind == "cross"
         ):
-            _check(len(tokens), hit_tokens, in_flight_tokens, hit_limit, kind)
+            _check(len(tokens), hit_tokens, in_flight_tokens, hit_limit, held_elsewhere, kind)
         if not self._now <= now < math.inf:
             self._pass(now)
         self._now = now
         account = RequestAccount(
-            namespace, kind, prompt, hit_tokens, in_flight_tokens, hit_limit, theirs, now,
-            tokens, node, self._taken + len(self._waiting), self.settle,
+            namespace, kind, prompt, hit_tokens, in_flight_tokens, hit_limit,
+            held_elsewhere, theirs, now, tokens, node, self._taken + len(self._waiting),
+            self.settle,
         )  # fmt: skip
         self._log(account, prompt if node is None else prompt - hit_tokens)
         return account
@@ -243,6 +249,7 @@ class Accounting:
         *,
         in_flight_tokens: int = 0,
         hit_limit: int | None = None,
+        held_elsewhere: int = 0,
         now: float,
     ) -> tuple[dict[str, int], float | None]:
         """The causes of a request that is not made, as `Settler.preview` returns them.
@@ -252,11 +259,11 @@ class Accounting:
         self._pass(now)
         prompt = len(tokens) // TOKEN_BYTES
         limit = prompt if hit_limit is None else hit_limit
-        _check(len(tokens), hit_tokens, in_flight_tokens, limit, "cross")
+        _check(len(tokens), hit_tokens, in_flight_tokens, limit, held_elsewhere, "cross")
         self.settle()
         account = RequestAccount(
-            namespace, "cross", prompt, hit_tokens, in_flight_tokens, limit, b"", now,
-            tokens, None, self._taken, self.settle,
+            namespace, "cross", prompt, hit_tokens, in_flight_tokens, limit,
+            held_elsewhere, b"", now, tokens, None, self._taken, self.settle,
         )  # fmt: skip
         return self._settler.preview(account)
 
@@ -299,7 +306,9 @@ class Accounting:
             self._settler.process(items, first)
 
 
-def _check(size: int, hit: int, in_flight: int, hit_limit: int, kind: str) -> None:
+def _check(
+    size: int, hit: int, in_flight: int, hit_limit: int, held_elsewhere: int, kind: str
+) -> None:
     """Raises ValueError for the first argument of a request that is out of its range."""
     prompt = size // TOKEN_BYTES
     if not prompt or size % TOKEN_BYTES:
@@ -313,3 +322,5 @@ def _check(size: int, hit: int, in_flight: int, hit_limit: int, kind: str) -> No
         raise ValueError(f"in_flight_tokens must be in 0 .. {prompt - hit}, got {in_flight}")
     if not hit <= hit_limit <= prompt:
         raise ValueError(f"hit_limit must be in {hit} .. {prompt}, got {hit_limit}")
+    if held_elsewhere < 0:
+        raise ValueError(f"held_elsewhere must be at least 0, got {held_elsewhere}")

@@ -14,7 +14,10 @@ SKETCH = 8
 """Hashes that represent the content a request shares: the smallest ones."""
 
 MAX_GROUPS = 64
-_EXAMPLES = 4
+
+EXAMPLES = 4
+"""Differences that are kept of a group."""
+
 _RESYNC = 4  # equal tokens that end a difference
 
 
@@ -103,7 +106,7 @@ class NearMisses:
         group.requests += 1
         group.cost += sighting.cost
         difference = sighting.ours, sighting.theirs
-        if len(group.differences) < _EXAMPLES and difference not in group.differences:
+        if len(group.differences) < EXAMPLES and difference not in group.differences:
             group.differences.append(difference)
 
     def _open(self, sighting: Sighting) -> _Group:

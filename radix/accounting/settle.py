@@ -84,7 +84,7 @@ class Settler:
             batch.prompts, batch.borders, batch.anchors, seen, elsewhere, seen_anchors,
             self.block_tokens,
         )  # fmt: skip
-        self.uses.record(batch, begun, stamps, seen, causes.ideal_tokens)
+        self.uses.record(batch, begun, stamps, seen, causes.known_tokens)
         missed = batch.counted & (causes.diverged >= _NEAR_MISS_TOKENS)
         for number in np.flatnonzero(missed).tolist():
             self._near_miss(batch, number, causes)
@@ -195,6 +195,8 @@ class Settler:
         causes = account.causes
         batch = self._hasher.hash([account.as_it_was(item.tokens)], 0, self._salts_of([account]))
         unknown = sum(causes[name] for name in ("namespace", "diverged", "cold"))
+        if not causes["evicted"]:  # else it is after what others computed here
+            unknown += causes["other_replica"]
         begin = max(account.prompt_tokens - unknown, item.computed)
         after = batch.borders.end > begin
         forgotten = [batch.border_keys[after]]
@@ -216,7 +218,7 @@ class Settler:
         divergence = account.divergence
         if divergence is None:
             # The other continuation was evicted; its remembered prefixes show where it began.
-            position = min(int(causes.ideal_tokens[number]), after)
+            position = min(int(causes.known_tokens[number]), after)
             divergence = Divergence.at(tokens[: after * TOKEN_BYTES], position, b"")
         self.near_misses.add(
             Sighting(

@@ -141,12 +141,15 @@ class Engine:
         tenant: str | None = None,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        held_elsewhere: int = 0,
     ) -> None:
         """Queues a request.
 
         Requests reuse each other's KV only if `cache_salt` and `tenant` are equal. `priority` is
         the request's class under the scheduling policy "priority": the least number is served
-        first. `lora_request` names its adapter, which is loaded if it is not yet.
+        first. `lora_request` names its adapter, which is loaded if it is not yet. `held_elsewhere`
+        says how many tokens of the prompt, from its beginning, another replica holds: those of them
+        that are computed here have the cause `other_replica`.
 
         Raises ValueError if the request can't be served, QueueFull if too much waits already, and
         DeviceLost if the device has failed for good; nothing is queued then.
@@ -160,6 +163,7 @@ class Engine:
             tenant=tenant,
             priority=priority,
             lora_request=lora_request,
+            held_elsewhere=held_elsewhere,
         )
 
     def add_pooling(
@@ -172,6 +176,7 @@ class Engine:
         tenant: str | None = None,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        held_elsewhere: int = 0,
     ) -> None:
         """Queues a request for a vector or a score, which comes as `StepOutput.pooled` at its end.
 
@@ -186,6 +191,7 @@ class Engine:
             tenant=tenant,
             priority=priority,
             lora_request=lora_request,
+            held_elsewhere=held_elsewhere,
         )
 
     def add_beam_search(
@@ -198,6 +204,7 @@ class Engine:
         tenant: str | None = None,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        held_elsewhere: int = 0,
     ) -> None:
         """Queues a beam search; its results all come in the step in which it ends, best first.
 
@@ -213,6 +220,7 @@ class Engine:
             tenant=tenant,
             priority=priority,
             lora_request=lora_request,
+            held_elsewhere=held_elsewhere,
         )
         self._searches.begin(first, params)
 
@@ -253,6 +261,11 @@ class Engine:
         """Requests that run or wait."""
         return self._sequences.num_requests
 
+    @property
+    def unfinished(self) -> list[str]:
+        """Their names."""
+        return self._sequences.names()
+
     # -- the step ----------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
@@ -280,6 +293,7 @@ class Engine:
         prompt_logprobs: int | None = None,
         prompt_logprobs_start: int = 0,
         lora_request: LoRARequest | None = None,
+        held_elsewhere: int = 0,
     ) -> Peek:
         """What a request would hit if it began now, and why the rest would miss.
 
@@ -293,6 +307,7 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
             prompt_logprobs_start=prompt_logprobs_start,
             lora_request=lora_request,
+            held_elsewhere=held_elsewhere,
             paging=self.scheduler.paging,
             waiting=self.scheduler.waiting,
             accounts=self.accounts,

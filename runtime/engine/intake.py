@@ -77,6 +77,7 @@ class Intake:
         tenant: str | None,
         priority: int,
         lora_request: LoRARequest | None,
+        held_elsewhere: int = 0,
     ) -> Sequence:
         """Queues a new request; returns its first sequence, which waits from now on.
 
@@ -105,6 +106,7 @@ class Intake:
                 f"prompt tokens, got {params.prompt_logprobs_start}"
             )
         self._check_priority(priority)
+        held = _checked_held(held_elsewhere, prompt_token_ids)
         self._check_queue(len(prompt_token_ids))
         adapter, namespace = self.place(prompt_token_ids, cache_salt, tenant, lora_request)
         form = params.structured_outputs
@@ -122,6 +124,7 @@ class Intake:
             beam_search=searching,
             grammar=None if form is None else self._grammars.compiled(form, tenant),
             adapter=adapter,
+            held_elsewhere=held,
         )
         sequence = Sequence(request)
         sequence.reader = self.known_logprobs.begin(request)
@@ -138,6 +141,7 @@ class Intake:
         tenant: str | None,
         priority: int,
         lora_request: LoRARequest | None,
+        held_elsewhere: int = 0,
     ) -> None:
         """Queues a request for a vector or a score; its prompt may fill the model's length.
 
@@ -148,6 +152,7 @@ class Intake:
         pages, count = self._free_pages(), len(prompt_token_ids)
         self._check_prompt(prompt_token_ids, self._longest(pages), pages, more=0)
         self._check_priority(priority)
+        held = _checked_held(held_elsewhere, prompt_token_ids)
         self._check_queue(count)
         adapter, namespace = self.place(prompt_token_ids, cache_salt, tenant, lora_request)
         request = Request(
@@ -160,6 +165,7 @@ class Intake:
             max_length=count,
             priority=priority,
             adapter=adapter,
+            held_elsewhere=held,
         )
         sequence = Sequence(request)
         sequence.reader = PooledPrompt(count, params, recipe)
@@ -205,6 +211,7 @@ class Intake:
         prompt_logprobs: int | None,
         prompt_logprobs_start: int,
         lora_request: LoRARequest | None,
+        held_elsewhere: int,
         paging: Paging,
         waiting: WaitingQueue,
         accounts: PromptAccounts,
@@ -212,6 +219,7 @@ class Intake:
         """What a request would hit now; see `peek`. Raises ValueError as `add` for the prompt."""
         pages = self._free_pages()
         self._check_prompt(prompt_token_ids, self._longest(pages), pages)
+        held = _checked_held(held_elsewhere, prompt_token_ids)
         params = SamplingParams(
             prompt_logprobs=prompt_logprobs, prompt_logprobs_start=prompt_logprobs_start
         )
@@ -225,6 +233,7 @@ class Intake:
             seed=0,
             max_length=len(prompt_token_ids) + 1,
             adapter=adapter,
+            held_elsewhere=held,
         )
         return peek(
             Sequence(request),
@@ -339,3 +348,11 @@ class Intake:
                 )
                 full.limit = limit
                 raise full
+
+
+def _checked_held(held_elsewhere: int, prompt_token_ids: Seq[int]) -> int:
+    """The prompt tokens that another replica holds, at most all. Raises ValueError if wrong."""
+    whole = isinstance(held_elsewhere, int) and not isinstance(held_elsewhere, bool)
+    if not whole or held_elsewhere < 0:
+        raise ValueError(f"held_elsewhere must be an integer of at least 0, got {held_elsewhere!r}")
+    return min(held_elsewhere, len(prompt_token_ids))

@@ -65,7 +65,8 @@ def peek(
     idle = None
     if paging.accounts is not None:
         in_flight = 0 if private else waiting.led(tokens, namespace, hit)
-        causes, idle = accounts.preview(tokens, namespace, hit, in_flight, limited)
+        held = sequence.request.held_elsewhere
+        causes, idle = accounts.preview(tokens, namespace, hit, in_flight, limited, held)
     pinned = [
         min(hit, pin.cached_tokens, common_prefix(pin.tokens, 0, tokens) // TOKEN_BYTES)
         for pin in pins

@@ -44,6 +44,10 @@ class Sequences:
         """The sequences of one request (a copy); none if it is unknown."""
         return tuple(self._of.get(request_id, ()))
 
+    def names(self) -> list[str]:
+        """The requests that have not ended."""
+        return list(self._of)
+
     def longest(self) -> int:
         """The most tokens that a request may grow to; 0 without requests."""
         return max((lines[0].request.max_length for lines in self._of.values()), default=0)

@@ -84,6 +84,20 @@ class Histogram:
             return self
         return Histogram(self.bounds, counts, self.total - earlier.total)
 
+    def plus(self, other: Histogram) -> Histogram:
+        """The values of both; a histogram without buckets has none.
+
+        Raises ValueError if both have buckets, and different ones.
+        """
+        if not (self.bounds and other.bounds):
+            return self if self.bounds else other
+        if other.bounds != self.bounds:
+            raise ValueError("other: it has other buckets")
+        counts = tuple(
+            ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)
+        )
+        return Histogram(self.bounds, counts, self.total + other.total)
+
     def cumulative(self) -> tuple[int, ...]:
         """Values up to each bound, and last all of them, as Prometheus expects."""
         return tuple(accumulate(self.counts))

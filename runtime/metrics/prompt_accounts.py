@@ -95,17 +95,19 @@ class PromptAccounts:
             rest = tokens[here : sequence.hit_limit * TOKEN_BYTES]
             same = common_prefix(rest, 0, following.edge) // TOKEN_BYTES
             self._counters.rounded_off_tokens += min(same, following.length)
+        kind = _kind(sequence)
         sequence.account = self._accounting.request(
             tokens,
             sequence.request.namespace,
             match.length,
             in_flight_tokens=in_flight,
+            held_elsewhere=sequence.request.held_elsewhere if kind == "cross" else 0,
             hit_limit=sequence.hit_limit if reader is not None and reader.limits_hits else None,
-            kind=_kind(sequence),
+            kind=kind,
             node=node,
             now=now,
         )
-        if sequence.account.kind == "cross":
+        if kind == "cross":
             self._recent.append(_Recent(sequence.request.request_id, sequence.account))
 
     def uncached(self, sequence: Sequence) -> None:
@@ -122,6 +124,7 @@ class PromptAccounts:
         hit: int,
         in_flight: int,
         hit_limit: int | None,
+        held_elsewhere: int = 0,
     ) -> tuple[dict[str, int], float | None]:
         """Why a prompt would miss after its hit; see `Accounting.preview`. Counts nothing."""
         return self._accounting.preview(
@@ -130,6 +133,7 @@ class PromptAccounts:
             hit,
             in_flight_tokens=in_flight,
             hit_limit=hit_limit,
+            held_elsewhere=held_elsewhere,
             now=self._clock(),
         )
 

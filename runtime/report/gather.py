@@ -13,10 +13,14 @@ from coppice.runtime.engine.core import Engine
 from coppice.runtime.metrics.counters import FINISH_REASONS, REFUSALS, EngineCounters
 from coppice.runtime.metrics.histogram import Buckets
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
-from coppice.runtime.report.snapshot import CacheReport, EngineStats, PinState, TreeReport
-
-TOP_PREFIXES = 10
-TOP_NODES = 160
+from coppice.runtime.report.snapshot import (
+    TOP_NODES,
+    TOP_PREFIXES,
+    CacheReport,
+    EngineStats,
+    PinState,
+    TreeReport,
+)
 
 _FIELDS = tuple(each.name for each in fields(EngineStats))
 

@@ -36,6 +36,7 @@ __all__ = [
     "PinState",
     "PrefixNode",
     "PromptCauses",
+    "ReplicaReport",
     "SharedPrefix",
     "TreeReport",
     "WindowReport",
@@ -44,6 +45,42 @@ __all__ = [
 
 NOTHING = Histogram((), (), 0.0)
 """A histogram without values, of what was not measured."""
+
+TOP_PREFIXES = 10
+"""Prefixes of a report."""
+
+TOP_NODES = 160
+"""Nodes of a report."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What one of several replicas did, and its state now; the fields mean what `EngineStats`' do.
+
+    Attributes:
+        name: of the replica.
+        other_replica: prompt tokens that it computed though another replica held them.
+    """
+
+    name: str
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    other_replica: int
+    generated_tokens: int
+    requests_running: int
+    requests_waiting: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_pinned: int
+    pages_held: int
+    resident_bytes: int | None
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens over prompt tokens; 0 before the first request."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +118,7 @@ class EngineStats:
         adapters: what the requests of each loaded adapter took from the cache.
         window_keys: keys, each of a token in a layer, that layers with a sliding window have
             "read" and "skipped"; empty for a model without windows.
+        replicas: those whose counts these are together, by name; none for one engine's own.
     """
 
     requests: int
@@ -122,6 +160,7 @@ class EngineStats:
     resident_bytes: int | None = None
     adapters: tuple[AdapterReport, ...] = ()
     window_keys: dict[str, int] = field(default_factory=dict)
+    replicas: tuple[ReplicaReport, ...] = ()
 
     @property
     def hit_rate(self) -> float:

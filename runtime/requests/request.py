@@ -129,6 +129,7 @@ class Request:
     beam_search: bool = False  # its sequences are the beams of a search
     grammar: Future[Any] | None = None  # that its text follows, once it is compiled
     adapter: AdapterUse | None = None  # None: the base model computes all of it
+    held_elsewhere: int = 0  # prompt tokens, from its beginning, that another replica holds
 
     def keys(self, tokens: array[int], begin: int = 0) -> bytes:
         """What trees call the tokens of a sequence from position `begin` on: int32 bytes.

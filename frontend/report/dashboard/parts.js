@@ -166,6 +166,23 @@ function adapterTable(adapters) {
   ]));
 }
 
+/** A row for each replica; the section is hidden for a server with one engine. */
+export function replicas(section, container, report) {
+  const all = report.replicas ?? [];
+  section.hidden = !all.length;
+  show(container, all, () => (all.length ? table("All replicas", [
+    { name: "replica" }, { name: "requests", number: true }, { name: "prompt tokens", number: true },
+    { name: "hit rate", number: true }, { name: "held by another", number: true },
+    { name: "running", number: true }, { name: "waiting", number: true }, { name: "pool use", number: true },
+  ], all.map((each) => [
+    h("code", null, each.name), count(each.requests), count(each.prompt_tokens),
+    each.prompt_tokens ? percent(each.hit_rate) : "–",
+    each.prompt_tokens ? percent(each.other_replica_tokens / each.prompt_tokens) : "–",
+    count(each.running), count(each.waiting),
+    each.pages.total ? percent(1 - each.pages.free / each.pages.total) : "–",
+  ])) : []));
+}
+
 export function pins(container, report) {
   show(container, report.pins, () => {
     if (!report.pins.length) {

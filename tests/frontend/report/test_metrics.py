@@ -94,7 +94,9 @@ def test_pages_add_up(url: str) -> None:
     found = samples(url)
     pages = {s.labels["state"]: s.value for s in found if s.name == "coppice_pool_pages"}
     assert set(pages) == {"free", "cached", "pinned", "held"}
-    assert sum(pages.values()) * value(found, "coppice_page_size_tokens") == 4096
+    replicas = {s.labels["replica"] for s in found if s.name == "coppice_replica_pool_pages"}
+    tokens = sum(pages.values()) * value(found, "coppice_page_size_tokens")
+    assert tokens == 4096 * max(1, len(replicas))
     assert pages["held"] == 0 < pages["cached"]
 
 
@@ -312,6 +314,9 @@ def test_the_dashboard_asks_only_for_metrics_that_exist(url: str) -> None:
             labels.setdefault(label, set()).add(value)
     # Counted where there are CUDA graphs only.
     values["coppice_decode_steps_total"] = {"how": set(DECODE_STEPS)}
+    # Of several replicas only.
+    for name in set(re.findall(r"coppice_replica_\w+", " ".join(queries()))):
+        values.setdefault(name, {"replica": set(), "state": set()})
     assert len(queries()) > 30
     used = set()
     for query in queries():

@@ -45,13 +45,14 @@ class Story:
         *,
         in_flight: int = 0,
         hit_limit: int | None = None,
+        held: int = 0,
         kind: Kind = "cross",
         theirs: bytes = b"",
     ) -> RequestAccount:
         self.now += 1
         return self.accounting.request(
-            tokens, namespace, hit, in_flight_tokens=in_flight, hit_limit=hit_limit, kind=kind,
-            theirs=theirs, now=self.now,
+            tokens, namespace, hit, in_flight_tokens=in_flight, hit_limit=hit_limit,
+            held_elsewhere=held, kind=kind, theirs=theirs, now=self.now,
         )  # fmt: skip
 
 
@@ -227,6 +228,74 @@ def test_what_is_computed_again_for_prompt_logprobs() -> None:
     assert counts.prompt_logprobs == 88
 
 
+@pytest.mark.parametrize("evicted", [0, 100, 320])
+def test_what_another_replica_holds_was_lost_by_routing(evicted: int) -> None:
+    story = Story()
+    shared = text(1, 320)
+    if evicted:
+        story.request(shared[: evicted * TOKEN_BYTES])
+    account = story.request(shared + text(2, 40), 16, in_flight=14, held=160)
+    found = {"in_flight": 14, "other_replica": 130, "evicted": evicted - 160, "cold": 40}
+    found["cold"] += min(160, 320 - evicted)
+    assert causes(account) == {name: count for name, count in found.items() if count > 0}
+    assert account.ideal_tokens == max(160, evicted), "one cache for all replicas"
+    counts = story.accounting.snapshot(now=story.now).overall.since_start
+    assert counts.other_replica == 130
+
+
+def test_a_replica_that_holds_no_more_than_is_here_costs_nothing() -> None:
+    story = Story()
+    prompt = text(1, 100)
+    story.request(prompt)
+    assert causes(story.request(prompt, 60, held=60)) == {"evicted": 40}
+    assert causes(story.request(prompt, 60, in_flight=10, held=65)) == {
+        "in_flight": 10,
+        "evicted": 30,
+    }
+    assert causes(story.request(prompt, 99, held=100)) == {"last_token": 1}
+    # More than all counts as all.
+    whole = story.request(text(2, 50), held=10**6)
+    assert causes(whole) == {"other_replica": 50}
+    assert whole.ideal_tokens == 49
+
+
+def test_no_replica_can_save_what_is_computed_for_prompt_logprobs() -> None:
+    story = Story()
+    account = story.request(text(1, 96), 0, hit_limit=40, held=64)
+    assert causes(account) == {"other_replica": 40, "prompt_logprobs": 24, "cold": 32}
+    assert account.ideal_tokens == 40
+    story.request(text(2, 96))
+    again = story.request(text(2, 96) + text(3, 30), 0, hit_limit=40, held=64)
+    assert causes(again) == {"other_replica": 40, "prompt_logprobs": 56, "cold": 30}
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_was_not_computed_of_a_prompt_that_another_replica_holds(known: bool) -> None:
+    story = Story()
+    prompt = text(1, 320)
+    if known:
+        story.request(prompt)
+    abandoned = story.request(prompt, held=160)
+    story.accounting.abandoned(abandoned, prompt, 64, now=story.now)
+    found = causes(story.request(prompt))
+    if known:
+        assert found == {"evicted": 320}
+    else:
+        assert 64 <= found["evicted"] < 64 + BLOCK
+
+
+def test_the_curve_is_of_this_replica_alone() -> None:
+    alone, beside = Story(), Story()
+    for number in range(30):
+        prompt = text(number % 4, 300) + text(number, 50)
+        hit = 0 if number < 4 else 200
+        for story, held in ((alone, 0), (beside, 340)):
+            story.request(prompt, hit, held=held)
+    first, second = (story.accounting.snapshot(now=story.now) for story in (alone, beside))
+    assert first.curve == second.curve
+    assert first.overall.since_start.ideal_tokens < second.overall.since_start.ideal_tokens
+
+
 @pytest.mark.parametrize("namespace", [None, "other"])
 @pytest.mark.parametrize("computed", [0, 64, 70])
 def test_what_was_never_computed_of_a_prompt_was_not_seen(
@@ -315,7 +384,8 @@ def test_against_a_model_that_keeps_every_prompt(data: st.DataObject) -> None:
         # The tree has kept some part of what it had.
         hit = data.draw(st.integers(0, min(own, size - 1)), "hit")
         flight = data.draw(st.integers(0, max(0, own - hit)), "in flight")
-        account = story.request(tokens, hit, namespace, in_flight=flight)
+        held = data.draw(st.sampled_from([0, size // 2, size]), "held by another replica")
+        account = story.request(tokens, hit, namespace, in_flight=flight, held=held)
         sequence = tokens
         if data.draw(st.booleans(), "look"):
             causes(account)
@@ -331,6 +401,8 @@ def test_against_a_model_that_keeps_every_prompt(data: st.DataObject) -> None:
             assert found["last_token"] == 1
         else:
             assert found["last_token"] == 0
+            assert found["other_replica"] == max(0, held - paid)
+            paid = max(paid, held)
             # Exact but for what follows the last border of a block.
             reach = paid + found["evicted"]
             border = own // BLOCK * BLOCK
@@ -340,7 +412,7 @@ def test_against_a_model_that_keeps_every_prompt(data: st.DataObject) -> None:
             if namespace not in seen:
                 assert found["diverged"] == 0
         assert found["in_flight"] == flight
-        ideal = max(hit, min(size - 1, own // BLOCK * BLOCK))
+        ideal = max(hit, min(size - 1, max(held, own // BLOCK * BLOCK)))
         assert ideal <= account.ideal_tokens <= max(ideal, min(size - 1, ideal + BLOCK - 1))
         if tokens in seen.get(namespace, []):
             assert account.ideal_tokens == size - 1

@@ -14,6 +14,7 @@ from coppice.radix import Namespace
 from coppice.radix.node import Node
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 from tests.runtime.helpers.fake_model import fake_checkpoint, fake_engine
 
@@ -99,6 +100,33 @@ def test_what_another_request_computes_is_in_flight(tmp_path: Path) -> None:
     while engine.has_unfinished():
         engine.step()
     assert engine.peek([*prompt[:50], 38, 39]).cached_tokens == 50
+
+
+def test_what_another_replica_holds(engine: Engine) -> None:
+    prompt = list(range(1, 40))
+    assert run(engine, prompt[:10]) == 0
+    peek = engine.peek(prompt, held_elsewhere=30)
+    assert (peek.cached_tokens, peek.causes) == (10, {"other_replica": 20, "cold": 9})
+    assert run(engine, prompt, held_elsewhere=30) == 10
+    (_, last) = make_report(engine).recent
+    assert last.causes == peek.causes
+    assert engine.peek(prompt, held_elsewhere=30).causes == {"last_token": 1}
+    counts = make_report(engine).counts
+    assert (counts.other_replica, counts.ideal_tokens) == (20, 30)
+    # Several sequences of one request miss it once.
+    fanned = SamplingParams(n=3, max_tokens=2, ignore_eos=True)
+    engine.add_request("n", [39, *prompt], fanned, held_elsewhere=10**9)
+    while engine.has_unfinished():
+        engine.step()
+    assert make_report(engine).counts.other_replica == 20 + 40
+    for wrong in (-1, True, 2.0):
+        for method in (engine.add_request, engine.add_beam_search):
+            given = GREEDY if method == engine.add_request else BeamSearchParams(2, 3)
+            with pytest.raises(ValueError, match="held_elsewhere must be an integer of at least 0"):
+                method("x", prompt, given, held_elsewhere=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="held_elsewhere"):
+            engine.peek(prompt, held_elsewhere=wrong)  # type: ignore[arg-type]
+    assert not engine.has_unfinished()
 
 
 def test_pins_and_prompt_logprobs(engine: Engine) -> None:

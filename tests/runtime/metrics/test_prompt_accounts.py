@@ -29,7 +29,9 @@ class Loop:
         self.scheduler = Scheduler(self.paging, **limits)
         self.arrivals = 0
 
-    def add(self, prompt: list[int], *, out: int = 1, namespace: str | None = None) -> Sequence:
+    def add(
+        self, prompt: list[int], *, out: int = 1, namespace: str | None = None, held: int = 0
+    ) -> Sequence:
         request = Request(
             request_id=str(self.arrivals),
             prompt_token_ids=prompt,
@@ -38,6 +40,7 @@ class Loop:
             arrival=self.arrivals,
             seed=0,
             max_length=len(prompt) + out,
+            held_elsewhere=held,
         )
         self.arrivals += 1
         sequence = Sequence(request)
@@ -145,6 +148,18 @@ def test_tokens_that_another_request_computes_are_in_flight() -> None:
     assert waiting.account is not None and waiting.account.hit_tokens == 35
 
 
+def test_tokens_that_another_replica_holds_were_lost_once() -> None:
+    loop = Loop(64, max_num_batched_tokens=16)
+    told = [loop.add(list(range(start, start + 16)), out=24, held=12) for start in (100, 200, 300)]
+    loop.run()
+    assert loop.scheduler.counters.preemptions > 0
+    counts = loop.accounts.snapshot().overall.since_start
+    assert (counts.other_replica, counts.cold, counts.ideal_tokens) == (36, 12, 36)
+    assert sum(counts.causes.values()) == counts.computed_tokens
+    back = [each for each in told if each.account is not None and each.account.kind != "cross"]
+    assert back and all("other_replica" not in causes(each) for each in back)
+
+
 def test_what_an_aborted_prompt_did_not_compute_was_not_seen() -> None:
     loop = Loop(256, max_num_batched_tokens=32)
     prompt = list(range(1, 101))
@@ -244,7 +259,8 @@ def test_every_prompt_token_was_hit_or_has_one_cause(seed: int) -> None:
         if rng.random() < 0.5:
             prompt = [token for _ in range(rng.randint(1, 3)) for token in rng.choice(pieces)]
             namespace = rng.choice((None, "b"))
-            told.append(loop.add(prompt[:50], out=rng.randint(1, 12), namespace=namespace))
+            more = {"namespace": namespace, "held": loop.arrivals % 3 * 13}
+            told.append(loop.add(prompt[:50], out=rng.randint(1, 12), **more))
         loop.now += rng.choice((0, 1, 7, 100))
         loop.turn()
         if rng.random() < 0.05 and loop.scheduler.running:

@@ -19,6 +19,7 @@ from transformers import (
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.request import PromptTooLong, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
@@ -99,6 +100,8 @@ def test_the_instruction_is_computed_once(embedder: Make) -> None:
     assert sorted(output.cached_tokens for output in outputs)[1:] == [21] * 5
     apart = pooled(engine, prompts, cache_salt="s")
     assert min(output.cached_tokens for output in apart) == 0
+    pooled(engine, prompts[:1], cache_salt="t", held_elsewhere=20)
+    assert make_stats(engine).counts.other_replica == 20
 
 
 @pytest.mark.parametrize("late", [False, True])
