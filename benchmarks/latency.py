@@ -29,7 +29,7 @@ import numpy as np
 
 from common.harness import Rows, machine, parser, spread
 from coppice import Engine, EngineConfig, SamplingParams
-from coppice.frontend.commands.options import SERVER_DEFAULTS
+from coppice.frontend.router.cluster.settings import SERVER_DEFAULTS
 from coppice.runtime.schedule.scheduler import Schedule, Scheduler
 
 _CLOCKS = {"wall": time.perf_counter, "process": time.process_time}

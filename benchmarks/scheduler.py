@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from common.harness import Rows, parser, processor, spread
-from coppice.frontend.commands.options import SERVER_DEFAULTS
+from coppice.frontend.router.cluster.settings import SERVER_DEFAULTS
 from coppice.radix import PagePool, RadixTree
 from coppice.runtime.offline.machine import Machine
 from coppice.runtime.offline.simulation import Arrival, Outcome, Simulation

@@ -14,6 +14,9 @@ DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "coppice", "transformers")
+#: Fraction of the available memory that the KV cache gets by default. Other programs need main
+#: memory, too; a GPU belongs to the engine, but allocators and libraries need some of its memory.
+CPU_FRACTION, GPU_FRACTION = 0.4, 0.9
 QUANTIZATIONS = (None, "int8", "int4", "fp8")
 
 

@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "prometheus_client",
         "pydantic",
         "pydantic_core",
+        "ray",
         "rich",
         "tokenizers",
         "tqdm",
@@ -157,7 +158,6 @@ ORDER: dict[str, str] = {
     "frontend": """
         errors
         strict
-        foreign_options
         text
         chat
         client
@@ -165,6 +165,7 @@ ORDER: dict[str, str] = {
         api
         report
         python server
+        router
         replay
         simulate demo
         commands

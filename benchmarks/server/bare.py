@@ -41,7 +41,7 @@ class Bare:
 def _generate(args: Namespace, generated: Any, ready: Any) -> None:
     """Answers the mix until the process is killed; counts tokens in `generated`."""
     from coppice import EngineConfig, SamplingParams
-    from coppice.frontend.commands.options import SERVER_DEFAULTS
+    from coppice.frontend.router.cluster.settings import SERVER_DEFAULTS
     from coppice.frontend.text.engine import TextEngine
 
     config = EngineConfig(

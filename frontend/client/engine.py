@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from coppice.frontend.client.deltas import Deltas
-from coppice.frontend.client.lifecycle import EngineLifecycle, Launched
+from coppice.frontend.client.lifecycle import EngineLifecycle, Launched, Link
 from coppice.frontend.client.pacing import Rounds
 from coppice.frontend.errors import EngineStopped, RequestFailed
 from coppice.frontend.text.model.generation_config import NO_DEFAULTS, GenerationDefaults
@@ -25,8 +25,7 @@ from coppice.frontend.text.outputs import TextDelta
 from coppice.frontend.text.params import for_engine
 from coppice.frontend.text.streams import Texts
 from coppice.frontend.text.tokenizer import Tokenizer
-from coppice.runtime.process.channel import Channel
-from coppice.runtime.process.messages import is_short, step_output
+from coppice.runtime.process.messages import Lost, is_short, step_output
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.pooling_params import PoolingParams
@@ -260,6 +259,16 @@ class EngineClient(EngineLifecycle):
             if not waits.done():
                 waits.set_exception(EngineStopped(reason))
 
+    def _fail(self, name: str, reason: str) -> None:
+        """Fails one request whose engine has ended, while others go on."""
+        self.texts.drop(name)
+        deltas = self._running.pop(name, None)
+        if deltas is not None:
+            deltas.put(EngineStopped(reason))
+        waits = self._pooled.get(name)
+        if waits is not None and not waits.done():
+            waits.set_exception(EngineStopped(reason))
+
     def _take_pooled(self, output: StepOutput) -> None:
         waits = self._pooled.get(output.request_id)
         if waits is None or waits.done():
@@ -290,7 +299,7 @@ class EngineClient(EngineLifecycle):
 
     # -- in the reader's thread ------------------------------------------------------------------
 
-    def _read(self, channel: Channel) -> None:
+    def _read(self, channel: Link) -> None:
         rounds = Rounds(self._longest_delay)
         try:
             while True:
@@ -299,6 +308,8 @@ class EngineClient(EngineLifecycle):
                     for item in channel.receive():
                         if isinstance(item, list):
                             self._advance(item, rounds, channel)
+                        elif isinstance(item, Lost):
+                            self._take_lost(item, channel)
                         else:
                             self._in_loop(self._take_state, item)
                 if rounds.due:
@@ -306,7 +317,7 @@ class EngineClient(EngineLifecycle):
         except EOFError:
             self._send_round(rounds, channel)  # what it generated before it died
 
-    def _advance(self, rows: Sequence[tuple[Any, ...]], rounds: Rounds, channel: Channel) -> None:
+    def _advance(self, rows: Sequence[tuple[Any, ...]], rounds: Rounds, channel: Link) -> None:
         """Makes text of what cannot wait for a round."""
         items: list[Item] = []
         patient = self._longest_delay > 0
@@ -332,7 +343,15 @@ class EngineClient(EngineLifecycle):
         if self.texts.waiting:
             rounds.came()
 
-    def _send_round(self, rounds: Rounds, channel: Channel) -> None:
+    def _take_lost(self, lost: Lost, channel: Link) -> None:
+        """Has a request run again of which nothing was shown; fails the others."""
+        name = lost.request_id
+        again = lost.may_run_again and self.texts.again(name)
+        channel.send((None, "again" if again else "abort", (name,), {}))
+        if not again:
+            self._in_loop(self._fail, name, lost.reason)
+
+    def _send_round(self, rounds: Rounds, channel: Link) -> None:
         rounds.begin()
         begun = time.thread_time()
         items: list[Item] = []
@@ -346,7 +365,7 @@ class EngineClient(EngineLifecycle):
                 items.append((name, delta))
         self._in_loop(self._deliver_round, items, rounds, time.thread_time() - begun)
 
-    def _no_text(self, name: str, error: Exception, channel: Channel) -> RequestFailed:
+    def _no_text(self, name: str, error: Exception, channel: Link) -> RequestFailed:
         log.error("the text of %s could not be made", name, exc_info=error)
         channel.send((None, "abort", (name,), {}))
         return RequestFailed(f"no text: {type(error).__name__}: {error}")

@@ -12,12 +12,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from coppice.frontend.client.watchdog import Watchdog
 from coppice.frontend.errors import EngineStopped
-from coppice.runtime.process.channel import Channel
 from coppice.runtime.process.messages import PING, Leaving, Pulse, Ready
 
 log = logging.getLogger(__name__)
@@ -28,13 +26,22 @@ NICE = 10  # niceness of the threads that give way: a tenth of the scheduler's w
 STOP_SECONDS = 10.0  # for the step that is running when the engine is to stop
 
 
-class Launched(Protocol):
-    """An engine at the other end of two pipes, such as an `EngineProcess`."""
+class Link(Protocol):
+    """One end of a way to an engine, such as a `Channel`."""
 
-    @property
-    def connection(self) -> Connection: ...
-    @property
-    def answers(self) -> Connection: ...
+    def send(self, item: Any, /) -> None: ...
+    def wait(self, timeout: float, /) -> bool: ...
+    def receive(self) -> list[Any]: ...
+    def close(self) -> None: ...
+
+
+class Launched(Protocol):
+    """An engine at the other end of two links, such as an `EngineProcess`.
+
+    `channels` is called once: the first link is of calls and outputs, the second of answers.
+    """
+
+    def channels(self) -> tuple[Link, Link]: ...
     def wait(self, timeout: float | None = None) -> str | None: ...
     def kill(self) -> None: ...
 
@@ -74,7 +81,7 @@ class EngineLifecycle(ABC):
         self._stopping = False
         self._pause = FIRST_PAUSE
         self._engine: Launched | None = None
-        self._channel: Channel | None = None
+        self._channel: Link | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: asyncio.Future[Ready] | None = None
         self._restarting: asyncio.Task[None] | None = None
@@ -122,7 +129,7 @@ class EngineLifecycle(ABC):
         self._fail_all("the engine was stopped")
 
     @abstractmethod
-    def _read(self, channel: Channel) -> None:
+    def _read(self, channel: Link) -> None:
         """Handles all that an engine sends until its channel ends; in a thread of its own."""
 
     @abstractmethod
@@ -150,11 +157,11 @@ class EngineLifecycle(ABC):
         if self._gives_way:
             self._gives_way = False
             os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
-        self._channel = Channel(self._engine.connection)
+        self._channel, answers = self._engine.channels()
         self._watchdog = None if self._timeout is None else Watchdog(self._timeout)
         self._reader = threading.Thread(
             target=self._watch,
-            args=(self._engine, self._channel, self._watchdog),
+            args=(self._engine, self._channel, answers, self._watchdog),
             name="coppice-reader",
             daemon=True,
         )
@@ -167,10 +174,11 @@ class EngineLifecycle(ABC):
                 self._watching = self._loop.create_task(watch)
         return self.ready
 
-    def _watch(self, engine: Launched, channel: Channel, watchdog: Watchdog | None) -> None:
+    def _watch(
+        self, engine: Launched, channel: Link, answers: Link, watchdog: Watchdog | None
+    ) -> None:
         """Reads what the engine sends, and reports its end; runs in a thread for each engine."""
         begun = time.monotonic()
-        answers = Channel(engine.answers)
         thread = threading.Thread(
             target=self._read_answers, args=(answers, watchdog), name="coppice-answers", daemon=True
         )
@@ -182,7 +190,7 @@ class EngineLifecycle(ABC):
         channel.close()
         self._in_loop(self._ended, reason, time.monotonic() - begun)
 
-    def _read_answers(self, answers: Channel, watchdog: Watchdog | None) -> None:
+    def _read_answers(self, answers: Link, watchdog: Watchdog | None) -> None:
         """Takes the answers of calls and pings; in a thread of its own, so that they need not wait
         until text was made of outputs that came before them."""
         with contextlib.suppress(EOFError):
@@ -194,7 +202,7 @@ class EngineLifecycle(ABC):
                     else:
                         self._in_loop(self._take_answer, *item)
 
-    async def _watch_over(self, engine: Launched, channel: Channel, watchdog: Watchdog) -> None:
+    async def _watch_over(self, engine: Launched, channel: Link, watchdog: Watchdog) -> None:
         """Pings the engine; kills it, so that another is started, when it hangs for too long."""
         hung = False
         while self._channel is channel:

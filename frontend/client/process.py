@@ -11,6 +11,7 @@ from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.process.channel import Channel
 
 # A fork would copy the locks of the threads that run here, in an unknown state.
 _context = multiprocessing.get_context("spawn")
@@ -25,18 +26,24 @@ class EngineProcess:
     """
 
     def __init__(
-        self, config: EngineConfig, *, setup: Callable[[], None] | None = None, **more: Any
+        self,
+        config: EngineConfig,
+        *,
+        setup: Callable[[], None] | None = None,
+        host: str | None = None,
+        **more: Any,
     ) -> None:
         """Starts it; it sends `Ready` once the model is loaded.
 
         Args:
             config: of the engine.
             setup: called first in the new process, to configure its logs for example.
+            host: the address at which others may call the engine, too (see `Ready.door`).
             more: further arguments of `Engine`. All arguments must be picklable.
         """
         self.connection, theirs = _context.Pipe()
         self.answers, their_answers = _context.Pipe()
-        args = (config, setup, theirs, their_answers, more)
+        args = (config, setup, theirs, their_answers, more, host)
         self._process = _context.Process(
             target=_main, args=args, name="coppice-engine", daemon=True
         )
@@ -48,6 +55,10 @@ class EngineProcess:
     @property
     def pid(self) -> int | None:
         return self._process.pid
+
+    def channels(self) -> tuple[Channel, Channel]:
+        """Channels of both pipes; call it once."""
+        return Channel(self.connection), Channel(self.answers)
 
     def wait(self, timeout: float | None = None) -> str | None:
         """Waits for its end; returns why it ended, or None after `timeout` seconds."""
@@ -74,6 +85,7 @@ def _main(
     connection: Connection,
     answers: Connection,
     more: dict[str, Any],
+    host: str | None,
 ) -> None:
     """What the engine's process runs."""
     # Imported here, so that the process that starts it does not load torch.
@@ -81,4 +93,4 @@ def _main(
 
     if setup is not None:
         setup()
-    engine_main(config, connection, answers, more)
+    engine_main(config, connection, answers, more, host)

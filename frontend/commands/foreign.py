@@ -1,4 +1,4 @@
-"""The command line's answers to options of vLLM and SGLang (see `frontend/foreign_options.py`)."""
+"""The command line's answers to options of vLLM and SGLang (see `python/foreign_options.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from coppice.frontend.foreign_options import (
+from coppice.frontend.python.foreign_options import (
     FOREIGN,
     SHORT,
     Foreign,

@@ -14,8 +14,9 @@ from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from coppice.frontend.commands.foreign import flags_of
 from coppice.frontend.commands.parser import CommandParser, Several
-from coppice.frontend.foreign_options import same_value
 from coppice.frontend.http.options import ServerOptions
+from coppice.frontend.python.foreign_options import same_value
+from coppice.frontend.router.cluster.settings import ClusterOptions
 from coppice.frontend.text.model.generation_config import NAMES
 from coppice.frontend.text.model.options import TextOptions
 from coppice.runtime.config import EngineConfig
@@ -29,10 +30,6 @@ MODEL_HELP = "a Hugging Face directory, a hub id, or `demo` for the model that i
 
 # Enough tokens for a text; all other parameters have the defaults that they have everywhere.
 MAX_TOKENS = 128
-
-# A server's requests come from many users: none may wait much longer than it would in order of
-# arrival, and no prompt may delay the answers of others. A single user's batch has no such limits.
-SERVER_DEFAULTS = {"overtaking": 0.15, "max_step_stretch": 2.5}
 
 _SAMPLING_HELP = {
     "temperature": "0 takes the most probable token; higher values make the text more varied",
@@ -108,6 +105,19 @@ def add_server_options(parser: CommandParser) -> None:
 def server_options(arguments: argparse.Namespace) -> ServerOptions:
     """The server options' values. Raises ValueError if one is out of range."""
     return ServerOptions(**_values(arguments, [option.name for option in fields(ServerOptions)]))
+
+
+def add_cluster_options(parser: CommandParser) -> None:
+    """Adds an option for each field of `ClusterOptions`."""
+    hints = get_type_hints(ClusterOptions)
+    for option in fields(ClusterOptions):
+        group = parser.grouped(option.name, "replicas")
+        _add(group, option, hints[option.name], option.metadata["help"], option.default)
+
+
+def cluster_options(arguments: argparse.Namespace) -> ClusterOptions:
+    """Their values. Raises ValueError if one is out of range."""
+    return ClusterOptions(**_values(arguments, [option.name for option in fields(ClusterOptions)]))
 
 
 def add_sampling_options(parser: CommandParser, *, max_tokens: int = MAX_TOKENS) -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from coppice.frontend.commands.foreign import flag, with_flags
-from coppice.frontend.foreign_options import FOREIGN, RARE, Renamed
+from coppice.frontend.python.foreign_options import FOREIGN, RARE, Renamed
 
 _GROUPS: Mapping[str, str] = {
     "model and tokenizer": "revision tokenizer dtype quantization device tensor_parallel_size "

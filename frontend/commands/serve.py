@@ -11,15 +11,17 @@ from coppice.frontend.commands.foreign import add_foreign_options
 from coppice.frontend.commands.machine.launched import takes_part
 from coppice.frontend.commands.options import (
     MODEL_HELP,
-    SERVER_DEFAULTS,
     Subparsers,
+    add_cluster_options,
     add_engine_options,
     add_server_options,
     add_text_options,
+    cluster_options,
     engine_options,
     server_options,
     text_options,
 )
+from coppice.frontend.router.cluster.settings import SERVER_DEFAULTS, ClusterSettings
 from coppice.runtime.config import EngineConfig
 
 
@@ -42,6 +44,7 @@ def add_to(commands: Subparsers) -> None:
     )
     add_text_options(parser)
     add_server_options(parser)
+    add_cluster_options(parser)
     add_engine_options(parser, **SERVER_DEFAULTS)
     add_foreign_options(parser)
     parser.set_defaults(run=run)
@@ -55,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     text, options = text_options(arguments), server_options(arguments)
     if options.lora_modules:
         config = replace(config, enable_lora=True)
+    cluster = cluster_options(arguments)
     options.keys(), options.tls()  # refuse wrong ones before the model is loaded
     if takes_part(config):
         return 0
@@ -64,6 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
         where = f"{arguments.host}:{arguments.port}"
         print(f"coppice serve: cannot listen on {where}: {error.strerror}", file=sys.stderr)
         return 1
+    if cluster.replicas is not None:
+        from coppice.frontend.router.cluster.start import serve_replicas
+
+        with listener:
+            serve_replicas(ClusterSettings(config, text, options, cluster), listener)
+        return 0
     with listener:
         from coppice.frontend.server.run import serve
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, ParamSpec
 
-from coppice.frontend.foreign_options import translate
+from coppice.frontend.python.foreign_options import translate
 from coppice.frontend.text.model.options import TextOptions
 from coppice.runtime.config import EngineConfig
 

@@ -103,7 +103,7 @@ async def _serve(
     watching = asyncio.create_task(server.connections.watch(runner.server))
     gc.freeze()  # what is loaded stays: no garbage collection needs to visit it
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
-    print(_greeting(engine, model, options, *listener.getsockname()[:2]), flush=True)
+    print(greeting(engine, model, options, *listener.getsockname()[:2]), flush=True)
     await stop.wait()
     print(f"stopping; requests still running: {engine.running}", flush=True)
     server.drain()
@@ -145,9 +145,7 @@ async def _drain(
     await closing
 
 
-def _greeting(
-    engine: EngineClient, model: str, options: ServerOptions, host: str, port: int
-) -> str:
+def greeting(engine: EngineClient, model: str, options: ServerOptions, host: str, port: int) -> str:
     """The lines that are printed when the server is ready."""
     address = f"[{host}]" if ":" in host else host
     scheme = "http" if options.ssl_certfile is None else "https"

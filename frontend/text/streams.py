@@ -90,6 +90,15 @@ class Texts:
             decode, self._tokenizer.text_before(prompt_token_ids, exact=exact)
         )
 
+    def again(self, request_id: str) -> bool:
+        """Begins a request anew, if nobody has seen a piece of it; else returns False."""
+        running = self._running.get(request_id)
+        if running is None or running.in_pieces:
+            return False
+        prompt, ids, params = running.prompt, running.prompt_token_ids, running.params
+        self.add(request_id, prompt, ids, params, in_pieces=False)
+        return True
+
     def drop(self, request_id: str) -> bool:
         """Forgets a request; False if it is unknown or has ended."""
         return self._running.pop(request_id, None) is not None

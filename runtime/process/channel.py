@@ -7,9 +7,18 @@ import os
 import pickle
 import socket
 import threading
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
+
+
+class Pipe(Protocol):
+    """What a channel sends and receives messages by: a `Connection`, or a `MessageSocket`."""
+
+    def fileno(self) -> int: ...
+    def send_bytes(self, message: bytes, /) -> None: ...
+    def recv_bytes(self) -> bytes: ...
+    def poll(self, timeout: float, /) -> bool: ...
+    def close(self) -> None: ...
 
 
 class Channel:
@@ -19,7 +28,7 @@ class Channel:
     other end delays the sender; what accumulates meanwhile is sent in one write.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Pipe) -> None:
         self._connection = connection
         self._outbox: SimpleQueue[Any] = SimpleQueue()
         self._closing = object()
@@ -45,17 +54,27 @@ class Channel:
             raise EOFError(str(error)) from error
         return received
 
+    @property
+    def waiting(self) -> int:
+        """Objects that are queued to be written."""
+        return self._outbox.qsize()
+
     def close(self) -> None:
         """Writes what is queued, as far as the other end still reads, and closes this end."""
         self._outbox.put(self._closing)
         self._writer.join(timeout=5.0)
         # A thread that waits in `receive` keeps the pipe open beyond `close`, at both ends.
+        self.cut()
+        self._connection.close()
+
+    def cut(self) -> None:
+        """Ends the pipe at once, at both ends; what is queued is lost. `close` is still due."""
+        self._outbox.put(self._closing)
         with (
             contextlib.suppress(OSError),
             socket.socket(fileno=os.dup(self._connection.fileno())) as pipe,
         ):
             pipe.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
 
     def _write(self) -> None:
         while True:

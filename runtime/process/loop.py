@@ -14,17 +14,26 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
+
+import xxhash
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.metrics.events.teller import Teller
+from coppice.runtime.process.callers import Caller, Callers
 from coppice.runtime.process.channel import Channel
-from coppice.runtime.process.messages import PING, Leaving, Pulse, Ready, step_row
+from coppice.runtime.process.messages import PING, Door, Leaving, Pulse, Ready
 from coppice.runtime.process.service import EngineService
+from coppice.runtime.process.sockets import Listener, MessageSocket
 from coppice.runtime.requests.request import DeviceLost
 
 logger = logging.getLogger(__name__)
+
+#: Number (None: no answer is wanted), method, arguments.
+_Call: TypeAlias = tuple[int | None, str, tuple[Any, ...], dict[str, Any]]
 
 #: The exit status of a process whose device has failed for good.
 LOST_STATUS = 3
@@ -37,15 +46,21 @@ class EngineLoop:
         service: the engine and what may be called.
         channel: brings calls, takes outputs.
         answers: takes the answers of calls and pings.
+        host: the address at which other processes may connect and call, too; None: none may.
     """
 
-    def __init__(self, service: EngineService, channel: Channel, answers: Channel) -> None:
+    def __init__(
+        self, service: EngineService, channel: Channel, answers: Channel, host: str | None = None
+    ) -> None:
         self._service = service
         self._engine = service.engine
-        self._channel = channel
-        self._answers = answers
+        self._callers = Callers(Caller(channel, answers))
+        self._teller: Teller | None = None  # once a caller has subscribed
+        self._host = host
         self._turn, self._busy, self._warm = 0, False, False  # see `Pulse`
-        self._calls: deque[tuple[int | None, str, tuple[Any, ...], dict[str, Any]]] = deque()
+        self._calls: deque[tuple[Caller, _Call]] = deque()
+        self._new: deque[MessageSocket] = deque()  # of those who have connected
+        self._gone: deque[Caller] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._lost = False  # a rank of the model has ended
@@ -55,19 +70,12 @@ class EngineLoop:
 
         Raises what a broken step raises; a DeviceLost is reported to the other end first.
         """
-        config = self._engine.model_config
-        self._channel.send(
-            Ready(
-                str(self._engine.memory),
-                self._engine.max_model_len,
-                config.vocab_size,
-                self._engine.runner.recipe,
-                self._engine.config.enable_prefix_caching,
-                config.implementation,
-            )
-        )
-        reader = threading.Thread(target=self._read, name="coppice-reader", daemon=True)
-        reader.start()
+        parent, listener, door = self._callers.parent, None, None
+        if self._host is not None:
+            listener = Listener(self._host, self._admit)
+            door = Door(listener.port, listener.key)
+        parent.channel.send(replace(self._ready(), door=door))
+        reader = self._reader(parent)
         try:
             self._engine.when_lost(self._be_woken)
             while self._take_calls():
@@ -76,30 +84,87 @@ class EngineLoop:
                     outputs = self._engine.step()
                     self._warm = True
                     if outputs:
-                        self._channel.send([step_row(output) for output in outputs])
+                        self._callers.send(outputs)
         except DeviceLost as error:
-            self._channel.send(Leaving(str(error)))
+            parent.channel.send(Leaving(str(error)))
             raise
         finally:
-            self._answers.close()
-            self._channel.close()
+            if listener is not None:
+                listener.close()
+            self._callers.close()
             reader.join()
 
-    def _read(self) -> None:
+    def _ready(self) -> Ready:
+        engine = self._engine
+        model, config = engine.model_config, engine.config
+        kind = repr(model).encode()
+        return Ready(
+            str(engine.memory),
+            engine.max_model_len,
+            model.vocab_size,
+            engine.runner.recipe,
+            config.enable_prefix_caching,
+            model.implementation,
+            xxhash.xxh3_64_hexdigest(kind),
+            config.max_num_seqs,
+        )
+
+    def _reader(self, caller: Caller) -> threading.Thread:
+        """Starts the thread that reads the calls of one caller."""
+        thread = threading.Thread(
+            target=self._read, args=(caller,), name="coppice-reader", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def _read(self, caller: Caller) -> None:
         try:
             while True:
-                items = self._channel.receive()
+                items = caller.channel.receive()
                 if PING in items:
-                    self._answers.send(Pulse(self._turn, self._busy, self._warm))
+                    caller.answers.send(Pulse(self._turn, self._busy, self._warm))
                     items = [item for item in items if item != PING]
                 with self._wake:
-                    self._calls.extend(item for item in items if item is not None)
-                    self._stopping |= None in items
+                    self._calls.extend((caller, item) for item in items if item is not None)
+                    if None in items:
+                        raise EOFError("it wants to end")
                     self._wake.notify()
-        except EOFError:
+        except Exception as error:
+            if not isinstance(error, EOFError):
+                logger.exception("what a caller sent cannot be read")
             with self._wake:
-                self._stopping = True
+                if caller is self._callers.parent:
+                    self._stopping = True
+                else:
+                    self._gone.append(caller)
                 self._wake.notify()
+
+    def _admit(self, connection: MessageSocket) -> None:
+        """Takes another caller; from any thread."""
+        with self._wake:
+            self._new.append(connection)
+            self._wake.notify()
+
+    def _come_and_gone(self) -> None:
+        """Admits those who have connected, and ends the requests of those who have gone."""
+        while self._new:
+            caller = self._callers.add(Channel(self._new.popleft()))
+            caller.channel.send(self._ready())
+            self._reader(caller)
+        while self._gone:
+            caller = self._gone.popleft()
+            if self._teller is not None:
+                self._teller.remove(caller.tell)
+            self._callers.remove(caller, self._engine.abort, self._engine.unfinished)
+            # A thread that still writes to it must not hold up the engine.
+            threading.Thread(target=caller.channel.close, daemon=True).start()
+
+    def _subscribe(self, caller: Caller) -> None:
+        if self._teller is None:
+            self._teller = Teller()
+            self._engine.events.add(self._teller)
+        self._teller.add(caller.tell)
+        self._engine.events.flush()
 
     def _be_woken(self) -> None:
         with self._wake:
@@ -110,7 +175,12 @@ class EngineLoop:
         """Answers all calls; waits for one while no step is due. False: it should stop."""
         with self._wake:
             while not (
-                self._calls or self._stopping or self._lost or self._engine.has_unfinished()
+                self._calls
+                or self._new
+                or self._gone
+                or self._stopping
+                or self._lost
+                or self._engine.has_unfinished()
             ):
                 self._busy = False
                 self._wake.wait()
@@ -118,10 +188,21 @@ class EngineLoop:
                 return False
         self._turn += 1
         self._busy = True
+        self._come_and_gone()
         while self._calls:
-            number, method, args, kwargs = self._calls.popleft()
+            caller, (number, method, args, kwargs) = self._calls.popleft()
             try:
-                result, failed = self._service.call(method, args, kwargs), False
+                result: Any = None
+                failed = False
+                if method == "subscribe":
+                    self._subscribe(caller)
+                elif method == "introduce":
+                    caller.name = str(args[0])
+                elif method == "callers":
+                    result = self._callers.names
+                else:
+                    args = caller.within(method, args)
+                    result = self._service.call(method, args, kwargs)
                 if result is not None:
                     pickle.dumps(result)  # here, where a failure can still be answered
             except Exception as error:
@@ -129,7 +210,7 @@ class EngineLoop:
                 if number is None:
                     logger.exception("%s failed", method)
             if number is not None:
-                self._answers.send((number, failed, result))
+                caller.answers.send((number, failed, result))
         return True
 
 
@@ -143,11 +224,16 @@ def _portable(error: Exception) -> Exception:
 
 
 def engine_main(
-    config: EngineConfig, connection: Connection, answers: Connection, more: Mapping[str, Any]
+    config: EngineConfig,
+    connection: Connection,
+    answers: Connection,
+    more: Mapping[str, Any],
+    host: str | None = None,
 ) -> None:
     """The main function of the engine's process; `more` are further arguments of `Engine`.
 
     Calls come in by `connection`, which also takes the outputs; their answers go to `answers`.
+    With `host` others can connect there, too (see `Ready.door`).
 
     If the model can't be loaded, the exception is sent instead of `Ready`. A step that breaks ends
     the process with an error, from which its parent knows that it must start another; a device that
@@ -165,7 +251,7 @@ def engine_main(
     else:
         gc.freeze()  # what is loaded stays: no collection needs to scan it
         try:
-            EngineLoop(EngineService(engine), channel, Channel(answers)).run()
+            EngineLoop(EngineService(engine), channel, Channel(answers), host).run()
         except DeviceLost:
             logger.exception("the engine's process ends")
             status = LOST_STATUS

@@ -1,12 +1,17 @@
 """The messages between an engine's process and its parent: plain data, which needs no torch.
 
 in    (number, method, args, kwargs)   one of the calls of `EngineService`; number None: no answer
-                                       is sent
+                                       is sent; or one of those of the loop itself:
+                                       "subscribe"        to be told what the cache holds
+                                       "introduce", name  who calls
+                                       "callers"          the names of those who are connected
       PING                             a `Pulse` is wanted
       None                             the process should end
 out   Ready                            the model is loaded
       [row, ...]                       outputs of a step, to be read with `step_output`
       Leaving                          the process ends, and why
+      Told                             to who has called "subscribe": what the cache holds, the load
+      Lost                             from many engines, one of which has ended
 
 On a pipe of their own, so that they do not queue after outputs:
 
@@ -16,10 +21,12 @@ out   (number, failed, result)         the answer of a call, or the exception th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
+from coppice.radix.mirror.changes import Change
+from coppice.runtime.metrics.events.load import Load
 from coppice.runtime.requests.pooling_recipe import Recipe
 from coppice.runtime.requests.request import StepOutput
 
@@ -32,6 +39,14 @@ _short_row = attrgetter(*_SHORT)
 
 
 @dataclass(frozen=True)
+class Door:
+    """Where an engine takes further callers: a port, and the key that they must know."""
+
+    port: int
+    key: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Ready:
     """What the parent needs to know of an engine that has been loaded."""
 
@@ -41,6 +56,9 @@ class Ready:
     recipe: Recipe  # what the checkpoint is made for
     caching: bool = True  # whether prompts stay in the cache
     model_impl: str = "coppice"  # whose code computes it: coppice or transformers
+    model_digest: str = ""  # of the model's config: equal in replicas of one model
+    max_num_seqs: int = 1  # sequences that run together
+    door: Door | None = None  # if it was asked to take further callers
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,27 @@ class Leaving:
     """The last message of a process that cannot continue; another one may."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """What has changed in an engine's tree, and how busy the engine is; None: as before."""
+
+    changes: list[Change]
+    load: Load | None
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A request whose answer had begun, and whose engine has ended, while others go on.
+
+    If it may run again, whoever gets it calls "again" with its name, and its outputs come from the
+    beginning; or else "abort".
+    """
+
+    request_id: str
+    reason: str
+    may_run_again: bool = False
 
 
 PING = "ping"

@@ -11,6 +11,7 @@ from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report, make_stats, pin_state
 from coppice.runtime.report.snapshot import PinState
 from coppice.runtime.requests.lora_request import LoRARequest
+from coppice.runtime.schedule.load import LoadMeter
 
 
 class EngineService:
@@ -44,6 +45,7 @@ class EngineService:
             "wake_up": engine.wake_up,
             "is_sleeping": lambda: engine.asleep,
             "cache_report": partial(make_report, engine),
+            "load": LoadMeter(engine.scheduler, engine.counters).measure,
             "check": engine.check,
         }
 

@@ -9,7 +9,7 @@ import torch
 
 from coppice.kernels.schedule.items import DETERMINISTIC_SPLIT
 from coppice.kernels.triton.plans import fixed_entries
-from coppice.runtime.config import EngineConfig
+from coppice.runtime.config import CPU_FRACTION, GPU_FRACTION, EngineConfig
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.planning.cache import model_token_bytes, window_saving
@@ -21,10 +21,6 @@ from coppice.runtime.startup.room import (
     readable,
     room,
 )
-
-#: Fraction of the available memory that the KV cache gets by default. Other programs need main
-#: memory, too; a GPU belongs to the engine, but allocators and libraries need some of its memory.
-CPU_FRACTION, GPU_FRACTION = 0.4, 0.9
 
 # Bytes that a step needs at most for one logit while it samples: logits in the model's type and in
 # float32, divided by their temperature, sorted with their places, as probabilities and their sums

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.process.channel import Channel
+from coppice.runtime.process.messages import Ready
 
 if TYPE_CHECKING:
     from coppice.frontend.client.engine import EngineClient
@@ -152,8 +155,8 @@ class EngineInThread:
     """An `EngineProcess` in a thread: the same loop over the same channel, open to tests."""
 
     def __init__(self, text_engine: TextEngine) -> None:
-        self.connection, self._theirs = Pipe()
-        self.answers, self._their_answers = Pipe()
+        self._connection, self._theirs = Pipe()
+        self._answers, self._their_answers = Pipe()
         self._engine = text_engine.engine
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -170,6 +173,9 @@ class EngineInThread:
         except BaseException as error:
             self._error = error
 
+    def channels(self) -> tuple[Channel, Channel]:
+        return Channel(self._connection), Channel(self._answers)
+
     def wait(self, timeout: float | None = None) -> str | None:
         self._thread.join(timeout)
         return None if self._thread.is_alive() else f"its thread ended with {self._error!r}"
@@ -178,21 +184,87 @@ class EngineInThread:
         raise AssertionError("the engine does not end")
 
 
-@pytest.fixture
-def engine_client() -> Callable[..., EngineClient]:
-    """Makes a client, to be started, of an engine that runs in a thread of the test."""
+class LiveReplica:
+    """An engine that listens at 127.0.0.1, with its loop in a thread.
+
+    `slow`: seconds that each step takes besides. `end` ends it as if its process had died.
+    """
+
+    def __init__(self, text_engine: TextEngine) -> None:
+        from coppice.runtime.process.loop import EngineLoop
+        from coppice.runtime.process.service import EngineService
+
+        self.engine = text_engine.engine
+        self.slow = 0.0
+        step = self.engine.step
+
+        def slowly() -> list:  # type: ignore[type-arg]
+            if self._dead.wait(self.slow):
+                raise RuntimeError("it was killed")
+            return step()
+
+        self.engine.step = slowly  # type: ignore[method-assign]
+        self._dead = threading.Event()
+        ours, theirs = Pipe()
+        self._answers, their_answers = Pipe()
+        self._parent = Channel(ours)
+        self.loop = EngineLoop(
+            EngineService(self.engine), Channel(theirs), Channel(their_answers), "127.0.0.1"
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        (ready,) = self._parent.receive()
+        assert isinstance(ready, Ready)
+        assert ready.door is not None
+        self.door = ready.door
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except RuntimeError:
+            assert self._dead.is_set()
+
+    def end(self) -> None:
+        self._dead.set()
+        self._parent.send(None)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        vars(self.engine).pop("step", None)  # as it was
+
+
+# What a server is tried with: its own engine, or replicas behind a hub.
+BEHIND = ["engine", pytest.param("ingress", marks=pytest.mark.slow)]
+
+
+def client_of(text_engine: TextEngine, behind: str, **options: Any) -> EngineClient:
+    """A client, to be started, of an engine in a thread of the test, directly or by a hub."""
     from coppice.frontend.client.engine import EngineClient
+    from coppice.frontend.router.client import ReplicasClient
+    from coppice.frontend.router.hub import Hub
 
-    return lambda text_engine, **options: EngineClient(
-        lambda: EngineInThread(text_engine),
-        text_engine.tokenizer,
-        text_engine.defaults,
-        **options,
-    )
+    around = text_engine.tokenizer, text_engine.defaults
+    if behind == "engine":
+        return EngineClient(lambda: EngineInThread(text_engine), *around, **options)
+    replica, hub = LiveReplica(text_engine), Hub()
+    hub.join("replica", "127.0.0.1", replica.door)
+    hub._engine = text_engine.engine  # type: ignore[attr-defined]  # as `EngineInThread` has it
+
+    class Client(ReplicasClient):
+        async def stop(self) -> None:
+            await super().stop()
+            await asyncio.to_thread(replica.end)
+
+    return Client(hub, *around, **options)
 
 
-@pytest.fixture(scope="session")
-def served(checkpoint: Path) -> Iterator[Callable[..., str]]:
+@pytest.fixture(params=BEHIND)
+def engine_client(request: pytest.FixtureRequest) -> Callable[..., EngineClient]:
+    """Makes a client, to be started, of an engine that runs in a thread of the test."""
+    return partial(client_of, behind=request.param)
+
+
+@pytest.fixture(scope="session", params=BEHIND)
+def served(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
     """``served(*options)`` is the URL of a `coppice serve` over the tiny checkpoint.
 
     The model's name is the checkpoint's path. Each set of options is started once a session, in a
@@ -204,6 +276,8 @@ def served(checkpoint: Path) -> Iterator[Callable[..., str]]:
         if options not in running:
             limits = ["--port", "0", "--kv-cache-tokens", "4096", "--max-num-seqs", "8"]
             limits += ["--drain-grace", "0"]
+            if request.param == "ingress":
+                limits += ["--replicas", "2"]
             command = (
                 "import sys; from coppice.frontend.commands import main; sys.exit(main.main())"
             )
@@ -315,8 +389,9 @@ class LiveServer:
     The model is named "tiny". `url` is where it is, without a slash at the end.
     """
 
+    behind = "engine"
+
     def __init__(self, text_engine: TextEngine, **options: Any) -> None:
-        from coppice.frontend.client.engine import EngineClient
         from coppice.frontend.http.options import ServerOptions
         from coppice.frontend.server.application import Server
 
@@ -326,12 +401,7 @@ class LiveServer:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         given = ServerOptions(**options)
-        self.engine = EngineClient(
-            lambda: EngineInThread(text_engine),
-            text_engine.tokenizer,
-            text_engine.defaults,
-            longest_delay=given.max_stream_delay,
-        )
+        self.engine = client_of(text_engine, self.behind, longest_delay=given.max_stream_delay)
         self._server = Server(self.engine, "tiny", given)
         self.run(self._start())
 
@@ -369,19 +439,25 @@ class LiveServer:
         self._loop.close()
 
 
-@pytest.fixture(scope="session")
-def live_server() -> type[LiveServer]:
+class LiveIngress(LiveServer):
+    """The same over a replica behind a hub."""
+
+    behind = "ingress"
+
+
+@pytest.fixture(scope="session", params=BEHIND)
+def live_server(request: pytest.FixtureRequest) -> type[LiveServer]:
     """The class, for tests that want a server with options of their own."""
-    return LiveServer
+    return LiveServer if request.param == "engine" else LiveIngress
 
 
 @pytest.fixture(scope="module")
-def tool_server(tool_checkpoint: Path) -> Iterator[LiveServer]:
+def tool_server(tool_checkpoint: Path, live_server: type[LiveServer]) -> Iterator[LiveServer]:
     """A server over the checkpoint that knows tools; at the end nothing may run or be held."""
     from coppice.frontend.text.engine import TextEngine
 
     config = EngineConfig(model=str(tool_checkpoint), kv_cache_tokens=16384, max_num_seqs=8)
-    server = LiveServer(TextEngine.load(config))
+    server = live_server(TextEngine.load(config))
     yield server
     server.until_idle()
     server.close()

@@ -10,7 +10,7 @@ from functools import partial
 from coppice.frontend.commands.foreign import add_foreign_options, flags_of
 from coppice.frontend.commands.machine.planned.units import size
 from coppice.frontend.commands.options import Subparsers
-from coppice.frontend.foreign_options import same_value
+from coppice.frontend.python.foreign_options import same_value
 from coppice.runtime.config import EngineConfig
 
 _DEMO = "demo"

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from coppice.radix import RadixTree
 from coppice.radix.mirror.changes import attached
 from coppice.runtime.metrics.events.load import Load
-from coppice.runtime.metrics.events.publisher import Publisher
 
 # Seconds between two reports of the load while it changes, and while it does not.
 _SOON, _LATER = 0.1, 0.5
+
+
+class Sink(Protocol):
+    """Who gets a stream, such as a `Publisher`; its own thread does the work.
+
+    `behind`: so much waits that more should be kept back. `broken`: something was lost, or somebody
+    is new, so that all that the tree holds should be put.
+    """
+
+    @property
+    def behind(self) -> bool: ...
+    @property
+    def broken(self) -> bool: ...
+    def put(self, records: Sequence[tuple[Any, ...]], load: Load | None, /) -> None: ...
+    def close(self) -> None: ...
 
 
 class KvEvents:
     """Publishes what the tree of an engine stores and removes, and how busy the engine is."""
 
     def __init__(
-        self, publisher: Publisher, tree: RadixTree, measure: Callable[[], Load] | None
+        self, publisher: Sink, tree: RadixTree, measure: Callable[[], Load] | None
     ) -> None:
         """Takes over the publisher; `measure` gives the load, None: it is not reported."""
         self._publisher, self._measure = publisher, measure

@@ -12,7 +12,7 @@ import pytest
 from coppice.frontend.commands.foreign import flag
 from coppice.frontend.commands.main import build_parser, main
 from coppice.frontend.commands.options import engine_options
-from coppice.frontend.foreign_options import (
+from coppice.frontend.python.foreign_options import (
     FOREIGN,
     RARE,
     SHORT,

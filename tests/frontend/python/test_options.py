@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from coppice import LLM, AsyncLLM
-from coppice.frontend.foreign_options import FOREIGN, Granted, Missing, Renamed, Reversed
+from coppice.frontend.python.foreign_options import FOREIGN, Granted, Missing, Renamed, Reversed
 from coppice.frontend.python.options import Configured
 from coppice.frontend.text.model.options import TextOptions
 from coppice.runtime.config import EngineConfig

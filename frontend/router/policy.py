@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from coppice.frontend.client.router.promised import Promised
+from coppice.frontend.router.promised import Promised
 from coppice.radix.mirror.changes import Change
 from coppice.radix.mirror.index import ReplicaIndex
 from coppice.radix.tokens import TOKEN_BYTES, Tokens, token_bytes
@@ -41,11 +41,19 @@ _KEPT = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a request goes: the replica, the tokens that it is expected to hit, the seconds."""
+    """Where a request goes.
+
+    Attributes:
+        replica: that gets it.
+        hit: tokens that it is expected to hit there, those included that are on their way.
+        seconds: until its first token, as expected.
+        elsewhere: the most tokens that any replica holds now.
+    """
 
     replica: int
     hit: int
     seconds: float
+    elsewhere: int = 0
 
 
 @dataclass(slots=True)
@@ -157,10 +165,19 @@ class Router:
     # -- requests ----------------------------------------------------------------------------
 
     def choose(
-        self, tokens: Tokens, namespace: Hashable = None, *, priority: int = 0
+        self,
+        tokens: Tokens,
+        namespace: Hashable = None,
+        *,
+        priority: int = 0,
+        without: Collection[int] = (),
     ) -> Choice | None:
-        """Where a prompt's first token is expected soonest; None if there is no replica."""
+        """Where a prompt's first token is expected soonest, `without` some replicas; None: nowhere,
+        since there is no other replica."""
         present = self._present
+        if without:
+            present = present.copy()
+            present[list(without)] = False
         if not present.any():
             return None
         prompt = token_bytes(tokens)
@@ -168,6 +185,7 @@ class Router:
         hits = np.zeros(len(present))
         for replica, length in self.index.hits(prompt, namespace).items():
             hits[replica] = length
+        most = min(hits.max(), count - 1)
         for replica, length in self._promised.hits(prompt, namespace):
             hits[replica] = max(hits[replica], length)
         np.minimum(hits, count - 1, out=hits)  # the last token's logits are needed
@@ -181,7 +199,7 @@ class Router:
         costs = seconds + held_back + own * use / (1 - use)
         costs[~present] = np.inf
         best = int(np.argmin(costs))
-        return Choice(best, int(hits[best]), float(seconds[best]))
+        return Choice(best, int(hits[best]), float(seconds[best]), int(most))
 
     def send(
         self,

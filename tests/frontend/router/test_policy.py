@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from coppice.frontend.client.router.policy import Router
+from coppice.frontend.router.policy import Router
 from coppice.radix import PagePool, RadixTree
 from coppice.radix.mirror.changes import TreeChanges
 
@@ -143,7 +143,7 @@ def test_a_request_of_a_better_class_does_not_wait_for_others() -> None:
 
 
 def _to(replica: int) -> object:
-    from coppice.frontend.client.router.policy import Choice
+    from coppice.frontend.router.policy import Choice
 
     return Choice(replica, 0, 0.0)
 

@@ -1,0 +1,174 @@
+"""`coppice serve --replicas`: starts or joins Ray, deploys, waits for a signal, ends in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+from contextlib import closing
+from dataclasses import replace
+
+from coppice.frontend.http import logs
+from coppice.frontend.router.cluster.settings import ClusterSettings
+from coppice.frontend.text.model.loading import load_around
+
+_REACH_SECONDS = 5.0
+_LOOK_SECONDS = 0.2  # between two looks whether all replicas are there
+_STORE_BYTES = 100 << 20  # of Ray's object store, through which no request passes
+
+
+def serve_replicas(settings: ClusterSettings, listener: socket.socket) -> None:
+    """Serves until SIGINT or SIGTERM, then lets running requests end, as `serve` does.
+
+    `listener` is bound to the address; it is closed at the end.
+
+    Raises ValueError: Ray is not installed or can't be reached, there is no such model, or what
+    replicas need does not fit.
+    """
+    try:
+        import ray
+        from ray import serve
+        from ray.serve.schema import LoggingConfig
+
+        from coppice.frontend.router.cluster.application import NAME
+        from coppice.frontend.router.cluster.handed import Holder
+    except ImportError as error:
+        raise ValueError(
+            f"replicas is {settings.cluster.replicas}; it needs Ray: "
+            f"pip install 'coppice[ray]' ({error})"
+        ) from error
+    load_around(settings.config, settings.text, without_torch=True)  # refuses what is wrong
+    logs.configure(settings.options.log_format, settings.options.log_level)
+    print(f"model   {settings.config.model}", flush=True)
+    stop, signals = threading.Event(), list[int]()
+    hurry = threading.Event()
+
+    def end(signum: int, _: object) -> None:
+        signals.append(signum)
+        (hurry if stop.is_set() else stop).set()
+
+    started = _connect(settings.cluster.ray_address)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, end)
+    try:
+        with closing(Holder(listener)) as holder:
+            host, port = listener.getsockname()[:2]
+            settings = replace(
+                settings,
+                host=host,
+                port=port,
+                node=ray.util.get_node_ip_address(),
+                handed=holder.name,
+            )
+            _check_fits(settings)
+            quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+            serve.start(proxy_location="Disabled", logging_config=quiet)
+            if not _deployed(settings, stop):
+                return
+            handle = serve.get_app_handle(NAME)
+            print(handle.describe.remote().result(), flush=True)
+            while not stop.wait(1.0):
+                pass
+            running = handle.running.remote().result()
+            print(f"stopping; requests still running: {running}", flush=True)
+
+            def end_in_order() -> None:
+                if signals[0] == signal.SIGTERM:
+                    handle.drain.remote().result()
+                serve.delete(NAME)
+
+            ending = threading.Thread(target=end_in_order, daemon=True)
+            ending.start()
+            while ending.is_alive() and not hurry.is_set():
+                ending.join(0.2)
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _connect(address: str | None) -> bool:
+    """Joins a Ray cluster, or starts one here; returns whether it did the latter."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if address is None:
+        ray.init(
+            include_dashboard=False,
+            object_store_memory=_STORE_BYTES,
+            logging_level=logging.WARNING,
+            configure_logging=False,
+            _node_ip_address="127.0.0.1",  # nobody else's business
+        )
+        return True
+    if address != "auto":
+        found = re.fullmatch(r"(?:ray://)?\[?([^\[\]]+?)\]?:(\d{1,5})", address)
+        if found is None or not 0 < int(found[2]) < 65536:
+            raise ValueError(f"ray_address must be HOST:PORT or auto, got {address!r}")
+        try:
+            socket.create_connection((found[1], int(found[2])), _REACH_SECONDS).close()
+        except OSError as error:
+            raise ValueError(
+                f"ray_address is {address!r}, which can't be reached: {error}"
+            ) from None
+    try:
+        ray.init(address=address, logging_level=logging.WARNING, configure_logging=False)
+    except Exception as error:
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"ray_address is {address!r}, where no Ray answers: {text}") from error
+    return False
+
+
+def _check_fits(settings: ClusterSettings) -> None:
+    """Raises ValueError if the cluster has not what the replicas are to have."""
+    import ray
+
+    from coppice.frontend.router.cluster.application import reserved
+
+    there = ray.cluster_resources()
+    count = settings.cluster.replicas or 1
+    for name, each in reserved(settings).items():
+        have = there.get(name, 0)
+        if each * count > have:
+            raise ValueError(
+                f"replicas is {count}, each with {each:g} {name}; the cluster has {have:g}"
+            )
+
+
+def _deployed(settings: ClusterSettings, stop: threading.Event) -> bool:
+    """Deploys, and waits until requests are taken; False if a signal came meanwhile.
+
+    Raises ValueError with why it failed.
+    """
+    from ray import serve
+
+    from coppice.frontend.router.cluster.application import NAME, build
+
+    target = serve.RunTarget(build(settings), name=NAME, route_prefix=None)
+    serve.run_many(
+        [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+    )
+    while not stop.wait(_LOOK_SECONDS):
+        application = serve.status().applications.get(NAME)
+        if application is None or application.status in ("NOT_STARTED", "DEPLOYING"):
+            continue
+        if application.status == "RUNNING":
+            return True
+        why = [each.message for each in application.deployments.values() if each.message]
+        raise ValueError(f"the replicas could not be started: {_reason(why, application.message)}")
+    return False
+
+
+def _reason(messages: list[str], otherwise: str) -> str:
+    """The error of a replica, from what Serve says about it, which ends with its call stack."""
+    for message in messages:
+        errors = re.findall(
+            r"^(?:[\w.]+\.)?(\w*(?:Error|Refused|Lost|Stopped)): (.+)$", message, re.M
+        )
+        if errors:
+            return str(errors[-1][1])
+    return " ".join([*messages, otherwise]).strip()

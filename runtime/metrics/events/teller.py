@@ -1,0 +1,102 @@
+"""Tells those who are connected to an engine what its tree holds and how busy it is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from coppice.radix.mirror.changes import Change, Translator
+from coppice.runtime.metrics.events.load import Load
+
+logger = logging.getLogger(__name__)
+
+_WAITING = 10_000  # batches
+# Seconds between two looks for changes, longer the longer there are none, as in `publisher`.
+_PAUSE, _LONGEST_PAUSE = 0.005, 0.05
+
+
+_Batch: TypeAlias = tuple[Sequence[tuple[Any, ...]], Load | None]
+Tell: TypeAlias = Callable[[list[Change], Load | None], None]
+
+
+class Teller:
+    """Gives the changes of one tree to any number of listeners, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._queue: deque[_Batch | Tell] = deque()
+        self._translator = Translator()
+        self._listeners: list[Tell] = []
+        self._new: list[Tell] = []  # have not been told anything yet
+        self._somebody_new = self._lost = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="coppice-teller", daemon=True)
+        self._thread.start()
+
+    @property
+    def behind(self) -> bool:
+        """Whether so much waits that more should be kept back."""
+        return len(self._queue) > _WAITING
+
+    @property
+    def broken(self) -> bool:
+        """Whether all that the tree holds is to be put: something was lost, or somebody is new."""
+        return self._somebody_new or self._lost
+
+    def put(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
+        """Has the records of a `TreeLog`, in order, and a load told; from the engine's thread."""
+        if records[:1] == [()]:
+            self._somebody_new = False
+        self._queue.append((records, load))
+
+    def add(self, tell: Tell) -> None:
+        """Has `tell` called in the thread from now on; from the engine's thread.
+
+        The first changes that it gets are `Cleared` and all that the tree holds; the others get
+        them, too.
+        """
+        self._queue.append(tell)
+        self._somebody_new = True
+
+    def remove(self, tell: Tell) -> None:
+        """Ends that, soon; from any thread."""
+        for listeners in (self._listeners, self._new):
+            with suppress(ValueError):
+                listeners.remove(tell)
+
+    def close(self) -> None:
+        """Tells what waits, and ends."""
+        self._closing.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        pause, ending = _PAUSE, False
+        while not ending:
+            ending = self._closing.wait(pause)  # then what has come before is still told
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            while self._queue:
+                pause = _PAUSE
+                item = self._queue.popleft()
+                if not isinstance(item, tuple):
+                    self._new.append(item)
+                    continue
+                try:
+                    self._tell(*item)
+                except Exception:
+                    logger.exception("changes of the cache were lost; all are told again")
+                    self._lost = True
+
+    def _tell(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
+        changes: list[Change] = []
+        if records[:1] == [()]:
+            self._lost = False
+            self._listeners += self._new
+            self._new = []
+        if not self._lost:  # else they follow what was lost
+            changes = self._translator.translate(records)
+        if changes or load is not None:
+            for tell in list(self._listeners):
+                tell(changes, load)

@@ -1,0 +1,263 @@
+"""Replicas behind a hub: routing, reports of all, and replicas that come, drain and die."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice.frontend.client.engine import EngineClient
+from coppice.frontend.errors import EngineStopped
+from coppice.frontend.router import hub as hubs
+from coppice.frontend.text.engine import TextEngine
+from coppice.runtime.process.sockets import connect
+from coppice.runtime.report.snapshot import CacheReport, EngineStats
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.request import QueueFull
+from coppice.runtime.requests.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+TEXTS = [f"{word} is the key of the house, and the mat lies at the door." * 3 for word in "abcd"]
+
+
+async def text_of(
+    client: EngineClient, prompt: str, params: SamplingParams = GREEDY, **more: Any
+) -> str:
+    ids = client.tokenizer.encode(prompt)
+    async with await client.submit([(prompt, ids)], params, **more) as deltas:
+        (output,) = await deltas.outputs()
+    return output.outputs[0].text
+
+
+@pytest.fixture
+async def alone(engine_client: Any, text_engine: TextEngine) -> AsyncIterator[EngineClient]:
+    """One engine, to compare with."""
+    client = engine_client(text_engine)
+    await client.start()
+    yield client
+    await client.stop()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_texts_equal_those_of_one_engine(cluster: Any, alone: EngineClient) -> None:
+    client, replicas = await cluster(2)
+    found = await asyncio.gather(*(text_of(client, text) for text in TEXTS * 2))
+    assert found == [await text_of(alone, text) for text in TEXTS] * 2
+    several = SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True)
+    ids = client.tokenizer.encode(TEXTS[0])
+    async with await client.submit([(None, ids)], several) as deltas:
+        (output,) = await deltas.outputs()
+    assert len(output.outputs) == 3
+    beams = BeamSearchParams(beam_width=3, max_tokens=5)
+    async with await client.submit([(None, ids)], beams.sampling, beam=beams) as deltas:
+        (output,) = await deltas.outputs()
+    assert len(output.outputs) >= 1
+    await until(lambda: not client.hub._flights)
+    assert sum(each.engine.counters.requests for each in replicas) == 10
+    for each in replicas:
+        assert each.engine.counters.requests > 0, "both got some"
+        each.engine.check()
+
+
+async def test_a_prefix_goes_where_it_is_and_the_report_is_of_all(cluster: Any) -> None:
+    client, replicas = await cluster(2)
+    for _ in range(4):
+        for text in TEXTS[:2]:
+            await text_of(client, text)
+    stats: EngineStats = await client.ask("stats")
+    assert stats.requests == 8
+    assert stats.hit_tokens > 0.6 * stats.prompt_tokens
+    report: CacheReport = await client.ask("cache_report", tree=True)
+    assert [each.name for each in report.replicas] == ["r0", "r1"]
+    for name in ("requests", "prompt_tokens", "hit_tokens", "generated_tokens"):
+        parts = [getattr(each, name) for each in report.replicas]
+        assert getattr(report, name) == sum(parts)
+    assert report.pages_total == sum(each.engine.num_pages for each in replicas)
+    counts = report.accounts.overall.since_start
+    assert sum(counts.causes.values()) == counts.computed_tokens
+    assert counts.prompt_tokens == report.prompt_tokens
+
+
+async def test_what_another_replica_holds_is_a_cause_of_its_own(cluster: Any) -> None:
+    client, replicas = await cluster(2)
+    await text_of(client, TEXTS[0])
+    await asyncio.sleep(0.1)  # until the router has been told
+    (first,) = [n for n, each in enumerate(replicas) if each.engine.counters.requests]
+    replicas[first].slow = 0.2
+    slow = asyncio.create_task(text_of(client, TEXTS[0] + TEXTS[1] * 3))
+    client.hub.router.measured(first, 1.0)  # a token a second: nobody would wait for that
+    client.hub.router.measured(1 - first, 10_000.0)
+    await asyncio.sleep(0.05)
+    await text_of(client, TEXTS[0])
+    replicas[first].slow = 0.0
+    await slow
+    report: CacheReport = await client.ask("cache_report")
+    ids = client.tokenizer.encode(TEXTS[0])
+    assert report.accounts.overall.since_start.other_replica == len(ids) - 1 or (
+        report.replicas[1 - first].other_replica > 0
+    )
+    counts = report.accounts.overall.since_start
+    assert sum(counts.causes.values()) == counts.computed_tokens
+
+
+async def test_a_dead_replica_loses_nothing_that_was_not_shown(
+    cluster: Any, alone: EngineClient
+) -> None:
+    client, replicas = await cluster(2)
+    for each in replicas:
+        each.slow = 0.02
+    whole = [
+        asyncio.create_task(text_of(client, text, LONG, in_pieces=False)) for text in TEXTS * 3
+    ]
+    streams = [asyncio.create_task(text_of(client, text, LONG)) for text in TEXTS[:2]]
+    await until(lambda: all(each.engine.counters.requests for each in replicas))
+    await asyncio.sleep(0.3)
+    replicas[0].end()
+    replicas[1].slow = 0.0
+    found = await asyncio.gather(*whole)
+    assert found == [await text_of(alone, text, LONG) for text in TEXTS] * 3
+    ended = await asyncio.gather(*streams, return_exceptions=True)
+    for stream, text in zip(ended, TEXTS, strict=False):
+        if isinstance(stream, EngineStopped):
+            assert "replica r0 ended" in str(stream)
+        else:
+            assert stream == await text_of(alone, text, LONG)
+    assert client.hub.names == ["r1"]
+    assert client.alive
+    stats: EngineStats = await client.ask("stats")
+    assert [each.name for each in stats.replicas] == ["r1"]
+    replicas[1].engine.check()
+
+
+async def test_without_replicas_requests_wait_and_new_ones_are_refused(
+    cluster: Any, replica: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hubs, "GRACE", 0.5)
+    client, (only,) = await cluster(1)
+    only.slow = 0.5
+    waits = asyncio.create_task(text_of(client, TEXTS[0]))
+    await until(lambda: only.engine.num_unfinished == 1)
+    only.end()
+    await until(lambda: not client.alive)
+    assert "no replica takes requests" in str(client.trouble)
+    with pytest.raises(EngineStopped, match="no replica takes requests"):
+        await text_of(client, TEXTS[1])
+    another = replica()
+    await asyncio.to_thread(client.hub.join, "new", "127.0.0.1", another.door)
+    assert len(await waits) > 0
+    assert client.alive
+    monkeypatch.setattr(hubs, "PATIENCE", 0.2)
+    another.slow = 0.5
+    waits = asyncio.create_task(text_of(client, TEXTS[2]))
+    await until(lambda: another.engine.num_unfinished == 1)
+    another.end()
+    with pytest.raises(EngineStopped, match="no replica took requests for 0 s"):
+        await waits
+
+
+async def test_a_replica_drains(cluster: Any) -> None:
+    client, replicas = await cluster(2)
+    for each in replicas:
+        each.slow = 0.02
+    running = [asyncio.create_task(text_of(client, text, LONG)) for text in TEXTS]
+    await until(lambda: all(each.engine.num_unfinished for each in replicas))
+    emptied: list[str] = []
+    client.hub.drain("r0", lambda: emptied.append("r0"))
+    await text_of(client, TEXTS[0])
+    before = replicas[0].engine.counters.requests
+    assert not emptied
+    for each in replicas:
+        each.slow = 0.0
+    await asyncio.gather(*running)
+    await until(lambda: emptied == ["r0"])
+    for text in TEXTS:
+        await text_of(client, text)
+    assert replicas[0].engine.counters.requests == before, "it gets no new ones"
+
+
+async def test_pins_adapters_and_sleep_reach_those_that_join_later(
+    cluster: Any, replica: Any
+) -> None:
+    client, _ = await cluster(1)
+    ids = client.tokenizer.encode(TEXTS[0])
+    await client.ask("put_pin", "handbook", ids)
+    await client.ask("put_pin", "other", ids[:10])
+    assert await client.ask("unpin", "other")
+    assert not await client.ask("unpin", "other")
+    later = replica()
+    await asyncio.to_thread(client.hub.join, "later", "127.0.0.1", later.door)
+    pins = await client.ask("list_pins")
+    assert [(pin.name, pin.num_tokens) for pin in pins] == [("handbook", len(ids))]
+    assert [pin.name for pin in later.engine.pins] == ["handbook"]
+    await client.ask("sleep", 1)
+    assert await client.ask("is_sleeping")
+    with pytest.raises(ValueError, match="sleeps"):
+        await text_of(client, TEXTS[0])
+    await client.ask("wake_up")
+    await client.ask("reset_cache")
+    assert not len(later.engine.pins)
+    with pytest.raises(ValueError, match=r"method must be one of add_.*, check, got 'step'"):
+        await client.ask("step")
+    peek = await client.ask("peek", ids)
+    assert peek.cached_tokens == 0
+
+
+async def test_refusals_and_aborts(cluster: Any) -> None:
+    client, replicas = await cluster(2, max_queued_requests=1, max_num_seqs=1)
+    for each in replicas:
+        each.slow = 0.05
+    with pytest.raises(ValueError, match="token ids must be"):
+        async with await client.submit([(None, [10**6])], GREEDY):
+            pass
+    ids = client.tokenizer.encode(TEXTS[0])
+    taken = []
+    with pytest.raises(QueueFull):  # noqa: PT012
+        for _ in range(9):
+            taken.append(await client.submit([(None, ids)], LONG))
+    assert len(taken) >= 4, "both queues are used before a request is refused"
+    for deltas in taken:
+        deltas.close()
+    for each in replicas:
+        each.slow = 0.0
+    await until(lambda: not any(each.engine.num_unfinished for each in replicas))
+    assert not client.hub._flights
+    assert client.running == 0
+
+
+async def test_an_ingress_that_is_gone_leaves_nothing_running(cluster: Any) -> None:
+    client, replicas = await cluster(2)
+    for each in replicas:
+        each.slow = 0.05
+    tasks = [asyncio.create_task(text_of(client, text, LONG)) for text in TEXTS]
+    await until(lambda: sum(each.engine.num_unfinished for each in replicas) == 4)
+    await client.stop()
+    for task in tasks:
+        with pytest.raises(EngineStopped):
+            await task
+    await until(lambda: not any(each.engine.num_unfinished for each in replicas))
+
+
+async def test_who_may_join(cluster: Any, replica: Any, checkpoint: Path) -> None:
+    client, (first,) = await cluster(1)
+    with pytest.raises(ValueError, match="name must be new, got 'r0'"):
+        client.hub.join("r0", "127.0.0.1", first.door)
+    other = replica(max_model_len=100)
+    with pytest.raises(ValueError, match="max_model_len is 100, theirs is 512"):
+        client.hub.join("other", "127.0.0.1", other.door)
+    with pytest.raises(OSError, match="refuses the key"):
+        connect(("127.0.0.1", first.door.port), b"wrong")
+    with pytest.raises(ConnectionRefusedError):
+        connect(("127.0.0.1", 1), b"wrong", 1.0)
+    assert client.hub.names == ["r0"]
+    assert len(await text_of(client, TEXTS[0])) > 0
