@@ -46,6 +46,7 @@ def build(settings: ClusterSettings) -> serve.Application:
         Ingress,
         name="ingress",
         num_replicas=1,
+        max_surge_percent=100,  # the next one listens before this one ends
         max_ongoing_requests=_SESSIONS,
         logging_config=_QUIET,
         health_check_period_s=_HEALTH_SECONDS,

@@ -36,6 +36,8 @@ class EngineReplica:
         `reserved`: what Ray keeps for it, by the names of its resources.
         """
         logs.configure(settings.options.log_format, settings.options.log_level)
+        # Ray sets 1, whatever it reserves; the engine's process takes it from here.
+        os.environ["OMP_NUM_THREADS"] = str(max(1, int(reserved["CPU"])))
         config = _own_share(settings.config, reserved)
         loaded = load_around(config, settings.text, without_torch=True)
         self._host = ray.util.get_node_ip_address()

@@ -98,6 +98,7 @@ def _connect(address: str | None) -> bool:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address is None:
         ray.init(
+            address="local",  # without it Ray joins a cluster that happens to run here
             include_dashboard=False,
             object_store_memory=_STORE_BYTES,
             logging_level=logging.WARNING,

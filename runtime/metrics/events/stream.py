@@ -46,11 +46,14 @@ class KvEvents:
 
         `idle`: whether no request runs or waits, so that the next call may be far away.
         """
-        load = self._due(idle)
+        anew = self._publisher.broken
+        if anew:
+            self._load = None  # somebody may not know it
+        load = self._due(idle or anew)
         if self._publisher.behind:
             return  # the log bounds what waits
         records = self._log.drain()
-        if self._publisher.broken:
+        if anew:
             records = self._log.everything()
         if records or load is not None:
             self._publisher.put(records, load)
