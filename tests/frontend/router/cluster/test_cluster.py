@@ -269,7 +269,8 @@ UPDATE = """
 import sys, ray
 from ray import serve
 from coppice.frontend.router import app
-ray.init("local", include_dashboard=False, object_store_memory=100 << 20, _node_ip_address="127.0.0.1")
+ray.init("local", include_dashboard=False, object_store_memory=100 << 20,
+         _node_ip_address="127.0.0.1")
 serve.start(proxy_location="Disabled")
 arguments = {"model": sys.argv[1], "host": "127.0.0.1", "port": int(sys.argv[2]), "replicas": 2,
              "served_model_name": ["tiny"], "max_num_seqs": 8, "replica_cpus": 0.5}
