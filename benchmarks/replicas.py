@@ -1,6 +1,7 @@
 """Replicas and their ingress on this machine, in turn with what they are to be compared with.
 
-    python benchmarks/replicas.py [--quick] [--model MODEL] [--rounds N] [--json FILE] [--no-rules]
+    python benchmarks/replicas.py [--quick] [--model MODEL] [--rounds N] [--json FILE]
+        [--rates R ...] [--no-ingress] [--no-rules]
 
 1. `ingress`: `coppice serve --replicas 1` on Ray Serve beside plain `coppice serve`, with as many
    threads: output tokens a second of 16 streams at once, and the time to the first token of one
@@ -91,7 +92,7 @@ async def answer(
         async for line in response.content:
             if line.startswith(b"data: {"):
                 first = first or time.perf_counter() - begun
-                if b'"usage": {' in line:
+                if b"completion_tokens" in line:
                     tokens = json.loads(line[6:])["usage"]["completion_tokens"]
     return first, tokens
 
@@ -227,7 +228,7 @@ async def play(
     return {"computed": computed, "p50": times[len(times) // 2], "p99": times[-len(times) // 100]}
 
 
-async def rules(args: Any, rows: Rows) -> None:
+async def rules(args: Any, rows: Rows, rate: float) -> None:
     """Part 2."""
     config = EngineConfig(args.model, kv_cache_tokens=8192, max_num_seqs=16)
     loaded = load_around(config, without_torch=True)
@@ -248,7 +249,7 @@ async def rules(args: Any, rows: Rows) -> None:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in makers}
     try:
         for number in range(args.rounds + 1):
-            arrivals = requests(random.Random(number), args.requests * 4, args.rate)
+            arrivals = requests(random.Random(number), 2 * args.requests, rate)
             names = list(makers)
             random.Random(number).shuffle(names)
             for name in names:
@@ -271,7 +272,7 @@ async def rules(args: Any, rows: Rows) -> None:
             case="rules",
             rule=name,
             model=args.model,
-            rate=args.rate,
+            rate=rate,
             **processor(),
             **{key: spread([one[key] / other[key] for one, other in pairs]) for key in ours[0]},
         )
@@ -281,18 +282,20 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--model", default="demo")
     arguments.add_argument("--rounds", type=int, default=8)
-    arguments.add_argument("--requests", type=int, default=64)
-    arguments.add_argument("--rate", type=float, default=12.0, help="requests a second, part 2")
+    arguments.add_argument("--requests", type=int, default=192)
+    arguments.add_argument(
+        "--rates", type=float, nargs="+", default=[60.0, 120.0], help="requests a second, part 2"
+    )
     arguments.add_argument("--no-rules", action="store_true")
     arguments.add_argument("--no-ingress", action="store_true")
     args = arguments.parse_args()
     if args.quick:
-        args.rounds, args.requests = 2, 32
+        args.rounds, args.requests, args.rates = 2, 32, args.rates[:1]
     rows = Rows(args.json)
     if not args.no_ingress:
         ingress(args, rows)
-    if not args.no_rules:
-        asyncio.run(rules(args, rows))
+    for rate in () if args.no_rules else args.rates:
+        asyncio.run(rules(args, rows, rate))
 
 
 if __name__ == "__main__":

@@ -94,6 +94,8 @@ def _connect(address: str | None) -> bool:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Else every worker gives way to whatever else runs on the machine, engines and ingress, too.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     logging.getLogger("ray").setLevel(logging.WARNING)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address is None:
