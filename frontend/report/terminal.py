@@ -78,7 +78,7 @@ def render_live(report: Report, *, trouble: str = "", width: int = 80) -> Render
         _prefixes(report["prefixes"]),
         _near_misses(report["near_misses"], groups=2, examples=1),
         namespace_table(report["namespaces"]),
-        replica_table(report.get("replicas", ())),
+        replica_table(report.get("replicas", ()), width),
         adapter_lines(report.get("adapters", ())),
         pin_table(report["pins"]),
     )

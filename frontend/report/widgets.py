@@ -81,24 +81,30 @@ def namespace_table(namespaces: Sequence[Report]) -> Table | None:
     return table
 
 
-def replica_table(replicas: Sequence[Report]) -> Table | None:
-    """All replicas, if there are any; "elsewhere" is what another replica held."""
+def replica_table(replicas: Sequence[Report], width: int) -> Table | None:
+    """All replicas, if there are any; in less than 74 columns without what can be left out.
+
+    "elsewhere" is the share of prompt tokens that another replica held.
+    """
     if not replicas:
         return None
-    numbers = ("requests", "tokens", "hit rate", "elsewhere", "running", "waiting", "pool use")
-    table = listed("Replicas", {"replica": False} | dict.fromkeys(numbers, True))
+    shown = ["tokens", "hit rate", "running", "waiting"]
+    if wide := width >= 74:
+        shown = ["requests", *shown[:2], "elsewhere", *shown[2:], "pool use"]
+    table = listed("Replicas", {"replica": False} | dict.fromkeys(shown, True))
+    table.columns[0].max_width = max(6, width - (66 if wide else 38))  # what numbers leave
     for each in replicas:
         prompt, pages = each["prompt_tokens"], each["pages"]
-        table.add_row(
-            Text(one_line(each["name"])),
-            f"{each['requests']:,}",
-            short_count(prompt),
-            f"{each['hit_rate']:.1%}",
-            f"{each['other_replica_tokens'] / prompt if prompt else 0:.1%}",
-            f"{each['running']:,}",
-            f"{each['waiting']:,}",
-            f"{1 - pages['free'] / pages['total'] if pages['total'] else 0:.0%}",
-        )
+        cells = {
+            "requests": f"{each['requests']:,}",
+            "tokens": short_count(prompt),
+            "hit rate": f"{each['hit_rate']:.1%}",
+            "elsewhere": f"{each['other_replica_tokens'] / prompt if prompt else 0:.1%}",
+            "running": f"{each['running']:,}",
+            "waiting": f"{each['waiting']:,}",
+            "pool use": f"{1 - pages['free'] / pages['total'] if pages['total'] else 0:.0%}",
+        }
+        table.add_row(Text(one_line(each["name"])), *(cells[name] for name in shown))
     return table
 
 

@@ -40,7 +40,8 @@ def merged_stats(parts: Mapping[str, EngineStats], left: Sequence[EngineStats] =
     Args:
         parts: the replicas that there are, by name; each gets a `ReplicaReport`.
         left: the last counts of those that are gone, which are added so that no count falls. What
-            they had at the end, such as pages and running requests, is not.
+            they had at the end, such as pages and running requests, is not. Several of them may be
+            merged before, without parts.
 
     Raises ValueError if there are neither, and if the replicas' pages have different sizes.
     """
@@ -135,13 +136,16 @@ def _sum(values: Sequence[Any]) -> Any:
 def _adapters(
     present: Sequence[EngineStats], left: Sequence[EngineStats]
 ) -> tuple[AdapterReport, ...]:
-    """Those that a replica has loaded, by identity, with the counts of all that had them."""
+    """Those that a replica has loaded, by identity, with the counts of all that had them.
+
+    Where no replica is left, all that they had.
+    """
     found: dict[str, AdapterReport] = {}
     for number, stats in enumerate((*present, *left)):
         for each in stats.adapters:
             other = found.get(each.identity)
             if other is None:
-                if number < len(present):
+                if number < len(present) or not present:
                     found[each.identity] = each
                 continue
             found[each.identity] = replace(

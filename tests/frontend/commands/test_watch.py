@@ -63,6 +63,18 @@ def test_it_fits_80_uncoloured_columns(url: str) -> None:
     assert "\x1b" in printed(report, force_terminal=True, color_system="standard")
 
 
+def test_replicas_are_listed_where_there_are_any(url: str) -> None:
+    report = fetch(url + "/cache/report", None)
+    assert "Replicas" not in printed(report)
+    keys = ("requests", "running", "waiting", "prompt_tokens", "hit_tokens", "generated_tokens")
+    counts = dict.fromkeys(keys, 3) | {"hit_rate": 1.0, "other_replica_tokens": 0}
+    pages = {"total": 4, "free": 1, "cached": 3, "pinned": 0, "held": 0}
+    rows = [{"name": name, **counts, "pages": pages} for name in ("r0", "r1")]
+    text = printed(report | {"replicas": rows})
+    assert "Replicas" in text and "r1" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_a_saved_report_reads_like_the_servers(url: str, tmp_path: Path) -> None:
     saved = tmp_path / "report.json"
     saved.write_bytes(httpx.get(url + "/cache/report").content)

@@ -353,6 +353,31 @@ def test_without_text_lengths_and_hashes_are_shown(
     window.context.close()
 
 
+def test_replicas_have_a_table_where_there_are_any(opened: Callable[..., Window]) -> None:
+    window = opened()
+    assert window.page.is_hidden("#replicas")
+    report = window.freeze()
+    pages = {"total": 40, "free": 10, "cached": 30, "pinned": 0, "held": 0}
+    counts = {"requests": 1234, "running": 1, "waiting": 2, "generated_tokens": 5}
+    tokens = {"prompt_tokens": 8000, "hit_tokens": 6000, "hit_rate": 0.75}
+    first = {"name": "<i>r0</i>", **counts, **tokens, "other_replica_tokens": 800, "pages": pages}
+    empty = {"name": "r1", **counts, "prompt_tokens": 0, "hit_tokens": 0, "hit_rate": 0.0}
+    report["replicas"] = [first, empty | {"other_replica_tokens": 0, "pages": pages}]
+    counted = report["counts"][report["present"]["window"]]
+    counted["causes"]["other_replica"] = counted["prompt_tokens"]
+    window.page.route("**/cache/report", lambda route: route.fulfill(json=report))
+    window.page.click("#pause")
+    window.page.wait_for_selector("#replicas:not([hidden])")
+    assert window.texts("#replica-table tbody th") == ["<i>r0</i>", "r1"]
+    assert window.texts("#replica-table tbody tr:first-child td") == [
+        "1,234", "8,000", "75.0%", "10.0%", "1", "2", "75.0%",
+    ]  # fmt: skip
+    assert window.texts("#replica-table tbody tr:last-child td")[2:4] == ["–", "–"]
+    mark = window.page.locator("[data-cause=other_replica] i")
+    assert mark.evaluate("e => getComputedStyle(e).backgroundColor") != "rgba(0, 0, 0, 0)"
+    assert axe_api.Axe().run(window.page).violations_count == 0
+
+
 def test_it_says_when_the_server_does_not_answer(opened: Callable[..., Window]) -> None:
     window = opened()
     window.page.route("**/cache/report", lambda route: route.abort())

@@ -21,6 +21,7 @@ from coppice.frontend.report.metrics import Metrics
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_stats
+from coppice.runtime.report.merged import merged_stats
 from coppice.runtime.report.snapshot import CAUSES
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.graphs import DECODE_STEPS
@@ -179,6 +180,53 @@ async def test_prompt_tokens_are_counted_with_and_without_a_cache(
     assert "coppice_prompt_tokens_total 40.0" in text
     assert f'coppice_computed_tokens_total{{cause="no_cache"}} {0.0 if caching else 40.0}' in text
     assert f'coppice_hit_tokens_total{{kind="cross"}} {19.0 if caching else 0.0}' in text
+
+
+async def test_each_replica_has_its_series(checkpoint: Path) -> None:
+    parts = {}
+    for number in range(2):
+        engine = Engine(EngineConfig(model=str(checkpoint), kv_cache_tokens=256))
+        for name in "ab"[: 1 + number]:
+            held = 15 if name == "a" else 0
+            engine.add_request(
+                name, range(5, 25), SamplingParams(max_tokens=1), held_elsewhere=held
+            )
+            while engine.has_unfinished():
+                engine.step()
+        parts[f"r{number}"] = make_stats(engine)
+
+    class Replicated:
+        async def ask(self, method: str) -> Any:
+            return merged_stats(parts)
+
+    (route,) = Metrics(Replicated(), "tiny", lambda: 0, lambda: True).routes()
+    answer: Any = await route.handler(make_mocked_request("GET", "/metrics"))
+    found = [s for f in parser.text_string_to_metric_families(answer.body.decode())
+             for s in f.samples]  # fmt: skip
+
+    def by_replica(name: str, **labels: str) -> list[float]:
+        return [value(found, f"coppice_{name}", replica=each, **labels) for each in parts]
+
+    assert by_replica("replica_requests_total") == [1, 2]
+    assert by_replica("replica_prompt_tokens_total") == [20, 40]
+    assert by_replica("replica_hit_tokens_total") == [0, 19]
+    assert by_replica("replica_lost_tokens_total") == [15, 15]
+    assert by_replica("replica_generated_tokens_total") == [1, 2]
+    assert (
+        by_replica("replica_requests_running") == by_replica("replica_requests_waiting") == [0, 0]
+    )
+    states = [by_replica("replica_pool_pages", state=each)
+              for each in ("free", "cached", "pinned", "held")]  # fmt: skip
+    assert [sum(pages) for pages in zip(*states, strict=True)] == [
+        each.pages_total for each in parts.values()
+    ]
+    assert sum(by_replica("replica_memory_bytes")) == value(found, "coppice_engine_memory_bytes")
+    assert value(found, "coppice_prompt_tokens_total") == 60
+    assert value(found, "coppice_computed_tokens_total", cause="other_replica") == 30
+
+
+def test_a_single_engine_has_no_series_of_replicas(url: str) -> None:
+    assert not [each for each in samples(url) if "replica" in each.labels]
 
 
 def test_every_metric_is_in_the_documentation(url: str) -> None:

@@ -23,6 +23,7 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.process.service import EngineService
 from coppice.runtime.report.gather import make_report, make_stats
+from coppice.runtime.report.merged import merged_report
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 SHARED = " ".join(f"The key is under the mat of house {7 * number}." for number in range(14)) + " "
@@ -261,6 +262,25 @@ def test_history_keeps_three_spans_in_fixed_memory(checkpoint: Path) -> None:
         make_report(engine), history, Names(None), model="m", at=now.at, started=0.0
     )
     jsonschema.validate(json.loads(json.dumps(report)), report_schema())
+
+
+def test_the_report_of_replicas_fits_the_schema(checkpoint: Path) -> None:
+    parts = {}
+    for number in range(2):
+        engine = Engine(EngineConfig(str(checkpoint), kv_cache_tokens=512))
+        engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=2), held_elsewhere=2 * number)
+        while engine.has_unfinished():
+            engine.step()
+        engine.pin("p", [5, 6])
+        parts[f"r{number}"] = make_report(engine)
+    merged = merged_report(parts, [parts["r1"]])
+    report = server_report(merged, History(), Names(None), model="m", at=1.0, started=0.0)
+    jsonschema.validate(json.loads(json.dumps(report)), report_schema())
+    rows = [(each["name"], each["other_replica_tokens"]) for each in report["replicas"]]
+    assert rows == [("r0", 0), ("r1", 2)]
+    assert report["counts"]["since_start"]["causes"]["other_replica"] == 4
+    assert report["pool"]["tokens"] == 1024
+    assert [pin["name"] for pin in report["pins"]] == ["p"]
 
 
 # -- pins and reset ----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from coppice.frontend.report.encode import Names, encode
 from coppice.frontend.report.terminal import render_totals
+from coppice.frontend.report.widgets import replica_table
 from coppice.frontend.report.words import excerpt
 from coppice.radix import Accounting, CacheAccounts
 from coppice.radix.accounting.counts import Windows
@@ -22,6 +23,7 @@ from coppice.runtime.report.snapshot import (
     Counts,
     Histogram,
     NearMiss,
+    ReplicaReport,
     SharedPrefix,
     TreeReport,
     WindowReport,
@@ -190,6 +192,31 @@ def test_adapters_and_windows_are_reported() -> None:
     assert "1 of 2 layers see the last 11 tokens alone: they did not read 10.0%" in shown
     assert "Adapters" not in printed(REPORT)
     assert "layers" not in printed(REPORT)
+
+
+def test_replicas_have_a_table_where_there_are_any() -> None:
+    one = ReplicaReport("r0", 9, 12_345, 6_000, 1_234, 7, 2, 3, 100, 40, 50, 4, 6, None)
+    replicas = (one, replace(one, name="a-much-longer-name-of-a-replica" * 3, prompt_tokens=0))
+    encoded = encode(replace(REPORT, replicas=replicas), Names(None))["replicas"]
+    assert encoded[0]["pages"] == {"total": 100, "free": 40, "cached": 50, "pinned": 4, "held": 6}
+    for width in (44, 60, 74, 80):
+        out = io.StringIO()
+        Console(file=out, width=width).print(replica_table(encoded, width))
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        (row,) = (line.split() for line in lines if "r0" in line)
+        wide = ["r0", "9", "12.3k", "48.6%", "10.0%", "2", "3", "60%"]
+        assert row == (wide if width >= 74 else ["r0", "12.3k", "48.6%", "2", "3"])
+    assert replica_table(encode(REPORT, Names(None))["replicas"], 80) is None
+
+
+def test_tokens_that_another_replica_holds_are_told_and_advised_on() -> None:
+    counts = replace(COUNTS, cold=19_910_000, other_replica=20_000_000)
+    text = full_report(replace(ACCOUNTS, overall=replace(ACCOUNTS.overall, since_start=counts)))
+    assert "elsewhere" in text and "cached on another replica" in text
+    told = " ".join(text.split())
+    assert "10.0% of the prompt tokens were computed though another replica holds them" in told
+    assert "elsewhere" not in full_report(ACCOUNTS)
 
 
 def test_rates_and_causes() -> None:

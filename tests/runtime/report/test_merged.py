@@ -112,6 +112,7 @@ def test_no_count_falls_when_a_replica_leaves_but_its_pages_go() -> None:
     assert (after.pages_total, after.requests_running) == (one.pages_total, one.requests_running)
     assert [each.name for each in after.replicas] == ["a"]
     nobody = merged_stats({}, [one, two])
+    assert merged_stats({"c": full(3)}, [nobody]) == merged_stats({"c": full(3)}, [one, two])
     assert nobody.counts == before.counts
     assert (nobody.pages_total, nobody.num_pins, nobody.resident_bytes) == (0, 0, None)
     with pytest.raises(ValueError, match="at least one replica"):
@@ -176,6 +177,8 @@ def test_adapters_by_their_identity() -> None:
     ]  # fmt: skip
     assert (merged[0].prompt_tokens, merged[0].base_hit_tokens) == (300, 210)
     assert merged_stats({"a": parts["a"]}, left).adapters[0].unloading
+    folded = merged_stats({}, [parts["a"], parts["b"]])
+    assert merged_stats({"c": parts["b"]}, [folded]).adapters[1].requests == 1 + 4
 
 
 def test_a_pin_is_listed_once() -> None:
