@@ -82,21 +82,21 @@ def namespace_table(namespaces: Sequence[Report]) -> Table | None:
 
 
 def replica_table(replicas: Sequence[Report], width: int) -> Table | None:
-    """All replicas, if there are any; in less than 74 columns without what can be left out.
+    """All replicas, if there are any; in less than 76 columns without what can be left out.
 
     "elsewhere" is the share of prompt tokens that another replica held.
     """
     if not replicas:
         return None
     shown = ["tokens", "hit rate", "running", "waiting"]
-    if wide := width >= 74:
+    if wide := width >= 76:
         shown = ["requests", *shown[:2], "elsewhere", *shown[2:], "pool use"]
     table = listed("Replicas", {"replica": False} | dict.fromkeys(shown, True))
-    table.columns[0].max_width = max(6, width - (66 if wide else 38))  # what numbers leave
+    table.columns[0].max_width = max(6, width - (70 if wide else 38))  # what numbers leave
     for each in replicas:
         prompt, pages = each["prompt_tokens"], each["pages"]
         cells = {
-            "requests": f"{each['requests']:,}",
+            "requests": short_count(each["requests"]),
             "tokens": short_count(prompt),
             "hit rate": f"{each['hit_rate']:.1%}",
             "elsewhere": f"{each['other_replica_tokens'] / prompt if prompt else 0:.1%}",
