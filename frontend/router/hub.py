@@ -39,6 +39,7 @@ from coppice.runtime.process.messages import (
     is_short,
     step_output,
 )
+from coppice.runtime.report.merged import merged_stats
 from coppice.runtime.report.snapshot import EngineStats
 from coppice.runtime.requests.request import QueueFull
 
@@ -48,7 +49,6 @@ GRACE = 10.0  # seconds without a replica after which new requests are refused
 PATIENCE = 60.0  # seconds for which a request without an answer waits while there is no replica
 GATHER_SECONDS = 10.0  # for the answers of all replicas
 _AT_ONCE = 200  # changes of a tree that are applied while no call can be routed
-_KEPT_LEFT = 1000  # replicas that are gone whose counts are kept apart
 
 _ADDING = ("add_request", "add_pooling", "add_beam_search")
 
@@ -475,7 +475,7 @@ class Hub:
         else:
             log.error("%s; requests that it had: %d", text, len(replica.flights))
         if replica.stats is not None:
-            self._left = [*self._left[-_KEPT_LEFT:], replica.stats]
+            self._left = [merged_stats({}, [*self._left, replica.stats])]
         for sent, (whose, waits) in list(self._calls.items()):
             if whose is replica:
                 del self._calls[sent]
