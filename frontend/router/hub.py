@@ -269,6 +269,7 @@ class Hub:
         if choice is None:
             if flight.name not in self._parked:
                 flight.replica, flight.since = None, self._clock()
+                flight.full = set()
                 self._parked[flight.name] = flight
             return
         self._parked.pop(flight.name, None)
