@@ -3,8 +3,7 @@
     client    calls ->  | Hub: route, send ->   replica's engine
               rows  <-  |      rows, told <-    (one connection each)
 
-The client's threads do the work: who calls also decides where the call goes, and the thread that
-reads outputs takes them from all connections.
+Who calls also decides where the call goes; a thread of the hub reads from all connections.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ log = logging.getLogger(__name__)
 GRACE = 10.0  # seconds without a replica after which new requests are refused
 PATIENCE = 60.0  # seconds for which a request without an answer waits while there is no replica
 GATHER_SECONDS = 10.0  # for the answers of all replicas
+_DUE_SECONDS = 0.5  # between two looks at the clock while something waits
 _AT_ONCE = 200  # changes of a tree that are applied while no call can be routed
 
 _ADDING = ("add_request", "add_pooling", "add_beam_search")
@@ -118,7 +118,7 @@ class Hub:
         self._emptied: dict[str, Callable[[], object]] = {}  # of those that drain
         # -- the client's ends -----------------------------------------------------------------
         self._answers: SimpleQueue[Any] = SimpleQueue()
-        self._news: deque[Any] = deque()  # for the reader of outputs
+        self._outputs = _Outputs(self)
         self._joining: deque[Replica] = deque()  # to be read from now on
         self._waker, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -147,7 +147,7 @@ class Hub:
                     replica.send(call)
                 if self._model is None:
                     self._model = replace(replica.ready, door=None)
-                    self._news.append(self._model)
+                    self._outputs.put(self._model)
                 self._joining.append(replica)
                 for flight in list(self._parked.values()):
                     self._send(flight)
@@ -200,8 +200,9 @@ class Hub:
     # -- as an engine that was launched ----------------------------------------------------------
 
     def channels(self) -> tuple[_Outputs, _Answers]:
-        """The client's ends."""
-        return _Outputs(self), _Answers(self._answers)
+        """The client's ends; from now on the hub reads what replicas send."""
+        threading.Thread(target=self._run, name="coppice-hub", daemon=True).start()
+        return self._outputs, _Answers(self._answers)
 
     def wait(self, timeout: float | None = None) -> str | None:
         """Waits until it is closed."""
@@ -218,6 +219,7 @@ class Hub:
         for replica in replicas:
             replica.cut()
         self._answers.put(None)
+        self._outputs.end()
         self._wake()
 
     # -- what the client sends -------------------------------------------------------------------
@@ -320,43 +322,30 @@ class Hub:
 
     # -- what replicas send ----------------------------------------------------------------------
 
-    def receive(self) -> list[Any]:
-        """Waits for something to come; returns what is for the client. Raises EOFError."""
-        with self._lock:
-            while self._joining:
-                replica = self._joining.popleft()
-                if self._is_there(replica):
-                    self._selector.register(replica, selectors.EVENT_READ, replica)
-                    self._read(replica)  # what came before
+    def _run(self) -> None:
+        """Reads from all connections until the hub is closed; in a thread of its own."""
+        while not self._closed.is_set():
+            with self._lock:
+                while self._joining:
+                    replica = self._joining.popleft()
+                    if self._is_there(replica):
+                        self._selector.register(replica, selectors.EVENT_READ, replica)
+                        self._read(replica)  # what came before
+                    else:
+                        replica.close()
+                due = bool(self._calls or self._parked)
+            for key, _ in self._selector.select(_DUE_SECONDS if due else None):
+                if key.data is None:
+                    with contextlib.suppress(BlockingIOError):
+                        self._woken.recv(4096)
                 else:
-                    replica.close()
-            due = bool(self._calls or self._parked)
-        if self._news:
-            timeout: float | None = 0
-        else:
-            timeout = 0.5 if due else None
-        for key, _ in self._selector.select(timeout):
-            if key.data is None:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(4096)
-            else:
-                self._read(key.data)
-        if self._closed.is_set():
-            for key in list(self._selector.get_map().values()):
-                if key.data is not None:
-                    self._selector.unregister(key.data)
-                    key.data.close()
-            raise EOFError("it was closed")
-        if due:
-            self._check_deadlines()
-        found = []
-        while self._news:
-            found.append(self._news.popleft())
-        return found
-
-    def ready_to_receive(self, timeout: float) -> bool:
-        """Waits until something has come, at most `timeout` seconds; whether it has."""
-        return bool(self._news) or bool(self._selector.select(timeout))
+                    self._read(key.data)
+            if due:
+                self._check_deadlines()
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                key.data.close()
+        self._selector.close()
 
     def _read(self, replica: Replica) -> None:
         reason = "its engine ended"
@@ -402,7 +391,7 @@ class Hub:
                     if not flight.left:
                         self._end(flight)
         if kept:
-            self._news.append(kept)
+            self._outputs.put(kept)
 
     def _take_told(self, replica: Replica, told: Told) -> None:
         changes = [_shared(change) for change in told.changes]
@@ -442,7 +431,7 @@ class Hub:
         if failed:
             self._end(flight)
             if number is None:  # the client believes that it runs: a replica before had taken it
-                self._news.append(Lost(flight.name, str(result)))
+                self._outputs.put(Lost(flight.name, str(result)))
                 return
         self._answer(number, failed, result)
 
@@ -519,7 +508,7 @@ class Hub:
             return
         if not flight.moved:
             self._lost[flight.name] = flight
-        self._news.append(Lost(flight.name, reason, may_run_again=not flight.moved))
+        self._outputs.put(Lost(flight.name, reason, may_run_again=not flight.moved))
 
     def _check_gathered(self, gathering: Gathering) -> None:
         if gathering.waits:
@@ -579,15 +568,36 @@ class _Outputs:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
+        self._items: list[Any] = []
+        self._ended = False
+        self._come = threading.Condition()
+
+    def put(self, item: Any) -> None:
+        """Gives the client an item; from any thread."""
+        with self._come:
+            self._items.append(item)
+            self._come.notify()
+
+    def end(self) -> None:
+        """Nothing comes any more."""
+        with self._come:
+            self._ended = True
+            self._come.notify()
 
     def send(self, item: Any) -> None:
         self._hub.take(item)
 
     def wait(self, timeout: float) -> bool:
-        return self._hub.ready_to_receive(timeout)
+        with self._come:
+            return bool(self._come.wait_for(lambda: self._items or self._ended, timeout))
 
     def receive(self) -> list[Any]:
-        return self._hub.receive()
+        with self._come:
+            self._come.wait_for(lambda: self._items or self._ended)
+            found, self._items = self._items, []
+        if not found:
+            raise EOFError("it was closed")
+        return found
 
     def close(self) -> None:
         self._hub.kill()

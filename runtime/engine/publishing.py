@@ -27,6 +27,12 @@ class Publishing:
         meter = LoadMeter(self._scheduler, self._counters)
         self._streams.append(KvEvents(sink, self._scheduler.paging.tree, meter.measure))
 
+    def remove(self, sink: Sink) -> None:
+        """Ends that, and closes `sink`."""
+        for stream in [each for each in self._streams if each.sink is sink]:
+            self._streams.remove(stream)
+            stream.close()
+
     def flush(self) -> None:
         """Has published what has changed since the last call."""
         for stream in self._streams:

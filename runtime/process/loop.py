@@ -91,6 +91,8 @@ class EngineLoop:
         finally:
             if listener is not None:
                 listener.close()
+            if self._teller is not None:
+                self._engine.events.remove(self._teller)
             self._callers.close()
             reader.join()
 

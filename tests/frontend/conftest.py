@@ -184,6 +184,21 @@ class EngineInThread:
         raise AssertionError("the engine does not end")
 
 
+class SlowEngine:
+    """The engine of a replica, whose steps take longer, and fail once it is dead."""
+
+    def __init__(self, replica: LiveReplica) -> None:
+        self._replica = replica
+
+    def step(self) -> Any:
+        if self._replica.dead.wait(self._replica.slow):
+            raise RuntimeError("it was killed")
+        return self._replica.engine.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replica.engine, name)
+
+
 class LiveReplica:
     """An engine that listens at 127.0.0.1, with its loop in a thread.
 
@@ -196,20 +211,12 @@ class LiveReplica:
 
         self.engine = text_engine.engine
         self.slow = 0.0
-        step = self.engine.step
-
-        def slowly() -> list:  # type: ignore[type-arg]
-            if self._dead.wait(self.slow):
-                raise RuntimeError("it was killed")
-            return step()
-
-        self.engine.step = slowly  # type: ignore[method-assign]
-        self._dead = threading.Event()
+        self.dead = threading.Event()
         ours, theirs = Pipe()
         self._answers, their_answers = Pipe()
         self._parent = Channel(ours)
         self.loop = EngineLoop(
-            EngineService(self.engine), Channel(theirs), Channel(their_answers), "127.0.0.1"
+            EngineService(SlowEngine(self)), Channel(theirs), Channel(their_answers), "127.0.0.1"
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -222,14 +229,13 @@ class LiveReplica:
         try:
             self.loop.run()
         except RuntimeError:
-            assert self._dead.is_set()
+            assert self.dead.is_set()
 
     def end(self) -> None:
-        self._dead.set()
+        self.dead.set()
         self._parent.send(None)
         self._thread.join(20)
         assert not self._thread.is_alive()
-        vars(self.engine).pop("step", None)  # as it was
 
 
 # What a server is tried with: its own engine, or replicas behind a hub.

@@ -25,7 +25,8 @@ from coppice.frontend.text.model.loading import load_around
 
 log = logging.getLogger(__name__)
 
-_PAUSE = 0.5  # seconds before a session that failed is tried again
+_PAUSE = 0.5  # seconds before a session that has ended by itself is tried again
+_ALIKE_SECONDS = 10.0  # for replicas that are there to say what they are
 
 
 class Ingress:
@@ -40,6 +41,8 @@ class Ingress:
         self._loop = asyncio.get_running_loop()
         self._hub = Hub()
         self._sessions: dict[str, asyncio.Task[None]] = {}
+        self._names: frozenset[str] = frozenset()  # replicas that Serve has told of
+        self._refused: dict[str, ValueError] = {}  # replicas that are not like the others
         self._tasks: list[asyncio.Task[None]] = []  # that run until it ends
         self._client = ReplicasClient(
             self._hub,
@@ -51,6 +54,7 @@ class Ingress:
         MEMBERSHIP.watch(self._told)
         await replicas.alive.remote()  # with the first call Serve begins to tell who is there
         await self._client.start()
+        await self._check_alike()
         if loaded.tokenizer.chat_template is not None:
             loaded.tokenizer.load_wrapped_soon()
         self._server = Server(self._client, settings.config.model, options)
@@ -101,6 +105,7 @@ class Ingress:
         await asyncio.wait({closing}, timeout=self._settings.options.drain_timeout)
         await self._client.stop()
         await closing
+        self._names = frozenset()
         for session in list(self._sessions.values()):
             session.cancel()
 
@@ -115,10 +120,21 @@ class Ingress:
         self._tasks.append(asyncio.create_task(listening.keep()))
         return listening.socket
 
+    async def _check_alike(self) -> None:
+        """Raises ValueError if one of the replicas that are there was refused."""
+        deadline = self._loop.time() + _ALIKE_SECONDS
+        while self._loop.time() < deadline:
+            if not self._sessions.keys() - {*self._hub.names, *self._refused}:
+                break
+            await asyncio.sleep(0.1)
+        for error in self._refused.values():
+            raise error
+
     # -- sessions with replicas ------------------------------------------------------------------
 
     def _attend_to(self, names: frozenset[str]) -> None:
         """Begins and ends sessions, so that there is one with each of these replicas."""
+        self._names = names
         for name in names - self._sessions.keys():
             session = self._loop.create_task(self._session(name))
             self._sessions[name] = session
@@ -133,6 +149,9 @@ class Ingress:
 
     def _ended(self, name: str, session: asyncio.Task[None]) -> None:
         del self._sessions[name]
+        self._refused.pop(name, None)
+        if name in self._names and not session.cancelled():
+            self._loop.call_later(_PAUSE, lambda: self._attend_to(self._names))
 
     async def _session(self, name: str) -> None:
         """One replica, from its first address to its end."""
@@ -157,3 +176,5 @@ class Ingress:
             await asyncio.to_thread(self._hub.join, name, host, door)
         except (OSError, ValueError) as error:
             log.error("replica %s gets no requests: %s", name, error)
+            if isinstance(error, ValueError):
+                self._refused[name] = error

@@ -36,7 +36,7 @@ class KvEvents:
         self, publisher: Sink, tree: RadixTree, measure: Callable[[], Load] | None
     ) -> None:
         """Takes over the publisher; `measure` gives the load, None: it is not reported."""
-        self._publisher, self._measure = publisher, measure
+        self.sink, self._measure = publisher, measure
         self._load: Load | None = None  # as it was reported last
         self._measured = self._sent = 0.0
         self._tree, self._log = tree, attached(tree)
@@ -46,17 +46,17 @@ class KvEvents:
 
         `idle`: whether no request runs or waits, so that the next call may be far away.
         """
-        anew = self._publisher.broken
+        anew = self.sink.broken
         if anew:
             self._load = None  # somebody may not know it
         load = self._due(idle or anew)
-        if self._publisher.behind:
+        if self.sink.behind:
             return  # the log bounds what waits
         records = self._log.drain()
         if anew:
             records = self._log.everything()
         if records or load is not None:
-            self._publisher.put(records, load)
+            self.sink.put(records, load)
 
     def _due(self, idle: bool) -> Load | None:
         """The load, if it is to be reported now."""
@@ -73,9 +73,10 @@ class KvEvents:
     def move_to(self, tree: RadixTree) -> None:
         """Follows a new tree, which is empty."""
         self._tree.remove_listener(self._log)
-        self._publisher.put([()], None)
+        self.sink.put([()], None)
         self._tree, self._log = tree, attached(tree)
 
     def close(self) -> None:
         """Ends it; what waits is sent."""
-        self._publisher.close()
+        self._tree.remove_listener(self._log)
+        self.sink.close()

@@ -225,8 +225,10 @@ async def test_each_replica_has_its_series(checkpoint: Path) -> None:
     assert value(found, "coppice_computed_tokens_total", cause="other_replica") == 30
 
 
-def test_a_single_engine_has_no_series_of_replicas(url: str) -> None:
-    assert not [each for each in samples(url) if "replica" in each.labels]
+def test_there_are_series_of_the_replicas_that_there_are(url: str) -> None:
+    replicas = httpx.get(url + "/cache/report").json()["replicas"]
+    named = {each.labels["replica"] for each in samples(url) if "replica" in each.labels}
+    assert named == {each["name"] for each in replicas}, "a single engine has none"
 
 
 def test_every_metric_is_in_the_documentation(url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -233,6 +234,25 @@ async def test_refusals_and_aborts(cluster: Any) -> None:
     await until(lambda: not any(each.engine.num_unfinished for each in replicas))
     assert not client.hub._flights
     assert client.running == 0
+
+
+async def test_answers_overtake_outputs(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads the outputs; questions are answered, and requests are taken."""
+    client, _ = await cluster(2)
+    go_on, advance = threading.Event(), client._advance
+
+    def late(*args: Any) -> None:
+        assert go_on.wait(60)
+        advance(*args)
+
+    monkeypatch.setattr(client, "_advance", late)
+    tasks = [asyncio.create_task(text_of(client, text, LONG)) for text in TEXTS]
+    await asyncio.sleep(0.05)
+    while await client.ask("has_unfinished"):
+        await asyncio.sleep(0.01)
+    assert (await client.ask("stats")).requests == 4
+    go_on.set()
+    assert all(await asyncio.gather(*tasks))
 
 
 async def test_an_ingress_that_is_gone_leaves_nothing_running(cluster: Any) -> None:

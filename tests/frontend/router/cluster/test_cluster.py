@@ -265,6 +265,42 @@ async def test_a_stop_lets_streams_end(
     assert await asyncio.gather(*many) == ["data: [DONE]"] * 40
 
 
+JOINED = """
+import sys, ray
+ray.init("local", include_dashboard=False, object_store_memory=100 << 20,
+         _node_ip_address="127.0.0.1")
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+async def test_a_cluster_is_joined_and_a_model_divided(
+    cluster: Callable[..., Cluster], session: aiohttp.ClientSession
+) -> None:
+    alone = cluster("--replicas", "1")
+    wanted = await complete(session, alone.url, TEXT)
+    alone.stop()
+    there = subprocess.Popen(
+        [sys.executable, "-c", JOINED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert there.stdin is not None
+    assert there.stdout is not None
+    try:
+        address = there.stdout.readline().strip()
+        for _ in range(2):  # it leaves the cluster as it was
+            running = cluster(
+                *("--replicas", "1", "--ray-address", address),
+                *("--tensor-parallel-size", "2", "--replica-cpus", "2"),
+            )
+            assert await complete(session, running.url, TEXT) == wanted
+            running.stop()
+        assert there.poll() is None
+    finally:
+        there.stdin.close()
+        there.wait(60)
+
+
 UPDATE = """
 import sys, ray
 from ray import serve
@@ -307,11 +343,16 @@ async def test_an_update_fails_no_request(checkpoint: Path, session: aiohttp.Cli
         before = await deploy(4096)
         load = Load(session, url, 6, max_tokens=30)
         await until(lambda: len(load.answers) > 10)
-        after = await deploy(8192)
-        names = [{each["name"] for each in told["replicas"]} for told in (before, after)]
-        assert [len(each) for each in names] == [2, 2]
-        assert not names[0] & names[1], "each replica was replaced"
-        assert after["pool"]["tokens"] == 2 * 8192
+        await deploy(8192)
+        old = {each["name"] for each in before["replicas"]}
+        assert len(old) == 2
+
+        async def replaced() -> bool:
+            new = await report(session, url)
+            names = {each["name"] for each in new["replicas"]}
+            return len(names - old) == 2 and new["pool"]["tokens"] == 2 * 8192
+
+        await until(replaced)
         await load.end()
         assert len(load.answers) > 20
         assert not load.failures

@@ -295,7 +295,7 @@ def test_an_error_of_the_publisher_costs_no_event(
     endpoint, replay = address(), address()
     engine = start(tiny_checkpoint("llama"), endpoint, replay)
     run(engine, [list(range(3, 33))])
-    publisher = engine.events._streams[0]._publisher
+    publisher = engine.events._streams[0].sink
     settle(publisher)
     translate, fails = publisher._translator.translate, [True]
 
