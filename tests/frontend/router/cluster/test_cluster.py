@@ -276,8 +276,11 @@ sys.stdin.read()
 
 @pytest.mark.slow
 async def test_a_cluster_is_joined_and_a_model_divided(
-    cluster: Callable[..., Cluster], session: aiohttp.ClientSession
+    cluster: Callable[..., Cluster],
+    session: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would have to be handed on
     alone = cluster("--replicas", "1")
     wanted = await complete(session, alone.url, TEXT)
     alone.stop()
