@@ -46,8 +46,8 @@ class Missing(NamedTuple):
 Foreign: TypeAlias = Renamed | Reversed | Granted | Missing
 
 _ONE_DEVICE = (
-    "tensor_parallel_size divides a model among devices; for more requests, start several engines "
-    "behind one address: coppice serve MODEL --replicas N"
+    "tensor_parallel_size divides a model among devices; for more requests, coppice serve starts "
+    "several engines behind one address (see replicas in docs/scale.md)"
 )
 _CACHE_SIZE = (
     "use kv_cache_memory_fraction, the KV cache's part of the memory that is free when the weights "

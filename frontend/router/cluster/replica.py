@@ -40,7 +40,7 @@ class EngineReplica:
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(reserved["CPU"])))
         config = _own_share(settings.config, reserved)
         loaded = load_around(config, settings.text, without_torch=True)
-        self._host = ray.util.get_node_ip_address()
+        self._host = settings.engines_at or ray.util.get_node_ip_address()
         launch = partial(
             EngineProcess,
             loaded.config,

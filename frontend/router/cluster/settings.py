@@ -95,6 +95,7 @@ class ClusterSettings:
         cluster: how many replicas.
         host, port: where the ingress listens.
         node: the address of the node on which it must run; None: on any.
+        engines_at: the address at which engines take callers; None: that of their node.
         handed: the abstract Unix socket at which it gets its listening socket; None: it binds one.
     """
 
@@ -105,6 +106,7 @@ class ClusterSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     node: str | None = None
+    engines_at: str | None = None
     handed: str | None = None
 
     def __post_init__(self) -> None:
@@ -129,7 +131,7 @@ class ClusterSettings:
         kept = ("log_format", "log_level", "engine_timeout")
         options = ServerOptions(**{name: getattr(self.options, name) for name in kept})
         one = ClusterOptions(replicas=1)
-        return ClusterSettings(self.config, self.text, options, one)
+        return ClusterSettings(self.config, self.text, options, one, engines_at=self.engines_at)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> ClusterSettings:

@@ -50,7 +50,7 @@ def serve_replicas(settings: ClusterSettings, listener: socket.socket) -> None:
         signals.append(signum)
         (hurry if stop.is_set() else stop).set()
 
-    started = _connect(settings.cluster.ray_address)
+    started, ours = _connect(settings.cluster.ray_address), False
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, end)
     try:
@@ -61,11 +61,18 @@ def serve_replicas(settings: ClusterSettings, listener: socket.socket) -> None:
                 host=host,
                 port=port,
                 node=ray.util.get_node_ip_address(),
+                engines_at="127.0.0.1" if started else None,
                 handed=holder.name,
             )
             _check_fits(settings)
             quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
             serve.start(proxy_location="Disabled", logging_config=quiet)
+            if NAME in serve.status().applications:
+                raise ValueError(
+                    f"ray_address is {settings.cluster.ray_address!r}, where an application "
+                    f"{NAME!r} runs already; end that one first"
+                )
+            ours = True
             if not _deployed(settings, stop):
                 return
             handle = serve.get_app_handle(NAME)
@@ -84,9 +91,11 @@ def serve_replicas(settings: ClusterSettings, listener: socket.socket) -> None:
             ending.start()
             while ending.is_alive() and not hurry.is_set():
                 ending.join(0.2)
+            ours = ending.is_alive()
     finally:
-        if started:
-            ray.shutdown()
+        if ours and not started:
+            serve.delete(NAME, _blocking=False)
+        ray.shutdown()
 
 
 def _connect(address: str | None) -> bool:
@@ -105,7 +114,6 @@ def _connect(address: str | None) -> bool:
             object_store_memory=_STORE_BYTES,
             logging_level=logging.WARNING,
             configure_logging=False,
-            _node_ip_address="127.0.0.1",  # nobody else's business
         )
         return True
     if address != "auto":

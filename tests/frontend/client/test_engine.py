@@ -287,6 +287,9 @@ async def test_what_comes_faster_than_it_is_read_is_joined(
     async with await engine.submit([(None, ids)] * 2, params) as deltas:
         while await engine.ask("has_unfinished"):
             await asyncio.sleep(0.01)
+        while engine.texts._running:  # the answer overtakes the outputs
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
         pieces = [(place, delta) async for place, delta in deltas]
     assert len(pieces) == 4
     for place, delta in pieces:

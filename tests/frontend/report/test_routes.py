@@ -62,6 +62,11 @@ def quiet(served: Callable[..., str], checkpoint: Path) -> Server:
         server.complete(f"Day {number} " + SHARED)
         server.complete(SHARED + f"Where is {number}?")
     server.complete(SHARED, cache_salt=SECRET)
+    # A report is kept for a moment; an older one may have been asked for by other tests.
+    deadline = time.monotonic() + 20
+    while len(server.ok("GET", "/cache/report")["namespaces"]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     return server
 
 

@@ -267,8 +267,7 @@ async def test_a_stop_lets_streams_end(
 
 JOINED = """
 import sys, ray
-ray.init("local", include_dashboard=False, object_store_memory=100 << 20,
-         _node_ip_address="127.0.0.1")
+ray.init("local", include_dashboard=False, object_store_memory=100 << 20)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
@@ -297,7 +296,15 @@ async def test_a_cluster_is_joined_and_a_model_divided(
                 *("--tensor-parallel-size", "2", "--replica-cpus", "2"),
             )
             assert await complete(session, running.url, TEXT) == wanted
+            said = await asyncio.to_thread(refused, "--replicas", "1", "--ray-address", address)
+            assert "an application 'coppice' runs already; end that one first" in said
             running.stop()
+        # What can't be started leaves nothing in the cluster.
+        bad = ("--replicas", "1", "--ray-address", address, "--replica-cpus", "1")
+        said = await asyncio.to_thread(refused, *bad, "--tensor-parallel-size", "64")
+        assert "could not be started: " in said, said
+        assert "tensor_parallel_size" in said, said
+        cluster("--replicas", "1", "--ray-address", address).stop()
         assert there.poll() is None
     finally:
         there.stdin.close()
@@ -308,8 +315,7 @@ UPDATE = """
 import sys, ray
 from ray import serve
 from coppice.frontend.router import app
-ray.init("local", include_dashboard=False, object_store_memory=100 << 20,
-         _node_ip_address="127.0.0.1")
+ray.init("local", include_dashboard=False, object_store_memory=100 << 20)
 serve.start(proxy_location="Disabled")
 arguments = {"model": sys.argv[1], "host": "127.0.0.1", "port": int(sys.argv[2]), "replicas": 2,
              "served_model_name": ["tiny"], "max_num_seqs": 8, "replica_cpus": 0.5}
