@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.frontend.errors import EngineStopped
-from coppice.runtime.report.merged import merged_report, merged_stats
+from coppice.runtime.report.merged import merged_pins, merged_report, merged_stats
 from coppice.runtime.report.snapshot import EngineStats, PinState
 
 
@@ -39,14 +39,10 @@ class Gathering:
     def answer(self, left: Sequence[EngineStats]) -> Any:
         """The one answer; `left`: the counts of replicas that are gone.
 
-        Raises the error of a replica, which it names if others had none, and EngineStopped if none
-        has answered.
+        Raises the error of a replica, and EngineStopped if none has answered.
         """
-        if self.errors and (self.method != "unpin" or not self.results):
-            name, error = min(self.errors.items())
-            if self.results:
-                error.add_note(f"this is of replica {name}; others had no such error")
-            raise error
+        if self.errors:
+            raise min(self.errors.items())[1]
         if not self.results:
             raise EngineStopped("no replica has answered")
         if self.method == "stats":
@@ -60,23 +56,18 @@ def _first(results: list[Any]) -> Any:
     return results[0]
 
 
-def _best_pin(results: list[PinState]) -> PinState:
-    return replace(results[0], cached_tokens=max(each.cached_tokens for each in results))
+def _pin(results: list[PinState]) -> PinState:
+    return merged_pins(results)[0]
 
 
 def _pins(results: list[Sequence[PinState]]) -> tuple[PinState, ...]:
-    """Each pin once; it is on every replica, but a later one may not have its prefix yet."""
-    found: dict[str, list[PinState]] = {}
-    for pins in results:
-        for pin in pins:
-            found.setdefault(pin.name, []).append(pin)
-    return tuple(_best_pin(states) for states in found.values())
+    return merged_pins(pin for pins in results for pin in pins)
 
 
 #: By the name of the call.
 COMBINED: Mapping[str, Callable[[list[Any]], Any]] = {
     "has_unfinished": any,
-    "put_pin": _best_pin,
+    "put_pin": _pin,
     "list_pins": _pins,
     "unpin": any,
     "load_lora": _first,
@@ -119,6 +110,21 @@ class Kept:
                 self.asleep = call
             case "wake_up":
                 self.asleep = None
+
+    def undone(self, gathering: Gathering) -> tuple[Any, ...] | None:
+        """What undoes a call that some replicas refused, for those that did not; None: nothing.
+
+        All replicas are to be alike.
+        """
+        args = gathering.args
+        match gathering.method:
+            case "put_pin" if args[0] not in self.pins:
+                return None, "unpin", (args[0],), {}
+            case "load_lora" if args[0].lora_name not in self.adapters:
+                return None, "unload_lora", (args[0].lora_name,), {}
+            case "sleep" if self.asleep is None:
+                return None, "wake_up", (), {}
+        return None
 
     def calls(self) -> list[tuple[Any, ...]]:
         """For a replica that joins."""

@@ -301,7 +301,7 @@ class Hub:
     def _peek(self, number: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         choice = self.router.choose(args[0], _namespace(kwargs))
         if choice is None:
-            self._answer(number, True, EngineStopped(str(self.trouble)))
+            self._answer(number, True, EngineStopped("no replica is there to be asked"))
             return
         replica, sent = self._by_number[choice.replica], next(self._numbers)
         if number is not None:
@@ -516,6 +516,10 @@ class Hub:
         try:
             result = gathering.answer(self._left)
         except Exception as error:
+            undoing = self._kept.undone(gathering)
+            for name in gathering.results if undoing is not None else ():
+                if name in self._replicas:
+                    self._replicas[name].send(undoing)
             self._answer(gathering.number, True, error)
             return
         self._kept.note(gathering.method, gathering.args, gathering.kwargs)

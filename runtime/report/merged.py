@@ -70,7 +70,7 @@ def merged_report(
     gone = sum((each.counts for each in left), Counts())
     recent = [each for report in reports for each in report.recent]
     recent.sort(key=lambda each: -each.seconds_ago)
-    pins = _pins(pin for report in reports for pin in report.pins)
+    pins = merged_pins(pin for report in reports for pin in report.pins)
     trees = [report.tree for report in reports if report.tree is not None]
     return CacheReport(
         **_stats(parts, left) | {"num_pins": len(pins)},
@@ -160,7 +160,8 @@ def _adapters(
     return tuple(found.values())
 
 
-def _pins(pins: Iterable[PinState]) -> tuple[PinState, ...]:
+def merged_pins(pins: Iterable[PinState]) -> tuple[PinState, ...]:
+    """Each pin of several replicas once: the most tokens that one keeps, the longest time left."""
     found: dict[str, PinState] = {}
     for pin in pins:
         if (other := found.get(pin.name)) is not None:

@@ -18,7 +18,7 @@ from coppice.frontend.text.engine import TextEngine
 from coppice.runtime.process.sockets import connect
 from coppice.runtime.report.snapshot import CacheReport, EngineStats
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
-from coppice.runtime.requests.request import QueueFull
+from coppice.runtime.requests.request import QueueFull, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -104,11 +104,8 @@ async def test_what_another_replica_holds_is_a_cause_of_its_own(cluster: Any) ->
     replicas[first].slow = 0.0
     await slow
     report: CacheReport = await client.ask("cache_report")
-    ids = client.tokenizer.encode(TEXTS[0])
-    assert report.accounts.overall.since_start.other_replica == len(ids) - 1 or (
-        report.replicas[1 - first].other_replica > 0
-    )
     counts = report.accounts.overall.since_start
+    assert counts.other_replica == report.replicas[1 - first].other_replica > 0
     assert sum(counts.causes.values()) == counts.computed_tokens
 
 
@@ -212,6 +209,25 @@ async def test_pins_adapters_and_sleep_reach_those_that_join_later(
         await client.ask("step")
     peek = await client.ask("peek", ids)
     assert peek.cached_tokens == 0
+
+
+async def test_what_one_replica_refuses_no_other_does(cluster: Any) -> None:
+    client, replicas = await cluster(2)
+    for each in replicas:
+        each.slow = 0.02
+    running = asyncio.create_task(text_of(client, TEXTS[0], LONG))
+    await until(lambda: any(each.engine.num_unfinished for each in replicas))
+    with pytest.raises(Unfinished, match="sleep: refused while 1 requests are unfinished"):
+        await client.ask("sleep", 1)
+    await until(lambda: not any(each.engine.asleep for each in replicas))
+    for each in replicas:
+        each.slow = 0.0
+    await running
+    ids = client.tokenizer.encode(TEXTS[0])
+    replicas[0].engine.pin("handbook", ids[:5])
+    with pytest.raises(ValueError, match="there is a pin named 'handbook' already"):
+        await client.ask("put_pin", "handbook", ids)
+    await until(lambda: not len(replicas[1].engine.pins))
 
 
 async def test_refusals_and_aborts(cluster: Any) -> None:
