@@ -1,4 +1,4 @@
-"""What a tree holds, reported to other processes: events, page by page, and hashes that name pages.
+"""What a tree holds, told to others: events and hashes for processes, names of pages for tiers.
 
 Other rooms use `events` and `page_hashes` through `coppice.radix`, and `changes`, `blocks`, `copy`
 and `index`.

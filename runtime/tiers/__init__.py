@@ -1,0 +1,1 @@
+"""KV beyond the pool: pages that other memory, a disk or a server keeps, and how they come back."""

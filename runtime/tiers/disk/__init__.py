@@ -1,0 +1,1 @@
+"""Pages on a disk: records in files that are only appended to, and an index of them."""
