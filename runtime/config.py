@@ -8,6 +8,7 @@ from typing import Any
 from coppice.radix import POLICIES
 from coppice.runtime.metrics.events.options import ENCODINGS, check_endpoint
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
+from coppice.runtime.tiers.sizes import parse_size
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -101,6 +102,22 @@ class EngineConfig:
         "lru", f"what is evicted first when pages run out: {', '.join(POLICIES)}"
     )
     pin_budget: float = _option(0.25, "largest fraction of the KV cache that pins may keep")
+    host_cache: str | None = _option(
+        None,
+        "main memory for pages that leave the KV cache, such as 64GiB, of use beside a GPU; "
+        "default: none",
+    )
+    disk_cache: str | None = _option(
+        None,
+        "folder that keeps pages beyond the end of the process, for one server at a time; "
+        "default: none",
+    )
+    disk_cache_size: str = _option("16GiB", "most bytes of that folder, such as 200GiB")
+    shared_cache: str | None = _option(
+        None,
+        "address of a Redis or Valkey server that keeps pages for several servers, such as "
+        "redis://host:6379; default: none",
+    )
     attention_backend: str = _option(
         "auto",
         "attention kernels: auto, cpu, triton, flashinfer or reference; auto is cpu on a CPU, on a "
@@ -219,6 +236,7 @@ class EngineConfig:
                 f"async_scheduling must be True, False or None, got {self.async_scheduling!r}"
             )
         self._check_events()
+        self._check_tiers()
         _at_least("max_loras", self.max_loras, 1)
         _at_least("max_lora_rank", self.max_lora_rank, 1)
         for name in ("enable_prefix_caching", "deterministic", "enforce_eager", "enable_lora"):
@@ -229,6 +247,27 @@ class EngineConfig:
                 "enable_lora must be False with deterministic: the adapters' products of a step "
                 "have shapes that depend on all of its requests"
             )
+
+    def _check_tiers(self) -> None:
+        """Raises ValueError for options of tiers that do not fit."""
+        if self.host_cache is not None:
+            parse_size("host_cache", self.host_cache)
+        parse_size("disk_cache_size", self.disk_cache_size)
+        for name in ("host_cache", "disk_cache", "shared_cache"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if name != "host_cache" and not (isinstance(value, str) and value):
+                raise ValueError(f"{name} must be a text that is not empty, or None, got {value!r}")
+            if not self.enable_prefix_caching:
+                raise ValueError(
+                    f"{name} must be None without enable_prefix_caching, got {value!r}"
+                )
+            if self.tensor_parallel_size > 1:
+                raise ValueError(
+                    f"{name} must be None with tensor_parallel_size {self.tensor_parallel_size}: "
+                    f"pages are divided among ranks then; got {value!r}"
+                )
 
     def _check_events(self) -> None:
         """Raises ValueError for options of events that do not fit."""

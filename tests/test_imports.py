@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
         "llguidance",
         "sortedcontainers",
         "xxhash",
+        "redis",
         "zmq",
         "msgspec",
     },
@@ -138,7 +139,7 @@ ORDER: dict[str, str] = {
     """,
     "kernels": """
         attention transfer
-        schedule
+        packing schedule
         cpu triton
         flashinfer sampling
         backends
@@ -147,8 +148,9 @@ ORDER: dict[str, str] = {
         startup
         requests
         metrics
+        tiers
         sampling schedule model
-        pooling planning transformers
+        planning transformers
         config
         runner
         engine

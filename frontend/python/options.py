@@ -67,6 +67,10 @@ class Configured(ABC):
         max_queued_tokens: int | None = None,
         eviction_policy: str = "lru",
         pin_budget: float = 0.25,
+        host_cache: str | None = None,
+        disk_cache: str | None = None,
+        disk_cache_size: str = "16GiB",
+        shared_cache: str | None = None,
         attention_backend: str = "auto",
         deterministic: bool = False,
         async_scheduling: bool | None = None,
@@ -130,6 +134,13 @@ class Configured(ABC):
                 refused.
             eviction_policy: what is evicted first when pages run out: lru, lfu, slru, density.
             pin_budget: largest fraction of the KV cache that pins may keep.
+            host_cache: main memory for pages that leave the KV cache, such as 64GiB, of use beside
+                a GPU; default: none.
+            disk_cache: folder that keeps pages beyond the end of the process, for one server at a
+                time; default: none.
+            disk_cache_size: most bytes of that folder, such as 200GiB.
+            shared_cache: address of a Redis or Valkey server that keeps pages for several servers,
+                such as redis://host:6379; default: none.
             attention_backend: attention kernels: auto, cpu, triton, flashinfer or reference; auto
                 is cpu on a CPU, on a GPU flashinfer where it covers the model, else triton.
             deterministic: answers that depend neither on the rest of the batch nor on cache hits,

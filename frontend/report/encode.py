@@ -20,7 +20,13 @@ from coppice import __version__
 from coppice.frontend.report.advice import advice, present
 from coppice.frontend.report.memory import memory
 from coppice.frontend.report.samples import SPANS, History, Sample
-from coppice.frontend.report.words import CAUSE_NAMES, Decode, cause_meaning, windows_sentence
+from coppice.frontend.report.words import (
+    CAUSE_NAMES,
+    Decode,
+    cause_meaning,
+    tiers_sentence,
+    windows_sentence,
+)
 from coppice.runtime.report.snapshot import (
     CAUSES,
     CacheReport,
@@ -31,6 +37,7 @@ from coppice.runtime.report.snapshot import (
     PromptCauses,
     ReplicaReport,
     SharedPrefix,
+    TiersReport,
     WindowReport,
     Windows,
 )
@@ -212,6 +219,7 @@ def encode(
         "pins": [encode_pin(pin, names) for pin in report.pins],
         "adapters": [asdict(each) for each in report.adapters],
         "windows": report.windows and _sliding(report.windows),
+        "tiers": report.tiers and _tiers(report.tiers),
         "replicas": [_replica(each) for each in report.replicas],
     }
 
@@ -242,6 +250,20 @@ def _sliding(report: WindowReport) -> dict[str, Any]:
         "pages_old": report.pages_old,
         "bytes_old": report.bytes_old,
         "sentence": windows_sentence(report),
+    }
+
+
+def _tiers(tiers: TiersReport) -> dict[str, Any]:
+    return {
+        "stores": [asdict(each) for each in tiers.stores],
+        "loaded_tokens": tiers.loaded_tokens,
+        "found_tokens": tiers.found_tokens,
+        "requests": tiers.requests,
+        "computed_instead_tokens": tiers.computed_instead,
+        "saved_seconds": tiers.saved_seconds,
+        "unwritten_pages": tiers.unwritten_pages,
+        "waiting_bytes": tiers.waiting_bytes,
+        "sentence": tiers_sentence(tiers),
     }
 
 

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from coppice.frontend.errors import BadRequest, RequestFailed
 from coppice.frontend.http.routes import ROOT_PATH, Handler, Route, Schema, without_root
 from coppice.frontend.report.reporter import Asks
-from coppice.runtime.report.snapshot import EngineStats, Histogram, ReplicaReport
+from coppice.runtime.report.snapshot import EngineStats, Histogram, ReplicaReport, TiersReport
 
 ANSWER_SECONDS = 5.0
 """How long a scrape waits for the engine's counts, before it reports the last ones."""
@@ -297,6 +297,7 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
         "kind",
         stats.window_keys,
     )
+    yield from _tiers(stats.tiers)
     yield GaugeMetricFamily("coppice_page_size_tokens", "Tokens that a page holds", stats.page_size)
     yield GaugeMetricFamily("coppice_pins", "Prefixes that are pinned", stats.num_pins)
     yield CounterMetricFamily(
@@ -307,6 +308,46 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
         "How long tokens had been unused when they were evicted",
         stats.eviction_age,
     )
+
+
+def _tiers(tiers: TiersReport | None) -> Iterator[Metric]:
+    """By tier; without tiers the families are empty."""
+    stores = () if tiers is None else tiers.stores
+    counted = {
+        "loaded_tokens": "Prompt tokens whose KV came back from a tier",
+        "loaded_bytes": "Bytes that came back from it",
+        "load_seconds": "Time that threads took to read them",
+        "written_bytes": "Bytes that were stored in it",
+        "write_seconds": "Time that its thread took to store them",
+        "failures": "Calls that it could not serve",
+        "slow": "Loads that were given up, since it took much longer than before",
+        "damaged": "Pages that were found damaged, and were computed again",
+    }
+    units = {"failures": "failed_calls", "slow": "slow_loads", "damaged": "damaged_pages"}
+    for field, text in counted.items():
+        by_name = {each.name: getattr(each, field) for each in stores}
+        yield _counters(f"coppice_tier_{units.get(field, field)}", text, "tier", by_name)
+    used = GaugeMetricFamily("coppice_tier_used_bytes", "Bytes that it keeps", labels=["tier"])
+    for each in stores:
+        if each.used_bytes is not None:
+            used.add_metric([each.name], each.used_bytes)
+    yield used
+    kinds: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]] = {
+        "saved_seconds": (
+            CounterMetricFamily,
+            "An estimate: time that computing what was loaded would have taken",
+        ),
+        "unwritten_pages": (
+            CounterMetricFamily,
+            "Pages that left the KV cache and were not kept, since too many waited to be stored",
+        ),
+        "waiting_bytes": (GaugeMetricFamily, "Bytes that wait to be stored"),
+    }
+    for field, (kind, text) in kinds.items():
+        family = kind(f"coppice_tiers_{field}", text)
+        if tiers is not None:
+            family.add_metric([], getattr(tiers, field))
+        yield family
 
 
 def _adapters(stats: EngineStats) -> Iterator[Metric]:

@@ -20,6 +20,7 @@ from coppice.frontend.report.widgets import (
     namespace_table,
     pin_table,
     replica_table,
+    tier_table,
     titled,
 )
 from coppice.frontend.report.words import (
@@ -79,6 +80,7 @@ def render_live(report: Report, *, trouble: str = "", width: int = 80) -> Render
         _near_misses(report["near_misses"], groups=2, examples=1),
         namespace_table(report["namespaces"]),
         replica_table(report.get("replicas", ()), width),
+        tier_table(report.get("tiers")),
         adapter_lines(report.get("adapters", ())),
         pin_table(report["pins"]),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -106,6 +107,25 @@ def replica_table(replicas: Sequence[Report], width: int) -> Table | None:
         }
         table.add_row(Text(one_line(each["name"])), *(cells[name] for name in shown))
     return table
+
+
+def tier_table(tiers: Report | None) -> RenderableType | None:
+    """The tiers beyond the pool, and what they saved; None without any."""
+    if tiers is None:
+        return None
+    columns = {"loaded": True, "rate": True, "stored": True, "kept": True, "failures": True}
+    table = listed("Tiers", {"tier": False} | columns)
+    for each in tiers["stores"]:
+        seconds, used = each["load_seconds"], each["used_bytes"]
+        table.add_row(
+            Text(each["name"]),
+            f"{short_count(each['loaded_tokens'])} tokens",
+            f"{each['loaded_bytes'] / seconds / 1e9:.2f} GB/s" if seconds else "–",
+            f"{each['written_bytes'] / 1e9:,.2f} GB",
+            "–" if used is None else f"{used / 1e9:,.2f} GB",
+            f"{each['failures'] + each['slow'] + each['damaged']:,}",
+        )
+    return Group(table, Text(f"{tiers['sentence']}.", "dim"))
 
 
 def pin_table(pins: Sequence[Report]) -> Table | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from coppice.runtime.report.snapshot import CAUSES, Counts, WindowReport
+from coppice.runtime.report.snapshot import CAUSES, Counts, TiersReport, WindowReport
 
 if TYPE_CHECKING:
     from coppice.frontend.text.tokenizer import Tokenizer
@@ -52,6 +52,23 @@ def cause_meaning(cause: str, counts: Counts) -> str:
     if cause == "evicted" and counts.evicted_idle_seconds:
         meaning = f"was cached; idle for {duration(counts.evicted_idle_seconds)}"
     return meaning
+
+
+def tiers_sentence(tiers: TiersReport) -> str:
+    """What came back from tiers beyond the pool."""
+    parts = [f"{each.loaded_tokens:,} from {each.name}" for each in tiers.stores]
+    said = (
+        f"{tiers.loaded_tokens:,} prompt tokens were loaded instead of computed "
+        f"({', '.join(parts)}), which saved {tiers.saved_seconds:,.1f} s"
+    )
+    if tiers.computed_instead:
+        said += f"; {tiers.computed_instead:,} more were computed, which was faster"
+    if tiers.unwritten_pages:
+        said += (
+            f"; {tiers.unwritten_pages:,} pages left without being kept, since tiers did not take "
+            "them fast enough"
+        )
+    return said
 
 
 def windows_sentence(report: WindowReport) -> str:

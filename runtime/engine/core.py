@@ -17,6 +17,7 @@ from coppice.runtime.engine.publishing import Publishing
 from coppice.runtime.engine.recount import is_balanced, recount
 from coppice.runtime.engine.sequences import Sequences
 from coppice.runtime.engine.step import Steps
+from coppice.runtime.engine.tiering import CLOSING_SECONDS, open_tiers
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.model.files.path import resolve_model
@@ -117,6 +118,7 @@ class Engine:
             if config.async_scheduling is None
             else config.async_scheduling,
         )
+        self.tiers = self._steps.tiers = open_tiers(config, self.runner, self.scheduler)
         self.events = Publishing(config, self.scheduler, self.counters)
         if self.runner.device.type == "cpu":
             give_back_memory()
@@ -281,6 +283,8 @@ class Engine:
         self.accounts.evictions(self.tree)
         self.pins.refresh()
         self.adapters.refresh()
+        if self.tiers is not None:
+            self.tiers.beside(idle=not self.has_unfinished())
         self.events.flush()
         return outputs
 
@@ -403,7 +407,14 @@ class Engine:
         """
         self.events.close()
         self.intake.close()
+        self.end_tiers()
         self.runner.close()
+
+    def end_tiers(self) -> None:
+        """Stores in tiers what there is time for, and closes them; no step may run after that."""
+        if self.tiers is not None:
+            self.tiers.close(CLOSING_SECONDS)
+            self.tiers = None
 
     @property
     def asleep(self) -> bool:
@@ -426,3 +437,5 @@ class Engine:
         self.scheduler.move_to(tree)
         self.accounts.cleared(tree)
         self.events.move_to(tree)
+        if self.tiers is not None:
+            self.tiers.move_to(tree)

@@ -14,9 +14,9 @@ from coppice.runtime.engine.sequences import Sequences
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.model.adapters.names import Adapters
-from coppice.runtime.pooling.pooled_prompt import PooledPrompt
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.lora_request import LoRARequest
+from coppice.runtime.requests.pooled_prompt import PooledPrompt
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.pooling_recipe import Recipe
 from coppice.runtime.requests.request import (

@@ -21,10 +21,12 @@ from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.sampling.logit_rules import was_cut
 from coppice.runtime.sampling.sampler import Sampled, Sampler, Sampling
 from coppice.runtime.schedule.scheduler import Chunk, Schedule, Scheduler
+from coppice.runtime.tiers.exchange import Tiers
 
 logger = logging.getLogger(__name__)
 
 _LOST = "the device has failed, and its process has to end: {}"
+_TIERS_WAIT_SECONDS = 0.01  # the same, for pages
 _GRAMMAR_WAIT_SECONDS = 0.01  # of a step that has nothing else to do
 
 
@@ -104,6 +106,7 @@ class Steps:
         self._before: Step | None = None  # its tokens have not arrived yet
         self._settled = 0.0  # when the tokens of the last step arrived
         self._undelivered: list[StepOutput] = []  # of a call that was interrupted
+        self.tiers: Tiers | None = None  # that keep pages beside the pool
         self._lost: str | None = None  # why the device can't be used any more
 
     def make(self) -> list[StepOutput]:
@@ -128,16 +131,20 @@ class Steps:
             before = None
         self._scheduler.late = before is not None
         schedule = self._scheduler.schedule()
-        if not schedule.chunks:
+        if not schedule.chunks and schedule.failure is None:
             if before is not None:
                 return outputs + self._commit(before)
             self._sequences.wait_for_grammar(_GRAMMAR_WAIT_SECONDS)
+            if self.tiers is not None:
+                self.tiers.wait(_TIERS_WAIT_SECONDS)
             return outputs
-        step, failure = None, None
-        try:
-            batch, logits = self._runner.run(schedule, None if before is None else before.late)
-        except BaseException as error:
-            failure = error
+        step: Step | None = None
+        failure: BaseException | None = schedule.failure
+        if failure is None:
+            try:
+                batch, logits = self._runner.run(schedule, None if before is None else before.late)
+            except BaseException as error:
+                failure = error
         self._accounts.settle_batch()  # while the device computes
         if before is not None:
             try:

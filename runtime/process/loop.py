@@ -254,6 +254,7 @@ def engine_main(
         gc.freeze()  # what is loaded stays: no collection needs to scan it
         try:
             EngineLoop(EngineService(engine), channel, Channel(answers), host).run()
+            engine.end_tiers()
         except DeviceLost:
             logger.exception("the engine's process ends")
             status = LOST_STATUS

@@ -95,6 +95,8 @@ def _stats(engine: Engine) -> dict[str, Any]:
     }
     if (keys := engine.runner.window_keys) is not None:
         stats["window_keys"] = {"read": keys.read, "skipped": keys.skipped}
+    if engine.tiers is not None:
+        stats["tiers"] = engine.tiers.report()
     if graphs is not None:
         stats |= {
             "cuda_graphs": len(graphs.sizes),

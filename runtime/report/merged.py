@@ -21,6 +21,7 @@ from coppice.runtime.report.snapshot import (
     EngineStats,
     PinState,
     ReplicaReport,
+    TiersReport,
     TreeReport,
 )
 
@@ -28,7 +29,7 @@ from coppice.runtime.report.snapshot import (
 _NOW = ("pages_total", "pages_free", "pages_cached", "pages_pinned", "pages_held",
         "requests_running", "requests_waiting", "cuda_graphs", "cuda_graph_seconds",
         "cuda_graph_bytes")  # fmt: skip
-_NO_SUMS = ("page_size", "num_pins", "resident_bytes", "adapters", "replicas")
+_NO_SUMS = ("page_size", "num_pins", "resident_bytes", "adapters", "tiers", "replicas")
 
 
 def merged_stats(parts: Mapping[str, EngineStats], left: Sequence[EngineStats] = ()) -> EngineStats:
@@ -96,12 +97,15 @@ def _stats(parts: Mapping[str, EngineStats], left: Sequence[EngineStats]) -> dic
         name: _sum([getattr(each, name) for each in (present if name in _NOW else everyone)])
         for name in sums
     }
+    tiers = [each.tiers for each in present if each.tiers is not None]
+    tiers += [each.tiers.ended() for each in left if each.tiers is not None]
     known = [each.resident_bytes for each in present if each.resident_bytes is not None]
     return merged | {
         "page_size": page_size,
         "num_pins": max((each.num_pins for each in present), default=0),
         "resident_bytes": sum(known) if known and len(known) == len(present) else None,
         "adapters": _adapters(present, left),
+        "tiers": reduce(TiersReport.plus, tiers) if tiers else None,
         "replicas": tuple(_replica(name, parts[name]) for name in names),
     }
 

@@ -19,6 +19,7 @@ from coppice.runtime.metrics.adapter_counts import AdapterReport
 from coppice.runtime.metrics.histogram import Histogram
 from coppice.runtime.metrics.prompt_accounts import PromptCauses
 from coppice.runtime.metrics.window_keys import WindowReport
+from coppice.runtime.tiers.told import TierReport, TiersReport
 
 # The frontend may not import from the tree's room: it takes what a report needs from here.
 __all__ = [
@@ -38,6 +39,8 @@ __all__ = [
     "PromptCauses",
     "ReplicaReport",
     "SharedPrefix",
+    "TierReport",
+    "TiersReport",
     "TreeReport",
     "WindowReport",
     "Windows",
@@ -118,6 +121,7 @@ class EngineStats:
         adapters: what the requests of each loaded adapter took from the cache.
         window_keys: keys, each of a token in a layer, that layers with a sliding window have
             "read" and "skipped"; empty for a model without windows.
+        tiers: what was kept beyond the pool, and came back; None for an engine without tiers.
         replicas: those whose counts these are together, by name; none for one engine's own.
     """
 
@@ -160,6 +164,7 @@ class EngineStats:
     resident_bytes: int | None = None
     adapters: tuple[AdapterReport, ...] = ()
     window_keys: dict[str, int] = field(default_factory=dict)
+    tiers: TiersReport | None = None
     replicas: tuple[ReplicaReport, ...] = ()
 
     @property

@@ -18,7 +18,7 @@ from coppice.kernels.attention.interface import AttentionPlan, SharedStretch
 from coppice.kernels.transfer import send
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.model.adapters.changes import ActingRows
-from coppice.runtime.pooling.pooled_prompt import PooledPrompt
+from coppice.runtime.requests.pooled_prompt import PooledPrompt
 from coppice.runtime.requests.prompt_logprobs import PromptLogprobs
 from coppice.runtime.requests.request import LATE, Sequence
 from coppice.runtime.sampling.prompt_scores import PromptRows

@@ -22,9 +22,9 @@ from coppice.runtime.model.files.folder import check_model_folder
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.model.parallel.division import check_division, share_of
 from coppice.runtime.model.parallel.group import ALONE, RankGroup
+from coppice.runtime.model.reading.pooling import read_recipe
 from coppice.runtime.model.weight_size import smaller_weights
 from coppice.runtime.model.weights import resolve_device
-from coppice.runtime.pooling.checkpoint import read_recipe
 from coppice.runtime.runner.attention import choose_attention
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, PooledRows, build_batch
 from coppice.runtime.runner.cache_size import page_bytes, plan_cache, zeroed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from coppice.radix import Hold, Match, OutOfPages, RadixTree
@@ -55,6 +55,8 @@ class Paging:
         self.tree = tree
         self.page_size = tree.page_size
         self.caching = enable_prefix_caching
+        #: Called after pages were allocated, before anything is written to them.
+        self.allocated: Callable[[], None] | None = None
         self.accounts = accounts if enable_prefix_caching else None
         self._uncached = None if enable_prefix_caching else accounts
 
@@ -102,7 +104,7 @@ class Paging:
             self._uncached.uncached(sequence)
         copy = None
         if hold.length % size and not tree.claim_tail(hold):
-            page = tree.allocate(1)[0]
+            page = self._allocate(1)[0]
             copy = PageCopy(table[-1], page)
             table[-1] = page
         sequence.table, sequence.computed = table, hold.length
@@ -119,7 +121,7 @@ class Paging:
         tree, size = self.tree, self.page_size
         self._insert(parent)
         full = parent.computed // size
-        tail = tree.allocate(1) if parent.computed % size else array("i")
+        tail = self._allocate(1) if parent.computed % size else array("i")
         assert parent.hold is not None
         child.hold = tree.fork(parent.hold)
         shared = parent.table[:full]
@@ -142,7 +144,13 @@ class Paging:
         table = sequence.table
         missing = -(-(sequence.computed + count) // self.page_size) - len(table)
         if missing > 0:
-            table += self.tree.allocate(missing, table[-1] if table else -1)
+            table += self._allocate(missing, table[-1] if table else -1)
+
+    def _allocate(self, count: int, after: int = -1) -> array[int]:
+        pages = self.tree.allocate(count, after)
+        if self.allocated is not None:
+            self.allocated()
+        return pages
 
     def own_tokens(self, sequence: Sequence) -> int:
         """Computed tokens of a running sequence that no other one locks. O(nodes on its path)."""

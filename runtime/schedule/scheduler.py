@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from coppice.radix import Match, OutOfPages, RadixTree
 from coppice.runtime.metrics.counters import EngineCounters
@@ -12,6 +14,11 @@ from coppice.runtime.requests.request import Sequence, Status
 from coppice.runtime.schedule.paging import PageCopy, Paging
 from coppice.runtime.schedule.queue import WaitingQueue
 from coppice.runtime.schedule.step_times import StepTimes
+
+if TYPE_CHECKING:  # it needs torch, which a simulation of the scheduler does without
+    from coppice.runtime.tiers.exchange import Tiers
+
+logger = logging.getLogger(__name__)
 
 # The most sequences that do not fit now and are passed, in one step, by others that do.
 LOOK_PAST = 8
@@ -38,11 +45,13 @@ class Schedule:
     """What one step does: copy pages, in order, then compute the chunks in one mixed batch.
 
     `short`: pages were missing, and no sequence was preempted for them since tokens were late.
+    `failure`: some copies had to be made at once, and this is why they could not be.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
     short: bool = False
+    failure: BaseException | None = None
 
     def prefills(self) -> list[Chunk]:
         """The chunks that are not decodes: most steps have few of them, or none."""
@@ -74,8 +83,13 @@ class Scheduler:
     some may have ended already, and the queue needs all tokens of the sequences in it. A sequence
     that lacks pages then waits until the tokens have arrived.
 
+    With `tiers`, a sequence waits in the queue until they have answered what they have of its
+    prompt. When it runs, its pages are taken over as they come, and what does not come is computed.
+
     Attributes:
         late: whether tokens of running sequences are late; set by the step loop.
+        tiers: that keep pages beside the pool; None: there are none.
+        times: what steps take, learned for `max_step_stretch` and for `tiers`; None without both.
     """
 
     def __init__(
@@ -101,13 +115,44 @@ class Scheduler:
         self.late = False
         self._admissions = 0
         self._forks: dict[Sequence, PageCopy] = {}  # copies that the next step has to make
+        self._schedule = Schedule()  # the one that is being made, or will be
         stretch = math.inf if max_step_stretch is None else max_step_stretch
-        self._times = StepTimes(stretch) if math.isfinite(stretch) else None
+        self._stretches = math.isfinite(stretch)
+        self.times = StepTimes(stretch) if self._stretches else None
+        self.tiers: Tiers | None = None
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, in the order that the tokens of it that are cached now give it."""
         cached = self.paging.cached(sequence)
         self.waiting.add(sequence, min(cached, sequence.hit_limit), cached)
+        if self.tiers is not None and not sequence.preempted:
+            self.tiers.loads.begin(sequence, cached)
+
+    def use(self, tiers: Tiers, times: StepTimes) -> None:
+        """Takes pages from tiers from now on; `times` learns what steps take.
+
+        Tiers read pages that are evicted, and write to others, as soon as these were allocated. So
+        the copies that were scheduled before are made then, and not with the step.
+        """
+        self.tiers, self.times = tiers, times
+        tiers.before_access = self._make_copies
+        self.paging.allocated = tiers.flush
+
+    def _make_copies(self) -> None:
+        """Makes the copies that were scheduled so far."""
+        assert self.tiers is not None
+        copies = [*self._forks.values(), *self._schedule.copies]
+        if not copies:
+            return
+        self._forks.clear()
+        try:
+            self.tiers.copy(copies)
+        except BaseException as error:
+            # The step fails, with all whose pages were to be copied. To raise it here, an interrupt
+            # too, would lose pages that are being handed out.
+            self._schedule.copies, self._schedule.failure = copies, error
+        else:
+            self._schedule.copies = []
 
     def move_to(self, tree: RadixTree) -> None:
         """Continues with another tree while nothing runs; waiting sequences are queued anew."""
@@ -123,8 +168,13 @@ class Scheduler:
 
         O(running sequences), and O(tokens at memory speed) for each one that is admitted.
         """
-        schedule = Schedule()
+        schedule, before = Schedule(), self._schedule
+        # Between two steps copies may have failed, which this one reports.
+        schedule.failure, schedule.copies = before.failure, before.copies
+        self._schedule = schedule
         budget = self.max_num_batched_tokens
+        if self.tiers is not None:
+            self.tiers.poll()
         if self.waiting.policy == "priority":
             self._make_room(schedule)
         # Decodes first, so that a long prompt never stalls them: they are at most max_num_seqs.
@@ -144,13 +194,21 @@ class Scheduler:
             self._admit(schedule, budget)
         # Beams may wait for others of their search that can't be admitted: the last request makes
         # room, so that the first one can continue with all of its sequences.
-        while not (schedule.chunks or self.late) and self.running and len(self.waiting):
+        while (
+            not (schedule.chunks or self.late)
+            and self.running
+            and len(self.waiting)
+            and (self.tiers is None or not self.tiers.loads.about_to_come)
+        ):
             self.preempt(max(self.running, key=lambda each: (each.request.arrival, each.admitted)))
             self._admit(schedule, budget)
         if schedule.chunks:
             # Before the others: what these copy from may have been given away since.
             schedule.copies[:0] = self._forks.values()
             self._forks.clear()
+        elif self.tiers is not None:
+            self._make_copies()  # of sequences that wait for their pages
+        self._schedule = Schedule()
         return schedule
 
     def _continue(
@@ -166,6 +224,12 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:  # preempted by one before it
                 served = False
             elif count:
+                if self.tiers is not None and self.tiers.loads.of(sequence) is not None:
+                    taken = self._take_loaded(sequence, count, schedule)
+                    if not taken:
+                        served = served and taken is not None
+                        continue
+                    computed, count = sequence.computed, taken
                 has_pages = computed + count <= len(sequence.table) * size  # as for most decodes
                 if has_pages or self._grow(sequence, count, schedule):
                     chunks.append(Chunk(sequence, count))
@@ -174,19 +238,51 @@ class Scheduler:
                     served = False
         return budget, served
 
+    def _take_loaded(self, sequence: Sequence, count: int, schedule: Schedule) -> int | None:
+        """Takes over what has come of a sequence's pages; returns how many tokens it computes now.
+
+        At most `count`; None: it got no pages.
+        """
+        assert self.tiers is not None
+        loads = self.tiers.loads
+        load = loads.of(sequence)
+        assert load is not None
+        ready, allowed = loads.next(load, sequence.remaining)
+        if ready:
+            if not self._grow(sequence, ready, schedule):
+                return None
+            try:
+                replaced = self.tiers.take(sequence, load, ready)
+            except OutOfPages:  # then it computes the rest of the page in which it is
+                size = self.paging.page_size
+                return min(count, size - sequence.computed % size)
+            except Exception:  # its pages have anything in them, and are computed
+                logger.exception("pages could not be taken over from a tier")
+                loads.drop(sequence)
+                return count
+            if replaced is not None:  # it was to be copied from a page that has fewer tokens
+                schedule.copies = [copy for copy in schedule.copies if copy.target != replaced]
+            if load.first:
+                sequence.cached_tokens += ready
+            self.paging.commit(sequence, ready)
+            ready, allowed = loads.next(load, sequence.remaining)
+        if load.over:
+            loads.drop(sequence)
+        return 0 if ready else min(count, allowed)
+
     def _prefill_budget(self, schedule: Schedule, prefilling: list[Sequence], budget: int) -> int:
         """The part of the budget that prompts may take beside the decodes that are scheduled."""
-        if self._times is None or not schedule.chunks:
+        if self.times is None or not self._stretches or not schedule.chunks:
             return budget
         context = prefilling[0].computed if prefilling else 0
-        allowed = self._times.prefill_tokens(len(schedule.chunks), context)
+        allowed = self.times.prefill_tokens(len(schedule.chunks), context)
         return budget if allowed is None else min(budget, allowed)
 
     def observe(self, schedule: Schedule, seconds: float) -> None:
-        """Learns from the time that a step took, so that `max_step_stretch` can be kept."""
-        if self._times is not None:
+        """Learns from the time that a step took."""
+        if self.times is not None:
             prefills = [(chunk.count, chunk.start) for chunk in schedule.prefills()]
-            self._times.observe(len(schedule.chunks) - len(prefills), prefills, seconds)
+            self.times.observe(len(schedule.chunks) - len(prefills), prefills, seconds)
 
     # -- running sequences -------------------------------------------------------------------
 
@@ -279,6 +375,8 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence, *, keep: bool) -> None:
         self.waiting.stop_leading(sequence)
+        if self.tiers is not None:
+            self.tiers.loads.drop(sequence)
         copied = self._forks.pop(sequence, None) is None
         self.paging.leave(sequence, keep=keep, copied=copied)
 
@@ -289,6 +387,8 @@ class Scheduler:
             self._leave(sequence, keep=keep)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
+            if self.tiers is not None:
+                self.tiers.loads.drop(sequence)
         sequence.status = Status.FINISHED
 
     # -- waiting sequences -------------------------------------------------------------------
@@ -305,6 +405,10 @@ class Scheduler:
             if passed is not None and self._worse(sequence, passed):
                 break
             match = self.paging.match(sequence)
+            asking = self.tiers is not None and self.tiers.asks(sequence, match.length)
+            if asking and not sequence.preempted:
+                self.waiting.set_aside(sequence)
+                continue
             in_flight = self.waiting.in_flight(sequence)
             if len(self.running) >= self.max_num_seqs or not self._fits(sequence, match):
                 if len(self.running) >= self.max_num_seqs:
@@ -320,13 +424,17 @@ class Scheduler:
                 match = self.paging.match(sequence)
                 in_flight = 0
             count = min(len(sequence.tokens) - match.length, budget)
-            copy = self.paging.admit(sequence, match, count, in_flight)
+            asks = self.tiers is not None and self.tiers.loads.of(sequence) is not None
+            copy = self.paging.admit(sequence, match, 0 if asks else count, in_flight)
             self.waiting.remove(sequence)
             self._enter(sequence)
             if copy is not None:
                 schedule.copies.append(copy)
-            schedule.chunks.append(Chunk(sequence, count))
-            budget -= count
+            if asks:
+                budget, _ = self._continue([sequence], schedule, budget)
+            else:
+                schedule.chunks.append(Chunk(sequence, count))
+                budget -= count
         self.waiting.restore(self.paging.cached)
 
     def _make_room(self, schedule: Schedule) -> None:
@@ -356,6 +464,8 @@ class Scheduler:
             limited = sequence.reader is not None  # it may hit less than is cached
             cached = self.paging.cached(sequence) if limited else sequence.computed
             self.waiting.lead(sequence, cached)
+        if self.tiers is not None:
+            self.tiers.admitted(sequence)
 
     def computed(self, chunk: Chunk) -> None:
         """Counts a chunk as computed; what others can hit is entered in the tree."""

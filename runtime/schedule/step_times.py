@@ -12,6 +12,7 @@ LEAST_PREFILL = 16  # tokens a step may always prefill, so that prompts advance 
 # A step's time is cut to at most this many times the expected one: that of a machine which was
 # suspended meanwhile would keep prompts waiting for dozens of steps.
 _STRANGE = 4.0
+_FEW = 256  # prompt tokens from which nothing is foretold
 # The terms of a step's time, in units by which two steps usually differ by about one, and how
 # strongly each coefficient is pulled to 0. The latter decides where noise, or steps that are alike,
 # leave several fits open: the cost of a prompt is then attributed to its tokens, not the constant.
@@ -42,6 +43,7 @@ class StepTimes:
         self._products = np.zeros((2, 5, 5))
         self._answers = np.zeros((2, 5))
         self._coefficients: np.ndarray | None = None
+        self._prompt_tokens = 0  # that were seen
 
     def observe(self, decodes: int, prefills: Iterable[tuple[int, int]], seconds: float) -> None:
         """Learns from a step of `seconds` with `decodes` decoding sequences and these prefills.
@@ -54,6 +56,7 @@ class StepTimes:
             pairs += count * (context + count / 2)
         parts = np.array([1.0, decodes, float(decodes > 0 < tokens), tokens, pairs])
         row, kind = parts / _UNITS, int(tokens > 0)
+        self._prompt_tokens += int(tokens)
         if self._products[kind].any():
             seconds = min(seconds, _STRANGE * float(parts @ self._fit()))
         self._products[kind] = _KEPT * self._products[kind] + np.outer(row, row)
@@ -74,6 +77,16 @@ class StepTimes:
             return None
         spare = (self._stretch - 1) * alone
         return max(LEAST_PREFILL, math.floor(max(spare - mixed, spare / 2) / each))
+
+    def prefill_seconds(self, tokens: int, context: int) -> float | None:
+        """What `tokens` of a prompt add to steps, after `context` others.
+
+        None: too few were seen to say.
+        """
+        _, _, _, per_token, per_pair = self._fit()
+        if self._prompt_tokens < _FEW:
+            return None
+        return per_token * tokens + per_pair * tokens * (context + tokens / 2)
 
     def _fit(self) -> list[float]:
         """The coefficients; those that would be negative are left out one after another."""

@@ -4,7 +4,7 @@ import { byId } from "./dom.js";
 import { clock } from "./format.js";
 import { Icicle, prefixTable } from "./icicle.js";
 import { now } from "./now.js";
-import { foot, latencies, Memory, namespaces, nearMisses, pins, replicas } from "./parts.js";
+import { foot, latencies, Memory, namespaces, nearMisses, pins, replicas, tiers } from "./parts.js";
 import { OverTime } from "./time.js";
 
 const EVERY = 2000;
@@ -28,6 +28,7 @@ function render(report) {
   nearMisses(byId("near-list"), report);
   latencies(byId("latency-table"), report);
   replicas(byId("replicas"), byId("replica-table"), report);
+  tiers(byId("tiers"), byId("tier-table"), report);
   namespaces(byId("space-table"), report);
   pins(byId("pin-table"), report);
   foot(byId("foot"), report);

@@ -138,7 +138,8 @@ def test_every_name_contains_its_unit_and_has_a_description(url: str) -> None:
     assert len(ours) >= 25
     units = ("_seconds", "_tokens", "_pages", "_requests", "_sequences", "_responses", "_steps",
              "_pins", "_preemptions", "_running", "_waiting", "_finished", "_refused", "_up",
-             "_info", "_restarts", "_bytes", "_graphs", "_keys")  # fmt: skip
+             "_info", "_restarts", "_bytes", "_graphs", "_keys",
+             "_calls", "_loads")  # fmt: skip
     for family in ours:
         assert family.documentation, family.name
         assert family.name.endswith(units), family.name

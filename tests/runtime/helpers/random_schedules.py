@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from fake_adapters import FakeAdapters
 from fake_grammars import LateGrammars
 from fake_model import Interrupted, fake_engine
+from fake_tiers import HandThreads, add_tiers, written
 from random_requests import RECIPES, Asked, random_params, random_tokens
 
 from coppice.radix import POLICIES, Match, PinRefused
@@ -22,6 +24,7 @@ from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.request import QueueFull, Sequence, StepOutput, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.schedule.paging import Paging
+from coppice.runtime.tiers.store import Store
 
 _FAILURES = ("prepare", "copy", "begin", "layer 0", "layer 1", "logits")
 _MOST_STEPS = 3000  # of one schedule: far more than any needs that makes progress
@@ -68,7 +71,8 @@ class Admissions:
 class RandomSchedule:
     """One random schedule: an engine, and the requests and calls that it gets."""
 
-    def __init__(self, seed: int, checkpoint: Path, policy: str) -> None:
+    def __init__(self, seed: int, checkpoint: Path, policy: str, stores: Seq[Store] = ()) -> None:
+        """With `stores` its engine has these tiers, whose reads come late."""
         self.rng = rng = random.Random(seed)
         self.now = 0.0
         size = rng.choice([1, 4, 7, 16])
@@ -95,6 +99,13 @@ class RandomSchedule:
             self.graphs = [size for size in self.graphs if size <= seqs] or None
         self.engine, self.model = fake_engine(checkpoint, graphs=self.graphs, **self.options)
         self._use_own_clocks()
+        self.threads: HandThreads | None = None
+        self.loaded: dict[str, int] = {}  # tokens that came back from tiers, by request
+        if stores:
+            seconds = rng.choice([None, None, 0.0, 1e-8, 1e-7, 1.0])
+            each = (lambda tokens, context: tokens * seconds) if seconds is not None else None
+            self.threads = add_tiers(self.engine, stores, rng, each or (lambda *_: None))
+            self._count_loaded()
         self.engine.intake._recipe = rng.choice(RECIPES)
         self.grammars = self.engine.intake._grammars = LateGrammars()
         self.adapters = FakeAdapters(self.engine, rng)
@@ -118,6 +129,20 @@ class RandomSchedule:
             observe(schedule, 0.01 + 0.001 * rows)
 
         engine.scheduler.observe = timed  # type: ignore[method-assign]
+
+    def _count_loaded(self) -> None:
+        tiers = self.engine.tiers
+        assert tiers is not None
+        take = tiers.take
+
+        def taken(sequence: Any, load: Any, tokens: int) -> Any:
+            replaced = take(sequence, load, tokens)  # or there is no page for it
+            request = sequence.request.request_id
+            if load.first:
+                self.loaded[request] = self.loaded.get(request, 0) + tokens
+            return replaced
+
+        tiers.take = taken  # type: ignore[method-assign]
 
     # -- events ------------------------------------------------------------------------------
 
@@ -203,6 +228,8 @@ class RandomSchedule:
         self.live.append(request)
         if request.form is not None and rng.random() < 0.5:
             self.grammars.arrive(-1)
+        if self.threads is not None:
+            return
         if idle and not (request.pooled or self.grammars.late) and self.model.failure is None:
             self._peek(request)
 
@@ -304,7 +331,13 @@ class RandomSchedule:
     def step(self) -> None:
         engine, model = self.engine, self.model
         self.now += 1.0
+        if self.threads is not None:
+            self.threads.work(self.rng.choice([0, 0, 1, 2, None]))
+            if self.rng.random() < 0.3:
+                written(engine)
         armed, before = model.failure, model.steps
+        # With tiers copies may be made between steps, and fail there.
+        failed_before = engine.scheduler._schedule.failure is not None
         # A step with late tokens before it may have nothing to do but to wait for them.
         scheduled = len(engine.scheduler.running) + len(engine.scheduler.waiting)
         refused = [each for each in self.live if each.formless]
@@ -313,8 +346,8 @@ class RandomSchedule:
             outputs = engine.step()
         except Interrupted:
             outputs, self.lost = [], True
-        failed = armed is not None and model.failure is None
-        if busy and not failed:
+        failed = failed_before or (armed is not None and model.failure is None)
+        if busy and not failed and self.threads is None:
             assert model.steps == before + 1, "unfinished requests, but an empty step"
         for output in outputs:
             self._take(output, failed)
@@ -352,6 +385,11 @@ class RandomSchedule:
         self.engine.check()
         self._check_queue()
         self._check_accounts()
+        if self.engine.tiers is not None:
+            # What has left since the last step is poisoned now.
+            failure, self.model.failure = self.model.failure, None
+            self.engine.tiers.flush()
+            self.model.failure = failure
         if self.rng.random() < 0.2 or not self.engine.has_unfinished():
             self.model.check_cache()
         self.model.poison()
@@ -382,7 +420,8 @@ class RandomSchedule:
         hits = self.admissions.hits
         for request in self.asked.values():
             for outputs in request.outputs.values():
-                assert all(each.cached_tokens == hits[request.name] for each in outputs)
+                cached = hits[request.name] + self.loaded.get(request.name, 0)
+                assert all(each.cached_tokens == cached for each in outputs)
 
     # -- each alone --------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from coppice.runtime.report.snapshot import (
     PinState,
     ReplicaReport,
 )
+from coppice.runtime.tiers.told import TierReport, TiersReport
 from tests.runtime.offline.test_replay import random_trace
 
 GAUGES = {"pages_total", "pages_free", "pages_cached", "pages_pinned", "pages_held",
@@ -40,6 +41,17 @@ def stats_of(report: CacheReport) -> EngineStats:
     return EngineStats(**{each.name: getattr(report, each.name) for each in fields(EngineStats)})
 
 
+def tiers(factor: int, *names: str) -> TiersReport:
+    """What tiers did, in which every field has a number of its own, times `factor`."""
+    stores = []
+    for name in names or ("disk", f"only {factor}"):
+        counts = {each.name: number * factor for number, each in enumerate(fields(TierReport))}
+        unknown = {"capacity_bytes": None} if name != "disk" else {}
+        stores.append(TierReport(**(counts | {"name": name} | unknown)))  # type: ignore[arg-type]
+    sums = {each.name: number * factor for number, each in enumerate(fields(TiersReport))}
+    return TiersReport(**(sums | {"stores": tuple(stores)}))  # type: ignore[arg-type]
+
+
 REPORT = report_of(random_trace(0, 20, 30))
 
 
@@ -54,6 +66,7 @@ def full(factor: int = 1) -> EngineStats:
             "int | None": number * factor,
             "Counts": Counts(*range(factor, factor + len(fields(Counts)))),
             "Histogram": Histogram((1.0, 2.0), (factor, 0, number), 0.5 * factor),
+            "TiersReport | None": tiers(factor),
             "dict[str, int]": {"a": number * factor, "none": 0, f"only {factor}": 1},
         }.get(kind, ())
     values["page_size"] = 16
@@ -65,7 +78,7 @@ def test_every_field_is_a_sum_but_for_those_with_a_rule_of_their_own() -> None:
     merged = merged_stats({"1": one, "0": two}, [gone])
     for each in fields(EngineStats):
         name, kind = each.name, str(each.type)
-        if name in ("page_size", "num_pins", "resident_bytes", "adapters", "replicas"):
+        if name in ("page_size", "num_pins", "resident_bytes", "adapters", "tiers", "replicas"):
             continue
         parts = [getattr(part, name) for part in (one, two, gone)]
         if name in GAUGES:
@@ -86,6 +99,26 @@ def test_every_field_is_a_sum_but_for_those_with_a_rule_of_their_own() -> None:
     assert merged.page_size == 16
     assert merged.num_pins == two.num_pins, "a pin is on every replica"
     assert merged.resident_bytes == one.resident_bytes + two.resident_bytes  # type: ignore[operator]
+
+
+def test_tiers_are_told_together_and_what_they_keep_ends_with_an_engine() -> None:
+    merged = merged_stats(
+        {"1": full(), "0": full(2), "none": replace(full(), tiers=None)}, [full(5)]
+    )
+    assert merged.tiers is not None
+    disk, two, one, five = merged.tiers.stores
+    assert [each.name for each in (two, one, five)] == ["only 2", "only 1", "only 5"]
+    now = ("used_bytes", "capacity_bytes")
+    for number, each in enumerate(fields(TierReport)):
+        if each.name != "name":
+            assert getattr(disk, each.name) == number * (3 if each.name in now else 8), each.name
+    assert (one.capacity_bytes, five.capacity_bytes, five.used_bytes) == (None, None, 0)
+    assert five.loaded_tokens == 5
+    for number, each in enumerate(fields(TiersReport)):
+        if each.name != "stores":
+            factor = 3 if each.name == "waiting_bytes" else 8
+            assert getattr(merged.tiers, each.name) == number * factor, each.name
+    assert merged_stats({"a": replace(full(), tiers=None)}).tiers is None
 
 
 def test_what_each_replica_did_is_told() -> None:

@@ -16,7 +16,7 @@ from coppice.runtime.model.linear.sixteen_bit import BFloat16Linear, HalfLinear
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.transformers.fuse import GatedPart
 from tests.runtime.engine.test_families import generated, run, start
-from tests.runtime.pooling.test_pooling import pooled
+from tests.runtime.model.reading.test_pooling import pooled
 
 Make = Callable[..., Path]
 

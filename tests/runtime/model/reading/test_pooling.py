@@ -23,7 +23,7 @@ from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.pooling_params import PoolingParams
 from coppice.runtime.requests.request import PromptTooLong, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
-from tests.runtime.pooling.conftest import changed, sentence_modules
+from tests.runtime.model.reading.conftest import changed, sentence_modules
 
 Make = Callable[..., Path]
 RAW = PoolingParams(use_activation=False)

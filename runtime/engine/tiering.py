@@ -1,0 +1,104 @@
+"""Opens the tiers that an engine's options name, and says what their pages depend on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+import xxhash
+
+from coppice.kernels.packing import packed_bytes
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.model.files.path import resolve_model
+from coppice.runtime.runner.forward import ModelRunner
+from coppice.runtime.schedule.paging import PageCopy, copy_batches
+from coppice.runtime.schedule.scheduler import Scheduler
+from coppice.runtime.schedule.step_times import StepTimes
+from coppice.runtime.tiers.digest import cache_file, weights_digest
+from coppice.runtime.tiers.disk.store import DiskStore
+from coppice.runtime.tiers.exchange import Tiers
+from coppice.runtime.tiers.host import HostStore
+from coppice.runtime.tiers.sizes import parse_size
+from coppice.runtime.tiers.store import Store, TierFailed
+
+logger = logging.getLogger(__name__)
+
+#: Changes whenever the same weights and tokens give other numbers, or a page another layout.
+NUMBERS = 1
+
+#: Seconds in which pages are stored when an engine ends; servers wait for that end for ten.
+CLOSING_SECONDS = 6.0
+
+
+def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> Tiers | None:
+    """The tiers of an engine, in use from now on; None if it has none.
+
+    Raises ValueError if one can't be used, with nothing left open.
+    """
+    if not (config.host_cache or config.disk_cache or config.shared_cache):
+        return None
+    width = packed_bytes(runner.kv_cache)
+    stores: list[Store] = []
+    try:
+        if config.host_cache is not None:
+            size = parse_size("host_cache", config.host_cache)
+            stores.append(HostStore(size, width, runner.device))
+        if config.disk_cache is not None:
+            size = parse_size("disk_cache_size", config.disk_cache_size)
+            stores.append(DiskStore(config.disk_cache, size, width))
+        if config.shared_cache is not None:
+            from coppice.runtime.tiers.shared import SharedStore
+
+            stores.append(SharedStore(config.shared_cache, width))
+    except (TierFailed, ValueError) as error:
+        for store in stores:
+            store.close()
+        raise ValueError(str(error)) from error
+    times = scheduler.times or StepTimes(2.0)  # the limit does not matter: nothing asks for it
+    tiers = Tiers(
+        stores,
+        tree=scheduler.paging.tree,
+        caches=lambda: runner.kv_cache,
+        copy=partial(_copy, runner),
+        digest=numbers_digest(config, runner),
+        compute_seconds=times.prefill_seconds,
+    )
+    scheduler.use(tiers, times)
+    logger.info("pages are kept in: %s", ", ".join(store.name for store in stores))
+    return tiers
+
+
+def _copy(runner: ModelRunner, copies: Iterable[PageCopy]) -> None:
+    for batch in copy_batches(copies):
+        sources, targets = [each.source for each in batch], [each.target for each in batch]
+        runner.attention.copy_pages(runner.kv_cache, sources, targets)
+
+
+def numbers_digest(config: EngineConfig, runner: ModelRunner) -> bytes:
+    """What the numbers of a page depend on beside its tokens and its namespace: 16 bytes.
+
+    The weights by their content, the types and kernels that compute with them, and the layout.
+    """
+    folder = resolve_model(config.model, config.revision)
+    weights = b"dummy" + str(config.seed).encode()
+    if config.load_format != "dummy":
+        weights = weights_digest(folder, cache_file())
+    cache = runner.kv_cache[0]
+    described = repr((
+        NUMBERS,
+        runner.model_config,
+        config.quantization,
+        config.dtype,
+        config.deterministic,
+        runner.device.type,
+        runner.attention.name,
+        [(tuple(each.k.shape[1:]), str(each.k.dtype)) for each in (cache, runner.kv_cache[-1])],
+        runner.page_size,
+    ))  # fmt: skip
+    state = xxhash.xxh3_128(weights + described.encode())
+    for layer in runner.kv_cache:
+        for scale in layer.scales or ():
+            state.update(np.ascontiguousarray(scale.detach().cpu().float().numpy()).tobytes())
+    return state.digest()

@@ -1,0 +1,318 @@
+"""The tiers beside one engine's pool: pages that leave it are kept there, and come back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import torch
+
+from coppice.kernels.attention.interface import LayerCache
+from coppice.kernels.packing import host_rows, pack, packed_bytes, unpack
+from coppice.radix import Namespace, Node, RadixTree, TreeListener
+from coppice.radix.mirror.leaving import Known, LeavingPages, NamedPage
+from coppice.radix.mirror.names import root_name
+from coppice.runtime.requests.request import Sequence
+from coppice.runtime.tiers.load import Load
+from coppice.runtime.tiers.loads import Loads
+from coppice.runtime.tiers.store import Store
+from coppice.runtime.tiers.told import TierCounts, TierReport, TiersReport, TiersTold
+from coppice.runtime.tiers.writer import Batch, Writer
+
+logger = logging.getLogger(__name__)
+
+_KNOWN = 1 << 18  # names of pages that are not written again
+_ROOTS = 1 << 12  # namespaces whose names are remembered
+_WAITING_BYTES = 256 * 2**20  # of pages that wait to be written
+_CLOSING_PAUSE = 0.005  # seconds until the writer may have room again
+_BESIDE_STEP = 4 * 2**20  # bytes copied between two steps of pages that were hit again
+
+
+class Tiers:
+    """Keeps what leaves a tree's pages, and what was hit again, in stores; brings it back.
+
+    The engine's thread calls it. It copies pages to memory and back, between steps; threads read
+    and write. Pages are overwritten only after `flush`: it must be called after pages were
+    allocated and before anything is written to them.
+
+    Attributes:
+        copy: makes copies of pages on the device.
+        before_access: called before pages are read or written; has all copies made that were
+            scheduled so far.
+        loads: what comes back.
+        told: what was done so far.
+        stores: the tiers, the fastest first.
+    """
+
+    def __init__(
+        self,
+        stores: Seq[Store],
+        *,
+        tree: RadixTree,
+        caches: Callable[[], Seq[LayerCache]],
+        copy: Callable[[Seq[Any]], None],
+        digest: bytes,
+        compute_seconds: Callable[[int, int], float | None],
+    ) -> None:
+        """Begins to listen to `tree`.
+
+        Args:
+            stores: the tiers, the fastest first; they are closed with this.
+            tree: whose pages are kept.
+            caches: the tensors of the pages, which may be others after a sleep.
+            copy: makes copies of pages on the device, in order.
+            digest: of all that the numbers depend on beside tokens and namespaces.
+            compute_seconds: see `Loads`.
+        """
+        self.stores = stores
+        self.told = TiersTold({store.name: TierCounts() for store in stores})
+        self._caches, self._digest, self.copy = caches, digest, copy
+        self.before_access: Callable[[], None] = lambda: None
+        self._roots: dict[Hashable, bytes | None] = {}
+        self._known = Known(_KNOWN)
+        layers = caches()
+        self._device, self._page_bytes = layers[0].k.device, packed_bytes(layers)
+        self._size = tree.page_size
+        self._again: dict[Node, None] = {}  # nodes that were hit, with pages to be written
+        self._written: dict[Node, int] = {}  # how many of a node's pages were
+        self._leaving = LeavingPages(self._size, self._root, self._wanted)
+        self._following = _Following(self._size, self._again, self._written)
+        self._tree = tree
+        self._listen()
+        self._writer = Writer(stores, self.told, self._known.discard, _WAITING_BYTES)
+        self.loads = Loads(
+            stores,
+            page_size=self._size,
+            page_bytes=self._page_bytes,
+            device=self._device,
+            root=self._root,
+            compute_seconds=compute_seconds,
+            known=self._known,
+            told=self.told,
+        )
+
+    def _listen(self) -> None:
+        self._tree.add_listener(self._leaving)
+        self._tree.add_listener(self._following)
+
+    def move_to(self, tree: RadixTree) -> None:
+        """Continues with another tree, which is empty; what the other one held is not written."""
+        self._leaving.cleared()
+        self._following.cleared()
+        self._leaving.take()
+        self._tree = tree
+        self._listen()
+
+    def _root(self, namespace: Hashable) -> bytes | None:
+        """The name with which the chain of a namespace begins; None for one without an encoding."""
+        if namespace in self._roots:
+            return self._roots[namespace]
+        name: bytes | None = None
+        if namespace is None or isinstance(namespace, Namespace):
+            same = namespace
+            if same is not None:  # what the model and its adapter are called does not matter
+                adapter = same.adapter and same.adapter.rpartition("@")[2]
+                same = same._replace(model="", adapter=adapter)
+            name = root_name(self._digest, same)
+        if len(self._roots) >= _ROOTS:
+            self._roots.clear()
+        self._roots[namespace] = name
+        return name
+
+    def _wanted(self, name: bytes) -> bool:
+        return name not in self._known
+
+    # -- what leaves -------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Copies the pages that were evicted since the last call, which may now be overwritten."""
+        if gone := self._leaving.take():
+            self.before_access()
+            unique = {each.name: each for each in gone}
+            self._keep(list(unique.values()))
+
+    def asks(self, sequence: Sequence, cached: int) -> bool:
+        """Whether a sequence should not run yet, since tiers are about to answer.
+
+        Asks them, if that was not done, for what comes after its first `cached` tokens.
+        """
+        self.loads.begin(sequence, cached)
+        return self.loads.waits(sequence)
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Notes that a sequence holds a hit: it is worth keeping."""
+        hold = sequence.hold
+        if hold is None or sequence.private:
+            return
+        node = hold.node
+        while node is not None and node.parent is not None:
+            if self._written.get(node, 0) < len(node.pages):
+                self._again[node] = None
+            node = node.parent
+
+    def beside(self, *, idle: bool) -> None:
+        """Copies some of the pages that were hit again, as many as do not delay the next step.
+
+        `idle`: no step follows, so as many as the writer takes.
+        """
+        self.flush()
+        self._writer.poll()
+        if self._again:
+            self.before_access()
+        room = self._writer.room() if idle else min(_BESIDE_STEP, self._writer.room() // 2)
+        most = room // self._page_bytes
+        if not idle:
+            most = max(1, most) if room else 0
+        while self._again and most > 0:
+            node = next(iter(self._again))
+            pages = list(islice(self._leaving.pages(node, self._written.get(node, 0)), most))
+            self._written[node] = self._written.get(node, 0) + len(pages)
+            if not pages or self._written[node] >= len(node.pages):
+                del self._again[node]
+            self._keep([each for each in pages if self._wanted(each.name)])
+            most -= max(1, len(pages))
+
+    def _keep(self, pages: list[NamedPage]) -> None:
+        """Has the writer store pages, those first that come first, as far as it has room."""
+        room = self._writer.room() // self._page_bytes
+        if len(pages) > room:
+            self.told.unwritten_pages += len(pages) - room
+            pages = pages[:room]
+        if not pages:
+            return
+        try:
+            rows = host_rows(len(pages), self._page_bytes, self._device)
+            pack(self._caches(), [each.page for each in pages], rows)
+        except Exception:  # no memory, or the device has failed: the next step will tell
+            logger.exception("pages could not be copied to memory, and are not kept")
+            self.told.unwritten_pages += len(pages)
+            return
+        ready = None
+        if self._device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+            ready = copied.synchronize
+        names = [each.name for each in pages]
+        for name in names:
+            self._known.add(name)
+        self._writer.add(Batch([each.key for each in pages], names, rows, ready))
+
+    # -- what comes back ---------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Takes what threads have done since the last step."""
+        self.loads.poll()
+        self._writer.poll()
+
+    def take(self, sequence: Sequence, load: Load, tokens: int) -> int | None:
+        """Fills a sequence's pages with its next `tokens`, which `Loads.next` has offered.
+
+        Its table has pages for them. If its computed tokens end inside a page, that page is
+        replaced by one that has all of them: returns the one that it was, else None. Raises
+        OutOfPages, with nothing changed, if there is no page for that.
+        """
+        size, table, computed = self._size, sequence.table, sequence.computed
+        replaced = None
+        first = computed // size
+        if computed % size:
+            [page] = self._tree.allocate(1)
+            replaced, table[first] = table[first], page
+            self._tree.pool.release([replaced])
+            self.flush()
+        self.before_access()
+        loaded = self.loads.take(load, tokens)
+        caches = self._caches()
+        begin = 0
+        while begin < len(loaded):  # rows that follow each other in one buffer are copied together
+            end, (_, buffer, row) = begin, loaded[begin]
+            while end < len(loaded) and loaded[end].buffer is buffer:
+                end += 1
+            rows = buffer[row : row + end - begin]
+            unpack(caches, table[first + begin : first + end], rows)
+            begin = end
+        return replaced
+
+    def wait(self, seconds: float) -> None:
+        """Waits for a thread, for at most `seconds`; returns at once if none has anything to do."""
+        self.loads.wait(seconds)
+
+    def report(self) -> TiersReport:
+        """What was done so far, and what tiers keep now."""
+        told = self.told
+        stores = tuple(
+            TierReport(
+                store.name,
+                **asdict(told.tiers[store.name]),
+                damaged=store.damaged,
+                used_bytes=store.used,
+                capacity_bytes=store.capacity,
+            )
+            for store in self.stores
+        )
+        return TiersReport(
+            stores,
+            told.found_tokens,
+            told.requests,
+            told.computed_instead,
+            told.saved_seconds,
+            told.unwritten_pages,
+            self._writer.waiting_bytes,
+        )
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def close(self, seconds: float) -> None:
+        """Writes all that was not, for about `seconds`; ends the threads; closes the stores.
+
+        What was hit again goes first, then what was used last.
+        """
+        deadline = time.monotonic() + seconds
+        self.loads.close()
+        self.before_access()
+        self.flush()
+        self._writer.hurry(deadline)
+        nodes = sorted(self._tree.nodes(), key=lambda node: (node.hits > 0, node.stamp))
+        while nodes and time.monotonic() < deadline:
+            node = nodes.pop()
+            if node.draft:
+                continue
+            pages = [each for each in self._leaving.pages(node) if self._wanted(each.name)]
+            while pages and time.monotonic() < deadline:
+                self._writer.poll()
+                if most := self._writer.room() // self._page_bytes:
+                    self._keep(pages[:most])
+                    del pages[:most]
+                else:
+                    time.sleep(_CLOSING_PAUSE)
+        self._writer.close()
+        for store in self.stores:
+            store.close()
+
+
+class _Following(TreeListener):
+    """Keeps what is known of nodes true while the tree changes."""
+
+    def __init__(self, page_size: int, again: dict[Node, None], written: dict[Node, int]) -> None:
+        self._size, self._again, self._written = page_size, again, written
+
+    def split(self, upper: Node, lower: Node) -> None:
+        # What was written is known by name: it is only looked at again.
+        if self._written.pop(lower, None) is not None or lower in self._again:
+            self._again[upper] = self._again[lower] = None
+
+    def evicted(self, node: Node, length: int) -> None:
+        if not length:
+            self._again.pop(node, None)
+            self._written.pop(node, None)
+        elif node in self._written:
+            kept = -(-(node.start + length) // self._size) - node.start // self._size
+            self._written[node] = min(self._written[node], kept)
+
+    def cleared(self) -> None:
+        self._again.clear()
+        self._written.clear()

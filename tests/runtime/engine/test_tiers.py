@@ -1,0 +1,466 @@
+"""Engines that keep pages in other tiers: the same tokens, whatever comes back, or does not."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+from fake_model import WrongKV, fake_checkpoint, fake_engine
+from fake_tiers import MemoryStore, add_tiers, written
+from random_schedules import RandomSchedule
+from safetensors.torch import load_file, save_file
+
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine.core import Engine
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
+from coppice.runtime.schedule.step_times import StepTimes
+from coppice.runtime.tiers import rates
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def loading_pays(monkeypatch):
+    """The models are so small that computing is often faster, and machines may be busy."""
+    monkeypatch.setattr(StepTimes, "prefill_seconds", lambda self, tokens, context: 10.0 * tokens)
+    monkeypatch.setattr(rates, "_LEAST_PATIENCE", 20.0)
+
+
+def engine(checkpoint, folder=None, **options) -> Engine:
+    options = {"kv_cache_tokens": 512, "page_size": 4, "max_num_batched_tokens": 64} | options
+    options.setdefault("disk_cache_size", "64MiB")
+    disk = None if folder is None else str(folder)
+    return Engine(EngineConfig(model=str(checkpoint), disk_cache=disk, **options))
+
+
+def serve(made: Engine, prompts, params=GREEDY, **options):
+    """(Generated tokens, cached tokens) of each prompt; everything is recounted at each step."""
+    for index, prompt in enumerate(prompts):
+        made.add_request(str(index), prompt, params, **options)
+    tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    cached = {}
+    while made.has_unfinished():
+        for output in made.step():
+            assert output.error is None
+            tokens[output.request_id] += output.new_token_ids
+            cached[output.request_id] = output.cached_tokens
+        made.check()
+    return list(tokens.values()), [cached[str(index)] for index in range(len(prompts))]
+
+
+def prompts_of(seed: int, lengths=(150, 90, 61, 17)):
+    rng = random.Random(seed)
+    stem = [rng.randrange(3, 250) for _ in range(40)]
+    return [stem + [rng.randrange(3, 250) for _ in range(length - 30)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_checkpoint):
+    return tiny_checkpoint("llama")
+
+
+def test_after_a_restart_everything_is_there(llama, tmp_path):
+    prompts = prompts_of(1)
+    cold = engine(llama, kv_cache_tokens=4096)
+    expected, _ = serve(cold, prompts)
+    cold.close()
+    first = engine(llama, tmp_path)
+    assert serve(first, prompts)[0] == expected
+    first.close()
+    second = engine(llama, tmp_path)
+    tokens, cached = serve(second, prompts)
+    assert tokens == expected
+    assert cached == [len(prompt) - 1 for prompt in prompts], "token-exact, partial pages too"
+    told = second.tiers.told
+    assert told.tiers["disk"].loaded_tokens >= len(prompts[0]) - 1
+    assert second.counters.computed_tokens <= len(prompts) + 3
+    second.close()
+
+
+def test_what_was_evicted_comes_back(llama, tmp_path):
+    rng = random.Random(2)
+    prompts = [[rng.randrange(3, 250) for _ in range(120)] for _ in range(8)]
+    plain = engine(llama, kv_cache_tokens=256, max_num_seqs=2)
+    expected, _ = serve(plain, prompts)
+    again, cached = serve(plain, prompts)
+    assert again == expected and sum(cached) < 300
+    made = engine(llama, tmp_path, kv_cache_tokens=256, max_num_seqs=2)
+    assert serve(made, prompts)[0] == expected
+    written(made)
+    again, cached = serve(made, prompts)
+    assert again == expected
+    # What is evicted after tiers were asked for it, and not stored yet, is computed.
+    assert sum(cached) >= 119 * 4 and max(cached) == 119
+    assert made.tiers.told.unwritten_pages == 0
+    made.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+def test_any_page_size_and_type(llama, tmp_path, page_size, dtype):
+    prompts = prompts_of(3, (50, 33))
+    options = {
+        "page_size": page_size,
+        "kv_cache_tokens": page_size * -(-200 // page_size),
+        "kv_cache_dtype": "auto",
+    }
+    if dtype == "bfloat16":
+        options["kv_cache_dtype"] = "bfloat16"
+    made = engine(llama, tmp_path, **options)
+    expected, _ = serve(made, prompts)
+    made.close()
+    made = engine(llama, tmp_path, **options)
+    tokens, cached = serve(made, prompts)
+    assert tokens == expected and cached == [len(prompt) - 1 for prompt in prompts]
+    made.close()
+
+
+def test_samples_beams_logprobs_and_pins_are_as_without(llama, tmp_path):
+    prompt = prompts_of(4)[0]
+
+    def all_kinds(made: Engine):
+        found = []
+        params = SamplingParams(n=3, temperature=1, seed=5, max_tokens=5, logprobs=2)
+        made.add_request("n", prompt, params)
+        made.add_beam_search("beam", prompt[:-3], BeamSearchParams(3, 5))
+        made.add_request("scored", prompt[:70], SamplingParams(max_tokens=2, prompt_logprobs=1,
+                                                              temperature=0))  # fmt: skip
+        made.pin("kept", prompt[:50])
+        while made.has_unfinished():
+            for output in made.step():
+                text = repr((output.logprobs, output.prompt_logprobs, output.score))
+                scores = [float(each) for each in re.findall(r"-?\d+\.\d+", text)]
+                name = output.request_id, output.index, output.new_token_ids
+                found.append((name, scores))
+            made.check()
+        return sorted(found, key=lambda each: each[0])
+
+    plain = engine(llama)
+    expected = all_kinds(plain)
+    plain.close()
+    for _ in range(3):
+        made = engine(llama, tmp_path)
+        found = all_kinds(made)
+        assert [name for name, _ in found] == [name for name, _ in expected]
+        for (_, scores), (_, others) in zip(found, expected, strict=True):
+            assert scores == pytest.approx(others, abs=1e-3)
+        told = made.tiers.told
+        made.close()
+    # One computes its first tokens for their logprobs; the others take these from it.
+    assert told.tiers["disk"].loaded_tokens >= len(prompt) - 1 - 64
+
+
+def test_salts_tenants_and_other_weights_share_nothing(llama, tmp_path):
+    prompts = prompts_of(5)[:1]
+    made = engine(llama, tmp_path / "cache")
+    serve(made, prompts, cache_salt="a")
+    made.close()
+    for options, hit in (
+        ({}, 0), ({"cache_salt": "b"}, 0), ({"tenant": "a"}, 0), ({"cache_salt": "a"}, 149 + 10),
+    ):  # fmt: skip
+        made = engine(llama, tmp_path / "cache")
+        assert serve(made, prompts, **options)[1] == [hit]
+        made.close()
+        shutil.rmtree(tmp_path / "cache") if not hit else None
+        if not hit:
+            made = engine(llama, tmp_path / "cache")
+            serve(made, prompts, cache_salt="a")
+            made.close()
+
+
+def test_weights_count_by_what_they_contain(llama, tmp_path):
+    """A copy elsewhere hits; the same place with other weights does not, though times are equal."""
+    prompts = prompts_of(6)[:1]
+    place = tmp_path / "model"
+    shutil.copytree(llama, place)
+    made = engine(place, tmp_path / "cache")
+    expected, _ = serve(made, prompts)
+    made.close()
+    made = engine(llama, tmp_path / "cache")
+    assert serve(made, prompts) == (expected, [159])
+    made.close()
+    [file] = place.glob("*.safetensors")
+    times = file.stat()
+    weights = load_file(file)
+    name = next(name for name in weights if "k_proj" in name)
+    weights[name] = weights[name] + 0.01
+    save_file(weights, file, metadata={"format": "pt"})
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    made = engine(place, tmp_path / "cache")
+    tokens, cached = serve(made, prompts)
+    assert cached == [0]
+    made.close()
+    plain = engine(place)
+    assert serve(plain, prompts)[0] == tokens
+    plain.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"page_size": 8}, {"kv_cache_dtype": "bfloat16"}, {"quantization": "int8"},
+     {"attention_backend": "reference"}],
+)  # fmt: skip
+def test_what_changes_numbers_or_layout_never_hits(llama, tmp_path, options):
+    prompts = prompts_of(7)[:1]
+    made = engine(llama, tmp_path)
+    serve(made, prompts)
+    made.close()
+    made = engine(llama, tmp_path, **options)
+    assert serve(made, prompts)[1] == [0]
+    made.close()
+
+
+class SlowStore(MemoryStore):
+    """Takes `seconds` for each page that it reads; for ever while `stuck` is set."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.stuck = threading.Event()
+        self.free = threading.Event()
+
+    def load(self, keys, places, out):
+        if self.stuck.is_set():
+            assert self.free.wait(30)
+        time.sleep(self.seconds * len(places))
+        return super().load(keys, places, out)
+
+
+def with_store(checkpoint, store, **options) -> Engine:
+    """An engine whose tier is `store`, with real threads."""
+    made = engine(checkpoint, **options)
+    add_tiers(made, [store], random.Random(1), hand=False)
+    return made
+
+
+def test_the_beginning_is_computed_while_the_end_is_loaded(llama):
+    """Where both take as long each does a part, and the tokens are the same."""
+    prompts = prompts_of(8, (400,))
+    store = SlowStore(0.004)
+    made = with_store(llama, store, kv_cache_tokens=1024)
+    expected, _ = serve(made, prompts)
+    made.tiers.close(10)
+    made = with_store(llama, store, kv_cache_tokens=1024, max_num_batched_tokens=32, max_num_seqs=8)
+    loads = made.tiers.loads
+    loads._rates[0].observe(loads._page_bytes, 0.004)
+    loads._compute_seconds = lambda tokens, context: 0.001 * tokens
+    loads._piece_pages = 2
+    tokens, [cached] = serve(made, prompts)
+    assert tokens == expected
+    assert 0 < cached < 409
+    assert made.counters.computed_tokens == 410 - cached
+    assert made.tiers.told.tiers["memory"].loaded_tokens == cached
+    made.tiers.close(1)
+
+
+def test_a_tier_that_hangs_is_given_up_and_the_rest_is_computed(llama):
+    prompts = prompts_of(9, (300,))
+    store = SlowStore(0.0)
+    made = with_store(llama, store, kv_cache_tokens=1024)
+    expected, _ = serve(made, prompts)
+    made.tiers.close(10)
+    made = with_store(llama, store, kv_cache_tokens=1024)
+    store.stuck.set()
+    assert serve(made, prompts) == (expected, [0])
+    assert made.tiers.told.tiers["memory"].slow == 1
+    store.stuck.clear()
+    store.free.set()
+    assert serve(made, prompts) == (expected, [309]), "from memory now"
+    made.tiers.close(1)
+
+
+def test_what_is_slower_than_computing_is_not_loaded(llama):
+    prompts = prompts_of(10, (300,))
+    store = MemoryStore()
+    made = with_store(llama, store)
+    expected, _ = serve(made, prompts)
+    made.tiers.close(10)
+    made = with_store(llama, store)
+    made.tiers.loads._compute_seconds = lambda tokens, context: 1e-12 * tokens
+    assert serve(made, prompts) == (expected, [0])
+    assert store.loaded == 0
+    assert made.tiers.told.computed_instead == 309
+    made.tiers.close(1)
+
+
+def test_requests_of_one_prompt_load_it_once(llama):
+    prompt = prompts_of(11, (200,))[0]
+    store = MemoryStore()
+    made = with_store(llama, store)
+    expected, _ = serve(made, [prompt])
+    made.tiers.close(10)
+    made = with_store(llama, store)
+    tokens, cached = serve(made, [prompt] * 5)
+    assert tokens == expected * 5 and cached == [209] * 5
+    assert store.loaded == -(-209 // 4)
+    made.tiers.close(1)
+
+
+def test_what_was_hit_again_is_stored_before_it_is_evicted(llama):
+    prompts = prompts_of(12)
+    store = MemoryStore()
+    made = with_store(llama, store)
+    serve(made, prompts[:1])
+    written(made)
+    assert not store.pages, "nothing was evicted, nothing was hit twice"
+    serve(made, prompts[:1])
+    written(made)
+    tokens = sum(key.length for key in store.pages)
+    assert tokens >= len(prompts[0]) - 1
+    count = made.tiers.told.tiers["memory"].written_pages
+    serve(made, prompts[:1])
+    written(made)
+    assert made.tiers.told.tiers["memory"].written_pages == count, "nothing is written twice"
+    made.tiers.close(1)
+
+
+def test_an_abort_forgets_what_was_on_its_way(llama):
+    prompt = prompts_of(13, (200,))[0]
+    store = SlowStore(0.001)
+    made = with_store(llama, store)
+    expected, _ = serve(made, [prompt])
+    made.tiers.close(10)
+    made = with_store(llama, store)
+    for _ in range(6):
+        made.add_request("a", prompt, GREEDY)
+        made.step()
+        made.abort("a")
+        made.check()
+        assert not made.tiers.loads._loads and not made.tiers.loads._coming
+    assert serve(made, [prompt])[0] == expected
+    made.tiers.close(1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
+def test_an_end_stores_what_there_is_time_for(llama, seconds):
+    store = MemoryStore()
+    made = with_store(llama, store)
+    serve(made, prompts_of(14)[:1])
+    made.tiers.close(seconds)
+    assert store.closed
+    assert bool(store.pages) == bool(seconds)
+
+
+def test_sleep_and_reset_leave_tiers_as_they_are(llama, tmp_path):
+    prompts = prompts_of(15)[:2]
+    made = engine(llama, tmp_path, kv_cache_tokens=256)
+    expected, _ = serve(made, prompts)
+    serve(made, prompts)
+    written(made)
+    for forget in (made.reset_cache, lambda: (made.sleep(1), made.wake_up())):
+        forget()
+        assert serve(made, prompts)[0] == expected
+        assert made.tiers.told.tiers["disk"].loaded_tokens > 100
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"disk_cache": ""}, "disk_cache must be a text that is not empty"),
+        ({"disk_cache": 7}, "disk_cache must be a text"),
+        ({"disk_cache": "x", "enable_prefix_caching": False}, "without enable_prefix_caching"),
+        ({"disk_cache": "x", "tensor_parallel_size": 2}, "with tensor_parallel_size 2"),
+        ({"disk_cache_size": "many"}, "disk_cache_size must be a size such as 64GiB"),
+        ({"host_cache": "0"}, "host_cache must be a size"),
+        ({"shared_cache": ""}, "shared_cache must be a text"),
+    ],
+)
+def test_bad_options_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        EngineConfig(model="x", **options)
+
+
+def test_a_folder_that_is_in_use_or_unusable_is_refused(llama, tmp_path):
+    made = engine(llama, tmp_path)
+    with pytest.raises(ValueError, match="is in use by process"):
+        engine(llama, tmp_path)
+    made.close()
+    engine(llama, tmp_path).close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"disk_cache: .*file.* can't be used"):
+        engine(llama, tmp_path / "file")
+
+
+def test_main_memory_is_a_tier_as_well(llama):
+    rng = random.Random(16)
+    prompts = [[rng.randrange(3, 250) for _ in range(120)] for _ in range(6)]
+    plain = engine(llama, kv_cache_tokens=256)
+    expected, _ = serve(plain, prompts)
+    plain.close()
+    made = engine(llama, kv_cache_tokens=256, host_cache="1MiB")
+    for _ in range(2):
+        assert serve(made, prompts)[0] == expected
+        written(made)
+    cached = serve(made, prompts)[1]
+    # What is evicted after tiers were asked for it, and not stored yet, is computed.
+    assert sum(cached) >= 119 * 3 and max(cached) == 119
+    made.close()
+    with pytest.raises(ValueError, match="host_cache must be at least a page"):
+        engine(llama, host_cache="100")
+
+
+# -- any schedule ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return fake_checkpoint(tmp_path_factory.mktemp("fake"))
+
+
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 24), pytest.param(1000, 1200, marks=pytest.mark.slow)]
+)
+def test_random_schedules_give_what_each_request_gives_alone(checkpoint, policy, begin, end):
+    """With two tiers that fail, forget and find pages damaged, each twice: then as a restart."""
+    alone = RandomSchedule.alone_engine(checkpoint)
+    compared = loaded = failures = 0
+    for seed in range(begin + SCHEDULING_POLICIES.index(policy), end, len(SCHEDULING_POLICIES)):
+        stores = [MemoryStore(random.Random(seed)), MemoryStore(random.Random(-seed), "second")]
+        for _ in range(2):
+            try:
+                schedule = RandomSchedule(seed, checkpoint, policy, stores)
+                schedule.run()
+                compared += schedule.compare_with_each_alone(alone)
+            except (Exception, WrongKV) as error:
+                error.add_note(f"RandomSchedule({seed}, checkpoint, {policy!r}) with stores")
+                raise
+            told = schedule.engine.tiers.told
+            loaded += sum(each.loaded_tokens for each in told.tiers.values())
+            failures += sum(each.failures for each in told.tiers.values())
+            schedule.engine.close()
+    assert compared and loaded and failures, "the schedules were too easy"
+
+
+def test_a_copy_is_made_before_its_source_is_given_away(checkpoint):
+    """Forks share a page that is copied with the next step; before it, pages come from a tier."""
+    rng = random.Random(1)
+    store = MemoryStore()
+    for _ in range(2):
+        made, model = fake_engine(checkpoint, page_size=4, kv_cache_tokens=48, max_num_seqs=4)
+        threads = add_tiers(made, [store], rng)
+        for number in range(12):
+            prompt = [rng.randrange(3, 9) for _ in range(rng.randint(5, 22))]
+            prompt = [5, 6, 7, 8, 9, 5, 6][: rng.randint(1, 7)] + prompt
+            made.add_request(str(number), prompt[:24], SamplingParams(n=2, max_tokens=6, seed=1))
+            for _ in range(rng.randint(1, 6)):
+                made.step()
+                threads.work(1)
+                made.check()
+        while made.has_unfinished():
+            made.step()
+            made.check()
+            model.check_cache()
+        written(made)
+        made.close()
+    assert torch.is_tensor(model.cache[0].k)
