@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from coppice import __version__
 from coppice.frontend.commands import chat, demo, generate, replay, report, serve
-from coppice.frontend.commands.machine import bench, models, plan, simulate
+from coppice.frontend.commands.machine import bench, cache, models, plan, simulate
 from coppice.frontend.commands.parser import CommandParser
 from coppice.frontend.errors import EngineStopped
 
@@ -46,7 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=CommandParser
     )
-    for command in (generate, chat, serve, report, demo, replay, simulate, bench, plan, models):
+    everyday = (generate, chat, serve, report, cache)
+    for command in (*everyday, demo, replay, simulate, bench, plan, models):
         command.add_to(commands)
     return parser
 

@@ -32,7 +32,7 @@ class Prefix:
         hits: how often the page was used that was used most.
         used: when one was used last, in seconds since 1970; None: never.
         next: how many prefixes follow, and go on differently.
-        starts: the first tokens of these pages.
+        starts: the first tokens of the first of these pages, up to eight.
         name: of the last page, in hexadecimal digits.
         parent: name of what lies before these pages: of the page before, or of the root.
         after: whether the page before is in the folder; else they begin a prompt, or what was

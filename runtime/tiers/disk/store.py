@@ -28,6 +28,11 @@ _PIECES = 4  # a segment is written in at least as many, so that it gets nearly 
 _NOTED = 4096  # hits are written to the index when there are so many
 
 
+def segment_bytes(capacity: int) -> int:
+    """Bytes of one segment in a folder of this capacity, where no record is larger."""
+    return max(1, min(_SEGMENT, capacity // _SEGMENTS))
+
+
 class DiskStore(Store):
     """Pages in segment files, indexed by SQLite; each has a checksum over all of its bytes.
 
@@ -60,7 +65,7 @@ class DiskStore(Store):
         self._folder = content(Path(folder))
         self._capacity = capacity
         self._page_bytes = page_bytes
-        self._most = max(1, min(_SEGMENT, capacity // _SEGMENTS))
+        self._most = segment_bytes(capacity)
         self._hits: dict[PageKey, None] = {}  # used since the last transaction
         self._lock = threading.Lock()
         self._writing = threading.RLock()  # whoever changes segments, or makes the index anew

@@ -265,6 +265,7 @@ def test_help_needs_no_model_and_no_torch() -> None:
         "chat",
         "serve",
         "report",
+        "cache",
         "demo",
         "replay",
         "simulate",
