@@ -1,0 +1,1 @@
+"""Drafts: tokens that a sequence may continue with, which one step verifies together."""
