@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -54,12 +55,45 @@ NOTHING = Draft(())
 
 
 class DraftSource(Protocol):
-    """Proposes drafts, and learns what became of them. Called by the engine's thread."""
+    """Proposes tokens for one sequence at a time. Called by the engine's thread."""
 
     def propose(self, sequence: Sequence, most: int) -> Draft:
         """At most `most` tokens that may follow a running sequence's last one."""
         ...
 
-    def accepted(self, sequence: Sequence, draft: Draft, accepted: int) -> None:
-        """Notes that the first `accepted` tokens of one path of `draft` were the sequence's."""
+    def ended(self, sequence: Sequence) -> None:
+        """Forgets what it keeps for a sequence that has finished."""
+        ...
+
+
+class Speculation(Protocol):
+    """What the step asks for drafts, for all of its sequences together: rows cost the more, the
+    more of them a step has. Called by the engine's thread."""
+
+    def propose(self, sequences: Seq[tuple[Sequence, int]], rows: int) -> list[Draft]:
+        """A draft for each sequence that decodes in a step, `NOTHING` where none pays.
+
+        Args:
+            sequences: each with the most tokens that its draft may have; its last token is known.
+            rows: of the step that are neither these sequences' last tokens nor drafts.
+        """
+        ...
+
+    def verified(self, sequence: Sequence, draft: Draft, path: Seq[int]) -> None:
+        """Notes that the tokens of `draft` at the indices `path` are the sequence's, in order.
+
+        Called for each draft that was computed, an empty `path` included, when the sequence has got
+        its tokens; they may have ended it.
+        """
+        ...
+
+    def stepped(self, sequences: int, drafted: int, rows: int, seconds: float) -> None:
+        """Notes the time of a step that drafts could have been in.
+
+        It computed the last tokens of `sequences`, `drafted` tokens of drafts and `rows` others.
+        """
+        ...
+
+    def ended(self, sequence: Sequence) -> None:
+        """Forgets what it keeps for a sequence that has finished, not for one that is preempted."""
         ...
