@@ -28,6 +28,17 @@ function draw() {
 function reachable(chart) {
   const pieces = () => Array.from(chart.querySelectorAll(".pathbar, .slice"));
   let last = "";
+  let moving = false; // Plotly ignores clicks while it zooms
+  let next = ""; // the piece that was chosen meanwhile
+  const named = (name) => pieces().find((piece) => piece.getAttribute("aria-label") === name);
+  const open = (piece) => piece.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+  chart.on("plotly_transitioning", () => { moving = true; });
+  chart.on("plotly_transitioned", () => {
+    moving = false;
+    const piece = next && named(next);
+    next = "";
+    if (piece) open(piece);
+  });
   const choose = (piece) => {
     for (const each of pieces()) each.setAttribute("tabindex", each === piece ? "0" : "-1");
     piece.focus();
@@ -43,7 +54,7 @@ function reachable(chart) {
     if (all.length && !all.some((piece) => piece.tabIndex === 0)) {
       all[0].setAttribute("tabindex", "0");
     }
-    const same = last && all.find((piece) => piece.getAttribute("aria-label") === last);
+    const same = last && named(last);
     if (same && document.activeElement === document.body) choose(same);
   };
   chart.addEventListener("keydown", (event) => {
@@ -55,7 +66,8 @@ function reachable(chart) {
       choose(all[Math.min(all.length - 1, Math.max(0, all.indexOf(piece) + step))]);
     } else if (event.key === "Enter" || event.key === " ") {
       last = piece.getAttribute("aria-label");
-      piece.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+      if (moving) next = last;
+      else open(piece);
     } else {
       return;
     }

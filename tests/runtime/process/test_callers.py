@@ -198,6 +198,7 @@ def test_who_does_not_read_is_cut_off(called: Any, monkeypatch: pytest.MonkeyPat
     engine, _parent, another = called
     monkeypatch.setattr(callers, "_MOST_WAITING", -1)  # as if much waited already
     one = another()
-    one.call(1, "add_request", "a", PROMPT, ENDLESS)
+    # It may be cut off before the answer: nobody waits for one.
+    one.channel.send((1, "add_request", ("a", PROMPT, ENDLESS), {}))
     until(lambda: "end" in one.other)
     until(lambda: not engine.unfinished)
