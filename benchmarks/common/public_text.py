@@ -33,7 +33,7 @@ def public_text(encode: Callable[[str], Sequence[int]], windows: int, length: in
     ``encode`` makes token ids of a text. Raises ``ValueError`` where the text is too short.
     """
     half = -(-windows // 2)
-    parts = [_windows(encode, text, half, length) for text in (_prose(), _code())]
+    parts = [_windows(encode, text, half, length) for text in (prose(), code())]
     chosen = tuple(window for pair in zip(*parts, strict=True) for window in pair)[:windows]
     return Text(chosen, hashlib.sha256(repr(chosen).encode()).hexdigest()[:16])
 
@@ -48,17 +48,19 @@ def _windows(
     return [tuple(tokens[at * length : (at + 1) * length]) for at in range(count)]
 
 
-def _prose() -> str:
+def prose() -> str:
     """Python's documentation of its language, by topic."""
-    module = ast.parse((_library() / TOPICS).read_text())
+    module = ast.parse((library() / TOPICS).read_text())
     tables = [node.value for node in module.body if isinstance(node, ast.Assign)]
     topics: dict[str, str] = ast.literal_eval(tables[0])
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def _code() -> str:
-    return "\n\n".join((_library() / name).read_text() for name in CODE)
+def code() -> str:
+    """Modules of the standard library."""
+    return "\n\n".join((library() / name).read_text() for name in CODE)
 
 
-def _library() -> Path:
+def library() -> Path:
+    """The folder of Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
