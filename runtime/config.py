@@ -13,6 +13,8 @@ from coppice.runtime.tiers.sizes import parse_size
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
+#: Of KV that is kept beyond the cache.
+TIER_DTYPES = ("auto", "int8", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "coppice", "transformers")
 #: Fraction of the available memory that the KV cache gets by default. Other programs need main
@@ -113,10 +115,18 @@ class EngineConfig:
         "default: none",
     )
     disk_cache_size: str = _option("16GiB", "most bytes of that folder, such as 200GiB")
+    disk_cache_dtype: str = _option(
+        "auto",
+        f"type of the KV on the disk: {', '.join(TIER_DTYPES)}; auto is as in the KV cache; int8 "
+        "and fp8 take a byte a number, and answers after a hit there are no longer those without",
+    )
     shared_cache: str | None = _option(
         None,
         "address of a Redis or Valkey server that keeps pages for several servers, such as "
         "redis://host:6379; default: none",
+    )
+    shared_cache_dtype: str = _option(
+        "auto", "type of the KV in that server, as of disk_cache_dtype"
     )
     attention_backend: str = _option(
         "auto",
@@ -267,6 +277,24 @@ class EngineConfig:
                 raise ValueError(
                     f"{name} must be None with tensor_parallel_size {self.tensor_parallel_size}: "
                     f"pages are divided among ranks then; got {value!r}"
+                )
+
+        for name in ("disk_cache", "shared_cache"):
+            kind, value = f"{name}_dtype", getattr(self, f"{name}_dtype")
+            _one_of(kind, value, TIER_DTYPES)
+            if value == "auto":
+                continue
+            if getattr(self, name) is None:
+                raise ValueError(f"{kind} must be 'auto' without {name}, got {value!r}")
+            if self.deterministic:
+                raise ValueError(
+                    f"{kind} must be 'auto' with deterministic, since answers depend on hits "
+                    f"otherwise; got {value!r}"
+                )
+            if self.kv_cache_dtype == "fp8":
+                raise ValueError(
+                    f"{kind} must be 'auto' with kv_cache_dtype 'fp8', which takes a byte a "
+                    f"number already; got {value!r}"
                 )
 
     def _check_events(self) -> None:

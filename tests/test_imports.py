@@ -141,6 +141,7 @@ ORDER: dict[str, str] = {
         attention transfer
         packing schedule
         cpu triton
+        rounding
         flashinfer sampling
         backends
     """,

@@ -17,7 +17,8 @@ _GROUPS: Mapping[str, str] = {
     "defaults of requests": "generation_config override_generation_config seed",
     "KV cache": "kv_cache_tokens kv_cache_memory_fraction kv_cache_dtype page_size "
     "enable_prefix_caching eviction_policy pin_budget",
-    "tiers beyond the KV cache": "host_cache disk_cache disk_cache_size shared_cache",
+    "tiers beyond the KV cache": "host_cache disk_cache disk_cache_size disk_cache_dtype "
+    "shared_cache shared_cache_dtype",
     "steps and the queue": "max_num_seqs max_num_batched_tokens scheduling_policy overtaking "
     "max_step_stretch max_queued_requests max_queued_tokens async_scheduling",
     "kernels": "attention_backend deterministic enforce_eager cuda_graph_sizes",

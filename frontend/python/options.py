@@ -70,7 +70,9 @@ class Configured(ABC):
         host_cache: str | None = None,
         disk_cache: str | None = None,
         disk_cache_size: str = "16GiB",
+        disk_cache_dtype: str = "auto",
         shared_cache: str | None = None,
+        shared_cache_dtype: str = "auto",
         attention_backend: str = "auto",
         deterministic: bool = False,
         async_scheduling: bool | None = None,
@@ -139,8 +141,12 @@ class Configured(ABC):
             disk_cache: folder that keeps pages beyond the end of the process, for one server at a
                 time; default: none.
             disk_cache_size: most bytes of that folder, such as 200GiB.
+            disk_cache_dtype: type of the KV on the disk: auto, int8, fp8; auto is as in the KV
+                cache; int8 and fp8 take a byte a number, and answers after a hit there are no
+                longer those without.
             shared_cache: address of a Redis or Valkey server that keeps pages for several servers,
                 such as redis://host:6379; default: none.
+            shared_cache_dtype: type of the KV in that server, as of disk_cache_dtype.
             attention_backend: attention kernels: auto, cpu, triton, flashinfer or reference; auto
                 is cpu on a CPU, on a GPU flashinfer where it covers the model, else triton.
             deterministic: answers that depend neither on the rest of the batch nor on cache hits,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -39,19 +39,21 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
     """
     if not (config.host_cache or config.disk_cache or config.shared_cache):
         return None
-    width = packed_bytes(runner.kv_cache)
     stores: list[Store] = []
     try:
         if config.host_cache is not None:
             size = parse_size("host_cache", config.host_cache)
-            stores.append(HostStore(size, width, runner.device))
-        if config.disk_cache is not None:
+            stores.append(HostStore(size, packed_bytes(runner.kv_cache), runner.device))
+        if (folder := config.disk_cache) is not None:
             size = parse_size("disk_cache_size", config.disk_cache_size)
-            stores.append(DiskStore(config.disk_cache, size, width))
-        if config.shared_cache is not None:
+            disk = partial(DiskStore, folder, size)
+            stores.append(_opened(runner, disk, "disk_cache_dtype", config.disk_cache_dtype))
+        if (address := config.shared_cache) is not None:
             from coppice.runtime.tiers.shared import SharedStore
 
-            stores.append(SharedStore(config.shared_cache, width))
+            shared = partial(SharedStore, address)
+            dtype = config.shared_cache_dtype
+            stores.append(_opened(runner, shared, "shared_cache_dtype", dtype))
     except (TierFailed, ValueError) as error:
         for store in stores:
             store.close()
@@ -68,6 +70,23 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
     scheduler.use(tiers, times)
     logger.info("pages are kept in: %s", ", ".join(store.name for store in stores))
     return tiers
+
+
+def _opened(runner: ModelRunner, store: Callable[[int], Store], name: str, dtype: str) -> Store:
+    """A store for the pages of a runner; `store` opens one, given the bytes of each page.
+
+    Raises ValueError, naming the option `name`, if the pages can't be kept as `dtype`.
+    """
+    if dtype == "auto":
+        return store(packed_bytes(runner.kv_cache))
+    from coppice.kernels.rounding import Rounding
+    from coppice.runtime.tiers.rounded import RoundedStore
+
+    try:
+        rounding = Rounding(runner.kv_cache, dtype)
+    except ValueError as error:
+        raise ValueError(f"{name} must be 'auto': {error}") from error
+    return RoundedStore(store(rounding.page_bytes), rounding)
 
 
 def _copy(runner: ModelRunner, copies: Iterable[PageCopy]) -> None:
@@ -96,6 +115,10 @@ def numbers_digest(config: EngineConfig, runner: ModelRunner) -> bytes:
         runner.attention.name,
         [(tuple(each.k.shape[1:]), str(each.k.dtype)) for each in (cache, runner.kv_cache[-1])],
         runner.page_size,
+        # What comes back rounded from one tier may go on to another, and all that is computed after
+        # it depends on it.
+        *(("disk", config.disk_cache_dtype) if config.disk_cache_dtype != "auto" else ()),
+        *(("shared", config.shared_cache_dtype) if config.shared_cache_dtype != "auto" else ()),
     ))  # fmt: skip
     state = xxhash.xxh3_128(weights + described.encode())
     for layer in runner.kv_cache:

@@ -148,9 +148,10 @@ class Loads:
         told.saved_seconds += seconds or 0.0
         end = context
         for page in pages:
-            counts = told.tiers[self._stores[page.found.tier].name]
+            store = self._stores[page.found.tier]
+            counts = told.tiers[store.name]
             counts.loaded_pages += 1
-            counts.loaded_bytes += self._page_bytes
+            counts.loaded_bytes += store.kept_bytes(self._page_bytes)
             border = end // self._size * self._size
             following = border + page.found.place.tokens
             counts.loaded_tokens += following - end

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Store(ABC):
         name: what reports call the tier.
     """
 
-    name: ClassVar[str]
+    name: str
 
     @abstractmethod
     def find(self, keys: Sequence[PageKey]) -> list[Place | None]:
@@ -69,6 +69,10 @@ class Store(ABC):
     @abstractmethod
     def store(self, keys: Sequence[PageKey], pages: np.ndarray) -> Stored:
         """Keeps pages, uint8 ``[len(keys), page_bytes]``, which others can find from now on."""
+
+    def kept_bytes(self, page_bytes: int) -> int:
+        """The bytes that it keeps for a page of `page_bytes`."""
+        return page_bytes
 
     @property
     @abstractmethod

@@ -128,7 +128,7 @@ class Writer:
             logger.exception("pages could not be stored")
         else:
             counts.written_pages += done.written
-            counts.written_bytes += done.written * batch.pages.shape[1]
+            counts.written_bytes += done.written * store.kept_bytes(batch.pages.shape[1])
             counts.write_seconds += time.perf_counter() - start
             return None
         counts.failures += 1

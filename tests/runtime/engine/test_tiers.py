@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from fake_model import WrongKV, fake_checkpoint, fake_engine
@@ -219,6 +220,44 @@ def test_what_changes_numbers_or_layout_never_hits(llama, tmp_path, options):
     made.close()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "shrink"),
+    [("int8", "auto", 18 / 64), ("fp8", "bfloat16", 18 / 32)],
+)
+def test_a_tier_may_keep_a_byte_a_number(llama, tmp_path, dtype, kv_cache_dtype, shrink):
+    """Hits are as exact in tokens; logprobs are near; no other type ever hits it."""
+    prompts = prompts_of(17)[:2]
+    scored = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+
+    def answer(disk_cache_dtype: str) -> tuple[int, np.ndarray]:
+        """The cached tokens, and the logprobs of the token after the first prompt."""
+        options = {"kv_cache_dtype": kv_cache_dtype, "disk_cache_dtype": disk_cache_dtype}
+        made = engine(llama, tmp_path, **options)
+        made.add_request("a", prompts[0], scored)
+        while made.has_unfinished():
+            for output in made.step():
+                found = output.cached_tokens, output.logprobs.top_logprobs
+        serve(made, prompts[1:])
+        told.append(made.tiers.report().stores[0])
+        made.close()
+        return found
+
+    told = []
+    cached, exact = answer("auto")
+    assert cached == 0
+    assert answer(dtype)[0] == 0, "KV as in the cache is not hit"
+    cached, near = answer(dtype)
+    assert cached == len(prompts[0]) - 1
+    assert near == pytest.approx(exact, abs=0.1 if dtype == "int8" else 1.0)
+    assert not np.array_equal(near, exact), "nothing was rounded"
+    cached, same = answer("auto")
+    assert cached == len(prompts[0]) - 1
+    assert same == pytest.approx(exact, abs=1e-4), "KV that was rounded is not hit"
+    *_, rounded, plain = told
+    assert rounded.loaded_pages == plain.loaded_pages > 0
+    assert rounded.loaded_bytes == pytest.approx(plain.loaded_bytes * shrink)
+
+
 class SlowStore(MemoryStore):
     """Takes `seconds` for each page that it reads; for ever while `stuck` is set."""
 
@@ -373,6 +412,17 @@ def test_sleep_and_reset_leave_tiers_as_they_are(llama, tmp_path):
         ({"disk_cache_size": "many"}, "disk_cache_size must be a size such as 64GiB"),
         ({"host_cache": "0"}, "host_cache must be a size"),
         ({"shared_cache": ""}, "shared_cache must be a text"),
+        (
+            {"disk_cache": "x", "disk_cache_dtype": "int4"},
+            "disk_cache_dtype must be one of auto, int8",
+        ),
+        ({"disk_cache_dtype": "int8"}, "disk_cache_dtype must be 'auto' without disk_cache"),
+        ({"shared_cache_dtype": "fp8"}, "shared_cache_dtype must be 'auto' without shared_cache"),
+        (
+            {"disk_cache": "x", "disk_cache_dtype": "fp8", "kv_cache_dtype": "fp8"},
+            "'auto' with kv_",
+        ),
+        ({"disk_cache": "x", "disk_cache_dtype": "fp8", "deterministic": True}, "'auto' with det"),
     ],
 )
 def test_bad_options_are_refused(options, said):
