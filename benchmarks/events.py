@@ -1,38 +1,44 @@
 """What publishing a tree's events costs the tree, with a consumer attached.
 
-    python benchmarks/events.py [--json FILE] [--quick]
+    python benchmarks/events.py [--workload A..D ...] [--rounds N] [--json FILE] [--quick]
 
 Two trees serve the same requests of workloads A to D of `benchmarks/tree.py`, in turns of 200, in
 one process. One publishes its changes (`kv_events_endpoint`, with both topics) every eight
 requests, as an engine does after a step, and a consumer in another process hears all of them and
 copies the tree. After each step of either side 24 MB are read, without Python's lock, as an engine
-reads weights; meanwhile the publisher's thread sends. A row has, as medians over the turns with the
-middle half:
+reads weights; meanwhile a thread hands the log to the publisher's process. A row has, as medians
+over the turns of all rounds with the middle half, and for each round its median:
 
     wall     seconds of the steps, publishing included, with events over without
-    sender   processor time of the publisher's thread, over that of the tree without events
+    thread   the same by the processor time of the engine's thread, which other processes disturb
+             less, but in which waiting for Python's lock does not count
+    sender   processor time of the thread that hands the log over, over that of the tree alone
+    process  that of the publisher's process, likewise
 
-Each side is first in every second turn.
+Each side is first in every second turn. `--without-sender` attaches the log alone, which is thrown
+away after each step.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import zmq
 
 from common.harness import Rows, parser, processor
 from common.tree_workloads import Work, requests_of
-from coppice.radix import PagePool, RadixTree
+from coppice.radix import PagePool, RadixTree, compiled
 from coppice.radix.mirror.changes import attached
 from coppice.radix.mirror.copy import TreeCopy
+from coppice.runtime.metrics.events.options import Published
 from coppice.runtime.metrics.events.publisher import Publisher
 from coppice.runtime.metrics.events.wire import read_changes
 from tree import serve
@@ -61,26 +67,29 @@ def listen(endpoint: str, pipe: Connection) -> None:
 
 
 class Side:
-    """A tree, which publishes if there is a sender."""
+    """A tree, which `logs` its changes, and publishes them if there is a sender."""
 
-    def __init__(self, pages: int, sender: Publisher | None) -> None:
+    def __init__(self, pages: int, logs: bool, sender: Publisher | None) -> None:
         self.tree = RadixTree(PagePool(pages, 16))
         self._sender = sender
-        self._changes = None if sender is None else attached(self.tree)
+        self._log = attached(self.tree) if logs else None
 
-    def turn(self, works: Sequence[Work]) -> float:
-        """Serves some requests in steps; returns the seconds of all steps."""
-        taken = 0.0
+    def turn(self, works: Sequence[Work]) -> tuple[float, float]:
+        """Serves some requests in steps; the seconds of all steps, and those of this thread."""
+        wall = processor_time = 0.0
         for first in range(0, len(works), STEP):
-            started = time.perf_counter()
+            used, started = time.thread_time(), time.perf_counter()
             for work in works[first : first + STEP]:
                 serve(self.tree, work)
-            if self._sender is not None and self._changes is not None:
-                self._sender.put(self._changes.drain(), None)
-            taken += time.perf_counter() - started
+            if self._log is not None:
+                records = self._log.drain()
+                if self._sender is not None:
+                    self._sender.put(records, None)
+            wall += time.perf_counter() - started
+            processor_time += time.thread_time() - used
             for _ in range(3):
                 WEIGHTS.sum()
-        return taken
+        return wall, processor_time
 
 
 def quartiles(ratios: Sequence[float]) -> dict[str, float]:
@@ -88,49 +97,88 @@ def quartiles(ratios: Sequence[float]) -> dict[str, float]:
     return {"low": round(low, 3), "median": round(middle, 3), "high": round(high, 3)}
 
 
-def measure(workload: str, quick: bool) -> dict[str, object]:
+class Attached:
+    """A publisher, and a consumer in another process that copies the tree.
+
+    Attributes:
+        last: seconds of the publisher's process at its end.
+    """
+
+    last = 0.0
+
+    def __init__(self) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            endpoint = f"tcp://127.0.0.1:{found.getsockname()[1]}"
+        self.sender = Publisher(Published(endpoint, topic="kv", exact_topic="exact"))
+        self._pipe, theirs = multiprocessing.Pipe()
+        spawned = multiprocessing.get_context("spawn")
+        self._consumer = spawned.Process(target=listen, args=(endpoint, theirs))
+        self._consumer.start()
+        assert self._pipe.recv() == "ready"
+        time.sleep(0.3)
+
+    def seconds(self) -> float:
+        """Processor time of the publisher's process."""
+        stat = Path(f"/proc/{self.sender.process_id}/stat").read_text(encoding="ascii")
+        fields = stat.rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def end(self, tree: RadixTree) -> None:
+        """Checks that the consumer's copy is the tree."""
+        time.sleep(0.5)
+        self.last = self.seconds()
+        self._pipe.send("end")
+        assert self._pipe.recv() == tree.cached_tokens, "the copy is not the tree"
+        self._consumer.join()
+        self.sender.close()
+
+
+def measure(workload: str, quick: bool, rounds: int, without_sender: bool) -> dict[str, object]:
     works = list(requests_of(workload, None, quick))
     pages = 12_500 if workload == "D" else sum(len(work.prompt) for work in works) // 64 + 1000
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{found.getsockname()[1]}"
-    pipe, theirs = multiprocessing.Pipe()
-    consumer = multiprocessing.get_context("spawn").Process(target=listen, args=(endpoint, theirs))
-    sender = Publisher(endpoint, None, topic="kv", exact_topic="exact", block_size=16, maps=False)
-    consumer.start()
-    assert pipe.recv() == "ready"
-    time.sleep(0.3)
-    sides = [Side(pages, None), Side(pages, sender)]
-    wall: list[float] = []
-    alone, before = 0.0, time.process_time() - time.thread_time()
-    for number, first in enumerate(range(0, len(works) - TURN + 1, TURN)):
-        part = works[first : first + TURN]
-        took = {}
-        for place in (0, 1) if number % 2 else (1, 0):
-            took[place] = sides[place].turn(part)
-        wall.append(took[1] / took[0])
-        alone += took[0]
-    while sender.waiting:
-        time.sleep(0.01)
-    others = time.process_time() - time.thread_time() - before
-    time.sleep(0.5)
-    pipe.send("end")
-    assert pipe.recv() == sides[1].tree.cached_tokens, "the copy is not the tree"
-    consumer.join()
-    sender.close()
-    assert threading.active_count() < 10
+    wall: list[list[float]] = []
+    threads: list[float] = []
+    alone = sender = process = 0.0
+    for _ in range(rounds):
+        published = None if without_sender else Attached()
+        told = published and published.sender
+        sides = [Side(pages, False, None), Side(pages, True, told)]
+        before = time.process_time() - time.thread_time()
+        begun = published.seconds() if published else 0.0
+        wall.append([])
+        for number, first in enumerate(range(0, len(works) - TURN + 1, TURN)):
+            took = {}
+            for place in (0, 1) if number % 2 else (1, 0):
+                took[place] = sides[place].turn(works[first : first + TURN])
+            wall[-1].append(took[1][0] / took[0][0])
+            threads.append(took[1][1] / took[0][1])
+            alone += took[0][1]
+        if published is not None:
+            while published.sender.waiting:
+                time.sleep(0.01)
+            sender += time.process_time() - time.thread_time() - before
+            published.end(sides[1].tree)
+            process += published.last - begun
     return {
-        "wall": quartiles(wall), "sender": round(others / alone, 2),
-        "requests": len(works),
+        "wall": quartiles([each for one in wall for each in one]), "thread": quartiles(threads),
+        "rounds": [round(statistics.median(one), 3) for one in wall],
+        "sender": round(sender / alone, 2), "process": round(process / alone, 2),
+        "requests": len(works), "compiled": compiled.in_use("coppice.radix"),
     }  # fmt: skip
 
 
 def main() -> None:
-    args = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument("--workload", nargs="+", choices="ABCD", default=list("ABCD"))
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--without-sender", action="store_true")
+    args = options.parse_args()
     rows = Rows(args.json)
-    for workload in "ABCD":
-        found = measure(workload, args.quick)
-        rows.add(benchmark="events", workload=workload, **found, **processor())
+    for workload in args.workload:
+        found = measure(workload, args.quick, args.rounds, args.without_sender)
+        what = "the log alone" if args.without_sender else "a consumer"
+        rows.add(benchmark="events", workload=workload, attached=what, **found, **processor())
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ class Replica:
     busy: bool = False
     running: int = 0
     computed: int = 0
+    seconds: float = 0.0
 
     @property
     def step(self) -> float:
@@ -61,12 +62,18 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of all requests: seconds to the first token, hits, tokens, load of each replica."""
+    """What came of all requests: seconds to the first token, hits, tokens, load of each replica.
+
+    Attributes:
+        computed: prompt tokens that each replica computed.
+        busy: seconds for which each computed prompts, the first decode step of each included.
+    """
 
     first: list[float]
     hits: int
     tokens: int
     computed: list[int]
+    busy: list[float]
 
 
 def simulate(
@@ -102,6 +109,7 @@ def simulate(
         replica.busy = True
         replica.computed += count - hit
         seconds = (count - hit) / PREFILL * (1 + replica.running / PLACES) + replica.step
+        replica.seconds += seconds
         at(now + seconds, answered, place, name, work)
 
     def answered(now: float, place: int, name: str, work: Work) -> None:
@@ -129,7 +137,8 @@ def simulate(
     while events:
         now, _, call, args = heapq.heappop(events)
         call(now, *args)
-    return Result(first, hits, total, [each.computed for each in fleet])
+    computed, busy = [each.computed for each in fleet], [each.seconds for each in fleet]
+    return Result(first, hits, total, computed, busy)
 
 
 def one_cache(works: Sequence[Work], cache_tokens: int) -> float:

@@ -554,7 +554,8 @@ class Hub:
             raise ValueError(f"name must be new, got {replica.name!r}, which is there already")
         if self._model is None:
             return
-        for each in ("model_digest", "max_model_len", "recipe", "caching", "model_impl"):
+        alike = "model_digest", "weights_digest", "max_model_len", "recipe", "caching", "model_impl"
+        for each in alike:
             ours, theirs = getattr(self._model, each), getattr(replica.ready, each)
             if ours != theirs:
                 raise ValueError(

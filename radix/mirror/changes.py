@@ -11,8 +11,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from coppice.radix.mirror.log import TreeLog
-from coppice.radix.namespace import encode_namespace
-from coppice.radix.node import Node, Root
+from coppice.radix.namespace import Namespace, encode_namespace
 from coppice.radix.tokens import TOKEN_BYTES
 from coppice.radix.tree import RadixTree
 
@@ -59,13 +58,13 @@ Change: TypeAlias = Opened | Stored | Split | Cut | Cleared
 
 
 class Translator:
-    """Turns the records of a `TreeLog` into changes; in any one thread."""
+    """Turns the records of a `TreeLog` into changes; in any thread or process."""
 
     def __init__(self) -> None:
         self._numbers = 0
-        # Number, start and end of each node that is in the tree; whose child it is of the roots.
-        self._known: dict[Node, tuple[int, int, int, Root | None]] = {}
-        self._roots: dict[Root, list[int]] = {}  # number of each, and of its children
+        # Of each node that is in the tree: number, start, end, and its root if that is above it.
+        self._known: dict[int, tuple[int, int, int, int | None]] = {}
+        self._roots: dict[int, list[int]] = {}  # number of each, and of its children
 
     def translate(self, records: Iterable[tuple[Any, ...]]) -> list[Change]:
         """The changes that these records, which follow the last ones, stand for. O(new tokens)."""
@@ -73,7 +72,12 @@ class Translator:
         for record in records:
             match record:
                 case (node, edge, start, length, parent):
-                    self._store(found, node, edge, start, start + length, parent)
+                    above = known[parent][0]
+                    self._store(found, node, edge, start, start + length, above, None)
+                case (node, edge, start, length, root, fields):
+                    self._open(found, root, fields)
+                    above = self._roots[root][0]
+                    self._store(found, node, edge, start, start + length, above, root)
                 case (upper, lower, length):
                     number, start, end, root = known[lower]
                     known[upper] = self._number(), start, start + length, root
@@ -96,29 +100,32 @@ class Translator:
         self._numbers += 1
         return self._numbers
 
+    def _open(self, found: list[Change], root: int, fields: tuple[Any, ...] | None) -> None:
+        if root not in self._roots:
+            self._roots[root] = [self._number(), 0]
+            found.append(Opened(self._numbers, None if fields is None else Namespace(*fields)))
+
     def _store(
-        self, found: list[Change], node: Node, edge: bytes, start: int, end: int, parent: Node
+        self,
+        found: list[Change],
+        node: int,
+        edge: bytes,
+        start: int,
+        end: int,
+        above: int,
+        root: int | None,
     ) -> None:
-        known, root, above = self._known, None, 0
-        if isinstance(parent, Root):
-            root = parent
-            if root not in self._roots:
-                self._roots[root] = [self._number(), 0]
-                found.append(Opened(self._numbers, root.namespace))
-            above = self._roots[root][0]
-        else:
-            above = known[parent][0]
-        number, _, before, _ = known.get(node, (0, start, start, None))
+        number, _, before, _ = self._known.get(node, (0, start, start, None))
         if not number:
             number = self._number()
             if root is not None:
                 self._roots[root][1] += 1
-        known[node] = number, start, end, root
+        self._known[node] = number, start, end, root
         tokens = edge[(before - start) * TOKEN_BYTES : (end - start) * TOKEN_BYTES]
         if tokens:
             found.append(Stored(number, above, before, tokens))
 
-    def _forget(self, node: Node, root: Root | None) -> None:
+    def _forget(self, node: int, root: int | None) -> None:
         """Forgets a node, and with its last child a root, of whose leaving there is no record."""
         del self._known[node]
         if root is not None:

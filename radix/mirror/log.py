@@ -1,7 +1,7 @@
-"""A log of a tree's changes that costs the tree next to nothing; another thread reads it.
+"""A log of a tree's changes that costs the tree next to nothing; others read it.
 
-A record holds references to what no later change touches: a node as a key, and the bytes of its
-edge, which are replaced and never changed. Nothing is counted, copied or looked up here.
+A record has numbers, and the bytes of an edge, which are replaced and never changed. Nothing is
+counted, copied or looked up here, and `marshal` can send it to another process as it is.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ class TreeLog(TreeListener):
     """Records of a tree's changes, in order:
 
         (node, edge, start, length, parent)    tokens were entered at the end of a node
+        (node, edge, start, length, root, namespace)    of one below a root
         (upper, lower, length)                 a node was split
         (node, length)                         a node was cut, or has left the tree with 0
         ()                                     the tree is empty
+
+    Nodes are their `id`: no two in the tree have the same, but a new one may have that of one that
+    has left. A namespace is the fields of a `Namespace`, or None.
 
     It begins with what the tree holds. When more than `limit` records wait they are dropped, and
     the next ones are that the tree is empty, and all that it holds.
@@ -54,7 +58,7 @@ class TreeLog(TreeListener):
         for root in self._tree.roots.values():
             for node in root.subtree():
                 if node.parent is not None:
-                    found.append((node, node.edge, node.start, node.length, node.parent))
+                    found.append(_stored(node, node.parent))
         return found
 
     def opened(self, root: Root) -> None:
@@ -68,20 +72,29 @@ class TreeLog(TreeListener):
             if not self._anew:
                 self._anew = True
                 self.restarts += 1
-        if not self._anew:
-            self._records.append((node, node.edge, node.start, node.length, node.parent))
+        if not self._anew and node.parent is not None:
+            self._records.append(_stored(node, node.parent))
 
     def split(self, upper: Node, lower: Node) -> None:
         """`upper` has taken the first tokens of `lower`."""
         if not self._anew:
-            self._records.append((upper, lower, upper.length))
+            self._records.append((id(upper), id(lower), upper.length))
 
     def evicted(self, node: Node, length: int) -> None:
         """`node` is about to be cut to `length` tokens."""
         if not self._anew:
-            self._records.append((node, length))
+            self._records.append((id(node), length))
 
     def cleared(self) -> None:
         """The tree was emptied on purpose."""
         self._anew = False
         self._records = [()]
+
+
+def _stored(node: Node, parent: Node) -> tuple[Any, ...]:
+    """The record that `node` ends with the tokens of its edge."""
+    if not isinstance(parent, Root):
+        return id(node), node.edge, node.start, node.length, id(parent)
+    namespace: Any = parent.namespace
+    fields = None if namespace is None else tuple(namespace)
+    return id(node), node.edge, node.start, node.length, id(parent), fields

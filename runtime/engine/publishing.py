@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from coppice.radix import RadixTree
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.counters import EngineCounters
+from coppice.runtime.metrics.events.options import Published
+from coppice.runtime.metrics.events.publisher import Publisher
 from coppice.runtime.metrics.events.stream import KvEvents, Sink
 from coppice.runtime.schedule.load import LoadMeter
 from coppice.runtime.schedule.scheduler import Scheduler
 
 
 class Publishing:
-    """The events of an engine's tree; all methods do nothing until somebody wants them."""
+    """The events of an engine's tree; all methods do nothing until somebody wants them.
+
+    Attributes:
+        when_broken: is called, in any thread, when `flush` is needed though no step is due.
+    """
+
+    when_broken: Callable[[], None]
 
     def __init__(
         self, config: EngineConfig, scheduler: Scheduler, counters: EngineCounters
     ) -> None:
         """Binds the endpoints. Raises ValueError for one that can't be bound."""
         self._scheduler, self._counters = scheduler, counters
+        self.when_broken = lambda: None
         self._streams: list[KvEvents] = []
         if config.kv_events_endpoint is not None:
-            self._streams.append(_started(config, scheduler, counters))
+            self._streams.append(_started(config, scheduler, counters, lambda: self.when_broken()))
 
     def add(self, sink: Sink) -> None:
         """Has `sink` told, too, with the load."""
@@ -50,23 +61,21 @@ class Publishing:
             self._streams.pop().close()
 
 
-def _started(config: EngineConfig, scheduler: Scheduler, counters: EngineCounters) -> KvEvents:
+def _started(
+    config: EngineConfig,
+    scheduler: Scheduler,
+    counters: EngineCounters,
+    when_broken: Callable[[], None],
+) -> KvEvents:
     assert config.kv_events_endpoint is not None
-    try:  # its libraries are needed by those alone who ask for events
-        from coppice.runtime.metrics.events.publisher import Publisher
-    except ImportError as error:
-        raise ValueError(
-            f"kv_events_endpoint is {config.kv_events_endpoint!r}; it needs the packages pyzmq and "
-            f"msgspec: pip install 'coppice[events]' ({error})"
-        ) from error
-    publisher = Publisher(
+    published = Published(
         config.kv_events_endpoint,
         config.kv_events_replay_endpoint,
-        topic=config.kv_events_topic,
-        exact_topic=config.kv_events_exact_topic,
-        block_size=config.kv_events_block_size,
-        maps=config.kv_events_encoding == "maps",
+        config.kv_events_topic,
+        config.kv_events_exact_topic,
+        config.kv_events_block_size,
+        config.kv_events_encoding == "maps",
     )
     exact = config.kv_events_exact_topic is not None
     measure = LoadMeter(scheduler, counters).measure if exact else None
-    return KvEvents(publisher, scheduler.paging.tree, measure)
+    return KvEvents(Publisher(published, when_broken), scheduler.paging.tree, measure)

@@ -95,15 +95,22 @@ def _copy(runner: ModelRunner, copies: Iterable[PageCopy]) -> None:
         runner.attention.copy_pages(runner.kv_cache, sources, targets)
 
 
+def digest_of_weights(config: EngineConfig) -> bytes:
+    """What tells the weights of an engine from others of the same shapes.
+
+    Files are read once, and remembered. Raises OSError if one can't be read.
+    """
+    if config.load_format == "dummy":
+        return b"dummy" + str(config.seed).encode()
+    return weights_digest(resolve_model(config.model, config.revision), cache_file())
+
+
 def numbers_digest(config: EngineConfig, runner: ModelRunner) -> bytes:
     """What the numbers of a page depend on beside its tokens and its namespace: 16 bytes.
 
     The weights by their content, the types and kernels that compute with them, and the layout.
     """
-    folder = resolve_model(config.model, config.revision)
-    weights = b"dummy" + str(config.seed).encode()
-    if config.load_format != "dummy":
-        weights = weights_digest(folder, cache_file())
+    weights = digest_of_weights(config)
     cache = runner.kv_cache[0]
     described = repr((
         NUMBERS,

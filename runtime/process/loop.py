@@ -22,6 +22,7 @@ import xxhash
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.engine.tiering import digest_of_weights
 from coppice.runtime.metrics.events.teller import Teller
 from coppice.runtime.process.callers import Caller, Callers
 from coppice.runtime.process.channel import Channel
@@ -57,6 +58,7 @@ class EngineLoop:
         self._callers = Callers(Caller(channel, answers))
         self._teller: Teller | None = None  # once a caller has subscribed
         self._host = host
+        self._weights = ""  # their digest, where others may connect
         self._turn, self._busy, self._warm = 0, False, False  # see `Pulse`
         self._calls: deque[tuple[Caller, _Call]] = deque()
         self._new: deque[MessageSocket] = deque()  # of those who have connected
@@ -64,6 +66,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._lost = False  # a rank of the model has ended
+        self._unheard = False  # events are to be published again
 
     def run(self) -> None:
         """Runs until the other end asks it to stop, or is closed; closes both channels.
@@ -74,10 +77,12 @@ class EngineLoop:
         if self._host is not None:
             listener = Listener(self._host, self._admit)
             door = Door(listener.port, listener.key)
+            self._weights = digest_of_weights(self._engine.config).hex()
         parent.channel.send(replace(self._ready(), door=door))
         reader = self._reader(parent)
         try:
             self._engine.when_lost(self._be_woken)
+            self._engine.events.when_broken = self._be_heard
             while self._take_calls():
                 self._engine.check_device()
                 if self._engine.has_unfinished():
@@ -108,6 +113,7 @@ class EngineLoop:
             config.enable_prefix_caching,
             model.implementation,
             xxhash.xxh3_64_hexdigest(kind),
+            self._weights,
             config.max_num_seqs,
         )
 
@@ -173,6 +179,11 @@ class EngineLoop:
             self._lost = True
             self._wake.notify()
 
+    def _be_heard(self) -> None:
+        with self._wake:
+            self._unheard = True
+            self._wake.notify()
+
     def _take_calls(self) -> bool:
         """Answers all calls; waits for one while no step is due. False: it should stop."""
         with self._wake:
@@ -182,6 +193,7 @@ class EngineLoop:
                 or self._gone
                 or self._stopping
                 or self._lost
+                or self._unheard
                 or self._engine.has_unfinished()
             ):
                 self._busy = False
@@ -190,6 +202,9 @@ class EngineLoop:
                 return False
         self._turn += 1
         self._busy = True
+        if self._unheard:
+            self._unheard = False
+            self._engine.events.flush()
         self._come_and_gone()
         while self._calls:
             caller, (number, method, args, kwargs) = self._calls.popleft()

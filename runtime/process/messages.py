@@ -57,6 +57,7 @@ class Ready:
     caching: bool = True  # whether prompts stay in the cache
     model_impl: str = "coppice"  # whose code computes it: coppice or transformers
     model_digest: str = ""  # of the model's config: equal in replicas of one model
+    weights_digest: str = ""  # of what they contain, where others may connect, likewise
     max_num_seqs: int = 1  # sequences that run together
     door: Door | None = None  # if it was asked to take further callers
 

@@ -1,8 +1,9 @@
-"""Checks where events are published, before a model is loaded."""
+"""Where events are published and how, and a check of that before a model is loaded."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 _FORMS = ("tcp://HOST:PORT", "tcp://*:PORT", "ipc://PATH")
 _GOOD = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[^:/\s]+):(\d{1,5})|ipc://\S+")
@@ -18,3 +19,15 @@ def check_endpoint(name: str, value: str | None) -> None:
     found = _GOOD.fullmatch(value) if isinstance(value, str) else None
     if found is None or (found[2] is not None and not 0 < int(found[2]) < 65536):
         raise ValueError(f"{name} must be {', '.join(_FORMS)} or None, got {value!r}")
+
+
+class Published(NamedTuple):
+    """The engine's options `kv_events_...`, and how many batches are kept to be sent again."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    exact_topic: str | None = None
+    block_size: int = 16
+    maps: bool = False
+    kept_batches: int = 10_000

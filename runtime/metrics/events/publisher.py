@@ -1,147 +1,163 @@
-"""Sends the changes of a tree to whoever listens, and answers those who missed some.
+"""Has a process of its own publish what a tree stores and removes, and how busy its engine is.
 
-A thread of its own turns changes into messages and owns the sockets, so that neither hashes nor a
-slow listener delay the engine. ZeroMQ drops what a listener does not take; it sees that by the
-numbers of the messages, and asks for them, or for all that the tree holds.
+Hashes, messages and sockets are that process's. Here a thread writes the tree's log into a pipe,
+most of which needs no lock of Python's. What the process does not take in time waits, within
+bounds: then the log begins anew with all that the tree holds.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
-import secrets
+import marshal
+import os
+import select
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import zmq
-
-from coppice.radix.mirror.blocks import Blocks
-from coppice.radix.mirror.changes import Cleared, Opened, Stored, Translator
 from coppice.runtime.metrics.events.load import Load
-from coppice.runtime.metrics.events.wire import block_batch, change_batch, change_item, load_item
+from coppice.runtime.metrics.events.options import Published
+from coppice.runtime.metrics.events.process import LENGTH_BYTES
 
 logger = logging.getLogger(__name__)
 
-#: What a request for all that the tree holds has in place of a number.
-SNAPSHOT = b"snapshot"
-#: The number after the last message of an answer.
-END = (-1).to_bytes(8, "big", signed=True)
-
-_KEPT_BATCHES, _KEPT_BYTES = 10_000, 64 << 20  # of each topic, to be sent again
-_WAITING = 10_000  # batches that a listener may lag behind before it loses some
-# Seconds between two looks for changes and requests; longer the longer there are none. To be woken
-# would cost the engine's thread a system call a step, more than all that the log costs.
-_PAUSE, _LONGEST_PAUSE = 0.005, 0.05
-
-
-class _Topic:
-    """The messages of one topic: their numbers, and the last ones to be sent again."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name.encode()
-        self.number = -1  # of the last message
-        self._kept: deque[tuple[int, bytes]] = deque()
-        self._bytes = 0
-
-    def add(self, payload: bytes) -> tuple[bytes, bytes, bytes]:
-        """The frames of the next message."""
-        self.number += 1
-        self._kept.append((self.number, payload))
-        self._bytes += len(payload)
-        while len(self._kept) > _KEPT_BATCHES or self._bytes > _KEPT_BYTES:
-            self._bytes -= len(self._kept.popleft()[1])
-        return self.name, self.number.to_bytes(8, "big"), payload
-
-    def since(self, number: int) -> list[tuple[int, bytes]] | None:
-        """The messages from that one on; None if some of them are not kept any more."""
-        first = self._kept[0][0] if self._kept else self.number + 1
-        if number < first:
-            return None
-        return [each for each in self._kept if each[0] >= number]
+_WAITING = 10_000  # batches
+# Seconds between two looks for changes; longer the longer there are none. To be woken would cost
+# the engine's thread a system call a step, more than all that the log costs.
+_PAUSE, _LONGEST_PAUSE = 0.01, 0.05
+_PIPE_BYTES = 1 << 20
+_START_SECONDS, _END_SECONDS = 60.0, 5.0
+# Seconds before a process that has ended is started again, if it did not live long; each time more.
+_SHORT_LIFE, _FIRST_DELAY, _LONGEST_DELAY = 30.0, 0.5, 30.0
 
 
 class Publisher:
-    """Publishes one engine's changes and load."""
+    """The engine's end of the process that publishes its events.
+
+    A process that ends by itself is started again. Its messages have numbers from 0 on and another
+    instance; `broken` asks for all that the tree holds then.
+
+    Attributes:
+        broken: whether all that the tree holds is to be put.
+        when_broken: is called, in another thread, when it becomes so.
+    """
 
     def __init__(
-        self,
-        endpoint: str,
-        replay_endpoint: str | None,
-        *,
-        topic: str,
-        exact_topic: str | None,
-        block_size: int,
-        maps: bool,
+        self, published: Published, when_broken: Callable[[], None] = lambda: None
     ) -> None:
-        """Binds the sockets; see the engine's options of the same names.
-
-        Raises ValueError, naming the option, for an address that can't be bound.
-        """
-        self._context = zmq.Context()
-        self._sockets: list[zmq.Socket[bytes]] = []
-        self._pub = self._bound(zmq.PUB, "kv_events_endpoint", endpoint)
-        self._router = None
-        if replay_endpoint is not None:
-            name = "kv_events_replay_endpoint"
-            self._router = self._bound(zmq.ROUTER, name, replay_endpoint)
-        self._topic = _Topic(topic)
-        self._exact = None if exact_topic is None else _Topic(exact_topic)
-        self._size, self._maps = block_size, maps
-        self._instance = secrets.token_hex(8)
-        self._blocks = Blocks(block_size)
-        self._translator = Translator()
+        """Starts the process. Raises ValueError, naming the option, if it can't bind an address."""
+        self.broken = False
+        self.when_broken = when_broken
+        self._published = published
         self._queue: deque[tuple[Sequence[tuple[Any, ...]], Load | None]] = deque()
         self._closing = threading.Event()
-        #: Whether changes were lost to an error, so that all that the tree holds is to be put.
-        self.broken = False
+        self._process, self._pipe = self._start()
+        self._started, self._delay = time.monotonic(), 0.0
+        self._down = False  # there is no process now
+        self._anew = False  # what comes is void until a batch begins with an empty tree
         self._thread = threading.Thread(target=self._run, name="coppice-kv-events", daemon=True)
         self._thread.start()
 
     @property
+    def process_id(self) -> int:
+        """Of the process that publishes."""
+        return self._process.pid
+
+    @property
     def waiting(self) -> int:
-        """How many calls of `put` are not published yet."""
+        """How many calls of `put` have not been handed to the process yet."""
         return len(self._queue)
 
     @property
     def behind(self) -> bool:
         """Whether so much waits to be sent that more should be kept back."""
-        return self.waiting > _WAITING
+        return self._down or self.waiting > _WAITING
 
     def put(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
         """Has the records of a `TreeLog`, in order, and a load sent; from the engine's thread."""
         self._queue.append((records, load))
+        if records[:1] == [()]:
+            self.broken = False
 
     def close(self) -> None:
-        """Sends what waits, and closes the sockets."""
+        """Sends what waits, and ends the process, which frees the addresses."""
         self._closing.set()
-        self._thread.join(timeout=5.0)
-        for socket in self._sockets:
-            socket.close(linger=200)
-        self._context.term()
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive():  # the process takes nothing
+            self._process.kill()
+            self._thread.join()
+        self._end()
 
-    def _bound(self, kind: int, name: str, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        self._sockets.append(socket)
-        socket.set_hwm(_WAITING)
+    # -- the process -----------------------------------------------------------------------------
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], int]:
+        """A process that has bound its addresses, and the pipe to it."""
+        theirs, ours = os.pipe()
+        heard, told = os.pipe()
+        with suppress(AttributeError, OSError):  # Linux has it, up to the system's limit
+            fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        options = marshal.dumps(tuple(self._published)).hex()
+        code = (
+            "from coppice.runtime.metrics.events.process import main; "
+            f"main({theirs}, {told}, {os.getpid()}, {options!r})"
+        )
         try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            for each in self._sockets:
-                each.close(linger=0)
-            self._context.term()
-            raise ValueError(
-                f"{name} is {endpoint!r}; it must be an address of this machine that is free: "
-                f"{error.strerror}"
-            ) from None
-        return socket
+            process = subprocess.Popen(
+                # Without the current folder on the path, whose folders may hide packages.
+                [sys.executable, "-P", "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs, told),
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # it computes nothing
+            )
+        except BaseException:
+            for each in (theirs, ours, heard, told):
+                os.close(each)
+            raise
+        os.close(theirs)
+        os.close(told)
+        reason = self._reason(process, heard)
+        os.close(heard)
+        if reason:
+            os.close(ours)
+            process.kill()
+            process.wait()
+            raise ValueError(reason)
+        return process, ours
+
+    @staticmethod
+    def _reason(process: subprocess.Popen[bytes], heard: int) -> str:
+        """Why the process can't publish; empty: it can."""
+        said, deadline = b"", time.monotonic() + _START_SECONDS
+        while select.select([heard], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            part = os.read(heard, 1 << 16)
+            said += part
+            if not part:
+                break
+        if said:
+            return said.decode()[1:]
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(1.0)
+            return f"kv_events_endpoint: the process that publishes ended with status {code}"
+        return f"kv_events_endpoint: the process that publishes took over {_START_SECONDS:.0f} s"
+
+    def _end(self) -> None:
+        """Ends the process, after it has sent what it was given."""
+        os.close(self._pipe)
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     # -- in the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._publish([()], None)  # who heard an engine before this one begins anew
         pause, ending = _PAUSE, False
         while not ending:
             ending = self._closing.wait(pause)  # then what has come before is still sent
@@ -149,94 +165,48 @@ class Publisher:
             try:
                 while self._queue:
                     pause = _PAUSE
-                    self._publish(*self._queue[0])
+                    self._send(*self._queue[0])
                     self._queue.popleft()
-                self._answer()
-            except Exception:
-                logger.exception("an event of the cache was not published; all are sent again")
-                self.broken = True
-                if self._queue:
-                    self._queue.popleft()
+                if self._process.poll() is not None:
+                    raise BrokenPipeError("it has ended")
+            except Exception as error:
+                if not isinstance(error, BrokenPipeError):
+                    logger.exception("events of the cache can't be handed over")
+                if not ending:
+                    self._start_again()
 
-    def _publish(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
-        now, events = time.time(), []
-        if self.broken and records[:1] != [()]:
+    def _send(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
+        if self._anew and records[:1] != [()]:
             return  # they follow what was lost
-        self.broken = False
-        changes = self._translator.translate(records)
-        for change in changes:
-            event = self._blocks.take(change)
-            if event is not None:
-                events.append(event)
-        if events:
-            batch = block_batch(now, events, self._size, maps=self._maps)
-            self._send(self._topic.add(batch))
-        if self._exact is not None and (changes or load is not None):
-            items = [change_item(change) for change in changes]
-            if load is not None:
-                items.append(load_item(load))
-            self._send(self._exact.add(change_batch(now, self._instance, items)))
+        self._anew = False
+        # Version 2 spares the search for objects that come twice.
+        batch: Any = records, None if load is None else tuple(load)
+        frame = marshal.dumps(batch, 2)
+        length = len(frame).to_bytes(LENGTH_BYTES, "little")
+        sent = os.writev(self._pipe, (length, frame))
+        if sent < LENGTH_BYTES + len(frame):
+            rest = memoryview(length + frame)[sent:]
+            while rest:
+                rest = rest[os.write(self._pipe, rest) :]
 
-    def _send(self, frames: Sequence[bytes]) -> None:
-        with suppress(zmq.Again):
-            self._pub.send_multipart(frames, zmq.NOBLOCK)
-
-    def _answer(self) -> None:
-        """Answers all requests that are there."""
-        router = self._router
-        while router is not None and router.poll(0):
-            sender, *frames = router.recv_multipart()
+    def _start_again(self) -> None:
+        """Starts another process after the end of this one, however often that takes."""
+        self._down = self._anew = True
+        self._process.kill()
+        code = self._process.wait()
+        logger.error("the process that publishes events ended with status %d; another starts", code)
+        os.close(self._pipe)
+        if time.monotonic() - self._started > _SHORT_LIFE:
+            self._delay = 0.0
+        while not self._closing.wait(self._delay):
+            self._delay = min(max(2 * self._delay, _FIRST_DELAY), _LONGEST_DELAY)
             try:
-                found = self._asked_for(frames)
-            except ValueError as error:
-                logger.warning("kv_events_replay_endpoint: %s", error)
-                found = []
-            for number, payload in found:
-                self._reply(router, sender, number.to_bytes(8, "big"), payload)
-            self._reply(router, sender, END, b"")
-
-    @staticmethod
-    def _reply(router: zmq.Socket[bytes], sender: bytes, number: bytes, payload: bytes) -> None:
-        with suppress(zmq.Again):
-            router.send_multipart((sender, b"", number, payload), zmq.NOBLOCK)
-
-    def _asked_for(self, frames: Sequence[bytes]) -> list[tuple[int, bytes]]:
-        """The answer to a request: an empty frame, the topic unless it is vLLM's, a number."""
-        exact = self._exact
-        match frames:
-            case [b"", number]:
-                topic = self._topic
-            case [b"", name, number] if exact is not None and name == exact.name:
-                topic = exact
-            case _:
-                raise ValueError(f"a request has frames {frames}; it must have an empty one, "
-                                 "the topic, and a number of 8 bytes or 'snapshot'")  # fmt: skip
-        if number != SNAPSHOT and len(number) != 8:
-            raise ValueError(f"a request has number {number!r}; it must have 8 bytes")
-        kept = None if number == SNAPSHOT else topic.since(int.from_bytes(number, "big"))
-        if kept is not None:
-            return kept
-        return [(max(topic.number, 0), self._everything(topic))]
-
-    def _everything(self, topic: _Topic) -> bytes:
-        """A message with all that the tree holds."""
-        now = time.time()
-        if topic is self._topic:
-            events = self._blocks.everything()
-            return block_batch(now, events, self._size, maps=self._maps)
-        return change_batch(now, self._instance, self._all_changes())
-
-    def _all_changes(self) -> list[list[Any]]:
-        copy = self._blocks.copy
-        numbers = {node: number for number, node in copy.nodes.items()}
-        items = [change_item(Cleared())]
-        waiting = list(copy.roots.values())
-        while waiting:
-            node = waiting.pop()
-            if node.parent is None:
-                items.append(change_item(Opened(numbers[node], node.namespace)))
-            else:
-                place = numbers[node], numbers[node.parent]
-                items.append(change_item(Stored(*place, node.start, node.edge)))
-            waiting += node.children.values()
-        return items
+                self._process, self._pipe = self._start()
+            except Exception as error:
+                logger.warning("events of the cache are not published: %s", error)
+                continue
+            self._started = time.monotonic()
+            self.broken, self._down = True, False
+            self.when_broken()
+            return
+        self._pipe = os.open(os.devnull, os.O_WRONLY)  # `_end` closes it

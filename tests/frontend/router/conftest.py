@@ -18,10 +18,10 @@ from tests.frontend.conftest import LiveReplica
 
 @pytest.fixture
 def replica(checkpoint: Path) -> Callable[..., LiveReplica]:
-    """Makes one over the tiny checkpoint, with options of its engine."""
+    """Makes one over the tiny checkpoint, or another one, with options of its engine."""
     made: list[LiveReplica] = []
 
-    def make(**options: object) -> LiveReplica:
+    def make(checkpoint: Path = checkpoint, **options: object) -> LiveReplica:
         limits = {"kv_cache_tokens": 4096, "max_num_seqs": 8} | options
         made.append(LiveReplica(TextEngine.load(EngineConfig(str(checkpoint), **limits))))  # type: ignore[arg-type]
         return made[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.errors import EngineStopped
@@ -284,13 +286,29 @@ async def test_an_ingress_that_is_gone_leaves_nothing_running(cluster: Any) -> N
     await until(lambda: not any(each.engine.num_unfinished for each in replicas))
 
 
-async def test_who_may_join(cluster: Any, replica: Any, checkpoint: Path) -> None:
+def fine_tuned(checkpoint: Path, folder: Path) -> Path:
+    """Another model of the same config, tokenizer and names and shapes of weights."""
+    shutil.copytree(checkpoint, folder)
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    name = next(iter(weights))
+    save_file(weights | {name: weights[name] + 0.01}, file, {"format": "pt"})
+    return folder
+
+
+async def test_who_may_join(cluster: Any, replica: Any, checkpoint: Path, tmp_path: Path) -> None:
     client, (first,) = await cluster(1)
     with pytest.raises(ValueError, match="name must be new, got 'r0'"):
         client.hub.join("r0", "127.0.0.1", first.door)
     other = replica(max_model_len=100)
     with pytest.raises(ValueError, match="max_model_len is 100, theirs is 512"):
         client.hub.join("other", "127.0.0.1", other.door)
+    tuned = replica(fine_tuned(checkpoint, tmp_path / "tuned"))
+    with pytest.raises(ValueError, match="same model as the others: its weights_digest is "):
+        client.hub.join("tuned", "127.0.0.1", tuned.door)
+    moved = replica(Path(shutil.copytree(checkpoint, tmp_path / "elsewhere")))
+    client.hub.join("moved", "127.0.0.1", moved.door)  # the same model, at another place
+    client.hub.drain("moved")
     with pytest.raises(OSError, match="refuses the key"):
         connect(("127.0.0.1", first.door.port), b"wrong")
     with pytest.raises(ConnectionRefusedError):

@@ -18,7 +18,9 @@ from coppice.radix.mirror.changes import attached  # noqa: E402
 from coppice.radix.mirror.copy import TreeCopy  # noqa: E402
 from coppice.runtime.config import EngineConfig  # noqa: E402
 from coppice.runtime.engine.core import Engine  # noqa: E402
-from coppice.runtime.metrics.events.publisher import SNAPSHOT, Publisher  # noqa: E402
+from coppice.runtime.metrics.events.broadcast import SNAPSHOT  # noqa: E402
+from coppice.runtime.metrics.events.options import Published  # noqa: E402
+from coppice.runtime.metrics.events.publisher import Publisher  # noqa: E402
 from coppice.runtime.metrics.events.wire import namespace_key, read_changes  # noqa: E402
 from coppice.runtime.requests.sampling_params import SamplingParams  # noqa: E402
 from tests.radix.test_fuzz import NAMESPACES, Fuzz  # noqa: E402
@@ -111,12 +113,12 @@ def in_tree(tree: RadixTree) -> set[tuple[int, bytes]]:
 
 def publisher(endpoint: str, replay: str | None, **options: Any) -> Publisher:
     given = {"topic": "kv", "exact_topic": "exact", "block_size": 5, "maps": False, **options}
-    return Publisher(endpoint, replay, **given)
+    return Publisher(Published(endpoint, replay, **given))
 
 
 def settle(sender: Publisher) -> None:
     """Waits until what was put is published, or is so before the next request is answered."""
-    while sender.waiting:
+    while sender.waiting or sender.behind or sender.broken:
         time.sleep(0.001)
 
 
@@ -192,11 +194,10 @@ def test_who_comes_late_asks_for_a_snapshot(address: Address, context: Any) -> N
 
 
 def test_messages_that_are_not_kept_any_more_come_as_a_snapshot(
-    address: Address, context: Any, monkeypatch: pytest.MonkeyPatch
+    address: Address, context: Any
 ) -> None:
-    monkeypatch.setattr("coppice.runtime.metrics.events.publisher._KEPT_BATCHES", 3)
     endpoint, replay = address(), address()
-    sender = publisher(endpoint, replay)
+    sender = publisher(endpoint, replay, kept_batches=3)
     tree = RadixTree(PagePool(64, 1))
     changes = attached(tree)
     for number in range(8):
@@ -246,11 +247,16 @@ def start(path: Path, endpoint: str, replay: str | None = None, **options: Any) 
     )  # fmt: skip
 
 
+def sender_of(engine: Engine) -> Publisher:
+    return engine.events._streams[0].sink
+
+
 def run(engine: Engine, prompts: list[list[int]], **more: Any) -> None:
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, PARAMS, **more)
     while engine.has_unfinished():
         engine.step()
+    settle(sender_of(engine))
 
 
 def test_an_engine_publishes_its_cache_and_its_load(
@@ -280,39 +286,10 @@ def test_an_engine_publishes_its_cache_and_its_load(
     assert loads[-1]["prefill_tokens_a_second"] > 0 < loads[-1]["decode_step_seconds"]
     engine.reset_cache()
     engine.events.flush()
+    settle(sender_of(engine))
     ((_, payload),) = ask(context, replay, SNAPSHOT)
     mirror.take(payload)
     assert not mirror.blocks
-    engine.close()
-
-
-def test_an_error_of_the_publisher_costs_no_event(
-    tiny_checkpoint: Callable[..., Path],
-    address: Address,
-    context: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    endpoint, replay = address(), address()
-    engine = start(tiny_checkpoint("llama"), endpoint, replay)
-    run(engine, [list(range(3, 33))])
-    publisher = engine.events._streams[0].sink
-    settle(publisher)
-    translate, fails = publisher._translator.translate, [True]
-
-    def failing(records: Any) -> Any:
-        changes = translate(records)
-        if changes and fails.pop() if fails else False:
-            raise RuntimeError("lost")
-        return changes
-
-    monkeypatch.setattr(publisher._translator, "translate", failing)
-    for first in (5, 60, 120):
-        run(engine, [list(range(first, first + 30))])
-        settle(publisher)
-    mirror = VllmMirror()
-    mirror.take(ask(context, replay, SNAPSHOT)[0][1])
-    assert not fails and not publisher.broken
-    assert set(mirror.blocks) == expected(engine.tree, 8)
     engine.close()
 
 
