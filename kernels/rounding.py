@@ -125,7 +125,7 @@ def _encode(
         if fp8:
             # A power of two, so that numbers are rounded once only: the least one that leaves at
             # most 448, which is 1.75 * 2 ** 8.
-            scale = ((most >> 23) - 8 + (1 if most & 0x7FFFFF > 0x600000 else 0)) << 23
+            scale: Any = ((most >> 23) - 8 + (1 if most & 0x7FFFFF > 0x600000 else 0)) << 23
         else:
             number[0] = number[0] / _FLOAT(127.0)
             scale = (cell[0] + 0xFFFF) & 0x7FFF0000  # rounded up

@@ -16,6 +16,9 @@ from coppice.runtime.schedule.queue_tree import MIN_SHARED_TOKENS, Rank, Waiting
 # The cost of a sequence beside its uncached tokens, in tokens: it needs decoding steps too.
 _OWN_WORK = 32
 
+# Sequences with a bonus that are looked at, of those that may wait for a leader or be set aside.
+_LOOK_PAST = 8
+
 _CLASS_BITS = 48
 
 
@@ -43,6 +46,7 @@ _RANKS: dict[str, Callable[[int, int, int], Rank]] = {
 }
 
 SCHEDULING_POLICIES = tuple(_RANKS)
+_BY_HIT = ("lpm", "priority")
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +84,9 @@ class WaitingQueue(TreeListener):
     - "priority": by the requests' `priority`, the least number first; "lpm" within a class. No
       bound protects a class from better ones: it waits as long as those bring enough work. Within a
       class the bound holds as in the other policies; work of other classes does not count.
+
+    A hit counts as the tokens that need not be computed. What other tiers have counts as a bonus of
+    as many tokens as take as long to compute as loading saves, under "lpm" and "priority".
 
     In every policy a sequence that shares tokens with a *leader*, a running sequence that is about
     to compute them, waits to hit them instead. The queue listens to the tree and updates its order
@@ -122,6 +129,8 @@ class WaitingQueue(TreeListener):
         self._classes: dict[int, _Class] = {}
         self._leading: dict[Sequence, tuple[Hashable, bytes]] = {}
         self._aside: list[_Place] = []
+        self._bonuses: dict[int, Rank] = {}  # ranks that count a bonus, by ticket
+        self._by_bonus: SortedList = SortedList()  # (rank, ticket) of these
         tree.add_listener(self)
 
     def __len__(self) -> int:
@@ -178,6 +187,8 @@ class WaitingQueue(TreeListener):
         group = self._class(ticket)
         group.tickets.remove(ticket)
         group.left += place.work
+        if (rank := self._bonuses.pop(ticket, None)) is not None:
+            self._by_bonus.remove((rank, ticket))
         if not group.tickets:  # else there would be one for every priority that ever was
             del self._classes[ticket >> _CLASS_BITS]
         if place in self._aside:
@@ -186,6 +197,19 @@ class WaitingQueue(TreeListener):
         namespace = sequence.request.namespace
         self._trees[namespace].remove(place.tokens, ticket)
         self._list(namespace)
+
+    def prefer(self, sequence: Sequence, hit: int) -> None:
+        """Has a waiting sequence, unless it resumes, count as if it would hit `hit` tokens.
+
+        It does so until it is removed, or hits more. O(log sequences that do so).
+        """
+        ticket = self._ticket(sequence)
+        if self.policy not in _BY_HIT or ticket not in self._places:
+            return
+        if (rank := self._bonuses.get(ticket)) is not None:
+            self._by_bonus.remove((rank, ticket))
+        self._bonuses[ticket] = rank = _RANKS[self.policy](hit, ticket, 0)
+        self._by_bonus.add((rank, ticket))
 
     def set_aside(self, sequence: Sequence) -> None:
         """Takes a sequence that does not fit out of the order until `restore`."""
@@ -226,6 +250,13 @@ class WaitingQueue(TreeListener):
             overtaken = group.left - first.before
             if overtaken > self._slack + self._overtaking * first.ahead and self._free(first):
                 return first.sequence, True
+        if self._by_bonus:
+            best = self._order[0][0]
+            for rank, preferred in self._by_bonus[:_LOOK_PAST]:
+                if not rank < best:
+                    break
+                if self._free(self._places[preferred]):
+                    return self._places[preferred].sequence, False
         return self._places[ticket].sequence, False
 
     def _free(self, place: _Place) -> bool:

@@ -84,7 +84,8 @@ class Scheduler:
     that lacks pages then waits until the tokens have arrived.
 
     With `tiers`, a sequence waits in the queue until they have answered what they have of its
-    prompt. When it runs, its pages are taken over as they come, and what does not come is computed.
+    prompt, which counts for its place there by the time that it saves. When it runs, its pages are
+    taken over as they come, and what does not come is computed.
 
     Attributes:
         late: whether tokens of running sequences are late; set by the step loop.
@@ -175,6 +176,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         if self.tiers is not None:
             self.tiers.poll()
+            for load in self.tiers.loads.found():
+                if load.sequence.status is Status.WAITING:
+                    self.waiting.prefer(load.sequence, load.begin + load.bonus)
         if self.waiting.policy == "priority":
             self._make_room(schedule)
         # Decodes first, so that a long prompt never stalls them: they are at most max_num_seqs.
@@ -441,6 +445,8 @@ class Scheduler:
         """Preempts running sequences of worse classes for a waiting one that lacks a place."""
         while (found := self.waiting.next()) is not None:
             sequence, _ = found
+            if self.tiers is not None and self.tiers.loads.waits(sequence):
+                break  # it is not admitted yet
             worse = [each for each in self.running if self._worse(each, sequence)]
             full = len(self.running) >= self.max_num_seqs
             if not worse or not (full or not self._fits(sequence, self.paging.match(sequence))):

@@ -7,6 +7,7 @@ pages     0 ... cached | missing | found ............ found | missing
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -61,27 +62,45 @@ class Load:
         sequence: for which it is.
         begin: its computed tokens when tiers were asked.
         first: whether it has never run before.
+        mark: what other sequences that would load the same share with it.
         finding: whether they have not answered yet.
-        asked: when they were, or when the last piece came, in seconds of a monotonic clock.
+        asked: when they were, in seconds of a monotonic clock.
+        asking: the index of the tier that is asked now; set by the thread that asks.
+        answered: what those before it have; set by the thread that asks.
         together: see `Worth`.
+        compute_rate, load_rate: tokens a second.
+        began: when its sequence was first seen to run, and the tokens that it had computed then.
+        pieces: that are being read, or are about to be.
+        bonus: tokens, beside those in the tree, whose computing takes as long as loading saves.
     """
 
-    __slots__ = ("sequence", "begin", "first", "finding", "asked", "together", "compute_rate",
-                 "load_rate", "served", "pieces", "_size", "_found", "_flying",
-                 "_rows")  # fmt: skip
+    __slots__ = ("sequence", "begin", "first", "mark", "finding", "asked", "asking", "answered",
+                 "together", "compute_rate", "load_rate", "began", "served", "pieces", "bonus",
+                 "_size", "_found", "_flying", "_rows")  # fmt: skip
 
     def __init__(
-        self, sequence: Sequence, begin: int, page_size: int, now: float, first: bool
+        self,
+        sequence: Sequence,
+        begin: int,
+        page_size: int,
+        now: float,
+        first: bool,
+        mark: Hashable = None,
     ) -> None:
         self.sequence = sequence
         self.begin = begin
         self.first = first
+        self.mark = mark
         self.finding = True
         self.asked = now
+        self.asking = 0
+        self.answered: dict[int, FoundPage] = {}
         self.together = False
-        self.compute_rate = self.load_rate = 1.0  # tokens a second
+        self.compute_rate = self.load_rate = 1.0
+        self.began: tuple[float, int] | None = None
         self.served = False  # something was taken over
-        self.pieces = 0  # that are being read
+        self.pieces = 0
+        self.bonus = 0
         self._size = page_size
         # By index: what is to be read, what is being read, and what was, with its buffer and row.
         self._found: dict[int, FoundPage] = {}
@@ -99,8 +118,13 @@ class Load:
 
     @property
     def coming(self) -> bool:
-        """Whether something will come that is not there."""
-        return bool(self.finding or self._found or self._flying)
+        """Whether something is on its way that is not there."""
+        return bool(self.finding or self._flying)
+
+    @property
+    def tiers(self) -> set[int]:
+        """The tiers of which something is to come. O(its pages)."""
+        return {page.tier for pages in (self._found, self._flying) for page in pages.values()}
 
     @property
     def staged(self) -> int:
@@ -139,9 +163,16 @@ class Load:
         self.pieces += 1
         return Piece(tier, taken[0], tuple(pages))
 
-    def came(self, piece: Piece, buffer: torch.Tensor | None, right: Seq[bool], now: float) -> None:
+    def withdraw(self, piece: Piece) -> None:
+        """Puts back a piece that no thread has begun to read."""
+        self.pieces -= 1
+        for row in range(len(piece.pages)):
+            found = self._flying.pop(piece.first + row, None)
+            if found is not None:
+                self._found[piece.first + row] = found
+
+    def came(self, piece: Piece, buffer: torch.Tensor | None, right: Seq[bool]) -> None:
         """Takes a piece that was read, of which some rows may be wrong; None: none could be."""
-        self.asked = now
         self.pieces -= 1
         for row in range(len(piece.pages)):
             # It is no longer among those if the load was given up.
@@ -149,11 +180,12 @@ class Load:
             if found is not None and buffer is not None and right[row]:
                 self._rows[piece.first + row] = LoadedPage(found, buffer, row)
 
-    def give_up(self) -> None:
-        """What is not there yet is computed."""
+    def give_up(self, tier: int | None = None) -> None:
+        """What is not there yet is computed; with a `tier`, what would come from it."""
         self.finding = False
-        self._found.clear()
-        self._flying.clear()
+        for pages in (self._found, self._flying):
+            for at in [at for at, each in pages.items() if tier is None or each.tier == tier]:
+                del pages[at]
 
     def _end(self, index: int, found: FoundPage) -> int:
         """The position after the last token of a page that is of use."""
@@ -194,9 +226,13 @@ class Load:
         return min(stops) * self._size if stops else end
 
     def _meeting(self, computed: int, border: int) -> int:
-        """Where computing from `computed` on meets loading from `border` back: a page's begin."""
-        met = computed + meeting(border - computed, self.load_rate, self.compute_rate)
-        return -(-met // self._size) * self._size
+        """Where computing from `computed` on meets loading from `border` back: a page's begin.
+
+        What is on its way after `border` comes first.
+        """
+        gap = border - computed + len(self._flying) * self._size
+        met = computed + meeting(gap, self.load_rate, self.compute_rate)
+        return min(border, -(-met // self._size) * self._size)
 
     def take(self, computed: int, tokens: int) -> list[LoadedPage]:
         """Takes the rows of the next `tokens`, which `next` has offered, in order."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 
 import torch
@@ -18,7 +19,7 @@ from coppice.radix.tokens import TOKEN_BYTES
 from coppice.runtime.requests.request import Sequence, Status
 from coppice.runtime.tiers.load import FoundPage, Load, LoadedPage, Next, Piece
 from coppice.runtime.tiers.rates import Rate, worth
-from coppice.runtime.tiers.store import Place, Store, TierFailed
+from coppice.runtime.tiers.store import Store, TierFailed
 from coppice.runtime.tiers.told import TiersTold
 
 logger = logging.getLogger(__name__)
@@ -75,14 +76,25 @@ class Loads:
         self._known, self._told, self._clock = known, told, clock
         self._rates = [Rate(_EXPECTED) for _ in stores]
         self._rested = [0.0 for _ in stores]  # until when each is not asked
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="coppice-tiers")
+        # Each tier has its own, so that none waits for another: one that asks, others that read.
+        self._asking, self._reading = (
+            [ThreadPoolExecutor(count, f"coppice-{store.name}-{what}") for store in stores]
+            for count, what in ((1, "find"), (_THREADS, "load"))
+        )
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._loads: dict[Sequence, Load] = {}
-        self._coming: dict[tuple[Hashable, bytes], Load] = {}  # by tokens up to the first new page
+        self._coming: dict[Hashable, Load] = {}  # by tokens up to the first new page
         self._behind: dict[Sequence, Load] = {}  # those that another load has wait
         self._piece_pages = max(1, _PIECE_BYTES // page_bytes)
         self._taken_pages = max(1, _TAKEN_BYTES // page_bytes)
-        self._reading = 0
+        self._queued: dict[Load, list[tuple[Piece, Future[None]]]] = {}
+        self._at_once = [0 for _ in stores]  # threads that read now
+        self._counting = threading.Lock()
+        # Of each tier: when it last answered, and brought a piece; the pieces that it has to bring.
+        self._answered = [0.0 for _ in stores]
+        self._brought = [0.0 for _ in stores]
+        self._pieces = [0 for _ in stores]
+        self._new: list[Load] = []  # that were found to be worth it since `found` was called
 
     # -- sequences ---------------------------------------------------------------------------
 
@@ -103,14 +115,19 @@ class Loads:
         tokens = sequence.keys(0, limit)
         mark = (request.namespace, tokens[: (cached + self._size) * TOKEN_BYTES])
         other = self._coming.get(mark)
-        if other is not None and other.coming and other.sequence.status is Status.WAITING:
+        if (
+            other is not None
+            and other.coming
+            and other.sequence.status is Status.WAITING
+            and other.sequence.request.priority <= request.priority
+        ):
             self._behind[sequence] = other
             return
         first = sequence.cached_tokens < 0
-        load = Load(sequence, cached, self._size, self._clock(), first)
+        load = Load(sequence, cached, self._size, self._clock(), first, mark)
         self._loads[sequence] = load
         self._coming[mark] = load
-        self._threads.submit(self._find, load, root, tokens, cached // self._size)
+        self._ask(load, root, tokens, 0)
 
     @property
     def _tiers(self) -> range:
@@ -163,8 +180,9 @@ class Loads:
         self._behind.pop(sequence, None)
         if (load := self._loads.pop(sequence, None)) is not None:
             load.give_up()
-            for mark in [mark for mark, other in self._coming.items() if other is load]:
-                del self._coming[mark]
+            self._withdraw(load)
+            if self._coming.get(load.mark) is load:
+                del self._coming[load.mark]
 
     # -- between steps -----------------------------------------------------------------------
 
@@ -185,11 +203,20 @@ class Loads:
                 break
         if self._loads:
             self._check_patience()
+            for load in self._loads.values():
+                if load.together:  # it may have come less far, or further, than was expected
+                    self._withdraw(load)
+                    self._expect(load)
             self._read_more()
+
+    def found(self) -> list[Load]:
+        """Loads that were found to be worth it since the last call."""
+        found, self._new = self._new, []
+        return found
 
     def wait(self, seconds: float) -> None:
         """Waits until a thread has done something, for at most `seconds`."""
-        if self.about_to_come or self._reading:
+        if self.about_to_come or any(self._pieces):
             try:
                 self._done.get(timeout=seconds)()
             except Empty:
@@ -199,22 +226,56 @@ class Loads:
         """Ends the threads once they have done what they do."""
         for sequence in list(self._loads):
             self.drop(sequence)
-        self._threads.shutdown(cancel_futures=True)
+        for threads in (*self._asking, *self._reading):
+            threads.shutdown(cancel_futures=True)
 
     def _check_patience(self) -> None:
-        now = self._clock()
+        """Gives up what comes from a tier that has done nothing for too long."""
+        now, size = self._clock(), _THREADS * self._piece_pages * self._page_bytes
+        stuck = {
+            tier
+            for tier, rate in enumerate(self._rates)
+            if self._pieces[tier] and now - self._brought[tier] > rate.patience(size)
+        }
         for load in self._loads.values():
             if load.finding:
-                patience = self._rates[0].patience(0)
-            elif load.pieces:
-                slowest = min(self._rates, key=lambda rate: rate.value)
-                patience = slowest.patience(self._piece_pages * self._page_bytes * load.pieces)
-            else:
-                continue
-            if now - load.asked > patience:
-                load.give_up()
-                for counts in self._told.tiers.values():
-                    counts.slow += 1
+                tier = load.asking
+                since = max(load.asked, self._answered[tier])
+                if now - since > self._rates[tier].patience(0):
+                    self._slow(tier)
+                    self._found(load, load.answered)
+            elif stuck:
+                for tier in load.tiers & stuck:
+                    self._slow(tier)
+                    load.give_up(tier)
+
+    def _slow(self, tier: int) -> None:
+        self._told.tiers[self._stores[tier].name].slow += 1
+
+    def _withdraw(self, load: Load) -> None:
+        """Takes back what is about to be read for a load, and that no thread has begun to."""
+        left = []
+        for piece, future in self._queued.pop(load, ()):
+            if future.cancel():
+                self._pieces[piece.tier] -= 1
+                load.withdraw(piece)
+            elif not future.done():
+                left.append((piece, future))
+        if left:
+            self._queued[load] = left
+
+    def _expect(self, load: Load) -> None:
+        """Has a load that goes together with computing know how fast both are now."""
+        if tiers := load.tiers:
+            slowest = min(self._rates[tier].value for tier in tiers)
+            load.load_rate = self._size * slowest / self._page_bytes
+        sequence = load.sequence
+        if sequence.status is Status.RUNNING:
+            now, computed = self._clock(), sequence.computed
+            if load.began is None:
+                load.began = now, computed
+            elif computed > load.began[1]:
+                load.compute_rate = (computed - load.began[1]) / max(now - load.began[0], 1e-9)
 
     def _read_more(self) -> None:
         """Has threads read, for those that run first, for others as far as there is room."""
@@ -227,61 +288,74 @@ class Loads:
                     return
                 if (piece := load.piece(self._piece_pages)) is None:
                     break
-                if load.pieces == 1:
-                    load.asked = self._clock()
                 staged += len(piece.pages) * self._page_bytes
-                self._reading += 1
-                self._threads.submit(self._read, load, piece)
+                if not self._pieces[piece.tier]:
+                    self._brought[piece.tier] = self._clock()
+                self._pieces[piece.tier] += 1
+                future = self._reading[piece.tier].submit(self._read, load, piece)
+                self._queued.setdefault(load, []).append((piece, future))
 
     # -- in threads --------------------------------------------------------------------------
 
-    def _find(self, load: Load, root: bytes, tokens: bytes, first: int) -> None:
-        """Finds the pages of a prompt from index `first` on."""
-        pages: dict[int, FoundPage] = {}
-        failed: list[int] = []
+    def _ask(self, load: Load, root: bytes, tokens: bytes, tier: int) -> None:
+        """Has a tier asked for the pages of a prompt, or the first one after it that is awake."""
+        while tier < len(self._stores) and not self._awake(tier):
+            tier += 1
+        if tier < len(self._stores):
+            load.asking, load.asked = tier, self._clock()
+            self._asking[tier].submit(self._find, load, root, tokens, tier)
+        else:
+            pages = load.answered
+            self._done.put(lambda: self._found(load, pages))
+
+    def _find(self, load: Load, root: bytes, tokens: bytes, tier: int) -> None:
+        """Finds what a tier has of a prompt and those before it do not; then asks the next one."""
+        if not load.finding:
+            return
+        first, pages = load.begin // self._size, dict(load.answered)
         try:
             keys = chain(root, tokens, self._size * TOKEN_BYTES)
-            awake = [tier for tier in self._tiers if self._awake(tier)]
-            for tier in awake:
-                missing = [index for index in range(first, len(keys)) if index not in pages]
-                try:
-                    places = self._stores[tier].find([keys[index] for index in missing])
-                except TierFailed as error:
-                    failed.append(tier)
-                    logger.warning("%s", error)
-                    continue
-                for index, place in zip(missing, places, strict=True):
-                    if place is not None:
-                        pages[index] = FoundPage(tier, keys[index], place)
-            after = max(pages, default=first - 1) + 1
-            if after < len(keys):
-                self._find_part(after, keys[after], [t for t in awake if t not in failed], pages)
+            missing = [
+                index for index in range(first, len(keys))
+                if index not in pages or pages[index].key.length < keys[index].length
+            ]  # fmt: skip
+            places = self._stores[tier].find([keys[index] for index in missing])
+            for index, place in zip(missing, places, strict=True):
+                if place is not None:
+                    pages[index] = FoundPage(tier, keys[index], place)
+            load.answered = pages
+            load.answered = self._with_part(tier, keys, first, pages)
+        except TierFailed as error:
+            logger.warning("%s", error)
+            self._done.put(lambda: self._rest(tier))
         except Exception:
             logger.exception("a tier could not be asked")
-            pages = {}
-        self._done.put(lambda: self._found(load, pages, failed))
+        self._answered[tier] = self._clock()
+        self._ask(load, root, tokens, tier + 1)
 
-    def _find_part(
-        self, index: int, key: PageKey, tiers: list[int], pages: dict[int, FoundPage]
-    ) -> None:
-        """Finds a page of which only the first tokens agree."""
-        best: Place | None = None
-        for tier in tiers:
-            try:
-                place = self._stores[tier].find_longest(key)
-            except TierFailed as error:
-                logger.warning("%s", error)
-                continue
-            if place is not None and (best is None or place.tokens > best.tokens):
-                best = place
-                part = PageKey(key.parent, key.tokens[: place.tokens * TOKEN_BYTES])
-                pages[index] = FoundPage(tier, part, place)
+    def _with_part(
+        self, tier: int, keys: Seq[PageKey], first: int, pages: dict[int, FoundPage]
+    ) -> dict[int, FoundPage]:
+        """Adds a page of which only the first tokens agree, after the last one that is whole."""
+        whole = {at: page for at, page in pages.items() if page.key.length == keys[at].length}
+        index = max(whole, default=first - 1) + 1
+        if index == len(keys):
+            return whole
+        key, part = keys[index], pages.get(index)
+        place = self._stores[tier].find_longest(key)
+        if place is not None and (part is None or place.tokens > part.place.tokens):
+            agreed = PageKey(key.parent, key.tokens[: place.tokens * TOKEN_BYTES])
+            part = FoundPage(tier, agreed, place)
+        return whole if part is None else whole | {index: part}
 
     def _read(self, load: Load, piece: Piece) -> None:
         """Reads a piece into memory."""
         buffer: torch.Tensor | None = None
         right: list[bool] = []
         failed, start = False, time.perf_counter()
+        with self._counting:
+            self._at_once[piece.tier] += 1
+            at_once = self._at_once[piece.tier]
         try:
             buffer = host_rows(len(piece.pages), self._page_bytes, self._device)
             right = self._stores[piece.tier].load(
@@ -295,14 +369,16 @@ class Loads:
         except Exception:
             logger.exception("a tier could not be read")
             failed, buffer = True, None
-        seconds = time.perf_counter() - start
+        with self._counting:
+            at_once += self._at_once[piece.tier]
+            self._at_once[piece.tier] -= 1
+        # Threads that read at the same time share what the tier gives.
+        seconds = (time.perf_counter() - start) / (at_once / 2)
         self._done.put(lambda: self._came(load, piece, buffer, right, seconds, failed))
 
     # -- what threads have done, in the engine's ---------------------------------------------
 
-    def _found(self, load: Load, pages: dict[int, FoundPage], failed: list[int]) -> None:
-        for tier in failed:
-            self._rest(tier)
+    def _found(self, load: Load, pages: dict[int, FoundPage]) -> None:
         if not load.finding:
             return
         load.finding = False
@@ -325,7 +401,9 @@ class Loads:
         load.together = found.together
         load.load_rate = tokens / max(seconds, 1e-9)
         load.compute_rate = tokens / alone if alone else 1e-9
+        load.bonus = round(tokens * min(1.0, found.seconds / alone)) if alone else tokens
         load.found(pages)
+        self._new.append(load)
 
     def _came(
         self,
@@ -336,18 +414,19 @@ class Loads:
         seconds: float,
         failed: bool,
     ) -> None:
-        self._reading -= 1
-        size = len(piece.pages) * self._page_bytes
-        counts = self._told.tiers[self._stores[piece.tier].name]
+        tier = piece.tier
+        self._pieces[tier] -= 1
+        self._brought[tier] = self._clock()
+        counts = self._told.tiers[self._stores[tier].name]
         counts.load_seconds += seconds
         if failed:
-            self._rest(piece.tier)
+            self._rest(tier)
         else:
-            self._rates[piece.tier].observe(size, seconds)
+            self._rates[tier].observe(len(piece.pages) * self._page_bytes, seconds)
         for page, good in zip(piece.pages, right, strict=False):
             if not good:
                 self._known.discard(page.key.name)
-        load.came(piece, buffer, right, self._clock())
+        load.came(piece, buffer, right)
 
     def _rest(self, tier: int) -> None:
         """Leaves a tier alone for a while: it could not answer."""

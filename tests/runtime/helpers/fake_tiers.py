@@ -95,17 +95,20 @@ class HandThreads:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.tasks: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.tasks: list[tuple[Future[None], Callable[..., None], tuple[Any, ...]]] = []
 
     def submit(self, task: Callable[..., None], *arguments: Any) -> Future[None]:
-        self.tasks.append((task, arguments))
-        return Future()
+        future: Future[None] = Future()
+        self.tasks.append((future, task, arguments))
+        return future
 
     def work(self, most: int | None = None) -> None:
         for _ in range(len(self.tasks) if most is None else most):
             if self.tasks:
-                task, arguments = self.tasks.pop(self.rng.randrange(len(self.tasks)))
-                task(*arguments)
+                future, task, arguments = self.tasks.pop(self.rng.randrange(len(self.tasks)))
+                if future.set_running_or_notify_cancel():
+                    task(*arguments)
+                    future.set_result(None)
 
     def shutdown(self, **_: bool) -> None:
         self.tasks.clear()
@@ -135,8 +138,10 @@ def add_tiers(
     tiers._writer.share = 1.0
     threads = HandThreads(rng)
     if hand:
-        tiers.loads._threads.shutdown()
-        tiers.loads._threads = threads  # type: ignore[assignment]
+        for pools in (tiers.loads._asking, tiers.loads._reading):
+            for pool in pools:
+                pool.shutdown()
+            pools[:] = [threads] * len(pools)  # type: ignore[list-item]
         tiers.wait = lambda seconds: threads.work(1)  # type: ignore[method-assign]
     engine.tiers = engine._steps.tiers = tiers
     scheduler.use(tiers, scheduler.times or StepTimes(2.0))

@@ -255,3 +255,45 @@ def test_a_class_is_kept_only_while_one_of_it_waits():
     waiting.remove(each[-1])
     assert not waiting._classes
     assert waiting.next() is None
+
+
+@pytest.mark.parametrize("policy", ["lpm", "priority", "fcfs", "dfs"])
+def test_what_tiers_save_counts_as_tokens_hit(policy):
+    tree = RadixTree(PagePool(40, 4))
+    queue = WaitingQueue(tree, policy, slack=10**9, overtaking=None)
+    enter(tree, [1] * 10)
+    small, hit, big = (
+        sequence(at, [token] * 30, priority=at // 3 if policy == "priority" else 0)
+        for at, token in enumerate((3, 1, 2))
+    )
+    for each, cached in ((small, 0), (hit, 10), (big, 0)):
+        queue.add(each, cached)
+    before = queue.next()[0]
+    assert before is (small if policy == "fcfs" else hit)
+    queue.prefer(small, 9)
+    assert queue.next()[0] is before, "it saves less"
+    queue.prefer(big, 12)
+    by_hit = policy in ("lpm", "priority")
+    assert queue.next() == (big if by_hit else before, False)
+    queue.set_aside(big)
+    assert queue.next()[0] is before
+    queue.restore(lambda _: 0)
+    assert queue.next()[0] is (big if by_hit else before)
+    queue.lead(sequence(9, [2] * 30), 0)
+    assert queue.next()[0] is before, "it waits for a leader"
+    queue.prefer(small, 11)
+    assert queue.next()[0] is (small if by_hit else before)
+    for each in (small, big, hit):
+        queue.remove(each)
+    assert queue.next() is None and not queue._by_bonus and not queue._bonuses
+    queue.prefer(small, 100)  # it was admitted meanwhile
+    assert queue.next() is None
+
+
+def test_no_bonus_passes_a_better_class():
+    queue = WaitingQueue(RadixTree(PagePool(4, 4)), "priority", slack=10**9, overtaking=None)
+    better, worse = sequence(0, [1] * 9, priority=0), sequence(1, [2] * 9, priority=1)
+    for each in (worse, better):
+        queue.add(each, 0)
+    queue.prefer(worse, 8)
+    assert queue.next()[0] is better

@@ -33,7 +33,7 @@ def come(load: Load, most: int = 2, right: bool | list[bool] = True) -> list[int
     piece = load.piece(most)
     assert piece is not None
     rights = right if isinstance(right, list) else [right] * len(piece.pages)
-    load.came(piece, torch.zeros(len(piece.pages), 1), rights, 1.0)
+    load.came(piece, torch.zeros(len(piece.pages), 1), rights)
     return list(range(piece.first, piece.first + len(piece.pages)))
 
 

@@ -1,0 +1,218 @@
+"""Which tiers are asked and read, in which order, and when they are given up."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import numpy as np
+import pytest
+import torch
+from fake_tiers import HandThreads, MemoryStore
+
+from coppice.radix.mirror.leaving import Known
+from coppice.radix.mirror.names import chain
+from coppice.runtime.requests.request import Request, Sequence, Status
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.tiers.loads import Loads
+from coppice.runtime.tiers.told import TierCounts, TiersTold
+
+SIZE, WIDTH = 4, 64
+
+
+def sequence(tokens: list[int], number: int = 0, priority: int = 0) -> Sequence:
+    prompt = array("i", tokens)
+    return Sequence(Request(str(number), prompt, SamplingParams(), None, number, 0, 1000, priority))
+
+
+def fill(store: MemoryStore, tokens: list[int], first: int = 0, last: int = 1000) -> None:
+    """Stores the pages `first` to `last` of a prompt."""
+    keys = chain(b"root", array("i", tokens).tobytes(), 4 * SIZE)[first:last]
+    store.store(keys, np.zeros((len(keys), WIDTH), np.uint8))
+
+
+class Made:
+    """Loads over stores, with a clock and threads that a test drives."""
+
+    def __init__(self, *stores: MemoryStore, compute: float | None = None) -> None:
+        self.now = 1000.0
+        self.told = TiersTold({store.name: TierCounts() for store in stores})
+        self.loads = Loads(
+            stores,
+            page_size=SIZE,
+            page_bytes=WIDTH,
+            device=torch.device("cpu"),
+            root=lambda _: b"root",
+            compute_seconds=lambda tokens, _: None if compute is None else compute * tokens,
+            known=Known(100),
+            told=self.told,
+            clock=lambda: self.now,
+        )
+        self.asking = [HandThreads(random.Random(0)) for _ in stores]
+        self.reading = [HandThreads(random.Random(0)) for _ in stores]
+        for pools, ours in (
+            (self.loads._asking, self.asking),
+            (self.loads._reading, self.reading),
+        ):
+            for pool in pools:
+                pool.shutdown()
+            pools[:] = ours
+        self.loads._piece_pages = 2
+
+    def answer(self) -> None:
+        for threads in self.asking:
+            threads.work()
+        self.loads.poll()
+
+    def slow(self) -> list[int]:
+        return [each.slow for each in self.told.tiers.values()]
+
+
+TOKENS = list(range(3, 44))  # ten pages and a token
+
+
+def test_what_one_tier_lacks_the_next_one_is_asked_for():
+    first, second = MemoryStore(), MemoryStore(name="second")
+    fill(first, TOKENS, 0, 4)
+    fill(second, TOKENS, 2, 9)
+    fill(second, TOKENS[:38])  # of the tenth page two tokens agree
+    made = Made(first, second)
+    mine = sequence(TOKENS)
+    made.loads.begin(mine, 5)
+    load = made.loads.of(mine)
+    made.answer()
+    assert not load.finding
+    assert made.told.found_tokens == 38 - 5
+    found = load._found | load._flying
+    assert {at: page.tier for at, page in found.items()} == dict.fromkeys(
+        (1, 2, 3), 0
+    ) | dict.fromkeys(range(4, 10), 1)
+    assert found[9].place.tokens == 2
+    assert made.loads.found() == [load] and not made.loads.found()
+    assert load.bonus == 38 - 5, "nothing is known of what computing takes"
+
+
+def test_the_bonus_is_what_loading_saves():
+    store = MemoryStore()
+    fill(store, TOKENS)
+    made = Made(store, compute=1.0)
+    made.loads._rates[0].observe(WIDTH, 0.04)
+    mine = sequence(TOKENS)
+    made.loads.begin(mine, 0)
+    made.answer()
+    [load] = made.loads.found()
+    assert load.bonus == round(40 * (1 - 0.4 / 40))
+    made.loads._rates[0].observe(WIDTH, 1e6)
+    other = sequence([9, *TOKENS], 1)
+    fill(store, [9, *TOKENS])
+    made.loads.begin(other, 0)
+    made.answer()
+    assert not made.loads.found(), "it is computed"
+
+
+def test_a_tier_that_does_not_answer_is_given_up_and_not_what_another_one_said():
+    first, second = MemoryStore(), MemoryStore(name="second")
+    fill(first, TOKENS, 0, 4)
+    made = Made(first, second)
+    mine = sequence(TOKENS)
+    made.loads.begin(mine, 0)
+    made.asking[0].work()
+    made.loads.poll()
+    assert made.loads.waits(mine)
+    made.now += 1.0
+    made.loads.poll()
+    assert made.slow() == [0, 1]
+    assert not made.loads.waits(mine)
+    made.reading[0].work()
+    made.loads.poll()
+    assert made.loads.next(made.loads.of(mine), 40).ready == 16
+    made.asking[1].work()  # it answers after all
+    made.loads.poll()
+    assert made.loads.next(made.loads.of(mine), 40).ready == 16
+
+
+def test_a_tier_that_brings_something_is_not_given_up_however_many_wait_for_it():
+    store = MemoryStore()
+    made = Made(store)
+    lines = [[number, *TOKENS] for number in range(3, 9)]
+    for number, tokens in enumerate(lines):
+        fill(store, tokens)
+        made.loads.begin(sequence(tokens, number), 0)
+    made.answer()
+    while made.reading[0].tasks:
+        made.now += 0.09
+        made.reading[0].work(1)
+        made.loads.poll()
+    assert made.slow() == [0]
+    assert all(load.staged == 11 for load in made.loads._loads.values())
+
+
+def test_a_tier_that_brings_nothing_is_given_up():
+    first, second = MemoryStore(), MemoryStore(name="second")
+    fill(first, TOKENS, 0, 4)
+    fill(second, TOKENS, 4)
+    made = Made(first, second)
+    mine = sequence(TOKENS)
+    made.loads.begin(mine, 0)
+    made.answer()
+    for _ in range(9):
+        made.now += 0.06
+        made.reading[0].work(1)
+        made.loads.poll()
+    assert made.slow() == [0, 1]
+    load = made.loads.of(mine)
+    assert made.loads.next(load, 40).ready == 16 and not load.coming
+    made.reading[1].work()  # it comes after all
+    made.loads.poll()
+    assert load.staged == 4
+
+
+def test_the_middle_moves_with_what_is_measured():
+    """What no thread has begun to read is taken back, as far as it is computed meanwhile."""
+    store = MemoryStore()
+    fill(store, TOKENS)
+    made = Made(store, compute=1.0)
+    made.loads._rates[0].observe(WIDTH, SIZE)  # both take as long
+    mine = sequence(TOKENS)
+    made.loads.begin(mine, 0)
+    made.answer()
+    load = made.loads.of(mine)
+    assert load.together
+    assert sorted(load._flying) == [5, 6, 7, 8, 9]
+    mine.status = Status.RUNNING
+    made.loads.poll()
+    made.now += 6.0  # three times as fast as was expected
+    mine.computed = 18
+    made.loads.poll()
+    assert sorted(load._flying) == [9]
+    assert made.loads.next(load, 22).compute == 18
+    made.reading[0].work()
+    made.loads.poll()
+    assert load.staged == 1 and store.loaded == 1
+    made.loads.drop(mine)
+    assert not made.loads._queued
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_a_better_class_does_not_wait_for_what_a_worse_one_loads(priority):
+    store = MemoryStore()
+    fill(store, TOKENS)
+    made = Made(store)
+    made.loads.begin(sequence(TOKENS), 0)
+    other = sequence(TOKENS, 1, priority)
+    made.loads.begin(other, 0)
+    assert (made.loads.of(other) is None) == (priority == 0)
+    made.answer()
+    assert made.loads.waits(other) == (priority == 0)
+
+
+def test_what_is_dropped_is_not_read():
+    store = MemoryStore()
+    fill(store, TOKENS)
+    made = Made(store)
+    mine = sequence(TOKENS)
+    made.loads.begin(mine, 0)
+    made.answer()
+    made.loads.drop(mine)
+    made.reading[0].work()
+    assert store.loaded == 0 and not any(made.loads._pieces)
