@@ -35,6 +35,7 @@ MODULES = (
     "eviction.recency",
     "leaves",
     "mirror.log",
+    "mirror.suffixes.branches",
     "mirror.suffixes.hashes",
     "mirror.suffixes.index",
     "mirror.suffixes.text",

@@ -103,6 +103,12 @@ class SamplingParams:
     """Functions that change the logits, before anything else does; kept as a tuple."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the text must have; tokens that would leave it are forbidden."""
+    prediction: str | None = None
+    """A text that much of the output is expected to be, such as a file before a small change: where
+    it holds, several tokens a step are verified instead of one. It changes no token. The engine
+    itself has no tokenizer, and takes `prediction_token_ids`."""
+    prediction_token_ids: Sequence[int] | None = None
+    """The same as token ids; kept as a tuple."""
     thinking_token_budget: int | None = None
     """Most tokens of reasoning before the answer; then its end mark follows. None: no bound."""
     thinking_marks: ThinkingMarks | None = None
@@ -156,12 +162,15 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.prediction, str | None):
+            raise ValueError(f"prediction must be a text or None, got {shown(self.prediction)}")
         self._check_structured_outputs()
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         for name, kept in (
             ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),
             ("logit_bias", _logit_bias(self.logit_bias)),
             ("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids)),
+            ("prediction_token_ids", _token_ids("prediction_token_ids", self.prediction_token_ids)),
             ("bad_words", _bad_words(self.bad_words)),
             ("bad_words_token_ids", _bad_words_token_ids(self.bad_words_token_ids)),
             ("logits_processors", _logits_processors(self.logits_processors)),
@@ -196,6 +205,7 @@ class SamplingParams:
             ("stop_token_ids", self.stop_ids),
             ("logit_bias", self.logit_bias or ()),
             ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("prediction_token_ids", self.prediction_token_ids or ()),
             ("thinking_marks", self._marks()),
             ("bad_words_token_ids", (t for word in self.bad_words_token_ids or () for t in word)),
         )

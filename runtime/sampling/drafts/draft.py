@@ -54,18 +54,6 @@ class Draft:
 NOTHING = Draft(())
 
 
-class DraftSource(Protocol):
-    """Proposes tokens for one sequence at a time. Called by the engine's thread."""
-
-    def propose(self, sequence: Sequence, most: int) -> Draft:
-        """At most `most` tokens that may follow a running sequence's last one."""
-        ...
-
-    def ended(self, sequence: Sequence) -> None:
-        """Forgets what it keeps for a sequence that has finished."""
-        ...
-
-
 class Speculation(Protocol):
     """What the step asks for drafts, for all of its sequences together: rows cost the more, the
     more of them a step has. Called by the engine's thread."""

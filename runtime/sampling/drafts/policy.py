@@ -1,0 +1,239 @@
+"""How wide and how deep the drafts of a step are: as wide and as deep as pays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from coppice.runtime.requests.request import Sequence
+from coppice.runtime.sampling.drafts.costs import StepCosts
+from coppice.runtime.sampling.drafts.counts import SpeculationCounts
+from coppice.runtime.sampling.drafts.draft import NOTHING, Draft, DraftToken
+from coppice.runtime.sampling.drafts.source import DraftSource
+from coppice.runtime.sampling.drafts.trust import Luck, Trust
+
+_GAIN = 1.03  # the least that a step must promise: estimates are not more exact
+_SURE = 0.995  # no draft is likelier: a chain of any length would pay
+_FEW = 4  # tokens that each sequence may be asked for, however many there are
+_SPARE = 4  # times the tokens that each would get of a step's, if all got as many
+_LEAST = 0.02  # tokens less likely than this are not drafted
+_PLAIN = 128  # steps with drafts after which one has none, so that its time stays known
+_LEFT_OUT = -2  # in place of a token's index
+_CHEAP = 0.003  # of a token's time: asking takes less, and need not be put off
+_LONGEST_WAIT = 64  # steps until a sequence is asked again whose text nothing foretells
+
+
+class _Node(NamedTuple):
+    """A token that may be drafted: with `chance` of being accepted, as is all before it."""
+
+    token: int
+    parent: int
+    kind: tuple[str, int]
+    chance: float
+    alone: float  # the same, where all before it is accepted
+
+
+class _State:
+    """What the policy knows about one sequence."""
+
+    __slots__ = ("added", "kinds", "luck", "useless", "wait", "worth")
+
+    def __init__(self) -> None:
+        self.luck = Luck()
+        self.useless = 0  # times in a row that it was asked, and got nothing
+        self.wait = 0  # steps until it is asked again
+        self.kinds: dict[tuple[int, int], _Node] = {}  # of its draft, by depth and token
+        self.added = 0.0  # seconds that each token of its draft adds to its step
+        self.worth = 0.0  # seconds that each accepted one saves
+
+
+class TreeSpeculation:
+    """Drafts of all sources, of which a step gets those that make it yield more tokens a second.
+
+    A step of `n` tokens takes `T(d)` seconds with `d` drafted ones beside them, and yields `n` and
+    each drafted one by its chance of being accepted. The likeliest tokens of all sequences are
+    taken, as many as give the most tokens a second. Both sides are learned: chances from what was
+    accepted, by kind of draft and by sequence, and `T` from the steps. With many sequences a row
+    costs about what a token is worth, and no draft is made, or asked for.
+    """
+
+    def __init__(
+        self,
+        sources: Seq[DraftSource],
+        most: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`most` is the greatest number of tokens of a sequence's draft."""
+        self.costs = StepCosts()
+        self.counts = SpeculationCounts()
+        self._sources = sources
+        self._most = most
+        self._clock = clock
+        self._trust = Trust()
+        self._states: dict[Sequence, _State] = {}
+        self._asking = 50e-6  # seconds that it takes to ask for a sequence's draft
+        self._limits: dict[int, tuple[np.ndarray, int]] = {}  # `_paying`, and of which curve
+        self._drafting = 0  # steps with drafts since one without
+
+    def propose(self, sequences: Seq[tuple[Sequence, int]], rows: int) -> list[Draft]:
+        """As `Speculation.propose`. O(sequences * tokens of their drafts)."""
+        nothing = [NOTHING] * len(sequences)
+        base = len(sequences) + rows
+        curve = self.costs.curve(base)
+        if curve is None or self._drafting >= _PLAIN:
+            self._drafting = 0
+            return nothing
+        most = min(self._paying(curve, base), sum(min(each, self._most) for _, each in sequences))
+        if most < 1:
+            return nothing
+        each_most = min(self._most, max(_FEW, _SPARE * most // len(sequences)))
+        begun, asked = self._clock(), 0
+        found: list[tuple[float, int, int]] = []
+        nodes: list[list[_Node]] = []
+        for number, (sequence, room) in enumerate(sequences):
+            state = self._states.get(sequence)
+            if state is None:
+                state = self._states[sequence] = _State()
+            if state.wait:
+                state.wait -= 1
+                nodes.append([])
+                continue
+            asked += 1
+            made = self._nodes(sequence, state, min(room, each_most))
+            self._bide(state, made, curve[0] / base)
+            nodes.append(made)
+            found += [(-each.chance, number, at) for at, each in enumerate(made)]
+        if asked:  # the first time a whole prompt is entered, which is not the rule
+            took = min((self._clock() - begun) / asked, 2 * self._asking)
+            self._asking += 0.1 * (took - self._asking)
+        found.sort()
+        del found[most:]
+        if not found:
+            return nothing
+        chances = np.array([0.0, *(-chance for chance, _, _ in found)])
+        yields = (base + np.cumsum(chances)) * (curve[0] / base) / curve[: len(chances)]
+        count = int(yields.argmax())
+        if yields[count] < _GAIN:
+            return nothing
+        self._drafting += 1
+        added, worth = float(curve[count] - curve[0]) / count, float(curve[0]) / base
+        taken: list[list[int]] = [[] for _ in sequences]
+        for _, number, at in found[:count]:
+            taken[number].append(at)
+        return [
+            self._draft(sequence, made, chosen, added, worth) if chosen else NOTHING
+            for (sequence, _), made, chosen in zip(sequences, nodes, taken, strict=True)
+        ]
+
+    def _paying(self, curve: np.ndarray, base: int) -> int:
+        """The most drafted tokens that would pay if all were accepted; 0: none would."""
+        known = self._limits.get(base)
+        if known is not None and known[0] is curve:
+            return known[1]
+        best = (base + np.arange(len(curve))) * (curve[0] / base) / curve
+        pays = np.flatnonzero(best >= _GAIN)
+        most = int(pays[-1]) if len(pays) else 0
+        self._limits[base] = curve, most
+        return most
+
+    def _nodes(self, sequence: Sequence, state: _State, most: int) -> list[_Node]:
+        """The trees of all sources as one; a token that several propose is the likeliest one's."""
+        nodes: list[_Node] = []
+        places: dict[tuple[int, int], int] | None = None
+        factor, trust = state.luck.factor, self._trust.probability
+        for source in self._sources:
+            proposed = source.propose(sequence, most)
+            if not proposed:
+                continue
+            if nodes and places is None:  # few have drafts of two sources
+                places = {(node.parent, node.token): at for at, node in enumerate(nodes)}
+            at: list[int] = []
+            for token, parent, kind, first in proposed:
+                place = _LEFT_OUT
+                if parent < 0 or (parent := at[parent]) >= 0:
+                    alone = trust(kind, first)
+                    chance = alone * (factor if parent < 0 else nodes[parent].chance)
+                    if chance > _SURE:
+                        chance = _SURE
+                    node = _Node(token, parent, kind, chance, alone)
+                    known = None if places is None else places.get((parent, token))
+                    if known is not None:
+                        place = known
+                        if chance > nodes[place].chance:
+                            nodes[place] = node
+                    elif chance >= _LEAST:
+                        place = len(nodes)
+                        nodes.append(node)
+                        if places is not None:
+                            places[parent, token] = place
+                at.append(place)
+        return nodes
+
+    def _bide(self, state: _State, made: list[_Node], worth: float) -> None:
+        """Lets a sequence wait that costs more time to ask than its drafts can save."""
+        saves = sum(each.chance for each in made) * worth
+        if saves > 2 * self._asking or self._asking < _CHEAP * worth:
+            state.useless = 0
+        else:
+            state.useless += 1
+            state.wait = min(1 << min(state.useless, 10), _LONGEST_WAIT) - 1
+
+    def _draft(
+        self,
+        sequence: Sequence,
+        made: list[_Node],
+        chosen: list[int],
+        added: float,
+        worth: float,
+    ) -> Draft:
+        """The draft of the nodes at the indices `chosen`, in which parents come first."""
+        state = self._states[sequence]
+        state.added, state.worth = added, worth
+        state.kinds = {}
+        new: dict[int, tuple[int, int]] = {-1: (-1, 0)}
+        tokens: list[DraftToken] = []
+        for at in chosen:
+            node = made[at]
+            parent, depth = new[node.parent]
+            new[at] = len(tokens), depth + 1
+            state.kinds[depth, node.token] = node
+            tokens.append(DraftToken(node.token, parent, node.alone, node.kind[0]))
+        return Draft(tuple(tokens))
+
+    def verified(self, sequence: Sequence, draft: Draft, path: Seq[int]) -> None:
+        """As `Speculation.verified`."""
+        state = self._states.get(sequence)
+        if state is None:
+            return
+        accepted = set(path)
+        depths: list[int] = []
+        for index, each in enumerate(draft.tokens):
+            depths.append(0 if each.parent < 0 else depths[each.parent] + 1)
+            counts = self.counts.of(each.source)
+            counts.drafted += 1
+            counts.seconds_saved -= state.added
+            if index in accepted:
+                counts.accepted += 1
+                counts.seconds_saved += state.worth
+            node = state.kinds.get((depths[-1], each.token))
+            if node is not None and (each.parent < 0 or each.parent in accepted):
+                self._trust.learn(node.kind, index in accepted)
+        first = [node for node in state.kinds.values() if node.parent < 0]
+        if first:
+            hit = bool(path)
+            state.luck.learn(min(sum(node.alone for node in first), 1.0), hit)
+
+    def stepped(self, sequences: int, drafted: int, rows: int, seconds: float) -> None:
+        """As `Speculation.stepped`."""
+        self.counts.rows += sequences
+        self.costs.observe(sequences + rows, drafted, seconds)
+
+    def ended(self, sequence: Sequence) -> None:
+        """As `Speculation.ended`."""
+        self._states.pop(sequence, None)
+        for source in self._sources:
+            source.ended(sequence)

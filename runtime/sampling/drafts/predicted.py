@@ -1,0 +1,99 @@
+"""Drafts from the text that a client expects: OpenAI's parameter `prediction`."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence as Seq
+
+from coppice.runtime.requests.request import Sequence
+from coppice.runtime.sampling.drafts.source import Proposed
+
+SOURCE = "prediction"
+
+_COMPARED = 16  # tokens before a place that are compared to find where the text goes on
+_AHEAD = 32  # tokens after the last place in which one equal token is enough to go on
+_LENGTHS = (0, 1, 2, 4, 8, 16)  # equal tokens from which others are as likely
+_FIRST = (0.3, 0.5, 0.75, 0.85, 0.93, 0.97)
+_BEGIN = 4  # equal tokens that the beginning of a text counts as
+
+
+class _Follower:
+    """Where in its prediction a text is."""
+
+    __slots__ = ("at", "equal", "length", "predicted", "_pairs")
+
+    def __init__(self, predicted: Seq[int], length: int) -> None:
+        self.predicted = predicted
+        self.length = length  # of the sequence, up to where it was followed
+        self.at = 0  # the predicted token that should come next
+        self.equal = _BEGIN  # tokens before it that were as predicted
+        self._pairs: dict[tuple[int, int], list[int]] | None = None
+
+    def follow(self, tokens: Seq[int], begin: int) -> None:
+        """Moves on by the tokens that have come; the output begins at index `begin`."""
+        for index in range(self.length, len(tokens)):
+            token = tokens[index]
+            if self.at < len(self.predicted) and self.predicted[self.at] == token:
+                self.at += 1
+                self.equal += 1
+            else:
+                self._find(tokens, index, begin)
+        self.length = len(tokens)
+
+    def _find(self, tokens: Seq[int], index: int, begin: int) -> None:
+        """Goes on where the last tokens, up to `index`, are predicted."""
+        predicted, token = self.predicted, tokens[index]
+        if self._pairs is None:
+            self._pairs = {}
+            for place in range(1, len(predicted)):
+                pair = predicted[place - 1], predicted[place]
+                self._pairs.setdefault(pair, []).append(place)
+        best: tuple[int, int] | None = None
+        places = self._pairs.get((tokens[index - 1], token), ()) if index > begin else ()
+        for place in places:
+            equal = 2
+            most = min(_COMPARED, place + 1, index + 1 - begin)
+            while equal < most and predicted[place - equal] == tokens[index - equal]:
+                equal += 1
+            # Of equals the next one after the last place, else the nearest before it.
+            distance = place - self.at if place >= self.at else 2 * len(predicted) - place
+            if best is None or (-equal, distance) < best:
+                best = -equal, distance
+                self.equal, found = equal, place
+        if best is not None:
+            self.at = found + 1
+            return
+        for place in range(self.at, min(self.at + _AHEAD, len(predicted))):
+            if predicted[place] == token:
+                self.at, self.equal = place + 1, 1
+                return
+        # As if one token stood in the place of another, once.
+        self.at += self.equal > 0
+        self.equal = 0
+
+
+class PredictedDrafts:
+    """Follows the predictions of requests: as long as they hold, and again after they did not."""
+
+    def __init__(self) -> None:
+        self._followers: dict[Sequence, _Follower] = {}
+
+    def propose(self, sequence: Sequence, most: int) -> list[Proposed]:
+        """What is predicted to come next."""
+        predicted = sequence.request.params.prediction_token_ids
+        if not predicted:
+            return []
+        begin = len(sequence.request.prompt_token_ids)
+        follower = self._followers.get(sequence)
+        if follower is None:
+            follower = self._followers[sequence] = _Follower(predicted, begin)
+        follower.follow(sequence.tokens, begin)
+        made = []
+        for number, token in enumerate(predicted[follower.at : follower.at + most]):
+            alike = bisect_right(_LENGTHS, follower.equal + number) - 1
+            made.append(Proposed(token, number - 1, (SOURCE, alike), _FIRST[alike]))
+        return made
+
+    def ended(self, sequence: Sequence) -> None:
+        """Forgets where it was."""
+        self._followers.pop(sequence, None)

@@ -1,0 +1,192 @@
+"""Drafts are as wide and deep as pays, and shrink to nothing where none does."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from coppice.radix.mirror.suffixes.index import SuffixIndex
+from coppice.runtime.requests.request import Request, Sequence, Status
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling.drafts.policy import TreeSpeculation
+from coppice.runtime.sampling.drafts.predicted import PredictedDrafts
+from coppice.runtime.sampling.drafts.suffixes import SuffixDrafts
+
+
+def weights_once(n: int, drafted: int) -> float:
+    """A step that reads weights: rows cost little until they are many."""
+    return 0.020 + 0.0005 * (n + drafted) + 0.004 * max(0, n + drafted - 32)
+
+
+def all_rows_alike(n: int, drafted: int) -> float:
+    """A step whose time is that of its rows."""
+    return 0.010 * (n + drafted)
+
+
+class Following:
+    """Sequences that are made to follow given texts, in steps that take a given time."""
+
+    def __init__(self, seconds: Callable[[int, int], float], most: int = 24) -> None:
+        self.seconds = seconds
+        self.speculation = TreeSpeculation(
+            [PredictedDrafts(), SuffixDrafts(SuffixIndex(1 << 16))], most, clock=lambda: 0.0
+        )
+        self.time = 0.0
+        self.plain = 0.0
+        self.tokens = self.rows = 0
+        self.drafted: list[int] = []
+        self._arrivals = 0
+
+    def run(self, texts: list[tuple[list[int], list[int]]], **params: object) -> None:
+        """Follows texts of (prompt, output) together."""
+        running = []
+        for prompt, output in texts:
+            request = Request(
+                str(self._arrivals), array("i", prompt),
+                SamplingParams(max_tokens=len(output), **params),  # type: ignore[arg-type]
+                None, self._arrivals, 0, len(prompt) + len(output),
+            )  # fmt: skip
+            self._arrivals += 1
+            sequence = Sequence(request)
+            sequence.status = Status.RUNNING
+            sequence.tokens.append(output[0])
+            running.append((sequence, output))
+        while running:
+            self._step([(s, o) for s, o in running])
+            for sequence, _ in [r for r in running if r[0].num_generated == len(r[1])]:
+                self.speculation.ended(sequence)
+            running = [each for each in running if each[0].num_generated < len(each[1])]
+
+    def _step(self, running: list[tuple[Sequence, list[int]]]) -> None:
+        asked = [(s, len(o) - s.num_generated - 1) for s, o in running]
+        asked = [each for each in asked if each[1] > 0]
+        others = len(running) - len(asked)
+        drafts = self.speculation.propose(asked, others) if asked else []
+        given = dict(zip((s for s, _ in asked), drafts, strict=True))
+        drafted = sum(map(len, drafts))
+        seconds = self.seconds(len(running), drafted)
+        self.time += seconds
+        self.drafted.append(drafted)
+        self.rows += len(running)
+        for sequence, output in running:
+            draft, path = given.get(sequence), []
+            number, at = sequence.num_generated, -1
+            if draft:
+                assert len(draft) <= len(output) - number - 1
+                for index, each in enumerate(draft.tokens):
+                    if each.parent == at and each.token == output[number + len(path)]:
+                        path.append(index)
+                        at = index
+            new = output[number : number + len(path) + 1]
+            sequence.tokens.extend(new)
+            self.tokens += len(new)
+            self.plain += len(new) * self.seconds(len(running), 0) / len(running)
+            if draft:
+                self.speculation.verified(sequence, draft, path)
+        if given:
+            self.speculation.stepped(len(given), drafted, others, seconds)
+
+    @property
+    def gain(self) -> float:
+        """How much faster than without drafts."""
+        return self.plain / self.time
+
+
+def quoting(rng: random.Random, count: int) -> list[tuple[list[int], list[int]]]:
+    texts = []
+    for _ in range(count):
+        prompt = [rng.randrange(1000) for _ in range(300)]
+        begin = rng.randrange(200)
+        texts.append((prompt, [rng.randrange(1000), *prompt[begin : begin + 60]]))
+    return texts
+
+
+def nothing(rng: random.Random, count: int) -> list[tuple[list[int], list[int]]]:
+    """Texts with few tokens, whose last ones have occurred before and foretell nothing."""
+    return [
+        ([rng.randrange(12) for _ in range(200)], [rng.randrange(12) for _ in range(150)])
+        for _ in range(count)
+    ]
+
+
+def test_repeated_text_takes_a_fraction_of_the_steps() -> None:
+    rng, following = random.Random(0), Following(weights_once)
+    for _ in range(20):
+        following.run(quoting(rng, 1))
+    assert following.tokens / following.rows > 4
+    assert following.gain > 3
+    counts = following.speculation.counts
+    assert counts.accepted > 0.6 * counts.drafted
+    assert counts.of("text").seconds_saved == pytest.approx(
+        following.plain - following.time, rel=0.1
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 32])
+@pytest.mark.parametrize("seconds", [weights_once, all_rows_alike])
+def test_what_foretells_nothing_loses_nothing(
+    seconds: Callable[[int, int], float], batch: int
+) -> None:
+    rng, following = random.Random(1), Following(seconds)
+    for _ in range(6 // batch + 2):
+        following.run(nothing(rng, batch))
+    assert following.gain > 0.97
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+def test_it_shrinks_to_nothing_where_a_row_costs_what_a_token_is_worth(batch: int) -> None:
+    rng, following = random.Random(2), Following(all_rows_alike)
+    for _ in range(20):
+        following.run(quoting(rng, batch))
+    assert following.gain > 0.97
+    first, last = following.drafted[:300], following.drafted[-300:]
+    assert sum(last) < 0.5 * sum(first), (sum(first), sum(last))
+
+
+def test_a_batch_gets_fewer_tokens_each_than_one_sequence() -> None:
+    rng = random.Random(3)
+    width = {}
+    for batch in (1, 16):
+        following = Following(weights_once)
+        for _ in range(10):
+            following.run(quoting(rng, batch))
+        width[batch] = sum(following.drafted) / following.rows
+        assert following.gain > 1.1
+    assert width[16] < 0.7 * width[1]
+
+
+def test_a_wrong_measurement_is_forgotten() -> None:
+    """Steps with drafts seem slow for a while, as when another process disturbs them."""
+    rng, following = random.Random(4), Following(weights_once)
+    following.run(quoting(rng, 1))
+    following.seconds = lambda n, drafted: 1.0 if drafted else weights_once(n, 0)
+    for _ in range(10):
+        following.run(quoting(rng, 1))
+    following.seconds = weights_once
+    for _ in range(40):
+        following.run(quoting(rng, 1))
+    following.time = following.plain = 0.0
+    for _ in range(10):
+        following.run(quoting(rng, 1))
+    assert following.gain > 2
+
+
+def test_a_prediction_is_followed() -> None:
+    rng, following = random.Random(5), Following(weights_once)
+    following.run(quoting(rng, 1))  # so that the costs are known
+    following.time = following.plain = 0.0
+    output = [rng.randrange(1000) for _ in range(300)]
+    predicted = [*output[:100], 5, *output[101:200], *output[210:]]
+    following.run([([1, 2, 3], output)], prediction_token_ids=predicted)
+    assert following.gain > 3
+    assert following.speculation.counts.of("prediction").accepted > 220
+
+
+def test_a_draft_has_as_many_tokens_as_allowed() -> None:
+    rng, following = random.Random(6), Following(weights_once, most=3)
+    for _ in range(5):
+        following.run(quoting(rng, 1))
+    assert max(following.drafted) == 3
