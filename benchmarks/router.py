@@ -1,7 +1,7 @@
 """Our router beside others' rules, in a simulated cluster of 2 to 1,000 replicas.
 
     python benchmarks/router.py [--trace FILE] [--replicas N ...] [--requests N] [--rules NAME ...]
-                                [--json FILE] [--quick]
+                                [--workloads NAME ...] [--seeds N ...] [--json FILE] [--quick]
 
 Each replica has a real radix tree with LRU eviction and 400,000 tokens, computes prompts one after
 another at 8,000 tokens a second, slower the more sequences decode beside them, and runs 48
@@ -12,6 +12,7 @@ The same requests go to all rules. A row has, of one rule:
     hit_rate       tokens that need not be computed; `one_cache`: those of that one cache
     p50, p99       times to the first token over those of our router
     busiest        tokens computed by the busiest replica over the mean
+    busiest_time   the same of the seconds for which prompts were computed
     decision_ms    of our router, and bytes of its index for a cached token
 
 `guessing` is our router without what replicas report: prompts on their way are all that it knows.
@@ -19,6 +20,7 @@ The same requests go to all rules. A row has, of one rule:
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import tracemalloc
@@ -45,11 +47,11 @@ from routing.workloads import MIXES, TOKEN_BYTES, Work, trace
 CACHE, USE = 400_000, 0.75
 
 
-def works_of(name: str, file: Path | None, replicas: int, count: int) -> list[Work]:
+def works_of(name: str, file: Path | None, replicas: int, count: int, seed: int) -> list[Work]:
     """Requests at a rate that uses `USE` of the cluster."""
 
     def made(rate: float) -> list[Work]:
-        rng = random.Random(replicas)
+        rng = random.Random(replicas + 10_000 * seed)
         if name == "trace":
             assert file is not None
             return list(trace(file, count, rate, rng))
@@ -113,37 +115,48 @@ def main() -> None:
     options.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's conversation trace")
     options.add_argument("--replicas", type=int, nargs="+", default=[2, 8, 64])
     options.add_argument("--requests", type=int, help="default: 300 a replica, at least 3,000")
+    options.add_argument("--workloads", nargs="+", metavar="NAME", help="default: all")
+    options.add_argument("--seeds", type=int, nargs="+", default=[0])
     options.add_argument("--rules", nargs="+", metavar="NAME", help="default: all")
     args = options.parse_args()
     rows = Rows(args.json)
     names = [*MIXES, *(["trace"] if args.trace else [])]
-    for replicas in args.replicas:
-        for name in names:
-            each, least = (40, 600) if args.quick else (300, 3000)
-            count = args.requests or min(max(each * replicas, least), 20_000)
-            works = works_of(name, args.trace, replicas, count)
-            whole = one_cache(works, CACHE * replicas)
-            ours = (1.0, 1.0)
-            for rule, make in rules(replicas).items():
-                if args.rules and rule not in args.rules:
-                    continue
-                policy = make()
-                result = simulate(works, replicas, CACHE, policy, feed=rule == "coppice")
-                found = quantiles(result.first)
-                more: dict[str, float] = {}
-                if isinstance(policy, Ours) and rule == "coppice":
-                    ours = found
-                    more = {"decision_ms": round(policy.milliseconds, 3)}
-                    if not args.quick:
-                        more["index_bytes"] = round(index_bytes(works, replicas), 1)
-                rows.add(
-                    benchmark="router", workload=name, replicas=replicas, rule=rule,
-                    requests=len(works), hit_rate=round(result.hits / result.tokens, 4),
-                    one_cache=round(whole, 4), p50=round(found[0] / ours[0], 2),
-                    p99=round(found[1] / ours[1], 2),
-                    busiest=round(max(result.computed) / np.mean(result.computed), 2),
-                    **more, **processor(),
-                )  # fmt: skip
+    for seed in args.seeds:
+        for replicas in args.replicas:
+            for name in args.workloads or names:
+                beside_each_other(name, replicas, seed, args, rows)
+
+
+def beside_each_other(
+    name: str, replicas: int, seed: int, args: argparse.Namespace, rows: Rows
+) -> None:
+    """Sends the same requests to all rules; a row each."""
+    each, least = (40, 600) if args.quick else (300, 3000)
+    count = args.requests or min(max(each * replicas, least), 20_000)
+    works = works_of(name, args.trace, replicas, count, seed)
+    whole = one_cache(works, CACHE * replicas)
+    ours = (1.0, 1.0)
+    for rule, make in rules(replicas).items():
+        if args.rules and rule not in args.rules:
+            continue
+        policy = make()
+        result = simulate(works, replicas, CACHE, policy, feed=rule == "coppice")
+        found = quantiles(result.first)
+        more: dict[str, float] = {}
+        if isinstance(policy, Ours) and rule == "coppice":
+            ours = found
+            more = {"decision_ms": round(policy.milliseconds, 3)}
+            if not args.quick:
+                more["index_bytes"] = round(index_bytes(works, replicas), 1)
+        rows.add(
+            benchmark="router", workload=name, replicas=replicas, seed=seed, rule=rule,
+            requests=len(works), hit_rate=round(result.hits / result.tokens, 4),
+            one_cache=round(whole, 4), p50=round(found[0] / ours[0], 2),
+            p99=round(found[1] / ours[1], 2),
+            busiest=round(max(result.computed) / np.mean(result.computed), 2),
+            busiest_time=round(max(result.busy) / np.mean(result.busy), 2),
+            **more, **processor(),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

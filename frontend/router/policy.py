@@ -12,7 +12,8 @@ The expected time at a replica is a sum of seconds:
                        length (Pollaczek and Khinchine)
 
 A prefix that many ask for goes to a second replica as soon as waiting for the first one takes
-longer than computing it again, and a miss goes to where least is ahead. There is no threshold.
+longer than computing it again, and a miss goes to where least is ahead; of replicas that are equal,
+as idle ones are, to the one that has had least to compute lately. There is no threshold.
 Hits are those that replicas have reported, token by token, and those that requests on their way
 will leave. Rates are measured by the replicas; until one has reported, its own answers give it.
 """
@@ -92,7 +93,8 @@ class Router:
         # Requests with an answer whose prompts a replica has not reported yet.
         self._unreported: dict[int, list[str]] = {}
         self._classes = False  # whether any request had a priority
-        self._recent, self._faded_at = 0.0, clock()
+        self._recent = np.zeros(0)  # tokens that each was sent to compute lately; see `_faded`
+        self._faded_at = clock()
         self._measured: set[int] = set()  # replicas that have reported their rate
 
     # -- replicas ----------------------------------------------------------------------------
@@ -108,14 +110,17 @@ class Router:
             )
         more = replica + 1 - len(self._present)
         if more > 0:
-            for name in ("_present", "_rate", "_running", "_places", "_progress", "_ahead"):
+            for name in (
+                "_present", "_rate", "_running", "_places", "_progress", "_ahead", "_recent",
+            ):  # fmt: skip
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate((array, np.zeros(more, array.dtype))))
             self._places[-more:] = 1  # also of replicas that have not joined
         if self._present[replica]:
             raise ValueError(f"replica {replica} is there already")
         self._present[replica] = True
-        self._rate[replica] = self._running[replica] = self._ahead[replica] = 0
+        for array in (self._rate, self._running, self._ahead, self._recent):
+            array[replica] = 0
         self._places[replica] = places
         self._progress[replica] = self._clock()
         self._waiting[replica] = {}
@@ -198,7 +203,8 @@ class Router:
         use = self._use(now, float(rate[present].sum()))
         costs = seconds + held_back + own * use / (1 - use)
         costs[~present] = np.inf
-        best = int(np.argmin(costs))
+        equal = np.flatnonzero(costs == costs.min())
+        best = int(equal[np.argmin(self._recent[equal])])
         return Choice(best, int(hits[best]), float(seconds[best]), int(most))
 
     def send(
@@ -219,7 +225,8 @@ class Router:
         if not self._waiting[replica]:
             self._progress[replica] = now
         self._flights[request] = self._waiting[replica][request] = flight
-        self._recent = self._faded(now) + missing
+        self._recent = self._faded(now)
+        self._recent[replica] += missing
         self._faded_at = now
         self._classes |= priority != 0
         self._ahead[replica] += missing
@@ -258,13 +265,13 @@ class Router:
         """Requests at a replica that have not got their first token."""
         return len(self._waiting.get(replica, ()))
 
-    def _faded(self, now: float) -> float:
-        """The tokens that were sent to be computed lately; the older, the less they count."""
+    def _faded(self, now: float) -> np.ndarray:
+        """What each was sent to compute lately; the older it is, the less it counts."""
         return self._recent * math.exp((self._faded_at - now) / _LATELY)
 
     def _use(self, now: float, rate: float) -> float:
         """The share of all replicas' time that prompts took lately, below 1."""
-        return min(self._faded(now) / _LATELY / rate, _MOST_USE)
+        return min(float(self._faded(now).sum()) / _LATELY / rate, _MOST_USE)
 
     def _answered(self, request: str, flight: _Flight) -> None:
         if self._waiting[flight.replica].pop(request, None) is not None:

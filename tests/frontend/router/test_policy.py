@@ -83,6 +83,20 @@ def test_a_hit_is_worth_a_short_wait_and_not_a_long_one() -> None:
     assert 1 in where[first + 1 :], "what is on its way to the other one counts as a hit there"
 
 
+def test_replicas_that_are_idle_share_the_misses() -> None:
+    cluster, sent = Cluster(4), [0, 0, 0, 0]
+    for number in range(40):
+        name, replica = cluster.send(prompt(number, 100))
+        sent[replica] += 1
+        cluster.clock.now += 0.1
+        cluster.router.began(name)
+        cluster.router.end(name)
+    assert sent == [10, 10, 10, 10]
+    cluster.router.leave(2)
+    cluster.join(2)  # which has had nothing to do yet
+    assert cluster.send(prompt(50, 100))[1] == 2
+
+
 def test_misses_go_to_where_least_is_ahead() -> None:
     cluster = Cluster(4)
     where = [cluster.send(prompt(n))[1] for n in range(40)]

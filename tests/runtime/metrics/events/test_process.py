@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,12 @@ from coppice.runtime.metrics.events.options import Published
 from coppice.runtime.metrics.events.publisher import Publisher
 from coppice.runtime.metrics.events.stream import KvEvents
 from coppice.runtime.metrics.events.wire import read_changes
+from coppice.runtime.process.channel import Channel
+from coppice.runtime.process.loop import EngineLoop
+from coppice.runtime.process.service import EngineService
 from tests.radix.test_fuzz import Fuzz
 from tests.runtime.metrics.events.conftest import Listener, ask
-from tests.runtime.metrics.events.test_events import held, in_tree
+from tests.runtime.metrics.events.test_events import held, in_tree, run, sender_of, start
 
 Address = Callable[[], str]
 
@@ -104,6 +109,30 @@ def test_another_process_follows_one_that_was_killed(address: Address, context: 
 
     until(heard_of)
     stream.close()
+
+
+def test_an_idle_engine_publishes_all_again(
+    tiny_checkpoint: Callable[..., Path], address: Address, context: Any
+) -> None:
+    replay = address()
+    engine = start(tiny_checkpoint("llama"), address(), replay)
+    run(engine, [list(range(3, 33))])
+    (ours, theirs), (_answers, their_answers) = Pipe(), Pipe()
+    loop = EngineLoop(EngineService(engine), Channel(theirs), Channel(their_answers))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    channel = Channel(ours)
+    channel.receive()  # it is ready
+    sender = sender_of(engine)
+    killed = sender.process_id
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: sender.process_id != killed)
+    until(lambda: not (sender.waiting or sender.behind or sender.broken))
+    assert held(snapshot(context, replay)[1]) == in_tree(engine.tree) != set()
+    channel.send(None)
+    thread.join(60)
+    assert not thread.is_alive()
+    engine.close()
 
 
 def test_a_process_that_takes_nothing_delays_nobody(address: Address, context: Any) -> None:
