@@ -16,14 +16,15 @@ from typing import Any, Protocol
 
 from coppice.frontend.client.watchdog import Watchdog
 from coppice.frontend.errors import EngineStopped
-from coppice.runtime.process.messages import PING, Leaving, Pulse, Ready
+from coppice.runtime.process.messages import PING, End, Leaving, Pulse, Ready
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; each doubles the last
 STEADY_SECONDS = 60.0  # after an engine that ran this long, the next pause is the first again
 NICE = 10  # niceness of the threads that give way: a tenth of the scheduler's weight
-STOP_SECONDS = 10.0  # for the step that is running when the engine is to stop
+STOP_SECONDS = 10.0  # for the step that is running when the engine is to stop, and its end
+WRITING_SECONDS = 6.0  # to store what its cache has, where there are tiers, if nobody says how long
 
 
 class Link(Protocol):
@@ -108,25 +109,34 @@ class EngineLifecycle(ABC):
         self._state = "the engine is loading its model"
         return await self._start()
 
-    async def stop(self) -> None:
-        """Ends the engine after its current step; requests that still run fail with a message."""
+    async def stop(self, writing: float = WRITING_SECONDS) -> None:
+        """Ends the engine after its current step; requests that still run fail with a message.
+
+        For up to `writing` seconds it stores in tiers what its cache has.
+        """
         self._stopping = True
         self._state = "the server is stopping"
         for task in (self._restarting, self._watching):
             if task is not None:
                 task.cancel()
         if self._channel is not None:
-            self._channel.send(None)
+            self._channel.send(End(writing))
         if self._engine is not None and self._watchdog is not None and self._watchdog.silent:
             self._engine.kill()  # it would not take notice
         if self._reader is not None and self._engine is not None:
-            ended = await asyncio.to_thread(self._engine.wait, STOP_SECONDS)
+            patience = writing + STOP_SECONDS
+            ended = await asyncio.to_thread(self._engine.wait, patience)
             if ended is None:
-                log.warning("the engine did not end within %s seconds: killed", STOP_SECONDS)
+                log.warning("the engine did not end within %s seconds: killed", patience)
                 self._engine.kill()
             await asyncio.to_thread(self._reader.join)
         self._launcher.shutdown(wait=False)
         self._fail_all("the engine was stopped")
+
+    def hurry(self) -> None:
+        """Ends at once an engine that `stop` waits for: it stores nothing more."""
+        if self._stopping and self._engine is not None:
+            self._engine.kill()
 
     @abstractmethod
     def _read(self, channel: Link) -> None:

@@ -97,7 +97,9 @@ class ServerOptions:
         "with the reason, so that a load balancer sees it; SIGINT, or a second signal: none",
     )
     drain_timeout: float = _option(
-        30.0, "seconds that running requests have to end after that, or after SIGINT"
+        30.0,
+        "seconds that running requests have to end after that, or after SIGINT; in what they leave "
+        "of them the cache is stored in --disk-cache and --shared-cache",
     )
     header_timeout: float = _option(
         30.0, "seconds that the first request of a connection may take to arrive, without its body"

@@ -322,6 +322,7 @@ def _tiers(tiers: TiersReport | None) -> Iterator[Metric]:
         "failures": "Calls that it could not serve",
         "slow": "Loads that were given up, since it took much longer than before",
         "damaged": "Pages that were found damaged, and were computed again",
+        "warmed_tokens": "Tokens whose KV came back from it before anybody asked for them",
     }
     units = {"failures": "failed_calls", "slow": "slow_loads", "damaged": "damaged_pages"}
     for field, text in counted.items():

@@ -63,6 +63,8 @@ def tiers_sentence(tiers: TiersReport) -> str:
     )
     if tiers.computed_instead:
         said += f"; {tiers.computed_instead:,} more were computed, which was faster"
+    if warmed := sum(each.warmed_tokens for each in tiers.stores):
+        said += f"; the {warmed:,} hottest tokens came back before anybody asked for them"
     if tiers.unwritten_pages:
         said += (
             f"; {tiers.unwritten_pages:,} pages left without being kept, since tiers did not take "

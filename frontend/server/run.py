@@ -39,7 +39,7 @@ def serve(
     From the signal on, new requests are refused; for `options.drain_grace` seconds after SIGTERM
     with an answer, so that a load balancer sees why, and then new connections are, too. Requests
     that still run `options.drain_timeout` seconds later are aborted; a second signal aborts them at
-    once.
+    once. Where there are tiers, the engine stores what its cache has in the time that is left.
 
     Args:
         config: of the engine; its `model` is the name under which requests ask for it, unless the
@@ -136,12 +136,23 @@ async def _first_of(event: asyncio.Event, seconds: float) -> None:
 async def _drain(
     runner: web.AppRunner, engine: EngineClient, hurry: asyncio.Event, timeout: float
 ) -> None:
-    """Waits for the running requests, at most `timeout` seconds or until a second signal."""
+    """Waits for the running requests, at most `timeout` seconds or until a second signal.
+
+    In what they leave of that time the engine stores what its cache has, where there are tiers.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
     closing = asyncio.create_task(runner.cleanup())
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait({closing, hurried}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    left = 0.0 if hurry.is_set() else max(0.0, deadline - loop.time())
+    # Requests that still run end with an error.
+    stopping = asyncio.create_task(engine.stop(left))
+    await asyncio.wait({stopping, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    if left and hurry.is_set():
+        engine.hurry()
     hurried.cancel()
-    await engine.stop()  # requests that still run end with an error
+    await stopping
     await closing
 
 

@@ -119,6 +119,8 @@ class Engine:
             else config.async_scheduling,
         )
         self.tiers = self._steps.tiers = open_tiers(config, self.runner, self.scheduler)
+        if self.tiers is not None:
+            self.tiers.know(self.intake.namespace(None))
         self.events = Publishing(config, self.scheduler, self.counters)
         if self.runner.device.type == "cpu":
             give_back_memory()
@@ -288,6 +290,17 @@ class Engine:
         self.events.flush()
         return outputs
 
+    def between(self) -> float | None:
+        """Does a little of what is left for times without requests; call it while none runs.
+
+        Returns after how many seconds to call it again, if none has come; None: nothing is left.
+        """
+        if self.tiers is None or self.asleep or self.has_unfinished():
+            return None
+        pause = self.tiers.between()
+        self.events.flush()
+        return pause
+
     def peek(
         self,
         prompt_token_ids: Seq[int],
@@ -410,10 +423,13 @@ class Engine:
         self.end_tiers()
         self.runner.close()
 
-    def end_tiers(self) -> None:
-        """Stores in tiers what there is time for, and closes them; no step may run after that."""
+    def end_tiers(self, seconds: float | None = None) -> None:
+        """Stores in tiers what there is time for, and closes them; no step may run after that.
+
+        `seconds`: for which it may store; None: `CLOSING_SECONDS`.
+        """
         if self.tiers is not None:
-            self.tiers.close(CLOSING_SECONDS)
+            self.tiers.close(CLOSING_SECONDS if seconds is None else seconds)
             self.tiers = None
 
     @property

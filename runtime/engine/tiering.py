@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 #: Changes whenever the same weights and tokens give other numbers, or a page another layout.
 NUMBERS = 1
 
-#: Seconds in which pages are stored when an engine ends; servers wait for that end for ten.
+#: Seconds in which pages are stored when an engine ends, if nobody says how long it may take.
 CLOSING_SECONDS = 6.0
 
 
@@ -66,6 +66,7 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
         copy=partial(_copy, runner),
         digest=numbers_digest(config, runner),
         compute_seconds=times.prefill_seconds,
+        vocabulary=runner.model_config.vocab_size,
     )
     scheduler.use(tiers, times)
     logger.info("pages are kept in: %s", ", ".join(store.name for store in stores))

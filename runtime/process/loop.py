@@ -26,7 +26,7 @@ from coppice.runtime.engine.tiering import digest_of_weights
 from coppice.runtime.metrics.events.teller import Teller
 from coppice.runtime.process.callers import Caller, Callers
 from coppice.runtime.process.channel import Channel
-from coppice.runtime.process.messages import PING, Door, Leaving, Pulse, Ready
+from coppice.runtime.process.messages import PING, Door, End, Leaving, Pulse, Ready
 from coppice.runtime.process.service import EngineService
 from coppice.runtime.process.sockets import Listener, MessageSocket
 from coppice.runtime.requests.request import DeviceLost
@@ -65,13 +65,15 @@ class EngineLoop:
         self._gone: deque[Caller] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._end = End()  # if nobody says how
         self._lost = False  # a rank of the model has ended
         self._unheard = False  # events are to be published again
 
     def run(self) -> None:
         """Runs until the other end asks it to stop, or is closed; closes both channels.
 
-        Raises what a broken step raises; a DeviceLost is reported to the other end first.
+        Then the engine has stored in tiers what there is time for. Raises what a broken step
+        raises; a DeviceLost is reported to the other end first.
         """
         parent, listener, door = self._callers.parent, None, None
         if self._host is not None:
@@ -90,6 +92,7 @@ class EngineLoop:
                     self._warm = True
                     if outputs:
                         self._callers.send(outputs)
+            self._engine.end_tiers(self._end.seconds)
         except DeviceLost as error:
             parent.channel.send(Leaving(str(error)))
             raise
@@ -132,9 +135,12 @@ class EngineLoop:
                 if PING in items:
                     caller.answers.send(Pulse(self._turn, self._busy, self._warm))
                     items = [item for item in items if item != PING]
+                ends = [item for item in items if isinstance(item, End)]
                 with self._wake:
-                    self._calls.extend((caller, item) for item in items if item is not None)
-                    if None in items:
+                    self._calls.extend((caller, item) for item in items if item not in ends)
+                    if ends:
+                        if caller is self._callers.parent:
+                            self._end = ends[-1]
                         raise EOFError("it wants to end")
                     self._wake.notify()
         except Exception as error:
@@ -184,20 +190,25 @@ class EngineLoop:
             self._unheard = True
             self._wake.notify()
 
+    def _due(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(
+            self._calls
+            or self._new
+            or self._gone
+            or self._stopping
+            or self._lost
+            or self._unheard
+            or self._engine.has_unfinished()
+        )
+
     def _take_calls(self) -> bool:
         """Answers all calls; waits for one while no step is due. False: it should stop."""
+        pause = self._engine.between()
         with self._wake:
-            while not (
-                self._calls
-                or self._new
-                or self._gone
-                or self._stopping
-                or self._lost
-                or self._unheard
-                or self._engine.has_unfinished()
-            ):
+            if not self._due():
                 self._busy = False
-                self._wake.wait()
+                self._wake.wait_for(self._due, pause)
             if self._stopping:
                 return False
         self._turn += 1
@@ -269,7 +280,6 @@ def engine_main(
         gc.freeze()  # what is loaded stays: no collection needs to scan it
         try:
             EngineLoop(EngineService(engine), channel, Channel(answers), host).run()
-            engine.end_tiers()
         except DeviceLost:
             logger.exception("the engine's process ends")
             status = LOST_STATUS

@@ -6,7 +6,7 @@ in    (number, method, args, kwargs)   one of the calls of `EngineService`; numb
                                        "introduce", name  who calls
                                        "callers"          the names of those who are connected
       PING                             a `Pulse` is wanted
-      None                             the process should end
+      End                              the process should end
 out   Ready                            the model is loaded
       [row, ...]                       outputs of a step, to be read with `step_output`
       Leaving                          the process ends, and why
@@ -60,6 +60,13 @@ class Ready:
     weights_digest: str = ""  # of what they contain, where others may connect, likewise
     max_num_seqs: int = 1  # sequences that run together
     door: Door | None = None  # if it was asked to take further callers
+
+
+@dataclass(frozen=True)
+class End:
+    """The process should end, as soon as it has stored in tiers what there is time for."""
+
+    seconds: float | None = None  # that this may take; None: as long as engines take by themselves
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,18 @@ import torch
 
 from coppice.kernels.attention.interface import LayerCache
 from coppice.kernels.packing import host_rows, pack, packed_bytes, unpack
-from coppice.radix import Namespace, Node, RadixTree, TreeListener
+from coppice.radix import Namespace, Node, RadixTree
+from coppice.radix.mirror.following import Following, Uses
 from coppice.radix.mirror.leaving import Known, LeavingPages, NamedPage
 from coppice.radix.mirror.names import root_name
+from coppice.radix.tokens import TOKEN_BYTES
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.tiers.load import Load
 from coppice.runtime.tiers.loads import Loads
 from coppice.runtime.tiers.store import Store
 from coppice.runtime.tiers.told import TierCounts, TierReport, TiersReport, TiersTold
-from coppice.runtime.tiers.writer import Batch, Writer
+from coppice.runtime.tiers.warming import Warming
+from coppice.runtime.tiers.writer import Batch, Hits, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,10 @@ _KNOWN = 1 << 18  # names of pages that are not written again
 _ROOTS = 1 << 12  # namespaces whose names are remembered
 _WAITING_BYTES = 256 * 2**20  # of pages that wait to be written
 _CLOSING_PAUSE = 0.005  # seconds until the writer may have room again
+_TELL_SECONDS = 5.0  # between two times at which tiers are told what was hit
+_TOLD_PAGES = 1024  # of one time
+_TOLD_AT_END = 1 << 17
+_BETWEEN_SECONDS = 0.01  # until a thread may have done something, while no request runs
 _BESIDE_STEP = 4 * 2**20  # bytes copied between two steps of pages that were hit again
 
 
@@ -58,6 +65,7 @@ class Tiers:
         copy: Callable[[Seq[Any]], None],
         digest: bytes,
         compute_seconds: Callable[[int, int], float | None],
+        vocabulary: int,
     ) -> None:
         """Begins to listen to `tree`.
 
@@ -68,6 +76,7 @@ class Tiers:
             copy: makes copies of pages on the device, in order.
             digest: of all that the numbers depend on beside tokens and namespaces.
             compute_seconds: see `Loads`.
+            vocabulary: the number of tokens.
         """
         self.stores = stores
         self.told = TiersTold({store.name: TierCounts() for store in stores})
@@ -81,7 +90,8 @@ class Tiers:
         self._again: dict[Node, None] = {}  # nodes that were hit, with pages to be written
         self._written: dict[Node, int] = {}  # how many of a node's pages were
         self._leaving = LeavingPages(self._size, self._root, self._wanted)
-        self._following = _Following(self._size, self._again, self._written)
+        self._following = Following(self._size, self._again, self._written)
+        self._uses, self._tell_next = Uses(), 0.0
         self._tree = tree
         self._listen()
         self._writer = Writer(stores, self.told, self._known.discard, _WAITING_BYTES)
@@ -95,18 +105,34 @@ class Tiers:
             known=self._known,
             told=self.told,
         )
+        self._warming = Warming(
+            stores,
+            enter=self.enter,
+            page_size=self._size,
+            page_bytes=self._page_bytes,
+            device=self._device,
+            vocabulary=vocabulary,
+            known=self._known,
+            told=self.told,
+        )
 
     def _listen(self) -> None:
         self._tree.add_listener(self._leaving)
         self._tree.add_listener(self._following)
+        self._tree.add_listener(self._uses)
 
     def move_to(self, tree: RadixTree) -> None:
         """Continues with another tree, which is empty; what the other one held is not written."""
         self._leaving.cleared()
         self._following.cleared()
+        self._uses.cleared()
         self._leaving.take()
         self._tree = tree
         self._listen()
+        self._warming.restart()
+        for namespace, name in self._roots.items():
+            if name is not None:
+                self._warming.know(name, namespace)
 
     def _root(self, namespace: Hashable) -> bytes | None:
         """The name with which the chain of a namespace begins; None for one without an encoding."""
@@ -122,7 +148,13 @@ class Tiers:
         if len(self._roots) >= _ROOTS:
             self._roots.clear()
         self._roots[namespace] = name
+        if name is not None:
+            self._warming.know(name, namespace)
         return name
+
+    def know(self, namespace: Hashable) -> None:
+        """Has what is hottest in a namespace brought back, as for those that requests name."""
+        self._root(namespace)
 
     def _wanted(self, name: bytes) -> bool:
         return name not in self._known
@@ -153,6 +185,7 @@ class Tiers:
         while node is not None and node.parent is not None:
             if self._written.get(node, 0) < len(node.pages):
                 self._again[node] = None
+            self._uses.hit(node)
             node = node.parent
 
     def beside(self, *, idle: bool) -> None:
@@ -176,6 +209,36 @@ class Tiers:
                 del self._again[node]
             self._keep([each for each in pages if self._wanted(each.name)])
             most -= max(1, len(pages))
+        if self._uses and time.monotonic() >= self._tell_next:
+            self._tell(_TOLD_PAGES)
+            self._tell_next = time.monotonic() + _TELL_SECONDS
+
+    def _tell(self, most: int) -> None:
+        """Has tiers told of hits on about `most` pages that they have."""
+        later: list[tuple[Node, int]] = []  # none of their pages was given to the writer yet
+        for node, times in self._uses.take():
+            named = list(self._leaving.pages(node))
+            pages = [each for each in named if each.name in self._known]
+            if pages:
+                keys, names = [each.key for each in pages], [each.name for each in pages]
+                self._writer.tell(Hits(keys, names, times))
+            elif named:
+                later.append((node, times))
+            most -= len(node.pages)
+            if most <= 0:
+                break
+        for node, times in later:
+            self._uses.again(node, times)
+
+    def between(self) -> float | None:
+        """Does a little of what is left for times in which no request runs.
+
+        Returns after how many seconds there is more of it; None: there is none.
+        """
+        self.beside(idle=True)
+        if self._warming.advance(self._tree) or self._again:
+            return _BETWEEN_SECONDS
+        return max(_BETWEEN_SECONDS, self._tell_next - time.monotonic()) if self._uses else None
 
     def _keep(self, pages: list[NamedPage]) -> None:
         """Has the writer store pages, those first that come first, as far as it has room."""
@@ -237,6 +300,38 @@ class Tiers:
             begin = end
         return replaced
 
+    def enter(self, namespace: Hashable, tokens: bytes, first: int, rows: torch.Tensor) -> int:
+        """Enters the beginning of a prompt in the tree, with its pages from index `first` on.
+
+        `rows` has these pages, packed. Only free pages are filled. Returns how many tokens the tree
+        did not have; none if it does not have what is before them, or has no free pages.
+        """
+        tree, size = self._tree, self._size
+        match = tree.match(tokens, namespace)
+        skipped = match.length // size - first  # pages that it has got meanwhile
+        count = len(rows) - skipped
+        end = len(tokens) // TOKEN_BYTES
+        if skipped < 0 or match.length == end or count > tree.pool.free_pages:
+            return 0
+        try:
+            hold = tree.lock(match, use=False)
+        except ValueError as error:  # a listener refuses the namespace
+            logger.info("the hottest pages are not brought back: %s", error)
+            return 0
+        table = tree.page_table(hold)[: match.length // size]
+        pages = tree.allocate(count)
+        table += pages
+        self.flush()
+        self.before_access()
+        try:
+            unpack(self._caches(), pages, rows[skipped:])
+        except Exception:
+            logger.exception("pages could not be brought back")
+            tree.release(hold, table)
+            return 0
+        tree.finish(hold, tokens[match.length * TOKEN_BYTES :], table, begin=match.length)
+        return end - match.length
+
     def wait(self, seconds: float) -> None:
         """Waits for a thread, for at most `seconds`; returns at once if none has anything to do."""
         self.loads.wait(seconds)
@@ -273,6 +368,7 @@ class Tiers:
         """
         deadline = time.monotonic() + seconds
         self.loads.close()
+        self._warming.close()
         self.before_access()
         self.flush()
         self._writer.hurry(deadline)
@@ -289,30 +385,7 @@ class Tiers:
                     del pages[:most]
                 else:
                     time.sleep(_CLOSING_PAUSE)
+        self._tell(_TOLD_AT_END)
         self._writer.close()
         for store in self.stores:
             store.close()
-
-
-class _Following(TreeListener):
-    """Keeps what is known of nodes true while the tree changes."""
-
-    def __init__(self, page_size: int, again: dict[Node, None], written: dict[Node, int]) -> None:
-        self._size, self._again, self._written = page_size, again, written
-
-    def split(self, upper: Node, lower: Node) -> None:
-        # What was written is known by name: it is only looked at again.
-        if self._written.pop(lower, None) is not None or lower in self._again:
-            self._again[upper] = self._again[lower] = None
-
-    def evicted(self, node: Node, length: int) -> None:
-        if not length:
-            self._again.pop(node, None)
-            self._written.pop(node, None)
-        elif node in self._written:
-            kept = -(-(node.start + length) // self._size) - node.start // self._size
-            self._written[node] = min(self._written[node], kept)
-
-    def cleared(self) -> None:
-        self._again.clear()
-        self._written.clear()

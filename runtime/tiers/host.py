@@ -81,7 +81,7 @@ class HostStore(Store):
                 if key in self._places:
                     done.known += 1
                     continue
-                slot = self._slot()
+                slot = self._slot(done.gone)
                 self._row(slot)[:] = page
                 self._places[key] = slot
                 insort(self._children.setdefault(key.parent, []), key.tokens)
@@ -92,12 +92,13 @@ class HostStore(Store):
         row: np.ndarray = self._blocks[slot // self._block][slot % self._block]
         return row
 
-    def _slot(self) -> int:
-        """Room for a page."""
+    def _slot(self, gone: list[bytes]) -> int:
+        """Room for a page; adds the name of the one that had it to `gone`."""
         if self._free:
             return self._free.pop()
         if len(self._places) >= self._most:
             key, slot = self._places.popitem(last=False)
+            gone.append(key.name)
             lines = self._children[key.parent]
             lines.remove(key.tokens)
             if not lines:

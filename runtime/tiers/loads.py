@@ -328,7 +328,7 @@ class Loads:
         except TierFailed as error:
             logger.warning("%s", error)
             self._done.put(lambda: self._rest(tier))
-        except Exception:
+        except BaseException:  # whatever ends this thread's work, the sequence goes on
             logger.exception("a tier could not be asked")
         self._answered[tier] = self._clock()
         self._ask(load, root, tokens, tier + 1)
@@ -366,7 +366,7 @@ class Loads:
         except TierFailed as error:
             logger.warning("%s", error)
             failed, buffer = True, None
-        except Exception:
+        except BaseException:  # likewise
             logger.exception("a tier could not be read")
             failed, buffer = True, None
         with self._counting:
@@ -389,8 +389,9 @@ class Loads:
         )
         if not tokens:
             return
-        for page in pages.values():
-            self._known.add(page.key.name)
+        if len(self._stores) == 1:  # else another one may not have them
+            for page in pages.values():
+                self._known.add(page.key.name)
         self._told.found_tokens += tokens
         seconds = sum(self._page_bytes / self._rates[page.tier].value for page in pages.values())
         alone = self._compute_seconds(tokens, min(pages) * self._size)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from coppice.kernels.rounding import Rounding
 from coppice.radix.mirror.names import PageKey
-from coppice.runtime.tiers.store import Place, Store, Stored
+from coppice.runtime.tiers.store import HotPage, Place, Store, Stored
 
 
 class RoundedStore(Store):
@@ -33,8 +33,20 @@ class RoundedStore(Store):
         return self._store.find_longest(key)
 
     def load(self, keys: Sequence[PageKey], places: Sequence[Place], out: np.ndarray) -> list[bool]:
-        rows = np.empty((len(keys), self._rounding.page_bytes), np.uint8)
-        right = self._store.load(keys, places, rows)
+        rows = self._rows(len(keys))
+        return self._restored(self._store.load(keys, places, rows), rows, out)
+
+    def load_ahead(
+        self, keys: Sequence[PageKey], places: Sequence[Place], out: np.ndarray
+    ) -> list[bool]:
+        rows = self._rows(len(keys))
+        return self._restored(self._store.load_ahead(keys, places, rows), rows, out)
+
+    def _rows(self, count: int) -> np.ndarray:
+        return np.empty((count, self._rounding.page_bytes), np.uint8)
+
+    def _restored(self, right: list[bool], rows: np.ndarray, out: np.ndarray) -> list[bool]:
+        """Restores to `out` the rows that are right, and returns which are."""
         if all(right):
             self._rounding.decode(rows, out)
         else:
@@ -51,7 +63,7 @@ class RoundedStore(Store):
         if not new:
             return Stored(known=len(keys))
         done = self._store.store([keys[at] for at in new], self._rounding.encode(pages[new]))
-        return Stored(done.written, done.known + len(keys) - len(new))
+        return Stored(done.written, done.known + len(keys) - len(new), done.gone)
 
     @property
     def capacity(self) -> int | None:
@@ -65,8 +77,11 @@ class RoundedStore(Store):
     def damaged(self) -> int:
         return self._store.damaged
 
-    def hottest(self, most: int) -> list[list[PageKey]]:
-        return self._store.hottest(most)
+    def used_above(self, keys: Sequence[PageKey], times: int) -> list[PageKey]:
+        return self._store.used_above(keys, times)
+
+    def hottest(self, roots: Collection[bytes], most: int) -> list[HotPage]:
+        return self._store.hottest(roots, most)
 
     def close(self) -> None:
         self._store.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,12 +27,36 @@ class Place:
     at: Any
 
 
+class HotPage(NamedTuple):
+    """A page that was used often or lately, and where it is.
+
+    Attributes:
+        key: of the page.
+        place: see `Place`.
+        root: name with which its chain begins.
+        above: index, among the pages that it was given with, of the page before; -1: it begins the
+            chain.
+    """
+
+    key: PageKey
+    place: Place
+    root: bytes
+    above: int
+
+
 @dataclass(slots=True)
 class Stored:
-    """What a call of `Store.store` did: pages written, and those that were there already."""
+    """What a call of `Store.store` did.
+
+    Attributes:
+        written: pages.
+        known: pages that were there already.
+        gone: names of pages that it gave up for them.
+    """
 
     written: int = 0
     known: int = 0
+    gone: list[bytes] = field(default_factory=list)
 
 
 class Store(ABC):
@@ -89,9 +113,25 @@ class Store(ABC):
         """Pages that were found damaged since the start."""
         return 0
 
-    def hottest(self, most: int) -> list[list[PageKey]]:
-        """Chains of up to `most` pages in all that were used most, from the root; may be empty."""
+    def used_above(self, keys: Sequence[PageKey], times: int) -> list[PageKey]:
+        """Counts that pages were hit so many times where they were needed, without being loaded.
+
+        Returns those that it does not keep any more, as far as it can say.
+        """
         return []
+
+    def hottest(self, roots: Collection[bytes], most: int) -> list[HotPage]:
+        """Up to `most` pages that were used most and last, each after the page before it.
+
+        Of the chains that begin with `roots`, from their beginning on. Empty if it can't say.
+        """
+        return []
+
+    def load_ahead(
+        self, keys: Sequence[PageKey], places: Sequence[Place], out: np.ndarray
+    ) -> list[bool]:
+        """As `load`, for what nobody has asked for: it counts as no use of these pages."""
+        return self.load(keys, places, out)
 
     @abstractmethod
     def close(self) -> None:

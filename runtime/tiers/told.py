@@ -17,6 +17,7 @@ class TierCounts:
         write_seconds: that the thread took to store them.
         failures: calls that the tier could not serve.
         slow: loads that were given up, since the tier took much longer than before.
+        warmed_tokens: that came back before anybody asked for them.
     """
 
     loaded_tokens: int = 0
@@ -28,6 +29,7 @@ class TierCounts:
     write_seconds: float = 0.0
     failures: int = 0
     slow: int = 0
+    warmed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class TierReport:
     Attributes:
         name: of the tier.
         loaded_tokens, loaded_pages, loaded_bytes, load_seconds, written_pages, written_bytes,
-            write_seconds, failures, slow: see `TierCounts`.
+            write_seconds, failures, slow, warmed_tokens: see `TierCounts`.
         damaged: pages that were found damaged, and computed again.
         used_bytes, capacity_bytes: of what it keeps; None where it can't say.
     """
@@ -52,6 +54,7 @@ class TierReport:
     write_seconds: float
     failures: int
     slow: int
+    warmed_tokens: int
     damaged: int
     used_bytes: int | None
     capacity_bytes: int | None

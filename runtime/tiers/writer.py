@@ -6,8 +6,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -31,12 +32,20 @@ class Batch(NamedTuple):
     ready: Callable[[], None] | None
 
 
+class Hits(NamedTuple):
+    """Pages that were hit so many times where they are needed, with their names."""
+
+    keys: list[PageKey]
+    names: list[bytes]
+    times: int
+
+
 class Writer:
-    """Writes batches to all tiers, in the order in which they came.
+    """Writes batches to all tiers, in the order in which they came, and tells them of hits.
 
     After a write it pauses for as long as that took, so that reads and steps have at least half of
     the disk's and the memory's time; not when it is about to end. What can't be stored is not tried
-    again: `unstored` gets its names.
+    again: `unstored` gets its names, and those of pages that a tier does not have any more.
 
     Attributes:
         share: of its time in which it writes.
@@ -54,12 +63,16 @@ class Writer:
         """`unstored` is called by `poll`; at most `most_bytes` wait at any time."""
         self._stores, self._told, self._unstored = stores, told, unstored
         self._most = most_bytes
-        self._batches: SimpleQueue[Batch | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[Batch, list[str | None]]] = SimpleQueue()
+        self._batches: SimpleQueue[Batch | Hits | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[int, list[bytes]]] = SimpleQueue()  # bytes; unstored
         self._hurry = threading.Event()
+        self._closed = False
         self._deadline = math.inf
         self._rested = [0.0 for _ in stores]
         self._waiting = 0  # bytes; changed by the engine's thread alone
+        self._start()
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="coppice-tier-writer", daemon=True)
         self._thread.start()
 
@@ -77,17 +90,23 @@ class Writer:
         self._waiting += batch.pages.nbytes
         self._batches.put(batch)
 
+    def tell(self, hits: Hits) -> None:
+        """Has tiers told that pages were hit."""
+        self._batches.put(hits)
+
     def poll(self) -> None:
-        """Takes over what was done since the last call."""
+        """Takes over what was done since the last call; a thread that died has a successor."""
+        if not (self._thread.is_alive() or self._closed):
+            logger.error("the thread that writes to tiers has ended; another one continues")
+            self._start()
         while True:
             try:
-                batch, failed = self._done.get_nowait()
+                size, unstored = self._done.get_nowait()
             except Empty:
                 return
-            self._waiting -= batch.pages.nbytes
-            if any(each is not None for each in failed):
-                for name in batch.names:
-                    self._unstored(name)
+            self._waiting -= size
+            for name in unstored:
+                self._unstored(name)
 
     def hurry(self, deadline: float) -> None:
         """Pauses no more, and writes nothing that is not begun by then (`time.monotonic`)."""
@@ -98,39 +117,63 @@ class Writer:
         """Ends the thread after what waits; call `hurry` before."""
         self._batches.put(None)
         self._thread.join()
+        while not self._batches.empty():  # it has died before
+            self._start()
+            self._thread.join()
+        self._closed = True
         self.poll()
 
     def _run(self) -> None:
-        while (batch := self._batches.get()) is not None:
+        while (task := self._batches.get()) is not None:
             start = time.perf_counter()
-            failed: list[str | None] = ["it ends"]
-            if time.monotonic() < self._deadline:
-                if batch.ready is not None:
-                    batch.ready()
-                failed = [self._write(tier, batch) for tier in range(len(self._stores))]
-            self._done.put((batch, failed))
+            tiers = range(len(self._stores))
+            size, unstored = 0, list[bytes]()
+            try:
+                if isinstance(task, Hits):
+                    unstored = [name for tier in tiers for name in self._tell(tier, task)]
+                else:
+                    size, unstored = task.pages.nbytes, task.names
+                    if time.monotonic() < self._deadline:
+                        if task.ready is not None:
+                            task.ready()
+                        unstored = [name for tier in tiers for name in self._write(tier, task)]
+            finally:  # whatever ends this thread, `poll` knows what became of the task
+                self._done.put((size, unstored))
             taken = time.perf_counter() - start
-            del batch
+            del task
             self._hurry.wait(taken * (1 / self.share - 1))
 
-    def _write(self, tier: int, batch: Batch) -> str | None:
-        """Writes a batch to one tier; returns why it could not, or None."""
-        store = self._stores[tier]
-        if time.monotonic() < self._rested[tier]:
-            return "it rests"
-        counts = self._told.tiers[store.name]
+    def _write(self, tier: int, batch: Batch) -> list[bytes]:
+        """Writes a batch to one tier; returns the names of pages that it does not have then."""
+        store, counts = self._stores[tier], self._told.tiers[self._stores[tier].name]
         start = time.perf_counter()
+        with self._left_alone(tier) as awake:
+            if awake:
+                done = store.store(batch.keys, batch.pages.numpy())
+                counts.written_pages += done.written
+                counts.written_bytes += done.written * store.kept_bytes(batch.pages.shape[1])
+                counts.write_seconds += time.perf_counter() - start
+                return done.gone
+        return batch.names
+
+    def _tell(self, tier: int, hits: Hits) -> list[bytes]:
+        """Tells a tier of hits; returns the names of pages that it does not have any more."""
+        with self._left_alone(tier) as awake:
+            if awake:
+                names = dict(zip(hits.keys, hits.names, strict=True))
+                return [names[key] for key in self._stores[tier].used_above(hits.keys, hits.times)]
+        return []
+
+    @contextmanager
+    def _left_alone(self, tier: int) -> Iterator[bool]:
+        """Gives whether a tier may be called; leaves one alone for a while that fails."""
         try:
-            done = store.store(batch.keys, batch.pages.numpy())
+            yield time.monotonic() >= self._rested[tier]
         except TierFailed as error:
             logger.warning("%s; it is left alone for %.0f s", error, _REST_SECONDS)
         except Exception:
-            logger.exception("pages could not be stored")
+            logger.exception("a tier could not be written to")
         else:
-            counts.written_pages += done.written
-            counts.written_bytes += done.written * store.kept_bytes(batch.pages.shape[1])
-            counts.write_seconds += time.perf_counter() - start
-            return None
-        counts.failures += 1
+            return
+        self._told.tiers[self._stores[tier].name].failures += 1
         self._rested[tier] = time.monotonic() + _REST_SECONDS
-        return "it failed"

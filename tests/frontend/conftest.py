@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.process.channel import Channel
-from coppice.runtime.process.messages import Ready
+from coppice.runtime.process.messages import End, Ready
 
 if TYPE_CHECKING:
     from coppice.frontend.client.engine import EngineClient
@@ -233,7 +233,7 @@ class LiveReplica:
 
     def end(self) -> None:
         self.dead.set()
-        self._parent.send(None)
+        self._parent.send(End())
         self._thread.join(20)
         assert not self._thread.is_alive()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,14 @@ _PLACE = "parent = ? AND tokens = ? AND segment = ? AND offset = ?"
 _BATCH = 200  # keys of one query
 _LOG_PAGES = 256  # of SQLite, 1 MiB: what its log has beyond that goes to the file
 _WAIT_SECONDS = 10.0  # for another thread's, or process's, transaction
+_DOUBLED = 24 * 3600 * 10**6  # twice as many hits count as much as a use so many microseconds later
+# How hot a page is: when it was used last, and a day for each time that its hits have doubled. What
+# was used at a time that has not come (the clock has been put back) counts as used now.
+_HEAT = (
+    "min(used, ?) + CASE "
+    + " ".join(f"WHEN hits < {2 << i} THEN {i * _DOUBLED}" for i in range(30))
+    + f" ELSE {30 * _DOUBLED} END"
+)
 
 
 class IndexDamaged(sqlite3.DatabaseError):
@@ -222,23 +230,28 @@ class Index:
             )
             connection.execute("DELETE FROM pages WHERE segment = ?", (segment,))
 
-    def used(self, keys: Iterable[PageKey]) -> None:
-        """Counts a use of each of these pages, all at the same time, in one transaction."""
+    def used(self, times: Mapping[PageKey, int]) -> None:
+        """Counts so many uses of each of these pages, all just now, in one transaction."""
         now = time.time_ns() // 1000
         with self._connection() as connection, connection:
             connection.executemany(
-                "UPDATE pages SET hits = hits + 1, again = 1, used = ? "
+                "UPDATE pages SET hits = hits + ?, again = 1, used = ? "
                 "WHERE parent = ? AND tokens = ?",
-                [(now, *key) for key in keys],
+                [(count, now, *key) for key, count in times.items()],
             )
 
-    def hottest(self, most: int) -> list[Entry]:
-        """Up to `most` pages that were used, those used last first. O(pages)."""
+    def hottest_after(self, parent: bytes, size: int, most: int) -> list[tuple[int, Entry]]:
+        """Up to `most` pages of `size` bytes after this one that were used, the hottest first.
+
+        Each with its heat, a number that is greater the more and the later a page was used. O(pages
+        after this one).
+        """
         rows = self._rows(
-            f"SELECT {_COLUMNS} FROM pages WHERE hits > 0 ORDER BY used DESC, hits DESC LIMIT ?",
-            (most,),
+            f"SELECT {_HEAT} AS heat, {_COLUMNS} FROM pages "
+            "WHERE parent = ? AND hits > 0 AND size = ? ORDER BY heat DESC LIMIT ?",
+            (time.time_ns() // 1000, parent, size, most),
         )
-        return [_entry(row) for row in rows]
+        return [(heat, _entry(row)) for heat, *row in rows]
 
     def entries(self) -> Iterator[Entry]:
         """All pages, in no order."""

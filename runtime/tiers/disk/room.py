@@ -29,22 +29,24 @@ def bytes_of(entry: Entry) -> int:
     return record_bytes(len(entry.key.tokens), entry.size)
 
 
-def drop_oldest(index: Index, segments: Segments, room: int, piece: int) -> bool:
+def drop_oldest(index: Index, segments: Segments, room: int, piece: int) -> list[Entry] | None:
     """Drops the oldest segment, but for pages that were used since they were written.
 
     Those used last are written again, as far as they fill `room` bytes; in pieces of up to `piece`
-    bytes. On a full disk none are. Returns False if nothing is left to drop.
+    bytes. On a full disk none are. Returns the pages that are gone; None if nothing is left to
+    drop.
     """
     oldest = next(iter(segments), None)
     if oldest is None:
-        return False
+        return None
     if oldest == segments.current:
         if not segments.size(oldest):
-            return False
+            return None
         segments.finish()
     kept: Moved = []
+    entries = index.of_segment(oldest)
     try:
-        for moved in rewritten(segments, _used_again(index, oldest, room), piece):
+        for moved in rewritten(segments, _used_again(entries, room), piece):
             kept += moved
     except OSError as error:
         if not no_room(error):
@@ -58,13 +60,14 @@ def drop_oldest(index: Index, segments: Segments, room: int, piece: int) -> bool
         index.shrink()
         index.replace_segment(oldest, kept)
     segments.remove(oldest)
-    return True
+    moved_keys = {entry.key for entry, *_ in kept}
+    return [entry for entry in entries if entry.key not in moved_keys]
 
 
-def _used_again(index: Index, segment: int, room: int) -> list[Entry]:
+def _used_again(entries: Sequence[Entry], room: int) -> list[Entry]:
     """The pages of a segment that were used since they were written, as far as there is room."""
     wanted = []
-    for entry in sorted(index.of_segment(segment), key=lambda each: -each.used):
+    for entry in sorted(entries, key=lambda each: -each.used):
         if entry.again and (size := bytes_of(entry)) <= room:
             wanted.append(entry)
             room -= size

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +21,7 @@ from coppice.runtime.tiers.disk.index import Entry, Index, is_damage, is_full
 from coppice.runtime.tiers.disk.record import record_bytes
 from coppice.runtime.tiers.disk.room import drop_oldest, no_room, read
 from coppice.runtime.tiers.disk.segments import Segments
-from coppice.runtime.tiers.store import Place, Store, Stored, TierFailed
+from coppice.runtime.tiers.store import HotPage, Place, Store, Stored, TierFailed
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,8 @@ class DiskStore(Store):
         self._capacity = capacity
         self._page_bytes = page_bytes
         self._most = segment_bytes(capacity)
-        self._hits: dict[PageKey, None] = {}  # used since the last transaction
+        self._hits: Counter[PageKey] = Counter()  # uses since the last transaction
+        self._gone: list[bytes] = []  # names of pages that were dropped, and not told yet
         self._lock = threading.Lock()
         self._writing = threading.RLock()  # whoever changes segments, or makes the index anew
         self._damaged = 0
@@ -115,6 +119,20 @@ class DiskStore(Store):
         return entry.size == self._page_bytes
 
     def load(self, keys: Sequence[PageKey], places: Sequence[Place], out: np.ndarray) -> list[bool]:
+        right = self.load_ahead(keys, places, out)
+        with self._lock:
+            self._hits.update(
+                place.at.key for place, good in zip(places, right, strict=True) if good
+            )
+            many = len(self._hits) >= _NOTED
+        if many:
+            with self._explained("written") as index:
+                self._note_hits(index)
+        return right
+
+    def load_ahead(
+        self, keys: Sequence[PageKey], places: Sequence[Place], out: np.ndarray
+    ) -> list[bool]:
         right, wrong = [], []
         with self._explained("read"):
             for place, row in zip(places, out, strict=True):
@@ -122,16 +140,8 @@ class DiskStore(Store):
                 right.append(good)
                 if not good:
                     wrong.append(place.at)
-        with self._lock:
-            for place, good in zip(places, right, strict=True):
-                if good:
-                    self._hits[place.at.key] = None
-            many = len(self._hits) >= _NOTED
         if wrong:
             self._forget(wrong)
-        if many:
-            with self._explained("written") as index:
-                self._note_hits(index)
         return right
 
     def _forget(self, wrong: list[Entry]) -> None:
@@ -163,6 +173,7 @@ class DiskStore(Store):
                 piece = rows[begin : begin + step]
                 self._write(index, [keys[i] for i in piece], pages[piece])
                 done.written += len(piece)
+            done.gone, self._gone = self._gone, []
         return done
 
     def _piece(self, tokens: int) -> int:
@@ -203,7 +214,7 @@ class DiskStore(Store):
     def _note_hits(self, index: Index) -> None:
         """Writes down what was used since; a full disk does without."""
         with self._lock:
-            hits, self._hits = self._hits, {}
+            hits, self._hits = self._hits, Counter()
         try:
             if hits:
                 index.used(hits)
@@ -212,24 +223,39 @@ class DiskStore(Store):
                 raise
 
     def _drop_oldest(self, index: Index) -> bool:
-        return drop_oldest(index, self._segments, self._most // 2, self._most // _PIECES)
+        """Drops a segment; False: there is none."""
+        dropped = drop_oldest(index, self._segments, self._most // 2, self._most // _PIECES)
+        self._gone += [entry.key.name for entry in dropped or ()]
+        return dropped is not None
 
-    def hottest(self, most: int) -> list[list[PageKey]]:
+    def used_above(self, keys: Sequence[PageKey], times: int) -> list[PageKey]:
+        with self._writing, self._explained("written") as index:
+            there = index.find(keys)
+            with self._lock:
+                for key, entry in zip(keys, there, strict=True):
+                    if entry is not None:
+                        self._hits[key] += times
+            self._note_hits(index)  # for who is killed
+        return [key for key, entry in zip(keys, there, strict=True) if entry is None]
+
+    def hottest(self, roots: Collection[bytes], most: int) -> list[HotPage]:
+        """The hottest page that follows what was taken is taken next. O(most log most)."""
+        found: list[HotPage] = []
+        nearest: list[tuple[int, int, Entry, bytes, int]] = []  # a heap; the numbers differ
+        numbers = count(0, -1)  # of pages that are as hot, the last one: a chain stays together
         with self._explained("read") as index:
-            entries = index.hottest(most)
-        names = {each.key.name: each.key for each in entries}
-        followed = {key.parent for key in names.values()}
-        chains, total = [], 0
-        for name, key in names.items():
-            if name in followed:
-                continue
-            line = [key]
-            while (above := names.get(line[-1].parent)) is not None and len(line) < len(names):
-                line.append(above)
-            if total + len(line) <= most:
-                total += len(line)
-                chains.append(line[::-1])
-        return chains
+
+            def offer(parent: bytes, root: bytes, above: int) -> None:
+                for heat, entry in index.hottest_after(parent, self._page_bytes, most - len(found)):
+                    heappush(nearest, (-heat, next(numbers), entry, root, above))
+
+            for root in roots:
+                offer(root, root, -1)
+            while nearest and len(found) < most:
+                _, _, entry, root, above = heappop(nearest)
+                found.append(HotPage(entry.key, Place(entry.key.length, entry), root, above))
+                offer(entry.key.name, root, len(found) - 1)
+        return found
 
     def close(self) -> None:
         if self._closed:

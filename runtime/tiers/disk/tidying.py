@@ -70,7 +70,7 @@ def tidy(folder: Path, most: int | None = None, *, verify: bool = False) -> Tidi
             for segment in files - set(indexed):
                 segments.remove(segment)
             while most is not None and segments.used > most:
-                if not drop_oldest(index, segments, limit // 2, limit):
+                if drop_oldest(index, segments, limit // 2, limit) is None:
                     break
             left = _count(index)
             index.compact()

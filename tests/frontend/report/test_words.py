@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import Any
+
 from coppice.frontend.report.words import (
     adapter_lines,
     duration,
     one_line,
     short_count,
+    tiers_sentence,
     token_text,
     windows_sentence,
 )
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.report.snapshot import WindowReport
+from coppice.runtime.tiers.told import TierReport, TiersReport
 
 
 def test_tokens_without_text_are_counted_or_shown_as_numbers(tokenizer: Tokenizer) -> None:
@@ -62,3 +67,13 @@ def test_adapters_and_windows_in_words() -> None:
         "sequences' keys. Running sequences keep 12.5 pages' worth of keys that are older, for "
         "prompts that begin alike"
     )
+
+
+def test_what_tiers_brought_back_before_anybody_asked() -> None:
+    counts: dict[str, Any] = {each.name: 0 for each in fields(TierReport)}
+    disk = TierReport(**(counts | {"name": "disk", "loaded_tokens": 500, "warmed_tokens": 7000}))
+    sums: dict[str, Any] = {each.name: 0 for each in fields(TiersReport)}
+    said = tiers_sentence(TiersReport(**(sums | {"stores": (disk,)})))
+    assert "the 7,000 hottest tokens came back before anybody asked for them" in said
+    quiet = tiers_sentence(TiersReport(**(sums | {"stores": (replace(disk, warmed_tokens=0),)})))
+    assert "hottest" not in quiet

@@ -16,51 +16,18 @@ from fake_model import WrongKV, fake_checkpoint, fake_engine
 from fake_tiers import MemoryStore, add_tiers, written
 from random_schedules import RandomSchedule
 from safetensors.torch import load_file, save_file
+from tiered_engine import GREEDY, engine, loading_pays, prompts_of, serve
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
-from coppice.runtime.schedule.step_times import StepTimes
-from coppice.runtime.tiers import rates
-
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def loading_pays(monkeypatch):
-    """The models are so small that computing is often faster, and machines may be busy."""
-    monkeypatch.setattr(StepTimes, "prefill_seconds", lambda self, tokens, context: 10.0 * tokens)
-    monkeypatch.setattr(rates, "_LEAST_PATIENCE", 20.0)
-
-
-def engine(checkpoint, folder=None, **options) -> Engine:
-    options = {"kv_cache_tokens": 512, "page_size": 4, "max_num_batched_tokens": 64} | options
-    options.setdefault("disk_cache_size", "64MiB")
-    disk = None if folder is None else str(folder)
-    return Engine(EngineConfig(model=str(checkpoint), disk_cache=disk, **options))
-
-
-def serve(made: Engine, prompts, params=GREEDY, **options):
-    """(Generated tokens, cached tokens) of each prompt; everything is recounted at each step."""
-    for index, prompt in enumerate(prompts):
-        made.add_request(str(index), prompt, params, **options)
-    tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-    cached = {}
-    while made.has_unfinished():
-        for output in made.step():
-            assert output.error is None
-            tokens[output.request_id] += output.new_token_ids
-            cached[output.request_id] = output.cached_tokens
-        made.check()
-    return list(tokens.values()), [cached[str(index)] for index in range(len(prompts))]
-
-
-def prompts_of(seed: int, lengths=(150, 90, 61, 17)):
-    rng = random.Random(seed)
-    stem = [rng.randrange(3, 250) for _ in range(40)]
-    return [stem + [rng.randrange(3, 250) for _ in range(length - 30)] for length in lengths]
+def always_loading(monkeypatch):
+    loading_pays(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -474,7 +441,7 @@ def checkpoint(tmp_path_factory):
 def test_random_schedules_give_what_each_request_gives_alone(checkpoint, policy, begin, end):
     """With two tiers that fail, forget and find pages damaged, each twice: then as a restart."""
     alone = RandomSchedule.alone_engine(checkpoint)
-    compared = loaded = failures = 0
+    compared = loaded = failures = warmed = 0
     for seed in range(begin + SCHEDULING_POLICIES.index(policy), end, len(SCHEDULING_POLICIES)):
         stores = [MemoryStore(random.Random(seed)), MemoryStore(random.Random(-seed), "second")]
         for _ in range(2):
@@ -488,8 +455,9 @@ def test_random_schedules_give_what_each_request_gives_alone(checkpoint, policy,
             told = schedule.engine.tiers.told
             loaded += sum(each.loaded_tokens for each in told.tiers.values())
             failures += sum(each.failures for each in told.tiers.values())
+            warmed += sum(each.warmed_tokens for each in told.tiers.values())
             schedule.engine.close()
-    assert compared and loaded and failures, "the schedules were too easy"
+    assert compared and loaded and failures and warmed, "the schedules were too easy"
 
 
 def test_a_copy_is_made_before_its_source_is_given_away(checkpoint):

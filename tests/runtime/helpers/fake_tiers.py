@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from coppice.runtime.engine.core import Engine
 from coppice.runtime.engine.tiering import _copy
 from coppice.runtime.schedule.step_times import StepTimes
 from coppice.runtime.tiers.exchange import Tiers
-from coppice.runtime.tiers.store import Place, Store, Stored, TierFailed
+from coppice.runtime.tiers.store import HotPage, Place, Store, Stored, TierFailed
 
 
 class MemoryStore(Store):
@@ -78,6 +79,21 @@ class MemoryStore(Store):
                 done.written += 1
         return done
 
+    def hottest(self, roots: Collection[bytes], most: int) -> list[HotPage]:
+        """In any order that gives each page after the one before it."""
+        self._stumble()
+        rng, found = self.rng or random.Random(1), list[HotPage]()
+        names = dict.fromkeys(roots, -1)
+        chains = {name: name for name in roots}
+        waiting = [key for key in self.pages if key.parent in names]
+        while waiting and len(found) < most:
+            key = waiting.pop(rng.randrange(len(waiting)))
+            root = chains[key.parent]
+            found.append(HotPage(key, Place(key.length, key), root, names[key.parent]))
+            names[key.name], chains[key.name] = len(found) - 1, root
+            waiting += [each for each in self.pages if each.parent == key.name]
+        return found
+
     @property
     def capacity(self) -> int | None:
         return None
@@ -107,7 +123,8 @@ class HandThreads:
             if self.tasks:
                 future, task, arguments = self.tasks.pop(self.rng.randrange(len(self.tasks)))
                 if future.set_running_or_notify_cancel():
-                    task(*arguments)
+                    with suppress(SystemExit):  # as a thread ends with it and no other notices
+                        task(*arguments)
                     future.set_result(None)
 
     def shutdown(self, **_: bool) -> None:
@@ -134,6 +151,7 @@ def add_tiers(
         copy=partial(_copy, engine.runner),
         digest=b"fake",
         compute_seconds=compute_seconds,
+        vocabulary=engine.model_config.vocab_size,
     )
     tiers._writer.share = 1.0
     threads = HandThreads(rng)
@@ -142,8 +160,10 @@ def add_tiers(
             for pool in pools:
                 pool.shutdown()
             pools[:] = [threads] * len(pools)  # type: ignore[list-item]
+        tiers._warming._threads = threads  # type: ignore[assignment]
         tiers.wait = lambda seconds: threads.work(1)  # type: ignore[method-assign]
     engine.tiers = engine._steps.tiers = tiers
+    tiers.know(engine.intake.namespace(None))
     scheduler.use(tiers, scheduler.times or StepTimes(2.0))
     return threads
 

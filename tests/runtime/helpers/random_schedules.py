@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,13 @@ class Admissions:
 class RandomSchedule:
     """One random schedule: an engine, and the requests and calls that it gets."""
 
-    def __init__(self, seed: int, checkpoint: Path, policy: str, stores: Seq[Store] = ()) -> None:
+    def __init__(
+        self,
+        seed: int,
+        checkpoint: Path,
+        policy: str,
+        stores: Seq[Store] | Callable[[Engine], Seq[Store]] = (),
+    ) -> None:
         """With `stores` its engine has these tiers, whose reads come late."""
         self.rng = rng = random.Random(seed)
         self.now = 0.0
@@ -101,6 +108,8 @@ class RandomSchedule:
         self._use_own_clocks()
         self.threads: HandThreads | None = None
         self.loaded: dict[str, int] = {}  # tokens that came back from tiers, by request
+        if callable(stores):
+            stores = stores(self.engine)
         if stores:
             seconds = rng.choice([None, None, 0.0, 1e-8, 1e-7, 1.0])
             each = (lambda tokens, context: tokens * seconds) if seconds is not None else None
@@ -335,6 +344,8 @@ class RandomSchedule:
             self.threads.work(self.rng.choice([0, 0, 1, 2, None]))
             if self.rng.random() < 0.3:
                 written(engine)
+            if not engine.has_unfinished():
+                self.be_idle()
         armed, before = model.failure, model.steps
         # With tiers copies may be made between steps, and fail there.
         failed_before = engine.scheduler._schedule.failure is not None
@@ -358,6 +369,14 @@ class RandomSchedule:
                 if request.name not in names:
                     request.cut |= {i for i in range(request.sequences) if not request.ended(i)}
         self._forget_ended()
+        self.check()
+
+    def be_idle(self) -> None:
+        """For some time no request comes: what is hottest comes back, and is as it was."""
+        assert self.threads is not None
+        for _ in range(self.rng.choice([0, 1, 3, 20])):
+            self.engine.between()
+            self.threads.work(1)
         self.check()
 
     def _take(self, output: StepOutput, failed: bool) -> None:

@@ -19,7 +19,7 @@ from coppice.runtime.engine.core import Engine
 from coppice.runtime.process import callers
 from coppice.runtime.process.channel import Channel
 from coppice.runtime.process.loop import EngineLoop
-from coppice.runtime.process.messages import PING, Pulse, Ready, Told
+from coppice.runtime.process.messages import PING, End, Pulse, Ready, Told
 from coppice.runtime.process.service import EngineService
 from coppice.runtime.process.sockets import Listener, MessageSocket, connect
 from coppice.runtime.requests.sampling_params import SamplingParams
@@ -145,7 +145,7 @@ def called(
         return made
 
     yield engine, parent, another
-    parent.channel.send(None)
+    parent.channel.send(End())
     thread.join(20)
     assert not thread.is_alive()
 

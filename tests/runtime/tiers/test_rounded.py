@@ -44,7 +44,11 @@ def test_pages_come_back_as_they_were_but_for_rounding(caches, pages):
     assert store.used == inner.used == 8 * store.kept_bytes(pages.shape[1])
     assert store.kept_bytes(pages.shape[1]) < 0.3 * pages.shape[1]
     assert store.name == inner.name and store.capacity is None and store.damaged == 0
-    assert store.hottest(9) == []
+    hottest = store.hottest([b"parent"], 9)
+    assert {each.key for each in hottest} == set(KEYS[:8])
+    ahead = np.empty_like(pages[:8])
+    keys, hot = [each.key for each in hottest], [each.place for each in hottest]
+    assert store.load_ahead(keys, hot, ahead) == [True] * 8
     places = store.find(KEYS)
     assert [place is not None for place in places] == [True] * 8 + [False] * 12
     out = np.empty_like(pages[:8])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from redis_server import RedisServer, free_port
-from tier_pages import PAGE_BYTES, content, line, numbered, put, right
+from tier_pages import PAGE_BYTES, ROOT, content, line, numbered, put, right
 
 from coppice.runtime.tiers import shared
 from coppice.runtime.tiers.shared import SharedStore
@@ -60,7 +60,7 @@ def test_two_servers_share_what_one_stored(server: RedisServer, store: SharedSto
         found = other.find_longest(line(*range(6))[1])
         assert found is not None
         assert found.tokens == 2
-        assert (other.capacity, other.used, other.hottest(5)) == (None, None, [])
+        assert (other.capacity, other.used, other.hottest([ROOT], 5)) == (None, None, [])
 
 
 def test_databases_are_apart_and_a_socket_is_the_same_server(
@@ -431,7 +431,8 @@ def test_nobody_listens() -> None:
         assert all("shared_cache: redis://127.0.0.1" in text for text in fails(store))
 
 
-def test_connections_are_few_and_reused(client: Any, store: SharedStore) -> None:
+def test_connections_are_few_and_reused(server: RedisServer, client: Any) -> None:
+    store = SharedStore(server.url, PAGE_BYTES, timeout=30.0)  # threads wait for each other
     keys = numbered(20)
     put(store, keys)
     faults: list[BaseException] = []
@@ -453,3 +454,4 @@ def test_connections_are_few_and_reused(client: Any, store: SharedStore) -> None
     assert len(client.client_list()) - before <= shared._CONNECTIONS
     store.close()
     assert put(store, keys) == 0, "it connects again"
+    store.close()

@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tier_pages import PAGE_BYTES, contents, line, numbered, put, right
+from tier_pages import PAGE_BYTES, ROOT, contents, line, numbered, put, right
 
 from coppice.radix.mirror.names import PageKey
 from coppice.runtime.tiers.disk.folder import FolderInUse, content, owner
+from coppice.runtime.tiers.disk.index import Index
 from coppice.runtime.tiers.disk.record import VERSION, record_bytes
 from coppice.runtime.tiers.disk.store import DiskStore
 from coppice.runtime.tiers.store import TierFailed
@@ -75,9 +77,9 @@ def test_pages_that_are_used_all_the_time_stay(store: DiskStore) -> None:
     for key in numbered(300, b"they are all new"):
         put(store, [key])
         assert right(store, hot) == [True] * 2
-    hottest = store._index.hottest(3)
+    hottest = store.hottest([ROOT], 3)
     assert {each.key for each in hottest} == set(hot)
-    assert all(each.hits >= 299 for each in hottest)
+    assert all(each.place.at.hits >= 299 for each in hottest)
 
 
 def test_of_too_many_used_pages_those_used_last_stay(store: DiskStore) -> None:
@@ -155,21 +157,82 @@ def test_hits_outlive_the_process_and_give_chains_from_the_root(tmp_path: Path) 
         store.store([], np.empty((0, PAGE_BYTES), np.uint8))
         right(store, long)
     with closing(DiskStore(tmp_path, CAPACITY, PAGE_BYTES)) as store:
-        assert store.hottest(10) == [long, short]
-        assert store.hottest(3) == [long]
-        assert store.hottest(0) == []
+        hottest = store.hottest([ROOT], 10)
+        assert [each.key for each in hottest] == long + short
+        assert [each.above for each in hottest] == [-1, 0, 1, -1]
+        assert all(each.root == ROOT for each in hottest)
+        assert store.hottest([ROOT], 2) == hottest[:2]
+        assert store.hottest([ROOT], 0) == []
+        out = np.zeros((4, PAGE_BYTES), np.uint8)
+        places = [each.place for each in hottest]
+        assert store.load_ahead(long + short, places, out) == [True] * 4
+        assert np.array_equal(out, contents(long + short))
+    with closing(DiskStore(tmp_path, CAPACITY, PAGE_BYTES)) as store:
+        found = [each.place.at.hits for each in store.hottest([ROOT], 10)]
+        assert found == [1] * 4, "what nobody asked for was no use"
 
 
-def test_chains_that_share_pages_have_no_more_pages_than_asked_for(store: DiskStore) -> None:
-    chains = [line(0, 1, 2, 3, i) for i in range(10)]
+def test_the_hottest_pages_are_of_the_chains_that_were_named(store: DiskStore) -> None:
+    ours, others = line(*range(8)), line(*range(8), root=b"another chain's.")
+    put(store, ours + others)
+    right(store, ours + others)
+    store.store([], np.empty((0, PAGE_BYTES), np.uint8))
+    named = store.hottest([others[0].parent], 10)
+    assert [each.key for each in named] == others
+    assert all(each.root == others[0].parent for each in named)
+    assert len(store.hottest([ROOT, others[0].parent], 10)) == 4
+    assert store.hottest([b"nobody's"], 10) == []
+
+
+def test_of_chains_that_share_pages_the_hottest_come_first(store: DiskStore) -> None:
+    """Each page after the one before it, and the more and later it was used the earlier."""
+    chains = [line(0, 1, 2, 3, i, 5, 6, 7, 8) for i in range(10)]
     for keys in chains:
         put(store, keys)
-        right(store, keys)
-    store.store([], np.empty((0, PAGE_BYTES), np.uint8))
-    hottest = store.hottest(11)
-    assert sum(map(len, hottest)) <= 11
-    assert len(hottest) == 5
-    assert all(keys in chains for keys in hottest)
+    store.used_above(line(0, 1, 2, 3), 1)
+    for times, keys in enumerate(chains):
+        assert store.used_above(keys[1:], times) == []
+    hottest = store.hottest([ROOT], 100)
+    assert [each.key for each in hottest[:3]] == chains[9]
+    assert [each.above for each in hottest[:5]] == [-1, 0, 1, 0, 3]
+    assert [each.key for each in hottest[3:5]] == chains[8][1:]
+    assert len(hottest) == 1 + 2 * 9
+    assert store.hottest([ROOT], 4) == hottest[:4]
+
+
+def test_a_clock_that_was_put_back_leaves_nothing_hottest_for_ever(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time_ns()
+    often, later = line(1, 2), line(3, 4)
+    put(store, often + later)
+    monkeypatch.setattr(time, "time_ns", lambda: now + 10**9 * 3600 * 24 * 365)
+    store.used_above(later, 1)
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    store.used_above(often, 9)
+    assert [each.key for each in store.hottest([ROOT], 10)] == often + later
+
+
+def test_what_was_dropped_is_told(store: DiskStore) -> None:
+    keys, gone = numbered(200), set[bytes]()
+    for begin in range(0, 200, 5):
+        some = keys[begin : begin + 5]
+        gone |= set(store.store(some, contents(some)).gone)
+    there = store.find(keys)
+    assert gone == {key.name for key, place in zip(keys, there, strict=True) if place is None}
+    assert len(gone) > 100
+    assert store.used_above(keys, 1) == [key for key in keys if key.name in gone]
+
+
+def test_hits_above_keep_a_page_below(store: DiskStore) -> None:
+    """As those that were loaded from here do; they outlive the process that does not end well."""
+    hot = numbered(2)
+    put(store, hot)
+    for key in numbered(300, b"they are all new"):
+        put(store, [key])
+        assert store.used_above(hot, 3) == []
+    with closing(Index(store._index._path, read_only=True)) as index:
+        assert [each.hits for each in index.find(hot) if each is not None] == [900, 900]
 
 
 HOLD = """
@@ -276,7 +339,7 @@ def test_hits_are_written_while_nothing_is_stored(
     for key in keys:
         right(store, [key])
     assert len(store._hits) < 5
-    assert len(store._index.hottest(100)) == 10
+    assert len(store.hottest([ROOT], 100)) == 10
 
 
 def test_readers_find_only_right_pages_while_others_are_written_and_dropped(
