@@ -123,9 +123,9 @@ def _stat(arguments: argparse.Namespace) -> int:
     lines = [
         f"format {found.version}, "
         + (f"in use by process {found.owner}" if found.owner else "in use by no server"),
-        f"{found.pages:,} pages with {found.tokens:,} tokens: {size_text(found.size)}, "
+        f"{_several(found.pages, 'page')} with {found.tokens:,} tokens: {size_text(found.size)}, "
         f"{found.hits:,} hits",
-        f"{found.segments:,} segments: {size_text(found.segment_size)}, "
+        f"{_several(found.segments, 'segment')}: {size_text(found.segment_size)}, "
         f"{found.empty_segments:,} of them without pages",
         f"index: {size_text(found.index_size)}",
     ]
@@ -174,11 +174,17 @@ def _gc(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return _print_json(asdict(done))
     _console().print(
-        f"removed {done.pages:,} pages, {done.damaged:,} damaged ones, {done.segments:,} segments "
-        f"and {done.older:,} folders of older versions: {size_text(done.freed)}",
+        f"removed {_several(done.pages, 'page')}, {done.damaged:,} damaged ones, "
+        f"{_several(done.segments, 'segment')} and {_several(done.older, 'folder')} of older "
+        f"versions; freed {size_text(done.freed)}",
         soft_wrap=True,
     )
     return 0
+
+
+def _several(count: int, what: str) -> str:
+    """A number of things."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _print_json(value: dict[str, Any]) -> int:

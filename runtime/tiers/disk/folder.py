@@ -148,4 +148,5 @@ def index_bytes(folder: Path) -> int:
 
 def no_cache(folder: Path) -> ValueError:
     """What to raise for a folder without pages of this version."""
-    return ValueError(f"DIR must be the folder of a disk_cache, got {str(folder)!r}")
+    there = "" if folder.exists() else ", which does not exist"
+    return ValueError(f"DIR must be the folder of a disk_cache, got {str(folder)!r}{there}")
