@@ -24,10 +24,18 @@ both.
 
 Rows of `case: unused`: requests of which nothing is in the tier, on two engines of which one has a
 disk tier that gets all their pages, in turns; `over` is the time with it over the time without.
+
+Rows of `case: rounded`, with the demo model or the folder of another one that knows text: what
+answers after a hit lose where the disk keeps 8 bits a number (`--disk-cache-dtype`). Windows of
+prose and code (`common/public_text.py`) have their first half in the tier; the second half is
+scored after it. `logprob`: mean and greatest difference of its tokens' log-probabilities to those
+without a hit; `perplexity_more`: ratio of perplexities less one; `same_best`: share of places at
+which the likeliest token is the same; `bytes`: of what is read, beside the KV cache's.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -38,11 +46,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from common.harness import Rows, machine, parser
+from common.public_text import public_text
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.requests.sampling_params import SamplingParams
-from cpu.checkpoints import checkpoint
+from cpu.checkpoints import MODELS, checkpoint
 
 LENGTHS = (1000, 4000, 8000)
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -250,6 +261,64 @@ def unused(rows: Rows, name: str, model: str, options: dict[str, Any]) -> None:
     })  # fmt: skip
 
 
+def rounded(rows: Rows, name: str, model: str, options: dict[str, Any]) -> None:
+    """What is lost where the disk keeps 8 bits a number; nothing for models without a text."""
+    if name in MODELS:
+        return
+    encode = AutoTokenizer.from_pretrained(model)
+    length = 1024
+    windows = public_text(
+        lambda text: encode(text)["input_ids"], 2 if options["quick"] else 12, length
+    ).windows
+    scored = SamplingParams(
+        temperature=0, max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=length // 2
+    )
+    found: dict[str, tuple[list[float], list[int]]] = {}
+    for dtype in ("auto", "int8", "fp8"):
+        folder = Path(tempfile.mkdtemp())
+        disk = {"disk_cache": str(folder), "disk_cache_size": "8GiB", "disk_cache_dtype": dtype}
+        made = engine(model, tokens=16 * length, **disk)
+        logprobs: list[float] = []
+        best: list[int] = []
+        try:
+            for hit in (0, length // 2):
+                for window in windows:
+                    if not hit:
+                        first_token(made, window[: length // 2 + 1])
+                        continue
+                    # All of it is loaded, whatever is faster.
+                    made.tiers.loads._compute_seconds = lambda tokens, context: None
+                    made.add_request("a", window, scored)
+                    while made.has_unfinished():
+                        for output in made.step():
+                            scores = output.prompt_logprobs
+                            assert output.cached_tokens == hit - 1, output.cached_tokens
+                    logprobs += scores.logprobs[-length // 2 + 1 :].tolist()
+                    best += scores.top_ids[-length // 2 + 1 :, 0].tolist()
+                if not hit:
+                    made.end_tiers()
+                    made.close()
+                    made = engine(model, tokens=16 * length, **disk)
+            read = made.tiers.report().stores[0]
+            pages = made.tiers._page_bytes * read.loaded_pages
+        finally:
+            made.close()
+            shutil.rmtree(folder)
+        found[dtype] = logprobs, best
+        exact, same = found["auto"]
+        apart = [abs(a - b) for a, b in zip(logprobs, exact, strict=True)]
+        if dtype != "auto":
+            more = math.exp(statistics.fmean(exact) - statistics.fmean(logprobs)) - 1
+            rows.add(**{"machine": machine()} | {
+                "case": "rounded", "model": name, "dtype": dtype, "tokens": len(apart),
+                "logprob": {"mean": round(statistics.fmean(apart), 5),
+                            "most": round(max(apart), 3)},
+                "perplexity_more": round(more, 5),
+                "same_best": round(statistics.fmean(map(int.__eq__, best, same)), 4),
+                "bytes": round(read.loaded_bytes / pages, 3),
+            })  # fmt: skip
+
+
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--models", nargs="+", default=["S", "M", "demo"])
@@ -257,17 +326,19 @@ def main() -> None:
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--turns", type=int, default=20)
     made.add_argument("--cache", type=Path, default=Path("build/models"))
-    made.add_argument("--cases", nargs="+", default=["first", "together", "unused"])
+    made.add_argument("--cases", nargs="+", default=["first", "together", "unused", "rounded"])
     arguments = made.parse_args()
     arguments.cache.mkdir(parents=True, exist_ok=True)
     rows = Rows(arguments.json)
     options = vars(arguments)
     if arguments.quick:
         options |= {"rounds": 2, "turns": 4}
-    cases = {"first": times_of_first_tokens, "together": together, "unused": unused}
+    cases = {
+        "first": times_of_first_tokens, "together": together, "unused": unused, "rounded": rounded,
+    }  # fmt: skip
     for name in arguments.models:
-        model = "demo" if name == "demo" else str(checkpoint(name, arguments.cache))
-        options["longest"] = 3999 if name == "demo" else 8000
+        model = str(checkpoint(name, arguments.cache)) if name in MODELS else name
+        options["longest"] = 8000 if name in MODELS else 3999
         if name == "demo":
             model = str(Path(__file__).parent.parent / "frontend" / "demo" / "model")
         for case in arguments.cases:

@@ -131,8 +131,15 @@ class Load:
         """Pages that were read and are not taken over."""
         return len(self._rows)
 
-    def piece(self, most: int) -> Piece | None:
-        """Takes the next up to `most` pages to be read, all of one tier; None: nothing is left.
+    @property
+    def flying(self) -> int:
+        """Pages that are being read, or are about to be."""
+        return len(self._flying)
+
+    def piece(self, most: Seq[int]) -> Piece | None:
+        """Takes the next pages to be read, all of one tier, as many as `most` has for it.
+
+        None: nothing is left.
 
         What is computed meanwhile is left out. So is, where a part is computed, what lies before
         the place where the two will meet.
@@ -148,7 +155,7 @@ class Load:
             floor = self._meeting(computed, self._border(computed, (index + 1) * size)) // size
         tier, taken = self._found[index].tier, list[int]()
         while (
-            len(taken) < most
+            len(taken) < most[tier]
             and index >= floor
             and index in self._found
             and self._found[index].tier == tier

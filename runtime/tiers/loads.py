@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 2
 _PIECE_BYTES = 8 * 2**20  # of one read: large enough for a disk, small enough to be taken at once
+_PIECE_SECONDS = 0.03  # that one read may take: with a slow tier less is read at once
 _FLYING_BYTES = 256 * 2**20  # that wait to be read for one sequence: steps may be long
 _STAGED_BYTES = 512 * 2**20  # that were read for sequences that do not run yet
 _TAKEN_BYTES = 64 * 2**20  # copied to pages between two steps, so that no step waits for long
@@ -231,11 +232,11 @@ class Loads:
 
     def _check_patience(self) -> None:
         """Gives up what comes from a tier that has done nothing for too long."""
-        now, size = self._clock(), _THREADS * self._piece_pages * self._page_bytes
+        now, each = self._clock(), self._page_bytes * _THREADS
         stuck = {
             tier
-            for tier, rate in enumerate(self._rates)
-            if self._pieces[tier] and now - self._brought[tier] > rate.patience(size)
+            for tier, (rate, pages) in enumerate(zip(self._rates, self._at_a_time(), strict=True))
+            if self._pieces[tier] and now - self._brought[tier] > rate.patience(each * pages)
         }
         for load in self._loads.values():
             if load.finding:
@@ -248,6 +249,13 @@ class Loads:
                 for tier in load.tiers & stuck:
                     self._slow(tier)
                     load.give_up(tier)
+
+    def _at_a_time(self) -> list[int]:
+        """Pages that are read by one call, of each tier."""
+        return [
+            max(1, min(self._piece_pages, int(rate.value * _PIECE_SECONDS / self._page_bytes)))
+            for rate in self._rates
+        ]
 
     def _slow(self, tier: int) -> None:
         self._told.tiers[self._stores[tier].name].slow += 1
@@ -279,14 +287,15 @@ class Loads:
 
     def _read_more(self) -> None:
         """Has threads read, for those that run first, for others as far as there is room."""
+        most = self._at_a_time()
         staged = sum(load.staged for load in self._loads.values()) * self._page_bytes
         ordered = sorted(self._loads.values(), key=lambda load: load.sequence.status.value)
         for load in ordered:  # "running" before "waiting"
             waits = load.sequence.status is Status.WAITING
-            while load.pieces * self._piece_pages * self._page_bytes < _FLYING_BYTES:
+            while load.flying * self._page_bytes < _FLYING_BYTES:
                 if waits and staged >= _STAGED_BYTES:
                     return
-                if (piece := load.piece(self._piece_pages)) is None:
+                if (piece := load.piece(most)) is None:
                     break
                 staged += len(piece.pages) * self._page_bytes
                 if not self._pieces[piece.tier]:

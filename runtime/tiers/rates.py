@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 _KEPT = 0.8  # of the weight of older measurements
 _PATIENCE = 4.0  # a tier may take so many times its usual time
-_LEAST_PATIENCE = 0.1  # and so many seconds in any case: threads start late on a busy machine
+_LEAST_PATIENCE = 0.2  # and so many seconds in any case: threads start late on a busy machine
+_FIRST_PATIENCE = 1.0  # for a tier of which nothing is known: it may have to connect, or to wake up
 
 #: From this ratio of loading's speed to computing's, computing beside it gains too little.
 TOGETHER = 8.0
@@ -35,7 +36,8 @@ class Rate:
 
     def patience(self, size: int) -> float:
         """Seconds after which a read of `size` bytes is slower than can be expected."""
-        return max(_LEAST_PATIENCE, _PATIENCE * size / self.value)
+        least = _LEAST_PATIENCE if self._seconds else max(_LEAST_PATIENCE, _FIRST_PATIENCE)
+        return max(least, _PATIENCE * size / self.value)
 
 
 @dataclass(frozen=True, slots=True)

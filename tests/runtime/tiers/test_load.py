@@ -30,7 +30,7 @@ def loading(pages: dict[int, FoundPage], computed: int = 0, together: bool = Fal
 
 def come(load: Load, most: int = 2, right: bool | list[bool] = True) -> list[int]:
     """The next piece is read; returns the indices of its pages."""
-    piece = load.piece(most)
+    piece = load.piece([most] * 2)
     assert piece is not None
     rights = right if isinstance(right, list) else [right] * len(piece.pages)
     load.came(piece, torch.zeros(len(piece.pages), 1), rights)
@@ -87,7 +87,7 @@ def test_the_beginning_is_computed_while_the_end_comes_until_they_meet():
     assert step(load, count=32) == (0, 12), "of the 24 tokens between them"
     assert come(load, most=5) == [5, 6, 7], "what lies before the middle will be computed"
     assert step(load, count=32) == (0, 8)
-    assert load.piece(1) is not None, "page 4"
+    assert load.piece([1]) is not None, "page 4"
     load.sequence.computed = 16
     assert step(load, count=24) == (0, 0), "it is being read"
     load.give_up()
@@ -107,7 +107,7 @@ def test_what_was_computed_meanwhile_is_not_read():
 
 def test_pieces_are_of_one_tier_and_of_neighbours():
     load = loading({0: found(), 1: found(tier=1), 2: found(tier=1), 5: found(tier=1)})
-    pieces = [load.piece(9) for _ in range(4)]
+    pieces = [load.piece([9, 9]) for _ in range(4)]
     assert [(each.tier, each.first, len(each.pages)) for each in pieces if each] == [
         (0, 0, 1), (1, 1, 2), (1, 5, 1),
     ]  # fmt: skip
@@ -136,10 +136,11 @@ def test_loading_is_compared_with_computing():
 def test_a_rate_follows_what_is_measured():
     rate = Rate(100.0)
     assert rate.value == 100.0 and rate.patience(100) == 4.0
+    assert rate.patience(1) == 1.0, "nothing was measured"
     for _ in range(20):
         rate.observe(1000, 1.0)
     assert rate.value == pytest.approx(1000)
-    assert rate.patience(1) == 0.1
+    assert rate.patience(1) == 0.2
     for _ in range(30):
         rate.observe(1000, 10.0)
     assert rate.value == pytest.approx(100, rel=0.05)

@@ -58,6 +58,8 @@ class Made:
                 pool.shutdown()
             pools[:] = ours
         self.loads._piece_pages = 2
+        for rate in self.loads._rates:
+            rate.observe(1 << 30, 1.0)
 
     def answer(self) -> None:
         for threads in self.asking:
@@ -96,13 +98,13 @@ def test_the_bonus_is_what_loading_saves():
     store = MemoryStore()
     fill(store, TOKENS)
     made = Made(store, compute=1.0)
-    made.loads._rates[0].observe(WIDTH, 0.04)
+    made.loads._rates[0].observe(WIDTH << 30, 0.04 * (1 << 30))
     mine = sequence(TOKENS)
     made.loads.begin(mine, 0)
     made.answer()
     [load] = made.loads.found()
     assert load.bonus == round(40 * (1 - 0.4 / 40))
-    made.loads._rates[0].observe(WIDTH, 1e6)
+    made.loads._rates[0].observe(WIDTH, 1e15)
     other = sequence([9, *TOKENS], 1)
     fill(store, [9, *TOKENS])
     made.loads.begin(other, 0)
@@ -156,7 +158,7 @@ def test_a_tier_that_brings_nothing_is_given_up():
     made.loads.begin(mine, 0)
     made.answer()
     for _ in range(9):
-        made.now += 0.06
+        made.now += 0.12
         made.reading[0].work(1)
         made.loads.poll()
     assert made.slow() == [0, 1]
@@ -172,7 +174,7 @@ def test_the_middle_moves_with_what_is_measured():
     store = MemoryStore()
     fill(store, TOKENS)
     made = Made(store, compute=1.0)
-    made.loads._rates[0].observe(WIDTH, SIZE)  # both take as long
+    made.loads._rates[0].observe(WIDTH << 30, SIZE << 30)  # both take as long
     mine = sequence(TOKENS)
     made.loads.begin(mine, 0)
     made.answer()
@@ -204,6 +206,21 @@ def test_a_better_class_does_not_wait_for_what_a_worse_one_loads(priority):
     assert (made.loads.of(other) is None) == (priority == 0)
     made.answer()
     assert made.loads.waits(other) == (priority == 0)
+
+
+def test_of_a_slow_tier_little_is_read_at_once():
+    store = MemoryStore()
+    fill(store, TOKENS)
+    made = Made(store)
+    made.loads._piece_pages = 8
+    assert made.loads._at_a_time() == [8]
+    made.loads._rates[0].observe(WIDTH << 30, 0.01 * (1 << 30))
+    assert made.loads._at_a_time() == [3]
+    made.loads._rates[0].observe(WIDTH << 30, 100.0 * (1 << 30))
+    assert made.loads._at_a_time() == [1]
+    made.loads.begin(sequence(TOKENS), 0)
+    made.answer()
+    assert made.loads._pieces == [10]
 
 
 def test_what_is_dropped_is_not_read():
