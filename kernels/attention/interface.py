@@ -14,6 +14,11 @@ One step's batch, as attention sees it, for a sequence with ``n`` rows of querie
 
 A row at position ``x`` sees the keys at positions ``<= x``, and with a sliding window ``w`` only
 those at positions ``> x - w``.
+
+The rows of a sequence may be a tree of tokens, of which at most one path will be kept (``Branches``).
+The key of row j then lies where that of a chunk's row j would, at number ``context_len - n + j`` of
+the page table's slots, though its position may be an earlier one. A row sees all keys before those
+of the tree, and in the tree its ancestors and itself.
 """
 
 from __future__ import annotations
@@ -75,6 +80,73 @@ class SharedStretch:
     members: np.ndarray
 
 
+#: Rows of a sequence that may be a tree.
+MOST_BRANCHED = 63
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branches:
+    """The rows of a step's sequences that are trees of tokens.
+
+    ``positions`` int32 ``[T]``: of every row of the step; in a tree that of its first row, the
+    root, plus the row's depth. ``seen`` int64 ``[T]``: bit i of a row of a tree is whether it sees
+    row i of its sequence, that is itself and its ancestors; 0 for rows of other sequences.
+    """
+
+    positions: np.ndarray
+    seen: np.ndarray
+
+    def check(self, query_start: np.ndarray, context_len: np.ndarray) -> None:
+        """Refuse branches that do not fit a plan: ``ValueError``, by name."""
+        rows = int(query_start[-1])
+        for name, dtype in (("positions", np.int32), ("seen", np.int64)):
+            array = getattr(self, name)
+            if array.dtype != dtype or array.shape != (rows,):
+                raise ValueError(
+                    f"{name} of branches is {_describe(array)} of {len(array)}; it must be a 1-d "
+                    f"{np.dtype(dtype).name} array of {rows}, one for each row"
+                )
+        counts = np.diff(query_start)
+        first = np.repeat(query_start[:-1], counts)
+        number = np.arange(rows) - first
+        tree = self.seen[first] != 0
+        # Each row of a tree sees itself and the root, and none after itself; others no row.
+        last = self.seen >> np.minimum(number, MOST_BRANCHED - 1)
+        bad = np.where(tree, (last != 1) | (self.seen & 1 != 1), self.seen != 0)
+        bad |= tree & (np.repeat(counts, counts) > MOST_BRANCHED)
+        if bad.any():
+            row = int(bad.argmax())
+            raise ValueError(
+                f"seen of branches is {self.seen[row]} in row {row}, number {number[row]} of its "
+                f"sequence; it must have the bits of that number, of the tree's root and of no "
+                f"later row, in trees of at most {MOST_BRANCHED} rows, and none in other sequences"
+            )
+        ends = np.repeat(context_len - counts, counts)
+        plain = ends + number
+        bad = np.where(tree & (number > 0), (self.positions <= ends) | (self.positions > plain),
+                       self.positions != plain)  # fmt: skip
+        if bad.any():
+            row = int(bad.argmax())
+            raise ValueError(
+                f"positions of branches is {self.positions[row]} in row {row}; it must be "
+                f"{plain[row]}, or in a tree a depth of at least 1 after {ends[row]}, its root"
+            )
+
+    def windowed(self, window: int | None, query_start: np.ndarray) -> np.ndarray:
+        """``seen`` for layers with that sliding window. O(rows of trees squared) if it is short."""
+        if window is None or window >= MOST_BRANCHED:
+            return self.seen
+        seen = self.seen.copy()
+        counts = np.diff(query_start)
+        first = np.repeat(query_start[:-1], counts)
+        for row in np.flatnonzero(seen).tolist():
+            start = int(first[row])
+            near = self.positions[start : row + 1] > self.positions[row] - window
+            bits = np.left_shift(np.int64(1), np.flatnonzero(near)).sum(dtype=np.int64)
+            seen[row] &= bits
+        return seen
+
+
 @dataclass(slots=True, eq=False)
 class AttentionPlan:
     """One step's batch as attention sees it: made once a step, shared by all layers.
@@ -88,6 +160,8 @@ class AttentionPlan:
     ``stretches``: those of one sequence tile a prefix of its page table, ``[0, a), [a, b), ...``
     (nested groups are the levels of the tree); what they do not cover is private. They hold only
     pages that lie wholly below every member's cached length, ``context_len`` less its rows.
+
+    ``branches``: the rows that are trees; None: no sequence has any.
     """
 
     page_size: int
@@ -96,6 +170,7 @@ class AttentionPlan:
     page_indptr: np.ndarray
     page_indices: np.ndarray
     stretches: tuple[SharedStretch, ...] = ()
+    branches: Branches | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -160,6 +235,8 @@ class AttentionPlan:
                 f"{pages[i]} pages of {self.page_size} tokens, so it must be {rows[i]} to "
                 f"{int(pages[i]) * self.page_size}"
             )
+        if self.branches is not None:
+            self.branches.check(self.query_start, self.context_len)
         return self._check_stretches((self.context_len - rows) // self.page_size)
 
     def _check_stretches(self, cached_pages: np.ndarray) -> np.ndarray:
@@ -278,6 +355,8 @@ class AttentionBackend(ABC):
     rounded_dtypes: tuple[torch.dtype, ...] = ()
     #: Whether ``attend`` takes a ``logit_softcap``.
     softcaps: ClassVar[bool] = False
+    #: Whether plans may have ``branches``.
+    branches: ClassVar[bool] = False
     #: Whether it is faster with decoding sequences first, and those that share pages side by side.
     ordered: ClassVar[bool] = False
 
@@ -319,6 +398,22 @@ class AttentionBackend(ABC):
 
         No page may be both a source and a destination, nor a destination twice: ``ValueError``.
         """
+
+    def move_slots(
+        self, caches: Sequence[LayerCache], src: Sequence[int], dst: Sequence[int]
+    ) -> None:
+        """Copy flat slot ``src[i]`` over slot ``dst[i]`` in the keys and values of every layer.
+
+        All are read before any is written; no slot may be a destination twice.
+        """
+        if not caches or not len(src):
+            return
+        places = (torch.tensor(each, device=caches[0].k.device) for each in (src, dst))
+        source, target = places
+        for layer in caches:
+            for pages in (layer.k, layer.v):
+                flat = pages.flatten(0, 1)
+                flat[target] = flat[source]
 
     @abstractmethod
     def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> Any:
@@ -364,7 +459,7 @@ class AttentionBackend(ABC):
         Returns ``[T, Hq, D]`` in the type of ``q``, contiguous, and the natural logarithm of each
         row's sum of exponentials, float32 ``[T, Hq]``, by which results over disjoint keys are
         merged. Row j of sequence i, which has ``n`` rows, sits at position
-        ``context_len[i] - n + j``.
+        ``context_len[i] - n + j``, or where ``branches`` say.
         """
 
 

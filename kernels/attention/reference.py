@@ -11,7 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from coppice.kernels.attention.checks import check_attend, check_cache, check_copy
-from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan, LayerCache
+from coppice.kernels.attention.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    Branches,
+    LayerCache,
+)
 
 
 class ReferenceBackend(AttentionBackend):
@@ -22,6 +27,7 @@ class ReferenceBackend(AttentionBackend):
     scaled_dtypes = (torch.float8_e4m3fn,)
     rounded_dtypes = (torch.bfloat16,)
     softcaps = True
+    branches = True
 
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
@@ -85,6 +91,9 @@ class ReferenceBackend(AttentionBackend):
             seen = key_at <= row_at
             if sliding_window is not None:
                 seen &= key_at > row_at - sliding_window
+            if plan.branches is not None and plan.branches.seen[rows.start]:
+                seen = _seen_in_tree(plan.branches, rows, context, sliding_window)
+                seen = seen.to(q.device)
             scores = torch.einsum("rhd,thd->rht", q[rows].double(), keys) * scale
             if logit_softcap is not None:
                 scores = logit_softcap * (scores / logit_softcap).tanh()
@@ -92,3 +101,21 @@ class ReferenceBackend(AttentionBackend):
             out[rows] = torch.einsum("rht,thd->rhd", scores.softmax(-1), values).to(q.dtype)
             lse[rows] = scores.logsumexp(-1).float()
         return out, lse
+
+
+def _seen_in_tree(
+    branches: Branches, rows: slice, context: int, window: int | None
+) -> torch.Tensor:
+    """Which of a sequence's keys the rows of its tree see, bool ``[rows, context]``."""
+    positions = branches.positions[rows].tolist()
+    first = context - len(positions)
+    at = [*range(first), *positions]  # the position of each key
+    seen = torch.zeros(len(positions), context, dtype=torch.bool)
+    for row, (position, bits) in enumerate(
+        zip(positions, branches.seen[rows].tolist(), strict=True)
+    ):
+        for key in range(context):
+            inside = key < first or bool(bits >> (key - first) & 1)
+            near = window is None or at[key] > position - window
+            seen[row, key] = inside and near
+    return seen
