@@ -118,10 +118,9 @@ def check_rows(**tensors: torch.Tensor) -> None:
 
 
 def check_fixed(plan: AttentionPlan, size: int, page_size: int, num_pages: int) -> None:
-    """Refuse a plan other than that of a decoding step of ``size`` sequences: ``ValueError``."""
+    """Refuse a plan other than that of a decoding step of ``size`` rows: ``ValueError``."""
     plan.check(num_pages)
     for name, found, needed in (
-        ("context_len", plan.num_sequences, size),
         ("query_start", plan.num_rows, size),
         ("page_size", plan.page_size, page_size),
     ):

@@ -15,10 +15,10 @@ One step's batch, as attention sees it, for a sequence with ``n`` rows of querie
 A row at position ``x`` sees the keys at positions ``<= x``, and with a sliding window ``w`` only
 those at positions ``> x - w``.
 
-The rows of a sequence may be a tree of tokens, of which at most one path will be kept (``Branches``).
-The key of row j then lies where that of a chunk's row j would, at number ``context_len - n + j`` of
-the page table's slots, though its position may be an earlier one. A row sees all keys before those
-of the tree, and in the tree its ancestors and itself.
+The rows of a sequence may be a tree of tokens, of which one path will be kept (``Branches``). The
+key of row j then lies where that of a chunk's row j would, in slot ``context_len - n + j`` of the
+page table, though its position may be an earlier one. A row sees all keys before those of the tree,
+and in the tree its ancestors and itself.
 """
 
 from __future__ import annotations
@@ -306,13 +306,13 @@ class AttentionPlan:
 
 
 class FixedPlan(ABC):
-    """Room on the device for plans of decoding steps of a fixed number of sequences, for a graph.
+    """Room on the device for plans of decoding steps of a fixed number of rows, for a graph.
 
     A graph repeats launches with the addresses and grids that they had when it was captured. So
     the parts of a plan that kernels read lie at the same addresses in every step, and each grid is
     large enough for every plan that fits; programs for which a step has no work return at once.
 
-        fixed.load(plan)                  of sequences with a row each
+        fixed.load(plan)                  of sequences with a row each, or some with drafts
         attend(..., fixed, ...)           in each layer: compiles, and learns the kinds of layers;
                                           then once more, captured
         if fixed.load(another): replay
@@ -333,8 +333,9 @@ class FixedPlan(ABC):
     def load(self, plan: AttentionPlan) -> bool:
         """Have the next replay attend by this plan; False if it does not fit: do not replay then.
 
-        ``plan`` has as many sequences as there is room for, each with one row, and is checked as
-        ``AttentionBackend.prepare`` does. Waits for nothing.
+        ``plan`` has as many rows as there is room for, and is checked as by
+        ``AttentionBackend.prepare``. Sequences of several rows, and branches, may not fit. Waits
+        for nothing.
         """
 
 
@@ -424,14 +425,21 @@ class AttentionBackend(ABC):
         """
 
     def fixed_plans(
-        self, sizes: Sequence[int], *, page_size: int, num_pages: int, max_pages: int
+        self,
+        sizes: Sequence[int],
+        *,
+        page_size: int,
+        num_pages: int,
+        max_pages: int,
+        branches: bool = False,
     ) -> Sequence[Sequence[FixedPlan]] | None:
-        """Plans for graphs of decoding steps, for each number of sequences in ``sizes``.
+        """Plans for graphs of decoding steps, for each number of rows in ``sizes``.
 
         None if the backend has none. A size may have several plans, for steps of different kinds: a
         step uses the first that can load its plan. A page table has at most ``max_pages`` of the
         ``num_pages`` of the cache. ``attend`` takes a fixed plan in place of the result of
-        ``prepare``. The plans may share memory, since only one is loaded at a time.
+        ``prepare``. The plans may share memory, since only one is loaded at a time. With
+        ``branches`` they take such plans, too, if the backend does.
         """
         return None
 

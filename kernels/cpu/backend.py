@@ -88,6 +88,7 @@ class CpuBackend(AttentionBackend):
     dtypes = (torch.float32,)
     rounded_dtypes = (torch.bfloat16,)
     softcaps = True
+    branches = True
 
     def __init__(self) -> None:
         threads.calm_waiting_threads()
@@ -245,7 +246,8 @@ def _try_out(kernels: ModuleType) -> None:
             work = Items(
                 np.array([[0, 0, 1], [1, 0, 1]], np.int32), np.array(shares), items,
                 merges.astype(np.int32), table, np.arange(rows, dtype=np.int32), slots,
-                np.full(rows, 3, np.int32), 4, 1, dim, np.float32(1), 0, np.float32(0),
+                np.full(rows, 3, np.int32), np.zeros((0, 2), np.int64), 4, 1, dim,
+                np.float32(1), 0, np.float32(0),
             )  # fmt: skip
             kernels.attend_items(work, inputs, results)
             if not np.allclose(out, 1):

@@ -92,10 +92,20 @@ class FlashInferBackend(GpuBackend):
 
     def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
         plan.check(num_pages)
+        if plan.branches is not None:
+            raise ValueError(
+                "branches of the plan are given; the flashinfer backend takes only None"
+            )
         return PreparedPlan(plan, self.device)
 
     def fixed_plans(
-        self, sizes: Sequence[int], *, page_size: int, num_pages: int, max_pages: int
+        self,
+        sizes: Sequence[int],
+        *,
+        page_size: int,
+        num_pages: int,
+        max_pages: int,
+        branches: bool = False,
     ) -> Sequence[Sequence[FlashInferFixedPlan]]:
         return fixed_plans(
             sizes,

@@ -196,6 +196,8 @@ class FlashInferFixedPlan(FixedPlan):
     def load(self, plan: AttentionPlan) -> bool:
         self.choices.load(plan, self.size, self.page_size, self.num_pages)
         self._plan = plan
+        if plan.num_sequences < self.size:  # a sequence has several rows
+            return False
         return all(self._fill(kind) for kind in self._kinds)
 
     def wrappers(self, kind: LayerKind) -> FixedWrappers:

@@ -37,6 +37,9 @@ from coppice.kernels.schedule.tiles import Tile
 # results of a prefill: rows * heads * head_dim * 4 bytes for each split of the context.
 DETERMINISTIC_SPLIT = 4096
 
+#: Stands for the first key of a tree in rows of none: beyond all keys.
+NO_TREE = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
@@ -58,15 +61,18 @@ class TreeSchedule:
 
     ``rows`` int32 are the batch rows that items name. ``slots`` int32: where each row of each item
     puts its result, the place among the partial ones or -1 for the output itself; empty if every
-    result is an output. ``positions`` int32 ``[T]``. ``merges`` int32 ``[m, 3]``: row, first slot,
-    number of slots, which are in the order of keys. ``shared``: the stretches that are read once
-    for all. ``cost``: the estimate, in bytes.
+    result is an output. ``positions`` int32 ``[T]``. ``branches`` int64 ``[T, 2]``, or ``[0, 2]``
+    if no rows are a tree: the key from which bits decide what a row sees (``NO_TREE`` if it is in
+    none), and these bits (see ``Branches``). ``merges`` int32 ``[m, 3]``: row, first slot, number
+    of slots, which are in the order of keys. ``shared``: the stretches that are read once for all.
+    ``cost``: the estimate, in bytes.
     """
 
     launches: tuple[Launch, ...]
     rows: np.ndarray
     slots: np.ndarray
     positions: np.ndarray
+    branches: np.ndarray
     merges: np.ndarray
     shared: tuple[SharedRange, ...]
     cost: float
@@ -102,9 +108,24 @@ def build_tree_schedule(
 
 def row_positions(plan: AttentionPlan) -> np.ndarray:
     """The position of each row in its sequence, int32 ``[T]``."""
+    return row_slots(plan) if plan.branches is None else plan.branches.positions
+
+
+def row_slots(plan: AttentionPlan) -> np.ndarray:
+    """The number of the slot with each row's own key in its page table, int32 ``[T]``."""
     shift = plan.context_len - plan.query_start[1:]
     rows = np.arange(plan.num_rows, dtype=np.int32)
     return rows + np.repeat(shift, np.diff(plan.query_start))
+
+
+def row_branches(plan: AttentionPlan, window: int | None) -> np.ndarray:
+    """``TreeSchedule.branches`` of a plan."""
+    if plan.branches is None:
+        return np.zeros((0, 2), np.int64)
+    seen = plan.branches.windowed(window, plan.query_start)
+    counts = np.diff(plan.query_start)
+    starts = np.repeat(plan.context_len - counts, counts)
+    return np.column_stack([np.where(plan.branches.seen != 0, starts, NO_TREE), seen])
 
 
 def _schedule(
@@ -116,7 +137,12 @@ def _schedule(
 ) -> TreeSchedule:
     positions = row_positions(plan)
     tasks = Tasks.of(plan, shared)
-    blocks = _cut_rows(tasks, positions, window, model)
+    # What a row surely sees, and the last key that it may see: in a tree only what is before it.
+    sure = last = positions
+    branches = row_branches(plan, window)
+    if len(branches):
+        sure, last = np.minimum(positions, branches[:, 0]), row_slots(plan)
+    blocks = _cut_rows(tasks, sure, last, window, model)
     items, cost = _cut_keys(blocks, model, deterministic)
     begin, end = items[:, 3], items[:, 4]
 
@@ -160,14 +186,16 @@ def _schedule(
             longest = np.argsort(chosen[:, 3] - chosen[:, 4], kind="stable")
             launches.append(Launch(tile, np.ascontiguousarray(chosen[longest]), part is not few))
     cost += len(launches) * model.launch_bytes
-    return TreeSchedule(tuple(launches), tasks.rows, slots, positions, merges, shared, cost)
+    return TreeSchedule(
+        tuple(launches), tasks.rows, slots, positions, branches, merges, shared, cost
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blocks:
     """Rows that fit one tile, over their task's keys: ``[n, 5]`` as the first columns of an item.
 
-    ``low`` and ``high`` are the least and the greatest position among the rows of each.
+    ``low`` is the last key that all rows of each surely see, ``high`` the last that any may see.
     """
 
     items: np.ndarray
@@ -176,7 +204,9 @@ class _Blocks:
     high: np.ndarray
 
 
-def _cut_rows(tasks: Tasks, positions: np.ndarray, window: int | None, model: CostModel) -> _Blocks:
+def _cut_rows(
+    tasks: Tasks, sure: np.ndarray, last: np.ndarray, window: int | None, model: CostModel
+) -> _Blocks:
     few = tasks.counts <= model.few_rows
     pieces = -(-tasks.counts // np.where(few, model.few_rows, model.many_rows))
     height = -(-tasks.counts // pieces)  # pieces of equal height, not full ones and a remainder
@@ -184,9 +214,8 @@ def _cut_rows(tasks: Tasks, positions: np.ndarray, window: int | None, model: Co
     number = np.arange(len(task)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     first = (np.cumsum(tasks.counts) - tasks.counts)[task] + number * height[task]
     count = np.minimum(tasks.counts[task] - number * height[task], height[task])
-    at = positions[tasks.rows]
-    low = np.minimum.reduceat(at, first).astype(np.int64)
-    high = np.maximum.reduceat(at, first).astype(np.int64)
+    low = np.minimum.reduceat(sure[tasks.rows], first).astype(np.int64)
+    high = np.maximum.reduceat(last[tasks.rows], first).astype(np.int64)
     end = np.minimum(tasks.end[task], high + 1)
     begin = tasks.begin[task]
     if window is not None:

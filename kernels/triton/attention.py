@@ -65,6 +65,8 @@ def _walk(
     q: tl.tensor,
     q_rest: tl.tensor,
     position: tl.tensor,
+    fork: tl.tensor,
+    bits: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
     table: tl.tensor,
@@ -86,10 +88,13 @@ def _walk(
     PAGE_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
+    BRANCHED: tl.constexpr,
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tl.tensor:
     """``tiles`` tiles of keys from ``first`` on, of which the keys in ``begin .. end`` are real.
+
+    BRANCHED: from key ``fork`` on a row sees those of its ``bits``.
 
     Before tile number ``gap_at``, ``gap`` keys are left out. ``rest`` and ``q_rest`` are for the
     head's elements after BLOCK_D, if REST_D is above 0.
@@ -117,7 +122,12 @@ def _walk(
             scores = tl.where(x < 0, -bent, bent) * softcap
         scores = scores * 1.4426950408889634
         if MASKED:
-            seen = real[None, :] & (key[None, :] <= position[:, None])
+            earlier = key[None, :] <= position[:, None]
+            if BRANCHED:
+                number = key[None, :] - fork[:, None]
+                bit = (bits[:, None] >> tl.minimum(tl.maximum(number, 0), 62).to(tl.int64)) & 1
+                earlier = tl.where(number >= 0, bit != 0, earlier)
+            seen = real[None, :] & earlier
             if WINDOWED:
                 seen = seen & (key[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
@@ -152,6 +162,7 @@ def attend_items(
     item_rows: tl.tensor,
     item_slots: tl.tensor,
     positions: tl.tensor,
+    branches: tl.tensor,
     page_table: tl.tensor,
     q_stride: tl.tensor,
     scale: tl.tensor,
@@ -168,6 +179,7 @@ def attend_items(
     PAGE_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
+    BRANCHED: tl.constexpr,
     SCALED: tl.constexpr,
     PARTIAL: tl.constexpr,
     PHASED: tl.constexpr,
@@ -180,7 +192,8 @@ def attend_items(
 
     ``out [T, Hq, D]`` and ``lse [T, Hq]`` take the rows whose slot is -1; the others go to their
     slot of ``partial_out`` float32 and ``partial_lse``, whose logarithms are to base 2. PARTIAL
-    is whether there are any. PHASED walks the tiles that need no mask in a loop of their own.
+    is whether there are any. BRANCHED: rows may be those of trees, see ``TreeSchedule.branches``.
+    PHASED walks the tiles that need no mask in a loop of their own.
     """
     parts: tl.constexpr = (GROUP + PACKED - 1) // PACKED
     unit = tl.program_id(0) % (KV_HEADS * parts)
@@ -199,6 +212,10 @@ def attend_items(
     valid = (local < rows) & (in_group < GROUP)
     row = tl.load(item_rows + first_row + local, mask=valid, other=0)
     position = tl.load(positions + row)
+    fork, bits = position, position
+    if BRANCHED:
+        fork = tl.load(branches + 2 * row.to(tl.int64)).to(tl.int32)
+        bits = tl.load(branches + 2 * row.to(tl.int64) + 1)
     head = kv_head * GROUP + in_group
     q_at = row.to(tl.int64) * q_stride + head * HEAD_DIM
     dtype: tl.constexpr = q.dtype.element_ty
@@ -222,16 +239,18 @@ def attend_items(
     if PHASED:
         clear = (clear_end - clear_begin) // KEYS
         accumulator, rest, peak, total = _walk(
-            accumulator, rest, peak, total, queries, queries_rest, position, k_cache, v_cache,
-            table, kv_head, clear_begin, clear, 0, 0, begin, end, scale, softcap, window, KV_HEADS,
-            HEAD_DIM, BLOCK_D, REST_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, False, UPCAST,
+            accumulator, rest, peak, total, queries, queries_rest, position, fork, bits, k_cache,
+            v_cache, table, kv_head, clear_begin, clear, 0, 0, begin, end, scale, softcap, window,
+            KV_HEADS, HEAD_DIM, BLOCK_D, REST_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, BRANCHED,
+            False, UPCAST,
         )  # fmt: skip
         tiles -= clear
         gap_at, gap = (clear_begin - first) // KEYS, clear_end - clear_begin
     accumulator, rest, peak, total = _walk(
-        accumulator, rest, peak, total, queries, queries_rest, position, k_cache, v_cache,
-        table, kv_head, first, tiles, gap_at, gap, begin, end, scale, softcap, window, KV_HEADS,
-        HEAD_DIM, BLOCK_D, REST_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, True, UPCAST,
+        accumulator, rest, peak, total, queries, queries_rest, position, fork, bits, k_cache,
+        v_cache, table, kv_head, first, tiles, gap_at, gap, begin, end, scale, softcap, window,
+        KV_HEADS, HEAD_DIM, BLOCK_D, REST_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, BRANCHED,
+        True, UPCAST,
     )  # fmt: skip
 
     # A row that sees no key of this item has weight 0 in the merge: exp2(-inf).

@@ -43,6 +43,7 @@ class TritonBackend(GpuBackend):
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     scaled_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
     softcaps = True
+    branches = True
 
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
         super().__init__(device)
@@ -60,7 +61,13 @@ class TritonBackend(GpuBackend):
         return PreparedPlan(plan, self.device, self.deterministic)
 
     def fixed_plans(
-        self, sizes: Sequence[int], *, page_size: int, num_pages: int, max_pages: int
+        self,
+        sizes: Sequence[int],
+        *,
+        page_size: int,
+        num_pages: int,
+        max_pages: int,
+        branches: bool = False,
     ) -> Sequence[Sequence[TritonFixedPlan]]:
         return fixed_plans(
             sizes,
@@ -69,6 +76,7 @@ class TritonBackend(GpuBackend):
             num_pages=num_pages,
             max_pages=max_pages,
             deterministic=self.deterministic,
+            branches=branches,
         )
 
     def attend(
@@ -101,13 +109,15 @@ class TritonBackend(GpuBackend):
                 block_d, rest_d = head_blocks(head_dim, tile.queries)
                 attend_items[(len(items) * model.programs,)](
                     q, cache.k, cache.v, *(cache.scales or (lse, lse)), out, lse, partial_out,
-                    partial_lse, items, sent.rows, sent.slots, sent.positions, sent.page_indices,
+                    partial_lse, items, sent.rows, sent.slots, sent.positions, sent.branches,
+                    sent.page_indices,
                     q.stride(0), float(scale), float(logit_softcap or 0), sliding_window or 0,
                     GROUP=model.group, PACKED=model.packed, KV_HEADS=model.kv_heads,
                     HEAD_DIM=head_dim, BLOCK_D=block_d, REST_D=rest_d, QUERIES=tile.queries,
                     KEYS=tile.keys, PAGE_SIZE=prepared.plan.page_size,
                     WINDOWED=sliding_window is not None,
-                    SOFTCAPPED=logit_softcap is not None, SCALED=cache.scales is not None,
+                    SOFTCAPPED=logit_softcap is not None, BRANCHED=len(sent.branches) > 0,
+                    SCALED=cache.scales is not None,
                     PARTIAL=len(sent.slots) > 0, PHASED=phased, UPCAST=upcast,
                     num_warps=tile.warps, num_stages=tile.stages,
                 )  # fmt: skip

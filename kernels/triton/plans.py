@@ -12,7 +12,7 @@ import torch
 from coppice.kernels.attention.checks import check_fixed
 from coppice.kernels.attention.interface import AttentionPlan, FixedPlan
 from coppice.kernels.schedule.cost import CostModel
-from coppice.kernels.schedule.items import TreeSchedule, build_tree_schedule
+from coppice.kernels.schedule.items import NO_TREE, TreeSchedule, build_tree_schedule
 from coppice.kernels.schedule.tiles import Tile
 from coppice.kernels.transfer import Landing, send
 
@@ -41,6 +41,7 @@ class DeviceSchedule:
     rows: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
+    branches: torch.Tensor
     merges: torch.Tensor
     page_indices: torch.Tensor
 
@@ -64,13 +65,14 @@ class PreparedPlan:
         return self._schedules[key]
 
     def _send(self, made: TreeSchedule) -> DeviceSchedule:
-        arrays = [made.rows, made.slots, made.positions, made.merges, self.plan.page_indices]
+        arrays = [made.rows, made.slots, made.positions, made.branches, made.merges]
+        arrays.append(self.plan.page_indices)
         parts = send([*arrays, *(launch.items for launch in made.launches)], self._device)
         launches = tuple(
             (launch.tile, launch.many and not self._deterministic, items)
-            for launch, items in zip(made.launches, parts[5:], strict=True)
+            for launch, items in zip(made.launches, parts[6:], strict=True)
         )
-        return DeviceSchedule(launches, made.num_partials, *parts[:5])
+        return DeviceSchedule(launches, made.num_partials, *parts[:6])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +100,24 @@ class _Room:
             pages=min(size * max_pages, _MOST_PAGES),
         )
 
-    def arrays(self) -> list[tuple[tuple[int, ...], type]]:
+    def arrays(self, branches: bool) -> list[tuple[tuple[int, ...], type]]:
         """Shapes and types; the page table comes last, since it is seldom full."""
         items: list[tuple[int, ...]] = [(self.few, 8)]
         if self.many:
             items.append((self.many, 8))
         entries = (self.entries,)
-        shapes = [*items, entries, entries, (self.rows,), (self.rows, 3), (self.pages,)]
-        return [(shape, np.int32) for shape in shapes]
+        first, last = [*items, entries, entries, (self.rows,)], [(self.rows, 3), (self.pages,)]
+        trees = ((self.rows if branches else 0, 2), np.int64)
+        return [*((each, np.int32) for each in first), trees, *((e, np.int32) for e in last)]
 
 
 @dataclass(eq=False)
 class TritonFixedPlan(FixedPlan):
     """A plan in fixed places, for each kind of layer.
 
-    ``size`` is the number of its sequences, ``largest`` the greatest of all plans, which share
+    ``size`` is the number of its rows, ``largest`` the greatest of all plans, which share
     ``memory``. The graph contains all launches already, so the choice of sharing and splitting
-    leaves out their cost.
+    leaves out their cost. With ``branches`` its kernels look for rows of trees in every step.
     """
 
     size: int
@@ -125,11 +128,14 @@ class TritonFixedPlan(FixedPlan):
     num_pages: int
     max_pages: int
     deterministic: bool
+    branches: bool = False
     _kinds: dict[Kind, tuple[Landing, DeviceSchedule]] = field(default_factory=dict, init=False)
 
     def load(self, plan: AttentionPlan) -> bool:
         check_fixed(plan, self.size, self.page_size, self.num_pages)
         self._plan = plan
+        if plan.branches is not None and not self.branches:
+            return False
         return all(self._fill(kind) for kind in self._kinds)
 
     def schedule(self, window: int | None, model: CostModel) -> DeviceSchedule:
@@ -144,14 +150,14 @@ class TritonFixedPlan(FixedPlan):
         model = kind[1]
         options = self.max_pages, model, self.deterministic
         if kind not in self.memory:
-            size = Landing.size(_Room.of(self.largest, *options).arrays())
+            size = Landing.size(_Room.of(self.largest, *options).arrays(self.branches))
             self.memory[kind] = torch.zeros(size, dtype=torch.uint8, device=self.device)
         room = _Room.of(self.size, *options)
-        landing = Landing(room.arrays(), self.memory[kind])
-        few, *many = landing.arrays[:-5]
+        landing = Landing(room.arrays(self.branches), self.memory[kind])
+        few, *many = landing.arrays[:-6]
         launches = [(model.tiles.few, False, few)]
         launches += [(model.tiles.many, True, items) for items in many]
-        sent = DeviceSchedule(tuple(launches), room.entries, *landing.arrays[-5:])
+        sent = DeviceSchedule(tuple(launches), room.entries, *landing.arrays[-6:])
         return landing, sent
 
     def _fill(self, kind: Kind) -> bool:
@@ -170,9 +176,11 @@ class TritonFixedPlan(FixedPlan):
         slots = made.slots
         if not len(slots):
             slots = np.full(sum(int(each[:, 1].sum()) for each in items), -1, np.int32)
-        return landing.put(
-            [*items, made.rows, slots, made.positions, made.merges, self.plan.page_indices]
-        )
+        branches = made.branches
+        if self.branches and not len(branches):
+            branches = np.full((self.size, 2), NO_TREE, np.int64)
+        arrays = [*items, made.rows, slots, made.positions, branches, made.merges]
+        return landing.put([*arrays, self.plan.page_indices])
 
 
 def fixed_entries(size: int) -> int:

@@ -29,6 +29,7 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.member import open_runner
 from coppice.runtime.runner.ranks.ending import EndingGroup
 from coppice.runtime.sampling.beam_search import WatchLines
+from coppice.runtime.sampling.drafts.draft import Speculation
 from coppice.runtime.sampling.grammars import Grammars
 from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.scheduler import Scheduler
@@ -271,6 +272,13 @@ class Engine:
         return self._sequences.names()
 
     # -- the step ----------------------------------------------------------------------------
+
+    def speculate(self, speculation: Speculation | None) -> None:
+        """Has steps compute what `speculation` proposes; None: a token a step. Texts are the same.
+
+        Call it while no step is under way, which it is between two calls of `step` with overlap.
+        """
+        self._steps.speculate(speculation)
 
     def step(self) -> list[StepOutput]:
         """Schedules, runs and commits one mixed batch; [] when there is nothing to do.

@@ -8,6 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.requests.request import Request, Sequence, Status
+from coppice.runtime.sampling.drafts.draft import Speculation
 from coppice.runtime.schedule.scheduler import Scheduler
 
 
@@ -19,6 +20,7 @@ class Sequences:
 
     Attributes:
         compiling: those that cannot be scheduled yet, since their grammar is not compiled.
+        speculation: is told of each sequence that ends; None: there is none.
     """
 
     def __init__(self, scheduler: Scheduler, counters: EngineCounters) -> None:
@@ -27,6 +29,7 @@ class Sequences:
         self._of: dict[str, list[Sequence]] = {}
         self._arrivals = 0
         self.compiling: list[Sequence] = []
+        self.speculation: Speculation | None = None
 
     @property
     def num_requests(self) -> int:
@@ -111,6 +114,8 @@ class Sequences:
             self._scheduler.finish(sequence, keep=keep)
             if waits and not keep and sequence.request.beam_search and sequence.num_generated:
                 self._scheduler.paging.forget(sequence)
+        if self.speculation is not None:
+            self.speculation.ended(sequence)
         request_id = sequence.request.request_id
         self._of[request_id].remove(sequence)
         if self._of[request_id]:

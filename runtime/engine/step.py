@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import NoReturn
 
@@ -13,11 +15,14 @@ from coppice.kernels.sampling.choose import compiled_choice
 from coppice.kernels.transfer import take
 from coppice.runtime.engine.beams import BeamSearches
 from coppice.runtime.engine.sequences import Sequences
+from coppice.runtime.engine.verifying import Followed, Verification
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
+from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.request import LATE, DeviceLost, Sequence, Status, StepOutput
 from coppice.runtime.runner.batch import Batch, LateTokens
 from coppice.runtime.runner.forward import ModelRunner
+from coppice.runtime.sampling.drafts.draft import Speculation
 from coppice.runtime.sampling.logit_rules import was_cut
 from coppice.runtime.sampling.sampler import Sampled, Sampler, Sampling
 from coppice.runtime.schedule.scheduler import Chunk, Schedule, Scheduler
@@ -27,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _LOST = "the device has failed, and its process has to end: {}"
 _TIERS_WAIT_SECONDS = 0.01  # the same, for pages
+# Steps without a draft, though they asked, after which overlapped steps don't ask; and how many.
+_UNANSWERED, _PAUSE = 4, 16
 _GRAMMAR_WAIT_SECONDS = 0.01  # of a step that has nothing else to do
 
 
@@ -37,7 +44,8 @@ class Step:
     `settle` the last token of each of the former is `LATE`.
     """
 
-    __slots__ = ("schedule", "started", "sequences", "late", "pooled", "_sampled", "_sampling")
+    __slots__ = ("schedule", "started", "sequences", "late", "pooled", "verification",
+                 "_sampled", "_sampling")  # fmt: skip
 
     def __init__(
         self,
@@ -46,6 +54,7 @@ class Step:
         sequences: list[Sequence],
         sampling: Sampling,
         pooled: list[Sequence],
+        verification: Verification | None = None,
     ) -> None:
         self.schedule = schedule
         self.started = started
@@ -54,6 +63,7 @@ class Step:
             sampling.tokens, {sequence: row for row, sequence in enumerate(sequences)}
         )
         self.pooled = pooled
+        self.verification = verification
         self._sampling = sampling
         self._sampled: Sampled | None = None
 
@@ -67,7 +77,8 @@ class Step:
         """Waits for the tokens and gives them to their sequences."""
         if self._sampled is None:
             sampled = self._sampling.read()
-            for sequence, token in zip(self.sequences, sampled.tokens, strict=True):
+            # The tokens of drafts come after those of sequences.
+            for sequence, token in zip(self.sequences, sampled.tokens, strict=False):
                 if sequence.late:  # else it has ended meanwhile
                     sequence.tokens[-1] = token
             self._sampled = sampled
@@ -107,6 +118,10 @@ class Steps:
         self._settled = 0.0  # when the tokens of the last step arrived
         self._undelivered: list[StepOutput] = []  # of a call that was interrupted
         self.tiers: Tiers | None = None  # that keep pages beside the pool
+        self._speculation: Speculation | None = None
+        self._path_sampler = Sampler(runner.model_config.eos_token_ids)
+        self._unanswered = 0  # steps in a row that asked for drafts and got none
+        self._pause = 0  # steps that don't wait for the tokens that a draft would follow
         self._lost: str | None = None  # why the device can't be used any more
 
     def make(self) -> list[StepOutput]:
@@ -128,6 +143,15 @@ class Steps:
         start = time.perf_counter()
         before, self._before = self._before, None
         if before is not None and before.abandoned:
+            before = None
+        if before is not None and before.verification is not None:
+            # An interrupt kept it from being committed. How far its sequences have come decides
+            # what the next step computes.
+            try:
+                outputs += self._commit(before)
+            except BaseException:
+                self._undelivered = outputs
+                raise
             before = None
         self._scheduler.late = before is not None
         schedule = self._scheduler.schedule()
@@ -175,7 +199,10 @@ class Steps:
             logger.exception("the tokens of a step did not come; the requests in it end")
             return outputs + self._fail(schedule, error)
         searching = any(chunk.sequence.request.beam_search for chunk in schedule.chunks)
-        if self._overlap and not searching and not schedule.short:
+        waits = searching or schedule.short or step.verification is not None
+        if self._speculation is not None:
+            waits |= self._asks_next(schedule)
+        if self._overlap and not waits:
             self._before = step
             return outputs
         return outputs + self._commit(step)
@@ -188,6 +215,29 @@ class Steps:
         self._searches.forget(sequence.request.request_id)
         self._sequences.end(sequence, reason, keep=keep)
 
+    def speculate(self, speculation: Speculation | None) -> None:
+        """Computes drafts from `speculation` from now on; None: none any more."""
+        self._speculation = self._scheduler.speculation = speculation
+        self._sequences.speculation = speculation
+        self._scheduler.branches = self._runner.attention.branches
+        self._unanswered = self._pause = 0
+
+    def _asks_next(self, schedule: Schedule) -> bool:
+        """Whether the next step is to have the tokens of this one, to ask for drafts after them.
+
+        With overlap that costs the time of the host's work. Where nothing was foretold for some
+        steps, it is done in some steps only.
+        """
+        if schedule.drafted:
+            self._unanswered = 0
+        elif schedule.asked:
+            self._unanswered += 1
+            if self._unanswered >= _UNANSWERED:
+                self._pause = _PAUSE
+        if self._pause:
+            self._pause -= 1
+        return not self._pause
+
     @torch.inference_mode()
     def _sample(
         self, schedule: Schedule, start: float, batch: Batch, logits: torch.Tensor
@@ -197,7 +247,10 @@ class Steps:
         self._counters.late_rows += len(schedule.chunks) - len(chunks)
         if not chunks:
             return None
-        sequences = batch.sampled
+        sequences, verification = batch.sampled, None
+        if batch.drafts:
+            verification = Verification(batch.drafts, logits)
+            logits = logits[: len(sequences)]
         left = [row for row, each in enumerate(sequences) if each.status is Status.RUNNING]
         if len(left) < len(sequences):
             logits, sequences = take(logits, left), [sequences[row] for row in left]
@@ -213,8 +266,11 @@ class Steps:
             others = [row for row, each in enumerate(sequences) if not each.request.beam_search]
             logits, sequences = take(logits, others), [sequences[row] for row in others]
         pooled = [each.sequence for each in batch.pooled if each.prompt.complete]
-        sampling = self._sampler.sample(logits, sequences)
-        return Step(schedule, start, sequences, sampling, pooled)
+        if verification is None:
+            sampling = self._sampler.sample(logits, sequences)
+        else:
+            sampling = self._sampler.sample(*verification.with_drafts(logits, sequences))
+        return Step(schedule, start, sequences, sampling, pooled, verification)
 
     def _enter(self, step: Step) -> None:
         """Counts the step's chunks as computed: steps run in order, so later ones find their KV."""
@@ -246,6 +302,17 @@ class Steps:
         except BaseException:  # an interrupt: the next call waits for them again
             self._before = step
             raise
+        followed: Mapping[Sequence, Followed] = {}
+        if step.verification is not None:
+            try:
+                followed = self._follow(step.verification, sampled, step.sequences)
+            except BaseException as error:
+                logger.exception("drafts could not be verified; the requests in the step end")
+                failed = self._fail(step.schedule, error)
+                if not isinstance(error, Exception):
+                    self._undelivered += failed
+                    raise
+                return failed
         now = time.perf_counter()
         # The device began this step when it was queued, or when the one before it was done.
         seconds = now - max(step.started, self._settled)
@@ -254,14 +321,19 @@ class Steps:
         self._scheduler.observe(schedule, seconds)
         sequences = len(schedule.chunks)
         decodes = sequences - len(schedule.prefills())
-        self._counters.stepped(sequences, decodes, schedule.rows(), seconds)
+        total = schedule.rows()
+        self._counters.stepped(sequences, decodes + schedule.drafted, total, seconds)
+        if self._speculation is not None and schedule.asked:
+            others = total - schedule.asked - schedule.drafted
+            self._speculation.stepped(schedule.asked, schedule.drafted, others, seconds)
         errors, outputs = sampled.errors, []
         rows = [
             (row, sequence)
             for row, sequence in enumerate(step.sequences)
             if sequence.status is not Status.FINISHED  # else aborted meanwhile
         ]
-        self._counters.sampled(each for row, each in rows if row not in errors)
+        several = {each: len(got.tokens) for each, got in followed.items()}
+        self._counters.sampled((each for row, each in rows if row not in errors), several)
         self._counters.generated_tokens += len(rows)
         for row, sequence in rows:
             if row in errors:
@@ -269,13 +341,23 @@ class Steps:
                 self.end(sequence, "error")
                 outputs.append(StepOutput.of(sequence, (), "error", None, errors[row]))
                 continue
-            reason, stop = sequence.ending(self._eos)
+            got, error = followed.get(sequence), None
+            if got is None:
+                reason, stop = sequence.ending(self._eos)
+                tokens: tuple[int, ...] = (sampled.tokens[row],)
+                logprobs = sampled.logprobs[row]
+            else:
+                reason, stop, error, tokens = got.reason, got.stop, got.error, tuple(got.tokens)
+                logprobs = Logprobs.joined(got.logprobs) if got.logprobs else None
+                self._counters.generated_tokens += len(tokens) - 1
             if reason is not None:
                 if reason == "stop" and stop is None and was_cut(sequence):
                     reason = "length"  # it ends here since there is no room for more
                 self.end(sequence, reason)
-            token, logprobs = sampled.tokens[row], sampled.logprobs[row]
-            outputs.append(StepOutput.of(sequence, (token,), reason, stop, logprobs=logprobs))
+            outputs.append(StepOutput.of(sequence, tokens, reason, stop, logprobs=logprobs))
+            if error is not None:
+                self.end(sequence, "error")
+                outputs.append(StepOutput.of(sequence, (), "error", None, error))
         for sequence in step.pooled:
             if sequence.status is not Status.FINISHED:
                 self.end(sequence, "stop")
@@ -285,6 +367,26 @@ class Steps:
         found = self._searches.advance()
         self._counters.generated_tokens += sum(len(each.new_token_ids) for each in found)
         return outputs + found
+
+    @torch.inference_mode()
+    def _follow(
+        self, verification: Verification, sampled: Sampled, sequences: Seq[Sequence]
+    ) -> Mapping[Sequence, Followed]:
+        """Gives sequences with drafts all of their tokens; what was not accepted is undone."""
+        followed = verification.follow(sampled, sequences, self._path_sampler, self._eos)
+        sources: list[int] = []
+        targets: list[int] = []
+        for got in followed.values():
+            away, home = got.rows.moves(got.path, self._runner.page_size)
+            sources += away
+            targets += home
+        if sources:
+            self._runner.move_slots(sources, targets)
+        for sequence, got in followed.items():
+            self._scheduler.verified(sequence, len(got.path))
+            if self._speculation is not None:
+                self._speculation.verified(sequence, got.rows.draft, got.path)
+        return followed
 
     def _fail(self, schedule: Schedule, error: BaseException) -> list[StepOutput]:
         """Ends the requests of a step that failed; only what was committed before stays cached.

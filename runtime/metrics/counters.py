@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from coppice.runtime.metrics.adapter_counts import AdapterCounts
 from coppice.runtime.metrics.histogram import AGES, COUNTS, LONG_SECONDS, SHORT_SECONDS, Buckets
 from coppice.runtime.requests.request import Request, Sequence
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
+_NOTHING: Mapping[Sequence, int] = {}
 REFUSALS = ("max_queued_requests", "max_queued_tokens")
 
 
@@ -109,9 +110,12 @@ class EngineCounters:
         self.step_tokens.add(tokens)
         self.step_sequences.add(sequences)
 
-    def sampled(self, sequences: Iterable[Sequence]) -> None:
+    def sampled(
+        self, sequences: Iterable[Sequence], counts: Mapping[Sequence, int] = _NOTHING
+    ) -> None:
         """Counts the time since the last token of each sequence, which has just got another.
 
+        `counts` has those that got several at once: each of them took its part of the time.
         O(sequences). Most got their last ones in the same step, so there are few times to count.
         """
         now = self._clock()
@@ -119,6 +123,9 @@ class EngineCounters:
         for sequence in sequences:
             last, sequence.token_at = sequence.token_at, now
             if last:
+                if (count := counts.get(sequence)) is not None:
+                    self.itl.add((now - last) / count, count)
+                    continue
                 gaps[last] = gaps.get(last, 0) + 1
             elif not sequence.index:
                 self.ttft.add(now - self._arrivals[sequence.request.request_id])

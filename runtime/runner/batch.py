@@ -14,13 +14,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from coppice.kernels.attention.interface import AttentionPlan, SharedStretch
+from coppice.kernels.attention.interface import AttentionPlan, Branches, SharedStretch
 from coppice.kernels.transfer import send
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.model.adapters.changes import ActingRows
 from coppice.runtime.requests.pooled_prompt import PooledPrompt
 from coppice.runtime.requests.prompt_logprobs import PromptLogprobs
 from coppice.runtime.requests.request import LATE, Sequence
+from coppice.runtime.runner.drafts import (
+    NO_DRAFTS,
+    DraftRows,
+    draft_counts,
+    lay_drafts,
+    tokens_of,
+)
 from coppice.runtime.sampling.prompt_scores import PromptRows
 from coppice.runtime.schedule.scheduler import Schedule
 
@@ -62,7 +69,8 @@ class Batch:
     token_ids: np.ndarray  # int64 [T]; 0 where late
     positions: np.ndarray  # int64 [T]
     slots: np.ndarray  # int64 [T]: page * page_size + slot of each token's KV
-    logit_rows: np.ndarray  # int64 [R]: the last row of each sequence that reaches its end
+    # int64 [R + D]: the last row of each sequence that reaches its end, then those of drafts.
+    logit_rows: np.ndarray
     prompt_rows: np.ndarray  # int64 [S]: further rows, for logprobs of prompts and for pooling
     late_rows: np.ndarray  # int64 [L]: rows whose tokens are on the device
     late_from: np.ndarray  # int64 [L]: their rows among `LateTokens`
@@ -71,10 +79,11 @@ class Batch:
     pooled: list[PooledRows]  # what the others are for
     plan: AttentionPlan
     acting: ActingRows | None = None  # rows on which adapters act
+    drafts: tuple[DraftRows, ...] = ()  # what the D rows with logits are for
 
     @property
     def decodes(self) -> bool:
-        """Whether each sequence has one row of the base model, with logits, and no more."""
+        """Whether all rows are the base model's and have logits: last tokens, and drafts."""
         alone = not len(self.prompt_rows) and self.acting is None
         return alone and len(self.logit_rows) == len(self.token_ids)
 
@@ -87,7 +96,7 @@ class Batch:
         return Inputs(*sent)
 
     def padded(self, size: int, page: int) -> Batch:
-        """A decoding step of `size` sequences: those after the real ones have one token each.
+        """A decoding step of `size` rows: sequences after the real ones have one token each.
 
         Their KV goes to the first slot of `page`, which no other sequence reads or writes: so they
         need no special treatment anywhere, and do not change the results of the others.
@@ -98,6 +107,12 @@ class Batch:
         table_ends = plan.page_indptr[-1] + np.arange(1, more + 1, dtype=np.int32)
         ones = np.ones(more, np.int32)
         nothing = np.zeros(more, np.int64)
+        branches = plan.branches
+        if branches is not None:
+            branches = Branches(
+                np.concatenate((branches.positions, nothing.astype(np.int32))),
+                np.concatenate((branches.seen, nothing)),
+            )
         return replace(
             self,
             token_ids=np.concatenate((self.token_ids, nothing)),
@@ -105,11 +120,14 @@ class Batch:
             slots=np.concatenate((self.slots, nothing + page * plan.page_size)),
             plan=AttentionPlan(
                 page_size=plan.page_size,
-                query_start=np.arange(size + 1, dtype=np.int32),
+                query_start=np.concatenate(
+                    (plan.query_start, np.arange(size - more, size, dtype=np.int32) + np.int32(1))
+                ),
                 context_len=np.concatenate((plan.context_len, ones)),
                 page_indptr=np.concatenate((plan.page_indptr, table_ends)),
                 page_indices=np.concatenate((plan.page_indices, ones * np.int32(page))),
                 stretches=plan.stretches,
+                branches=branches,
             ),
         )
 
@@ -162,6 +180,8 @@ def build_batch(
     chunks = schedule.chunks
     sequences = [chunk.sequence for chunk in chunks]
     counts = np.array([chunk.count for chunk in chunks], np.int32)
+    if schedule.drafted:
+        counts += draft_counts(schedule)
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     tables = [sequence.table.tobytes() for sequence in sequences]
     page_indptr = _offsets([len(table) // TOKEN_BYTES for table in tables])
@@ -176,12 +196,11 @@ def build_batch(
     else:
         owner = np.repeat(np.arange(len(sequences)), counts)
         positions = (np.arange(total) - query_start[owner] + starts[owner]).astype(np.int64)
-        tokens = b"".join(
-            chunk.sequence.tokens[chunk.start : chunk.start + chunk.count].tobytes()
-            for chunk in chunks
-        )
+        tokens = b"".join(map(tokens_of, chunks))
         token_ids = np.frombuffer(tokens, np.int32).astype(np.int64)
-    pages = page_indices[page_indptr[owner] + positions // page_size].astype(np.int64)
+    # In the branches of drafts slots go on from token to token, and positions are by depth.
+    slots = positions % page_size
+    slots += page_indices[page_indptr[owner] + positions // page_size].astype(np.int64) * page_size
     late_rows = np.flatnonzero(token_ids == LATE)
     token_ids[late_rows] = 0
     late_from = np.zeros(0, np.int64)
@@ -196,6 +215,14 @@ def build_batch(
             end and not isinstance(chunk.sequence.reader, PooledPrompt)
             for end, chunk in zip(ends, chunks, strict=True)
         ]
+    lasts = query_start[1:] - 1
+    drafted = NO_DRAFTS
+    if schedule.drafted:
+        drafted = lay_drafts(schedule, query_start, positions, first=sum(ends))
+        lasts = lasts - drafted.counts
+    logit_rows = lasts[ends].astype(np.int64)
+    if drafted.drafts:
+        logit_rows = np.concatenate([logit_rows, drafted.rows])
     plan = AttentionPlan(
         page_size=page_size,
         query_start=query_start,
@@ -203,12 +230,13 @@ def build_batch(
         page_indptr=page_indptr,
         page_indices=page_indices,
         stretches=(tree or BatchTree()).stretches(sequences, tables, starts // page_size),
+        branches=drafted.branches,
     )
     return Batch(
         token_ids=token_ids,
         positions=positions,
-        slots=pages * page_size + positions % page_size,
-        logit_rows=(query_start[1:] - 1)[ends].astype(np.int64),
+        slots=slots,
+        logit_rows=logit_rows,
         prompt_rows=prompt_rows,
         late_rows=late_rows,
         late_from=late_from,
@@ -217,6 +245,7 @@ def build_batch(
         pooled=pooled,
         plan=plan,
         acting=_acting_rows(schedule, query_start) if adapters else None,
+        drafts=drafted.drafts,
     )
 
 

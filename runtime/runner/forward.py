@@ -14,6 +14,7 @@ import torch
 
 from coppice.kernels.attention.interface import FixedPlan, KvScales, LayerCache
 from coppice.kernels.cpu.ranks.errors import RanksEnded
+from coppice.kernels.transfer import take
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.window_keys import WindowKeys
 from coppice.runtime.model.adapters.loaded import LoadedAdapters
@@ -229,14 +230,19 @@ class ModelRunner:
         """Copies pages, computes the chunks, and scores prompts where that was asked for.
 
         `late` has the tokens that have not come back from the device. Returns the batch and the
-        logits float32 [R, vocabulary] of its R `sampled` sequences.
+        logits float32 [R, vocabulary] of its R `sampled` sequences, then those of `drafts`.
         """
         copies = [
             ([copy.source for copy in batch], [copy.target for copy in batch])
             for batch in copy_batches(schedule.copies)
         ]
         if self.attention.ordered:
-            schedule.chunks.sort(key=lambda each: (each.count > 1, each.sequence.table.tobytes()))
+            schedule.chunks.sort(
+                key=lambda each: (
+                    each.count > 1 or each.draft is not None,
+                    each.sequence.table.tobytes(),
+                )
+            )
         adapters = self.adapters
         batch = build_batch(
             schedule, self.page_size, late, self._tree, adapters=bool(adapters and adapters.numbers)
@@ -244,12 +250,13 @@ class ModelRunner:
         if self.window_keys is not None:
             self.window_keys.step(batch.plan.context_len, batch.plan.query_start)
         if self.group.size > 1:
-            arrays = replace(batch, sampled=[], scored=[], pooled=[])
+            arrays = replace(batch, sampled=[], scored=[], pooled=[], drafts=())
             self._tell("_compute", copies, arrays, 0 if late is None else len(late.tokens))
         try:
             logits, hidden = self._run(copies, batch, late)
             if hidden is not None:
-                sampled, scored = len(batch.sampled), sum(len(each.tokens) for each in batch.scored)
+                sampled = len(batch.logit_rows)
+                scored = sum(len(each.tokens) for each in batch.scored)
                 head = self._head_of(hidden)
                 score_prompts(hidden[sampled : sampled + scored], batch.scored, head)
                 self._pool(hidden[sampled + scored :], batch.pooled, head)
@@ -276,6 +283,8 @@ class ModelRunner:
         if self.graphs is not None and batch.decodes:
             hidden = self.graphs.run(batch, late)
             if hidden is not None:
+                if batch.plan.num_sequences < len(batch.token_ids):  # there are drafts
+                    hidden = take(hidden, batch.logit_rows.tolist())
                 return self.decoder.logits(hidden), None
         prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)
         sent = batch.send(self.device, late)
@@ -296,6 +305,12 @@ class ModelRunner:
         rows = torch.cat((sent.logit_rows, sent.prompt_rows))
         hidden = self.decoder.hidden_states(*inputs, rows, changes)
         return self.decoder.logits(hidden[: len(batch.logit_rows)]), hidden
+
+    @torch.inference_mode()
+    def move_slots(self, sources: list[int], targets: list[int]) -> None:
+        """Copies the KV of slots `sources` to `targets`, for accepted branches of drafts."""
+        self._tell("move_slots", sources, targets)
+        self.attention.move_slots(self.kv_cache, sources, targets)
 
     # -- ranks -------------------------------------------------------------------------------
 

@@ -99,9 +99,11 @@ class _Rows:
         self.columns[:, MIN_P] = [each.min_p for each in params]
         self.keys = np.array([_key(sequence) for sequence in sequences], np.uint64)
 
-    def with_numbers(self) -> np.ndarray:
+    def with_numbers(self, ahead: Seq[int] | None) -> np.ndarray:
         """The columns, with a new uniform number in each row."""
         lengths = np.array([len(sequence.tokens) for sequence in self.sequences], np.uint64)
+        if ahead is not None:
+            lengths += np.array(ahead, np.uint64)
         self.columns[:, UNIFORM] = _uniform(self.keys, lengths)
         return self.columns
 
@@ -118,13 +120,18 @@ class Sampler:
         self._eos = tuple(eos_token_ids)
         self._rows = _Rows((), 0)
 
-    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> Sampling:
+    def sample(
+        self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Seq[int] | None = None
+    ) -> Sampling:
         """One token a row. `logits` float32 [R, vocabulary], which may be changed in place.
 
         Logprobs are of the logits as they come. Then the rules of the rows are applied (see
         `apply_rules`), then temperature, top-k, top-p, min-p. Does not wait for the device, unless
         a logits processor does. While the sequences are those of the last call, little Python runs
         for each of them.
+
+        A row may stand for a place in a draft, this many tokens `ahead` of the end of its sequence,
+        if its sequence has no rules: these need the tokens before it.
         """
         if self._rows.sequences != sequences:
             self._rows = _Rows(sequences, logits.shape[1])
@@ -134,7 +141,7 @@ class Sampler:
         if rows.greedy:
             tokens = logits.argmax(dim=-1)
         else:
-            tokens = choose(logits, rows.with_numbers())
+            tokens = choose(logits, rows.with_numbers(ahead))
         if rows.ruled:
 
             def again(row: int) -> int:

@@ -140,6 +140,31 @@ class Paging:
             return False
         return True
 
+    def room_for_drafts(self, sequence: Sequence) -> int:
+        """Slots after a decoding sequence's next token, in its pages and in all that are free."""
+        pages = len(sequence.table) + self.tree.pool.free_pages
+        return pages * self.page_size - sequence.computed - 1
+
+    def grow_for_draft(self, sequence: Sequence, count: int) -> int:
+        """Takes free pages for `count` tokens of a draft after a sequence's next token.
+
+        Evicts nothing: a draft may come to nothing. Returns how many tokens there is room for, at
+        most `count`. `trim` gives back what is not needed.
+        """
+        have = len(sequence.table) * self.page_size - sequence.computed - 1
+        pages = min(-(-(count - have) // self.page_size), self.tree.pool.free_pages)
+        if pages > 0:
+            sequence.table += self._allocate(pages, sequence.table[-1])
+            have += pages * self.page_size
+        return min(count, have)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Gives back a sequence's pages after the one of its last computed token."""
+        kept = -(-sequence.computed // self.page_size)
+        if kept < len(sequence.table):
+            self.tree.pool.release(sequence.table[kept:])
+            del sequence.table[kept:]
+
     def _grow(self, sequence: Sequence, count: int) -> None:
         table = sequence.table
         missing = -(-(sequence.computed + count) // self.page_size) - len(table)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from coppice.radix import Match, OutOfPages, RadixTree
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.requests.request import Sequence, Status
+from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED, Draft, Speculation
 from coppice.runtime.schedule.paging import PageCopy, Paging
 from coppice.runtime.schedule.queue import WaitingQueue
 from coppice.runtime.schedule.step_times import StepTimes
@@ -28,9 +29,10 @@ class Chunk:
     """The next `count` tokens of a sequence from `start` on, to be computed in this step.
 
     `decode`: whether it is the one token that was sampled last, and not a piece of a prefill.
+    `draft`: what is proposed to follow it, and computed with it; None: nothing.
     """
 
-    __slots__ = ("sequence", "count", "start", "decode")
+    __slots__ = ("sequence", "count", "start", "decode", "draft")
 
     # Written out, not a dataclass, for speed: one is made for each sequence in each step.
     def __init__(self, sequence: Sequence, count: int) -> None:
@@ -38,6 +40,7 @@ class Chunk:
         self.count = count
         self.start = start = sequence.computed
         self.decode = count == 1 and start >= len(sequence.request.prompt_token_ids)
+        self.draft: Draft | None = None
 
 
 @dataclass(slots=True)
@@ -46,21 +49,25 @@ class Schedule:
 
     `short`: pages were missing, and no sequence was preempted for them since tokens were late.
     `failure`: some copies had to be made at once, and this is why they could not be.
+    `asked`: how many of the sequences could have had a draft; `drafted`: tokens of drafts.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
     short: bool = False
     failure: BaseException | None = None
+    asked: int = 0
+    drafted: int = 0
 
     def prefills(self) -> list[Chunk]:
         """The chunks that are not decodes: most steps have few of them, or none."""
         return [chunk for chunk in self.chunks if not chunk.decode]
 
     def rows(self) -> int:
-        """Tokens that the step computes."""
+        """Tokens that the step computes, drafted ones included."""
         prefills = self.prefills()
-        return len(self.chunks) - len(prefills) + sum(chunk.count for chunk in prefills)
+        decodes = len(self.chunks) - len(prefills) + self.drafted
+        return decodes + sum(chunk.count for chunk in prefills)
 
 
 class Scheduler:
@@ -87,9 +94,15 @@ class Scheduler:
     prompt, which counts for its place there by the time that it saves. When it runs, its pages are
     taken over as they come, and what does not come is computed.
 
+    With `speculation`, sequences that decode get drafts from it. They take what all else leaves of
+    the budget and of the free pages: nothing is evicted, preempted or put off for a draft. Beams
+    get none: which of them go on, and with which tokens, is known only when all are scored.
+
     Attributes:
         late: whether tokens of running sequences are late; set by the step loop.
         tiers: that keep pages beside the pool; None: there are none.
+        speculation: proposes drafts; None: there are none.
+        branches: whether a draft may have branches; else its likeliest path is taken.
         times: what steps take, learned for `max_step_stretch` and for `tiers`; None without both.
     """
 
@@ -121,6 +134,8 @@ class Scheduler:
         self._stretches = math.isfinite(stretch)
         self.times = StepTimes(stretch) if self._stretches else None
         self.tiers: Tiers | None = None
+        self.speculation: Speculation | None = None
+        self.branches = True
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, in the order that the tokens of it that are cached now give it."""
@@ -210,6 +225,8 @@ class Scheduler:
             # Before the others: what these copy from may have been given away since.
             schedule.copies[:0] = self._forks.values()
             self._forks.clear()
+            if self.speculation is not None and not self.late:
+                self._draft(schedule, self.speculation)
         elif self.tiers is not None:
             self._make_copies()  # of sequences that wait for their pages
         self._schedule = Schedule()
@@ -274,6 +291,46 @@ class Scheduler:
             loads.drop(sequence)
         return 0 if ready else min(count, allowed)
 
+    def _draft(self, schedule: Schedule, speculation: Speculation) -> None:
+        """Adds drafts to the sequences that decode, where there is room for them."""
+        rows = schedule.rows()
+        budget = self.max_num_batched_tokens - rows
+        chunks, asked = [], []
+        for chunk in schedule.chunks:
+            sequence = chunk.sequence
+            request = sequence.request
+            if not chunk.decode or request.beam_search:
+                continue
+            most = min(
+                budget,
+                MOST_DRAFTED,
+                # The last token needs no row.
+                request.max_length - len(sequence.tokens) - 1,
+                self.paging.room_for_drafts(sequence),
+            )
+            if most > 0:
+                chunks.append(chunk)
+                asked.append((sequence, most))
+        if not asked:
+            return
+        schedule.asked = len(asked)
+        drafts = speculation.propose(asked, rows - len(asked))
+        for chunk, (sequence, most), draft in zip(chunks, asked, drafts, strict=True):
+            if not draft:
+                continue
+            if not (self.branches or draft.is_chain):
+                draft = draft.likeliest()
+            count = self.paging.grow_for_draft(sequence, min(len(draft), most, budget))
+            if count > 0:
+                chunk.draft = draft.first(count)
+                budget -= count
+                schedule.drafted += count
+
+    def verified(self, sequence: Sequence, count: int) -> None:
+        """Counts `count` tokens of a sequence's draft as computed, and gives back other pages."""
+        sequence.computed += count
+        self.paging.trim(sequence)
+
     def _prefill_budget(self, schedule: Schedule, prefilling: list[Sequence], budget: int) -> int:
         """The part of the budget that prompts may take beside the decodes that are scheduled."""
         if self.times is None or not self._stretches or not schedule.chunks:
@@ -286,7 +343,8 @@ class Scheduler:
         """Learns from the time that a step took."""
         if self.times is not None:
             prefills = [(chunk.count, chunk.start) for chunk in schedule.prefills()]
-            self.times.observe(len(schedule.chunks) - len(prefills), prefills, seconds)
+            decodes = len(schedule.chunks) - len(prefills) + schedule.drafted
+            self.times.observe(decodes, prefills, seconds)
 
     # -- running sequences -------------------------------------------------------------------
 

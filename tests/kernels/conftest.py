@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from coppice.kernels.attention.interface import (
     AttentionBackend,
     AttentionCase,
     AttentionPlan,
+    Branches,
     LayerCache,
     SharedStretch,
 )
@@ -31,7 +32,8 @@ class Batch:
     """One step's input, built by the interface's rules alone; slots without an owner are NaN.
 
     ``tails`` are the sequences: rows of this step, and cached tokens beyond what the stretches
-    cover. ``stretches`` are (members, pages), parents before children.
+    cover. ``stretches`` are (members, pages), parents before children. ``trees`` has the sequences
+    whose rows are a tree: the row before each of them but the first.
     """
 
     tails: Sequence[tuple[int, int]]
@@ -43,6 +45,7 @@ class Batch:
     shuffled: bool = True
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    trees: Mapping[int, Sequence[int]] = field(default_factory=dict)
     plan: AttentionPlan = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +78,7 @@ class Batch:
             page_indices=np.concatenate(self.tables).astype(np.int32),
             stretches=tuple(stretches),
         )
+        self._add_trees()
         shape = (self.num_pages, self.page_size, self.kv_heads, self.head_dim)
         self.k_cache = torch.full(shape, float("nan"))
         self.v_cache = torch.full(shape, float("nan"))
@@ -95,6 +99,27 @@ class Batch:
         for name in ("k_cache", "v_cache", "q", "k", "v"):
             setattr(self, name, getattr(self, name).to(self.dtype))
         self.scale = self.head_dim**-0.5
+
+    def _add_trees(self) -> None:
+        plan = self.plan
+        starts = plan.context_len - np.diff(plan.query_start)
+        #: Of each row: the keys of its sequence that it sees, by their slots; and its position.
+        self.seen: list[tuple[dict[int, int], int]] = []
+        positions, bits = [], []
+        for i, (rows, _) in enumerate(self.tails):
+            start = int(starts[i])
+            before = {key: key for key in range(start)}
+            parents = [-1, *self.trees[i]] if i in self.trees else range(-1, rows - 1)
+            found: list[tuple[dict[int, int], int, int]] = []
+            for row, parent in enumerate(parents):
+                keys, place, mask = found[parent] if row else (before, start - 1, 0)
+                keys = {**keys, start + row: place + 1}
+                found.append((keys, place + 1, mask | 1 << row))
+            self.seen += [(keys, place) for keys, place, _ in found]
+            positions += [place for _, place, _ in found]
+            bits += [mask if i in self.trees else 0 for _, _, mask in found]
+        if self.trees:
+            plan.branches = Branches(np.array(positions, np.int32), np.array(bits, np.int64))
 
     def run(
         self,
@@ -134,12 +159,13 @@ class Batch:
         outs, lses = [], []
         row = 0
         for i, (rows, _) in enumerate(self.tails):
-            context = int(self.plan.context_len[i])
-            for position in range(context - rows, context):
+            for _ in range(rows):
+                keys, position = self.seen[row]
                 low = 0 if window is None else max(0, position - window + 1)
                 seen = [
                     self.tables[i][t // self.page_size] * self.page_size + t % self.page_size
-                    for t in range(low, position + 1)
+                    for t, place in keys.items()
+                    if place >= low
                 ]
                 for head in range(self.q.shape[1]):
                     keys = k_cache.flatten(0, 1)[seen, head // self.group].double()

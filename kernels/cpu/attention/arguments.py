@@ -16,8 +16,8 @@ class Items(NamedTuple):
 
     ``tasks`` int32 ``[n, 3]``: item, first KV head, end of KV heads. ``shares`` int64
     ``[threads + 1]``: thread i works tasks ``shares[i]:shares[i + 1]``. ``items``, ``rows``,
-    ``slots``, ``positions`` and ``merges`` are as ``TreeSchedule`` has them. ``dim`` is that of a
-    head, even; a ``window`` or a ``softcap`` of 0 is none.
+    ``slots``, ``positions``, ``branches`` and ``merges`` are as ``TreeSchedule`` has them. ``dim``
+    is that of a head, even; a ``window`` or a ``softcap`` of 0 is none.
     """
 
     tasks: np.ndarray
@@ -28,6 +28,7 @@ class Items(NamedTuple):
     rows: np.ndarray
     slots: np.ndarray
     positions: np.ndarray
+    branches: np.ndarray
     page_size: int
     kv_heads: int
     dim: int
@@ -78,6 +79,7 @@ def items_of(
         tree.rows,
         tree.slots,
         tree.positions,
+        tree.branches,
         plan.page_size,
         kv_heads,
         dim,

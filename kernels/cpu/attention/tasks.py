@@ -61,7 +61,7 @@ _FEW_BYTES = 1 << 16
 # Floats of a cache line.
 _LINE = 16
 #: Numbers and addresses that ``run_tasks`` is given.
-FRAME = 30
+FRAME = 32
 
 
 @njit
@@ -87,14 +87,26 @@ def _locate(
 
 @njit
 def _hide(
-    s: np.ndarray, begin: int, count: int, seen_from: np.ndarray, seen_to: np.ndarray
+    s: np.ndarray,
+    begin: int,
+    count: int,
+    seen_from: np.ndarray,
+    seen_to: np.ndarray,
+    forks: np.ndarray,
 ) -> None:
-    """Scores ``[count, lanes]`` of keys that a lane's row does not see become -inf."""
+    """Scores ``[count, lanes]`` of keys that a lane's row does not see become -inf.
+
+    ``forks`` ``[lanes, 2]``, or empty: as ``TreeSchedule.branches`` of the lanes' rows.
+    """
     for t in range(count):
         key = begin + t
         mine = s[t]
         for lane in range(len(seen_to)):
             if key > seen_to[lane] or key < seen_from[lane]:
+                mine[lane] = _NEG_INF
+        for lane in range(len(forks)):
+            number = key - forks[lane, 0]
+            if number >= 0 and not forks[lane, 1] >> min(number, 62) & 1:
                 mine[lane] = _NEG_INF
 
 
@@ -107,10 +119,11 @@ def _hide_few(
     partly: bool,
     seen_from: np.ndarray,
     seen_to: np.ndarray,
+    forks: np.ndarray,
 ) -> None:
     """The same for few lanes: keys that only fill the last vector are hidden from all."""
     if partly:
-        _hide(s, begin, count, seen_from, seen_to)
+        _hide(s, begin, count, seen_from, seen_to, forks)
     s[count : vectors * LANES // s.shape[1]] = _NEG_INF
 
 
@@ -129,6 +142,7 @@ def _work(
     rows: np.ndarray,
     slots: np.ndarray,
     positions: np.ndarray,
+    branches: np.ndarray,
     page_size: int,
     kv_heads: int,
     dim: int,
@@ -174,6 +188,8 @@ def _work(
     s = scratch[used : used + TILE * lanes].reshape(TILE, lanes)
     # A lane without a row sees all.
     seen_from, seen_to = np.zeros(lanes, np.int64), np.full(lanes, end)
+    forks = np.empty((lanes if len(branches) else 0, 2), np.int64)
+    forks[:, 0] = end
     lowest, highest = np.int64(end), np.int64(0)
     factor = scale * _LOG2E
     bound = softcap * _LOG2E  # as the scores, in base 2
@@ -183,6 +199,11 @@ def _work(
         for g in range(group):
             seen_to[i * group + g] = position
             seen_from[i * group + g] = position - window + 1 if window else 0
+        if len(branches) and branches[mine[i], 1]:  # a row of a tree: bits decide
+            lowest = min(lowest, branches[mine[i], 0])
+            for g in range(group):
+                seen_to[i * group + g] = end
+                forks[i * group + g] = branches[mine[i]]
     whole = dim // LANES * LANES
     lines = np.empty(lanes, np.int64)
     for h in range(heads):
@@ -239,14 +260,14 @@ def _work(
                 few_scores(_F0, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, full, bound)
-                _hide_few(s, start, many, full, partly, seen_from, seen_to)
+                _hide_few(s, start, many, full, partly, seen_from, seen_to, forks)
                 few_weigh(_F0, to, full, best, weight, result, dim)
                 few_gather(_F0, keys, to, v, here, many, result, dim)
             elif few:
                 few_scores(_F1, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, full, bound)
-                _hide_few(s, start, many, full, partly, seen_from, seen_to)
+                _hide_few(s, start, many, full, partly, seen_from, seen_to, forks)
                 few_weigh(_F1, to, full, best, weight, result, dim)
                 few_gather(_F1, keys, to, v, here, many, result, dim)
             elif wide == _V0:
@@ -254,7 +275,7 @@ def _work(
                 if bound > 0:
                     cap(to, many * _V0, bound)
                 if partly:
-                    _hide(s, start, many, seen_from, seen_to)
+                    _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V0, to, many, best, weight, result, dim)
                 gather(_V0, keys, to, v, here, many, result, dim)
             elif wide == _V1:
@@ -262,7 +283,7 @@ def _work(
                 if bound > 0:
                     cap(to, many * _V1, bound)
                 if partly:
-                    _hide(s, start, many, seen_from, seen_to)
+                    _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V1, to, many, best, weight, result, dim)
                 gather(_V1, keys, to, v, here, many, result, dim)
             elif wide == _V2:
@@ -270,7 +291,7 @@ def _work(
                 if bound > 0:
                     cap(to, many * _V2, bound)
                 if partly:
-                    _hide(s, start, many, seen_from, seen_to)
+                    _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V2, to, many, best, weight, result, dim)
                 gather(_V2, keys, to, v, here, many, result, dim)
             else:
@@ -278,7 +299,7 @@ def _work(
                 if bound > 0:
                     cap(to, many * _V3, bound)
                 if partly:
-                    _hide(s, start, many, seen_from, seen_to)
+                    _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V3, to, many, best, weight, result, dim)
                 gather(_V3, keys, to, v, here, many, result, dim)
 
@@ -349,7 +370,7 @@ def work_tasks(frame: int, begin: int, end: int, keys: np.ndarray, values: np.nd
         f[0], f[1], f[2], f[3], f[4], f[5],
     )  # fmt: skip
     q_stride, page_size, kv_heads, heads, dim, window = f[6], f[7], f[8], f[9], f[10], f[11]
-    num_pages, q_size = f[12], f[13]
+    num_pages, q_size, num_branches = f[12], f[13], f[30]
     scale = carray(pointer(frame + 8 * 15), (1,), np.float32)[0]
     softcap = carray(pointer(frame + 8 * 29), (1,), np.float32)[0]
     tasks = carray(pointer(f[16]), (num_tasks, 3), np.int32)
@@ -358,6 +379,7 @@ def work_tasks(frame: int, begin: int, end: int, keys: np.ndarray, values: np.nd
     rows = carray(pointer(f[19]), (num_rows,), np.int32)
     slots = carray(pointer(f[20]), (num_slots,), np.int32)
     positions = carray(pointer(f[21]), (num_tokens,), np.int32)
+    branches = carray(pointer(f[31]), (num_branches, 2), np.int64)
     q = carray(pointer(f[22]), (q_size,), np.float32)
     out = carray(pointer(f[25]), (num_tokens, heads * dim), np.float32)
     lse = carray(pointer(f[26]), (num_tokens, heads), np.float32)
@@ -366,8 +388,8 @@ def work_tasks(frame: int, begin: int, end: int, keys: np.ndarray, values: np.nd
     for n in range(begin, end):
         _work(
             n, end - 1, tasks, items, q, q_stride, keys, values, page_indices, rows, slots,
-            positions, page_size, kv_heads, dim, scale, window, softcap, out, lse, partial_out,
-            partial_lse,
+            positions, branches, page_size, kv_heads, dim, scale, window, softcap, out, lse,
+            partial_out, partial_lse,
         )  # fmt: skip
 
 
@@ -392,4 +414,5 @@ def attention_frame(items: Items, inputs: Inputs, results: Results) -> np.ndarra
     frame[24], frame[25] = inputs.values.ctypes.data, results.out.ctypes.data
     frame[26], frame[27] = results.lse.ctypes.data, results.partial_out.ctypes.data
     frame[28] = results.partial_lse.ctypes.data
+    frame[30], frame[31] = len(items.branches), items.branches.ctypes.data
     return frame

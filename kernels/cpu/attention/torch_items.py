@@ -40,6 +40,10 @@ def attend_items(work: Items, inputs: Inputs, results: Results) -> None:
         if work.softcap > 0:
             products.div_(float(work.softcap)).tanh_().mul_(float(work.softcap))
         hidden = at > positions[mine][:, None]
+        if len(work.branches):
+            begun, bits = (work.branches[mine, column][:, None] for column in (0, 1))
+            inside = at >= begun
+            hidden = np.where(inside, bits >> np.clip(at - begun, 0, 62) & 1 == 0, hidden)
         if window:
             hidden |= at <= positions[mine][:, None] - window
         products.masked_fill_(torch.from_numpy(hidden)[:, None, None], float("-inf"))

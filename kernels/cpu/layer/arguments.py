@@ -123,7 +123,7 @@ class Work(NamedTuple):
 _MODEL = tuple_type(Model, "i2 i2 i i b f f i b i1")
 _STEP = tuple_type(Step, "f2 f3 f3 i1 i1 i2 i f2")
 #: The types of ``Items`` and ``Results`` in compiled code.
-ITEMS = tuple_type(Items, "n2 i1 n2 n2 n1 n1 n1 n1 i i i f i f")
+ITEMS = tuple_type(Items, "n2 i1 n2 n2 n1 n1 n1 n1 i2 i i i f i f")
 RESULTS = tuple_type(Results, "f2 f2 f2 f2")
 _SCRATCH = tuple_type(Scratch, "f2 f2 f2 f2 f2 f2 f1 c1 f1 f2 f2")
 WORK = tuple_type(

@@ -50,8 +50,48 @@ class Draft:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether no token has two that may follow it."""
+        return all(each.parent == index - 1 for index, each in enumerate(self.tokens))
+
+    def first(self, count: int) -> Draft:
+        """Its first `count` tokens."""
+        return self if count >= len(self.tokens) else Draft(self.tokens[:count])
+
+    def likeliest(self) -> Draft:
+        """The path of the most probable token after each token. O(tokens)."""
+        best: dict[int, int] = {}
+        for index, each in enumerate(self.tokens):
+            other = best.get(each.parent)
+            if other is None or each.probability > self.tokens[other].probability:
+                best[each.parent] = index
+        path, at = [], -1
+        while (following := best.get(at)) is not None:
+            path.append(self.tokens[following]._replace(parent=len(path) - 1))
+            at = following
+        return Draft(tuple(path))
+
+    def depths(self) -> list[int]:
+        """How many tokens lead to each token, itself included."""
+        depths: list[int] = []
+        for each in self.tokens:
+            depths.append(1 if each.parent < 0 else depths[each.parent] + 1)
+        return depths
+
+    def after(self, parent: int, token: int) -> int | None:
+        """The index of that token after the one at `parent`; None: it was not drafted."""
+        for index in range(parent + 1, len(self.tokens)):
+            each = self.tokens[index]
+            if each.parent == parent and each.token == token:
+                return index
+        return None
+
 
 NOTHING = Draft(())
+
+#: Tokens of a sequence's draft: with the token before them they are what attention takes as a tree.
+MOST_DRAFTED = 62
 
 
 class Speculation(Protocol):

@@ -32,6 +32,7 @@ from coppice.radix.node import Root
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.requests.request import LATE, Sequence
+from coppice.runtime.sampling.drafts.draft import Draft
 
 VOCABULARY = 40
 EOS = 2
@@ -146,6 +147,7 @@ class FakeModel:
         self.steps = 0
         self._engine = engine
         self._running: list[Sequence] = []  # those of the step, in the order of its batch
+        self._drafts: list[Draft | None] = []  # theirs
         self._flat = [
             tuple(each.numpy().reshape(-1) for each in (layer.k, layer.v)) for layer in self.cache
         ]
@@ -154,6 +156,7 @@ class FakeModel:
         def remember() -> Any:
             made = schedule()
             self._running = [chunk.sequence for chunk in made.chunks]
+            self._drafts = [chunk.draft for chunk in made.chunks]
             return made
 
         engine.scheduler.schedule = remember  # type: ignore[method-assign]
@@ -206,6 +209,10 @@ class FakeModel:
             self.stumble(f"layer {layer}")
             for index, sequence in enumerate(self._running):
                 mine = slice(int(starts[index]), int(starts[index + 1]))
+                draft = self._drafts[index]
+                if draft is not None:
+                    states[mine] = self._read_tree(layer, plan, index, sequence, draft)
+                    continue
                 last = int(token_ids[mine.stop - 1])
                 read = self._read(layer, plan, index, sequence, last)
                 states[mine] = read[mine.start - mine.stop :]
@@ -259,6 +266,39 @@ class FakeModel:
             layer, slots, tokens, _salt(sequence.request.namespace), "a sequence reads"
         )
         return _contexts(keys)
+
+    def _read_tree(
+        self, layer: int, plan: AttentionPlan, index: int, sequence: Sequence, draft: Draft
+    ) -> np.ndarray:
+        """The context hashes of a sequence's last token and of each token of its draft."""
+        start = len(sequence.tokens) - 1
+        rows = 1 + len(draft)
+        assert int(plan.context_len[index]) == start + rows
+        first, branches = int(plan.query_start[index]), plan.branches
+        bits = [(2 << row) - 1 for row in range(rows)]  # of a chain
+        at = np.arange(start, start + rows)
+        if branches is not None and branches.seen[first]:
+            bits = branches.seen[first : first + rows].tolist()
+            at = branches.positions[first : first + rows]
+        table = plan.page_indices[plan.page_indptr[index] : plan.page_indptr[index + 1]]
+        states = np.zeros(rows, np.uint64)
+        for row in range(rows):
+            path = [0]
+            here = row
+            while here:
+                path.insert(1, here)
+                here = draft.tokens[here - 1].parent + 1
+            if path != [each for each in range(rows) if bits[row] >> each & 1]:
+                raise WrongKV(f"row {row} of a draft sees rows {bits[row]:b}, not {path}")
+            if at[row] != start + len(path) - 1:
+                raise WrongKV(f"row {row} of a draft is at position {at[row]}")
+            places = np.concatenate([np.arange(start), [start + each for each in path]])
+            slots = table[places // plan.page_size] * plan.page_size + places % plan.page_size
+            drafted = np.array([draft.tokens[each - 1].token for each in path[1:]], np.int32)
+            tokens = np.concatenate([np.frombuffer(sequence.keys(), np.int32), drafted])
+            salt = _salt(sequence.request.namespace)
+            states[row] = _contexts(self._check(layer, slots, tokens, salt, "a draft reads"))[-1]
+        return states
 
     # -- checks ------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class Asked:
     outputs: dict[int, list[StepOutput]] = field(default_factory=dict)  # by sequence
     cut: set[int] = field(default_factory=set)  # sequences that were aborted or failed
     formless: bool = False  # whether its form failed to compile
+    alone: Asked | None = None  # itself, as it is served alone
 
     @property
     def beams(self) -> bool:
@@ -113,21 +114,30 @@ class Asked:
             if last.finish_reason == "stop" and last.stop_reason is None and index not in self.cut:
                 assert whole, f"{where}: tokens {tokens} end too early for {self.form}"
 
-    def compare_with_alone(self, engine: Engine) -> None:
-        """Serves it again, alone in `engine`, and compares all that came."""
+    def served_alone(self, engine: Engine) -> Asked:
+        """Itself with the outputs that it gets alone in `engine`; served once."""
+        if self.alone is not None:
+            return self.alone
         params = self.params
         if not isinstance(params, PoolingParams):
             most = self.longest - len(self.prompt)
             params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
-        alone = replace(self, params=params, outputs={}, cut=set())
+        alone = self.alone = replace(self, params=params, outputs={}, cut=set())
         if self.adapter is not None:
             install(engine, self.adapter)
         alone.add(engine)
         while engine.has_unfinished():
             for output in engine.step():
                 alone.outputs.setdefault(output.index, []).append(output)
+        return alone
+
+    def compare_with_alone(self, engine: Engine) -> None:
+        """Serves it again, alone in `engine`, and compares all that came."""
+        alone = self.served_alone(engine)
         for index, outputs in self.outputs.items():
             theirs = alone.outputs[index]
+            if not self.beams:
+                outputs, theirs = _singly(outputs), _singly(theirs)
             if index not in self.cut:
                 assert len(outputs) == len(theirs), f"request {self.name}, sequence {index}"
             for mine, other in zip(outputs, theirs, strict=False):
@@ -177,6 +187,25 @@ def random_params(rng: random.Random) -> Params:
     if rng.random() < 0.05:
         params = replace(params, logits_processors=(Broken(rng.randrange(4)),))
     return params
+
+
+def _singly(outputs: list[StepOutput]) -> list[StepOutput]:
+    """Outputs of a token each, which may have come several at a time."""
+    single = []
+    for output in outputs:
+        tokens, logprobs = output.new_token_ids, output.logprobs
+        last = len(tokens) - 1
+        for place, token in enumerate(tokens):
+            one = replace(
+                output, new_token_ids=(token,),
+                logprobs=None if logprobs is None else logprobs[place : place + 1],
+            )  # fmt: skip
+            if place < last:
+                one.finish_reason = one.stop_reason = None
+            single.append(one)
+        if not tokens:
+            single.append(output)
+    return single
 
 
 def _compare(mine: StepOutput, other: StepOutput, where: str) -> None:

@@ -17,6 +17,7 @@ from fake_grammars import LateGrammars
 from fake_model import Interrupted, fake_engine
 from fake_tiers import HandThreads, add_tiers, written
 from random_requests import RECIPES, Asked, random_params, random_tokens
+from scripted_drafts import ScriptedDrafts
 
 from coppice.radix import POLICIES, Match, PinRefused
 from coppice.runtime.engine.core import Engine
@@ -78,8 +79,13 @@ class RandomSchedule:
         checkpoint: Path,
         policy: str,
         stores: Seq[Store] | Callable[[Engine], Seq[Store]] = (),
+        *,
+        known: Engine | None = None,
     ) -> None:
-        """With `stores` its engine has these tiers, whose reads come late."""
+        """With `stores` its engine has these tiers, whose reads come late.
+
+        With `known`, an `alone_engine`, it gets drafts, of which many are what follows.
+        """
         self.rng = rng = random.Random(seed)
         self.now = 0.0
         size = rng.choice([1, 4, 7, 16])
@@ -118,6 +124,17 @@ class RandomSchedule:
         self.engine.intake._recipe = rng.choice(RECIPES)
         self.grammars = self.engine.intake._grammars = LateGrammars()
         self.adapters = FakeAdapters(self.engine, rng)
+        self.drafts: ScriptedDrafts | None = None
+        if known is not None:
+            draw = random.Random(f"drafts {seed}")
+
+            def following(sequence: Sequence) -> list[int]:
+                request = self.asked[sequence.request.request_id]
+                tokens = request.served_alone(known).tokens(sequence.index)
+                return tokens[sequence.num_generated :]
+
+            self.drafts = ScriptedDrafts(draw, following, right=draw.choice([0.3, 0.8, 1.0]))
+            self.engine.speculate(self.drafts)
         self.tree = self.engine.tree
         self.generated = 0  # tokens that came
         self.lost = False  # whether outputs were, in an interrupted step
