@@ -122,14 +122,13 @@ class Branches:
                 f"later row, in trees of at most {MOST_BRANCHED} rows, and none in other sequences"
             )
         ends = np.repeat(context_len - counts, counts)
-        plain = ends + number
-        bad = np.where(tree & (number > 0), (self.positions <= ends) | (self.positions > plain),
-                       self.positions != plain)  # fmt: skip
+        # In a tree a row's depth is the number of its ancestors.
+        at = ends + np.where(tree, np.bitwise_count(self.seen).astype(np.int64) - 1, number)
+        bad = self.positions != at
         if bad.any():
             row = int(bad.argmax())
             raise ValueError(
-                f"positions of branches is {self.positions[row]} in row {row}; it must be "
-                f"{plain[row]}, or in a tree a depth of at least 1 after {ends[row]}, its root"
+                f"positions of branches is {self.positions[row]} in row {row}; it must be {at[row]}"
             )
 
     def windowed(self, window: int | None, query_start: np.ndarray) -> np.ndarray:
@@ -357,7 +356,7 @@ class AttentionBackend(ABC):
     #: Whether ``attend`` takes a ``logit_softcap``.
     softcaps: ClassVar[bool] = False
     #: Whether plans may have ``branches``.
-    branches: ClassVar[bool] = False
+    branches: bool = False
     #: Whether it is faster with decoding sequences first, and those that share pages side by side.
     ordered: ClassVar[bool] = False
 

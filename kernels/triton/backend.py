@@ -43,11 +43,13 @@ class TritonBackend(GpuBackend):
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     scaled_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
     softcaps = True
-    branches = True
+    branches: bool = True
 
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
         super().__init__(device)
         self.deterministic = deterministic
+        # The tiles of a row's keys would depend on the branches before it.
+        self.branches = not deterministic
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
             # What older chips lack instructions for: bfloat16 before 8.0, 8-bit floats before 8.9.
@@ -58,6 +60,11 @@ class TritonBackend(GpuBackend):
 
     def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
         plan.check(num_pages)
+        if plan.branches is not None and self.deterministic:
+            raise ValueError(
+                "branches of the plan are given; with deterministic the triton backend takes only "
+                "None"
+            )
         return PreparedPlan(plan, self.device, self.deterministic)
 
     def fixed_plans(

@@ -220,6 +220,7 @@ class Steps:
         self._speculation = self._scheduler.speculation = speculation
         self._sequences.speculation = speculation
         self._scheduler.branches = self._runner.attention.branches
+        self._runner.expect_drafts(speculation is not None)
         self._unanswered = self._pause = 0
 
     def _asks_next(self, schedule: Schedule) -> bool:

@@ -33,6 +33,7 @@ from coppice.runtime.runner.compiled_layers import compile_model
 from coppice.runtime.runner.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_sizes
 from coppice.runtime.runner.implementation import Model, choose
 from coppice.runtime.runner.kv_scales import measure_scales
+from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED
 from coppice.runtime.sampling.prompt_scores import score_prompts
 from coppice.runtime.schedule.paging import copy_batches
 from coppice.runtime.schedule.scheduler import Schedule
@@ -114,6 +115,8 @@ class ModelRunner:
         self.max_model_len = min(config.max_model_len or model.max_position, tokens)
         self._scales, self._cache_dtype = scales, cache_dtype
         self._tree = BatchTree()
+        self._drafts = False  # whether graphs are for steps with drafts, too
+        self._captured: tuple[Recorder, Sequence[int] | None, int] | None = None
         self.graphs: DecodeGraphs | None = None
         self._make_cache()
         if config.cuda_graph_sizes is not None and self.graphs is None:
@@ -154,6 +157,20 @@ class ModelRunner:
         if not config.enforce_eager and self.device.type == "cuda":
             self.capture(CudaRecorder(self.device), config.cuda_graph_sizes, config.max_num_seqs)
 
+    def expect_drafts(self, expected: bool) -> None:
+        """Makes the graphs that steps with drafts need, if there are graphs; or those without."""
+        self._tell("expect_drafts", expected)
+        before = self.graphs
+        if expected == self._drafts:
+            return
+        self._drafts = expected
+        if before is not None and self._captured is not None:
+            described, self.graphs = str(before), None
+            del before
+            gc.collect()
+            self.memory = self.memory.replace(f"; {described}", "")
+            self.capture(*self._captured)
+
     def sleep(self, level: int) -> None:
         """Frees the KV cache and graphs; no step may run until `wake_up`.
 
@@ -193,13 +210,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, recorder: Recorder, sizes: Sequence[int] | None, max_num_seqs: int) -> None:
-        """Captures graphs of decoding steps, for each of ``sizes``, if the backend has plans."""
-        sizes = graph_sizes(max_num_seqs) if sizes is None else sorted(sizes)
+        """Captures graphs of decoding steps, for each of ``sizes``, if the backend has plans.
+
+        With drafts a step has more rows than sequences: one of these may have a whole draft.
+        """
+        self._captured = recorder, sizes, max_num_seqs
+        if sizes is None:
+            most = max(max_num_seqs, 1 + MOST_DRAFTED) if self._drafts else max_num_seqs
+            sizes = graph_sizes(most)
+        sizes = sorted(sizes)
         plans = self.attention.fixed_plans(
             sizes,
             page_size=self.page_size,
             num_pages=self.num_pages + 1,
             max_pages=-(-self.max_model_len // self.page_size),
+            branches=self._drafts and self.attention.branches,
         )
         if plans is None:
             logger.info("no CUDA graphs: the %s backend offers none", self.attention.name)

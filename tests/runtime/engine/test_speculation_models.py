@@ -1,4 +1,4 @@
-"""Drafts with real layers and kernels: the same tokens and logprobs as without, on every backend."""
+"""Drafts with real layers and kernels: the same tokens and logprobs as without, by any backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
     params: list[dict[str, Any]] = [
         {"temperature": 0, "logprobs": 3},
         {"temperature": 0.9, "seed": 4, "n": 2, "logprobs": 0},
-        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.8, "prompt_logprobs": 1},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.8, "temperature": 0,
+         "prompt_logprobs": 1},
         {"temperature": 0.7, "seed": 9, "top_p": 0.9, "logit_bias": {5: 3.0, 9: -5.0}},
     ]  # fmt: skip
     made = []

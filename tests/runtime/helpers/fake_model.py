@@ -113,7 +113,13 @@ class FakeAttention(ReferenceBackend):
         return super().prepare(plan, num_pages=num_pages)
 
     def fixed_plans(
-        self, sizes: Seq[int], *, page_size: int, num_pages: int, max_pages: int
+        self,
+        sizes: Seq[int],
+        *,
+        page_size: int,
+        num_pages: int,
+        max_pages: int,
+        branches: bool = False,
     ) -> list[list[FakeFixedPlan]]:
         return [[FakeFixedPlan(num_pages)] for _ in sizes]
 

@@ -419,6 +419,11 @@ class RandomSchedule:
         """Recounts every page and lock; at some steps also checks the KV of every page."""
         assert self.engine.tree is self.tree, "the page accounting was repaired"
         self.engine.check()
+        if self.drafts is not None:
+            size = self.engine.config.page_size
+            for sequence in self.engine.scheduler.running:
+                if self.engine.tiers is None or not sequence.remaining > 1:
+                    assert len(sequence.table) == -(-sequence.computed // size), "pages of a draft"
         self._check_queue()
         self._check_accounts()
         if self.engine.tiers is not None:

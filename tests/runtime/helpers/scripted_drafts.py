@@ -46,6 +46,7 @@ class ScriptedDrafts:
         self._asked = dict(sequences)
         for sequence, most in sequences:
             assert most > 0 and not sequence.late and sequence not in self._over
+            assert not sequence.request.beam_search
             assert len(sequence.tokens) + most < sequence.request.max_length
         return [self._draft(*each) for each in sequences]
 
@@ -64,8 +65,11 @@ class ScriptedDrafts:
             if not self._chains:
                 parent = rng.choice([right[-1], right[-1], parent, rng.randrange(-1, len(tokens))])
             token = rng.randrange(self._vocabulary)
-            if parent == right[-1] and true is not None and rng.random() < self._right:
-                token = true
+            if parent == right[-1] and true is not None:
+                if rng.random() < self._right:
+                    token = true
+                elif token == true:
+                    token = (true + 1) % self._vocabulary
             if any(each.token == token and each.parent == parent for each in tokens):
                 continue
             tokens.append(DraftToken(token, parent, rng.random(), "script"))
