@@ -150,7 +150,8 @@ ORDER: dict[str, str] = {
         requests
         metrics
         tiers
-        sampling schedule model
+        sampling
+        schedule model
         planning transformers
         config
         runner

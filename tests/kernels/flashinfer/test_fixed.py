@@ -149,8 +149,10 @@ def test_what_does_not_fit_is_not_loaded(make_batch, backend):
         assert not fixed.load(mixed_up.plan)
         assert fixed.load(small.plan)
         agree(small.run(backend, prepared=fixed), small.run(ReferenceBackend()))
-        with pytest.raises(ValueError, match="context_len of the plan is of 7; here it must be of"):
+        with pytest.raises(ValueError, match="query_start of the plan is of 7; here it must be of"):
             fixed.load(make_batch(TAILS[1:], page_size=4).plan)
+        drafted = [(2, TAILS[0][1]), *TAILS[2:]]  # as many rows, of fewer sequences
+        assert not fixed.load(make_batch(drafted, page_size=4).plan)
 
 
 def test_layers_of_two_kinds_are_loaded_together(make_batch, backend):

@@ -121,7 +121,7 @@ def test_too_many_pieces_do_not_fit(
 @pytest.mark.parametrize(
     ("changes", "refusal"),
     [
-        ({"rows": [(1, 3)] * 5}, "context_len of the plan is of 5; here it must be of 6"),
+        ({"rows": [(1, 3)] * 5}, "query_start of the plan is of 5; here it must be of 6"),
         ({"rows": [(2, 3)] + [(1, 3)] * 5}, "query_start of the plan is of 7; .* 6"),
         ({"page_size": 8}, "page_size of the plan is of 8; here it must be of 4"),
         ({"num_pages": 3}, "and below 3, the pages of the cache"),
