@@ -342,13 +342,13 @@ class Steps:
                 self.end(sequence, "error")
                 outputs.append(StepOutput.of(sequence, (), "error", None, errors[row]))
                 continue
-            got, error = followed.get(sequence), None
+            got, broken = followed.get(sequence), None
             if got is None:
                 reason, stop = sequence.ending(self._eos)
                 tokens: tuple[int, ...] = (sampled.tokens[row],)
                 logprobs = sampled.logprobs[row]
             else:
-                reason, stop, error, tokens = got.reason, got.stop, got.error, tuple(got.tokens)
+                reason, stop, broken, tokens = got.reason, got.stop, got.error, tuple(got.tokens)
                 logprobs = Logprobs.joined(got.logprobs) if got.logprobs else None
                 self._counters.generated_tokens += len(tokens) - 1
             if reason is not None:
@@ -356,9 +356,9 @@ class Steps:
                     reason = "length"  # it ends here since there is no room for more
                 self.end(sequence, reason)
             outputs.append(StepOutput.of(sequence, tokens, reason, stop, logprobs=logprobs))
-            if error is not None:
+            if broken is not None:
                 self.end(sequence, "error")
-                outputs.append(StepOutput.of(sequence, (), "error", None, error))
+                outputs.append(StepOutput.of(sequence, (), "error", None, broken))
         for sequence in step.pooled:
             if sequence.status is not Status.FINISHED:
                 self.end(sequence, "stop")

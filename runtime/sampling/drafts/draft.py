@@ -66,7 +66,8 @@ class Draft:
             other = best.get(each.parent)
             if other is None or each.probability > self.tokens[other].probability:
                 best[each.parent] = index
-        path, at = [], -1
+        path: list[DraftToken] = []
+        at = -1
         while (following := best.get(at)) is not None:
             path.append(self.tokens[following]._replace(parent=len(path) - 1))
             at = following

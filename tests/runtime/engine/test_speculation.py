@@ -175,6 +175,10 @@ class Fixed:
         self.over += 1
 
 
+def small(checkpoint, **options):
+    return fake_engine(checkpoint, kv_cache_tokens=256, **options)
+
+
 def served(engine, prompt, **params):
     engine.add_request("a", prompt, SamplingParams(temperature=0, **params))
     outputs = []
@@ -186,11 +190,12 @@ def served(engine, prompt, **params):
 
 def test_a_draft_ends_where_the_sequence_does(checkpoint):
     """By its length, by a stop token in the middle of the draft, and with all tokens at once."""
+    engine = small(checkpoint)[0]
     for first in range(3, VOCABULARY):
         prompt = [first, 6, 7]
-        plain = served(fake_engine(checkpoint)[0], prompt, max_tokens=9, ignore_eos=True)
+        plain = served(engine, prompt, max_tokens=9, ignore_eos=True)
         tokens = [each.new_token_ids[0] for each in plain]
-        if len(set(tokens)) == len(tokens):
+        if tokens[4] not in tokens[:4]:
             break
     chain = [(token, place - 1) for place, token in enumerate(tokens[1:7])]
     for more, count, reason in (
@@ -199,8 +204,8 @@ def test_a_draft_ends_where_the_sequence_does(checkpoint):
         ({"max_tokens": 9, "stop_token_ids": (tokens[4],), "ignore_eos": True}, 5, "stop"),
         ({"max_tokens": 9, "stop_token_ids": (tokens[4],), "min_tokens": 6}, None, None),
     ):
-        expected = served(fake_engine(checkpoint)[0], prompt, **more)
-        engine, model = fake_engine(checkpoint)
+        expected = served(small(checkpoint)[0], prompt, **more)
+        engine, model = small(checkpoint)
         engine.speculate(drafts := Fixed(chain))
         outputs = served(engine, prompt, **more)
         model.check_cache()
@@ -218,7 +223,7 @@ def test_a_draft_ends_where_the_sequence_does(checkpoint):
 
 
 def test_only_the_likeliest_path_where_attention_takes_no_branches(checkpoint):
-    engine, _ = fake_engine(checkpoint)
+    engine, _ = small(checkpoint)
     engine.runner.attention.branches = False
     engine.speculate(drafts := Fixed([(1, -1), (2, -1), (3, 1), (4, 0)]))
     drafts.draft = Draft((
@@ -232,7 +237,7 @@ def test_only_the_likeliest_path_where_attention_takes_no_branches(checkpoint):
 
 def test_steps_overlap_where_nothing_is_drafted(checkpoint):
     """The tokens are waited for in few steps only, if no draft comes."""
-    engine, _ = fake_engine(checkpoint, async_scheduling=True)
+    engine, _ = small(checkpoint, async_scheduling=True)
     drafts = Fixed([(1, -1)])
     drafts.draft = NOTHING
     engine.speculate(drafts)
@@ -247,10 +252,8 @@ def test_steps_overlap_where_nothing_is_drafted(checkpoint):
 def test_an_interrupt_between_a_draft_and_its_tokens(checkpoint, monkeypatch):
     """The next call takes the step up again before anything else is scheduled."""
     prompt, params = [5, 6, 7], {"max_tokens": 12, "ignore_eos": True}
-    plain = [
-        t for o in served(fake_engine(checkpoint)[0], prompt, **params) for t in o.new_token_ids
-    ]
-    engine, _ = fake_engine(checkpoint, async_scheduling=True)
+    plain = [t for o in served(small(checkpoint)[0], prompt, **params) for t in o.new_token_ids]
+    engine, _ = small(checkpoint, async_scheduling=True)
     engine.speculate(Fixed([(token, place - 1) for place, token in enumerate(plain[1:5])]))
     engine.add_request("a", prompt, SamplingParams(temperature=0, **params))
     from coppice.runtime.engine.step import Step
