@@ -10,13 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from coppice.kernels.attention.branches import Branches
 from coppice.kernels.attention.checks import check_attend, check_cache, check_copy
-from coppice.kernels.attention.interface import (
-    AttentionBackend,
-    AttentionPlan,
-    Branches,
-    LayerCache,
-)
+from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan, LayerCache
 
 
 class ReferenceBackend(AttentionBackend):

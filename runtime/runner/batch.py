@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from coppice.kernels.attention.interface import AttentionPlan, Branches, SharedStretch
+from coppice.kernels.attention.branches import Branches
+from coppice.kernels.attention.interface import AttentionPlan, SharedStretch
 from coppice.kernels.transfer import send
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.model.adapters.changes import ActingRows

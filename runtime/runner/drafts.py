@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coppice.kernels.attention.interface import Branches
+from coppice.kernels.attention.branches import Branches
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.sampling.drafts.draft import Draft
 from coppice.runtime.schedule.scheduler import Chunk, Schedule

@@ -13,11 +13,11 @@ import pytest
 import torch
 from fake_flashinfer import Library
 
+from coppice.kernels.attention.branches import Branches
 from coppice.kernels.attention.interface import (
     AttentionBackend,
     AttentionCase,
     AttentionPlan,
-    Branches,
     LayerCache,
     SharedStretch,
 )
