@@ -7,6 +7,7 @@ from typing import Any
 
 from coppice.radix import POLICIES
 from coppice.runtime.metrics.events.options import ENCODINGS, check_endpoint
+from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 from coppice.runtime.tiers.sizes import parse_size
 
@@ -20,6 +21,7 @@ MODEL_IMPLS = ("auto", "coppice", "transformers")
 #: Fraction of the available memory that the KV cache gets by default. Other programs need main
 #: memory, too; a GPU belongs to the engine, but allocators and libraries need some of its memory.
 CPU_FRACTION, GPU_FRACTION = 0.4, 0.9
+SPECULATIONS = ("auto", "off")
 QUANTIZATIONS = (None, "int8", "int4", "fp8")
 
 
@@ -128,6 +130,14 @@ class EngineConfig:
     shared_cache_dtype: str = _option(
         "auto", "type of the KV in that server, as of disk_cache_dtype"
     )
+    speculation: str = _option(
+        "off",
+        f"whether steps verify drafts of several tokens: {', '.join(SPECULATIONS)}; auto makes as "
+        "many as pay, from earlier text, predictions of requests and grammars, and changes no text",
+    )
+    max_draft_tokens: int = _option(
+        24, f"most drafted tokens of a sequence in one step; at most {MOST_DRAFTED}"
+    )
     attention_backend: str = _option(
         "auto",
         "attention kernels: auto, cpu, triton, flashinfer or reference; auto is cpu on a CPU, on a "
@@ -223,6 +233,12 @@ class EngineConfig:
             _at_least("max_queued_requests", self.max_queued_requests, 1)
         if self.max_queued_tokens is not None:
             _at_least("max_queued_tokens", self.max_queued_tokens, 1)
+        _one_of("speculation", self.speculation, SPECULATIONS)
+        _at_least("max_draft_tokens", self.max_draft_tokens, 1)
+        if self.max_draft_tokens > MOST_DRAFTED:
+            raise ValueError(
+                f"max_draft_tokens must be at most {MOST_DRAFTED}, got {self.max_draft_tokens}"
+            )
         _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
         if not isinstance(self.pin_budget, (int, float)) or not 0 <= self.pin_budget <= 1:
             raise ValueError(f"pin_budget must be from 0 to 1, got {self.pin_budget!r}")

@@ -58,5 +58,5 @@ class TextRequest:
     def needs_tokenizer(self) -> bool:
         """Whether preparing it needs the tokenizer or a grammar; False for plain token ids."""
         texts = any(isinstance(prompt, str) for prompt in self.prompts)
-        words = bool(self.params.bad_words)
+        words = bool(self.params.bad_words) or self.params.prediction is not None
         return texts or words or bool(self.messages) or self.echo or self.has_grammar

@@ -55,7 +55,7 @@ _CACHE_SIZE = (
 )
 _NO_CODE = "no code of a checkpoint is ever run: supported models are built in"
 _ADAPTERS = "adapters are held once, in the memory of the model; max_loras bounds their number"
-_NO_DRAFTS = "there is no speculative decoding; leave it out"
+_NO_DRAFTS = "use speculation, auto or off, and max_draft_tokens"
 _TEXT_ONLY = "models here take text only; leave it out"
 _EVICTED = "there is no second place for KV: what does not fit is evicted and computed again"
 _GRAPHS = "use enforce_eager to switch CUDA graphs off, cuda_graph_sizes to choose their sizes"
@@ -298,7 +298,7 @@ _RARE_GROUPS: Mapping[str, str] = {
         max_long_partial_prefills multi_step_stream_outputs disable_async_output_proc""",
     "use cuda_graph_sizes": """
         max_cudagraph_capture_size""",
-    "there is no speculative decoding; leave it out": """
+    _NO_DRAFTS: """
         num_lookahead_slots spec_method spec_model spec_tokens""",
     "llguidance follows schemas and grammars here; leave it out": """
         guided_decoding_disable_fallback guided_decoding_disable_any_whitespace

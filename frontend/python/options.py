@@ -73,6 +73,8 @@ class Configured(ABC):
         disk_cache_dtype: str = "auto",
         shared_cache: str | None = None,
         shared_cache_dtype: str = "auto",
+        speculation: str = "off",
+        max_draft_tokens: int = 24,
         attention_backend: str = "auto",
         deterministic: bool = False,
         async_scheduling: bool | None = None,
@@ -147,6 +149,10 @@ class Configured(ABC):
             shared_cache: address of a Redis or Valkey server that keeps pages for several servers,
                 such as redis://host:6379; default: none.
             shared_cache_dtype: type of the KV in that server, as of disk_cache_dtype.
+            speculation: whether steps verify drafts of several tokens: auto, off; auto makes as
+                many as pay, from earlier text, predictions of requests and grammars, and changes
+                no text.
+            max_draft_tokens: most drafted tokens of a sequence in one step.
             attention_backend: attention kernels: auto, cpu, triton, flashinfer or reference; auto
                 is cpu on a CPU, on a GPU flashinfer where it covers the model, else triton.
             deterministic: answers that depend neither on the rest of the batch nor on cache hits,

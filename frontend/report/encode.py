@@ -24,6 +24,7 @@ from coppice.frontend.report.words import (
     CAUSE_NAMES,
     Decode,
     cause_meaning,
+    drafts_sentence,
     tiers_sentence,
     windows_sentence,
 )
@@ -220,6 +221,7 @@ def encode(
         "adapters": [asdict(each) for each in report.adapters],
         "windows": report.windows and _sliding(report.windows),
         "tiers": report.tiers and _tiers(report.tiers),
+        "drafts": _drafts(report) if report.draft_rows else None,
         "replicas": [_replica(each) for each in report.replicas],
     }
 
@@ -264,6 +266,23 @@ def _tiers(tiers: TiersReport) -> dict[str, Any]:
         "unwritten_pages": tiers.unwritten_pages,
         "waiting_bytes": tiers.waiting_bytes,
         "sentence": tiers_sentence(tiers),
+    }
+
+
+def _drafts(report: CacheReport) -> dict[str, Any]:
+    return {
+        "sources": [
+            {
+                "name": name,
+                "drafted_tokens": drafted,
+                "accepted_tokens": report.accepted_tokens.get(name, 0),
+                "saved_seconds": report.draft_seconds_saved.get(name, 0.0),
+            }
+            for name, drafted in report.drafted_tokens.items()
+        ],
+        "rows": report.draft_rows,
+        "tokens_a_step": report.tokens_a_step,
+        "sentence": drafts_sentence(report),
     }
 
 

@@ -297,6 +297,7 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
         "kind",
         stats.window_keys,
     )
+    yield from _drafts(stats)
     yield from _tiers(stats.tiers)
     yield GaugeMetricFamily("coppice_page_size_tokens", "Tokens that a page holds", stats.page_size)
     yield GaugeMetricFamily("coppice_pins", "Prefixes that are pinned", stats.num_pins)
@@ -307,6 +308,37 @@ def _pool(stats: EngineStats) -> Iterator[Metric]:
         "coppice_eviction_age_seconds",
         "How long tokens had been unused when they were evicted",
         stats.eviction_age,
+    )
+
+
+def _drafts(stats: EngineStats) -> Iterator[Metric]:
+    """By source of drafts; without speculation the families are empty."""
+    yield _counters(
+        "coppice_drafted_tokens",
+        "Tokens of drafts that were computed. text: what followed earlier on the same tokens; "
+        "prediction: the request's; grammar: what a form leaves no choice about",
+        "source",
+        stats.drafted_tokens,
+    )
+    yield _counters(
+        "coppice_accepted_draft_tokens",
+        "Tokens of drafts that texts went on with",
+        "source",
+        stats.accepted_tokens,
+    )
+    saved = GaugeMetricFamily(
+        "coppice_draft_saved_seconds",
+        "An estimate: time of the steps that accepted tokens would have taken, less what drafted "
+        "ones added to steps",
+        labels=["source"],
+    )
+    for source, seconds in stats.draft_seconds_saved.items():
+        saved.add_metric([source], seconds)
+    yield saved
+    yield CounterMetricFamily(
+        "coppice_draft_rows",
+        "Tokens of sequences, one a step, that could have had a draft; accepted tokens came beside",
+        stats.draft_rows,
     )
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from coppice.frontend.report.widgets import (
     bar,
     divided,
+    draft_line,
     listed,
     namespace_table,
     pin_table,
@@ -81,6 +82,7 @@ def render_live(report: Report, *, trouble: str = "", width: int = 80) -> Render
         namespace_table(report["namespaces"]),
         replica_table(report.get("replicas", ()), width),
         tier_table(report.get("tiers")),
+        draft_line(report.get("drafts")),
         adapter_lines(report.get("adapters", ())),
         pin_table(report["pins"]),
     )

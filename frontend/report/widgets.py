@@ -109,6 +109,11 @@ def replica_table(replicas: Sequence[Report], width: int) -> Table | None:
     return table
 
 
+def draft_line(drafts: Report | None) -> RenderableType | None:
+    """What drafts came to; None without any."""
+    return None if drafts is None else Text(f"{drafts['sentence']}.", "dim")
+
+
 def tier_table(tiers: Report | None) -> RenderableType | None:
     """The tiers beyond the pool, and what they saved; None without any."""
     if tiers is None:

@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from coppice.runtime.report.snapshot import CAUSES, Counts, TiersReport, WindowReport
+from coppice.runtime.report.snapshot import (
+    CAUSES,
+    Counts,
+    EngineStats,
+    TiersReport,
+    WindowReport,
+)
 
 if TYPE_CHECKING:
     from coppice.frontend.text.tokenizer import Tokenizer
@@ -52,6 +58,18 @@ def cause_meaning(cause: str, counts: Counts) -> str:
     if cause == "evicted" and counts.evicted_idle_seconds:
         meaning = f"was cached; idle for {duration(counts.evicted_idle_seconds)}"
     return meaning
+
+
+def drafts_sentence(stats: EngineStats) -> str:
+    """What drafts came to."""
+    drafted, accepted = sum(stats.drafted_tokens.values()), sum(stats.accepted_tokens.values())
+    parts = [f"{count:,} from {name}" for name, count in stats.accepted_tokens.items()]
+    of = f" ({', '.join(parts)})" if parts else ""
+    return (
+        f"{accepted:,} of {drafted:,} drafted tokens were accepted{of}: "
+        f"{stats.tokens_a_step:.2f} tokens a step, which saved "
+        f"{sum(stats.draft_seconds_saved.values()):,.1f} s"
+    )
 
 
 def tiers_sentence(tiers: TiersReport) -> str:

@@ -22,6 +22,7 @@ class Continuation:
         kept: tokens that wait to be decoded.
         held: text that waits to be handed out.
         cached_tokens: tokens of the prompt whose KV was reused; 0 before the first output.
+        drafted, accepted: tokens of its drafts, as far as the engine has told.
         completion: the result, once it has ended.
     """
 
@@ -33,6 +34,8 @@ class Continuation:
     kept: list[int] = field(default_factory=list)
     held: TextDelta | None = None
     cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
@@ -64,6 +67,8 @@ class Continuation:
         new = [*self.kept, *step.new_token_ids]
         self.kept.clear()
         self.cached_tokens = step.cached_tokens
+        if step.drafted:
+            self.drafted, self.accepted = step.drafted, step.accepted
         logprobs = [] if step.logprobs is None else list(texts.logprobs(step.logprobs, new))
         silent = is_silent(step, self.params)
         if not logprobs and not self.params.stop_strings:

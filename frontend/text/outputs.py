@@ -69,6 +69,8 @@ class RequestOutput:
             most probable tokens, by token id; None for the first token and for those before
             `prompt_logprobs_start`; None altogether if they were not asked for.
         left_out_tokens: generated tokens of the sequences that `best_of` left out.
+        drafted_tokens: tokens that were drafted for all sequences (see `speculation`).
+        accepted_tokens: of them, those that the texts went on with.
     """
 
     request_id: str
@@ -79,6 +81,8 @@ class RequestOutput:
     cached_tokens: int
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     left_out_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True)  # not frozen: made for each piece of each stream

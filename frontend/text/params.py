@@ -24,10 +24,17 @@ def for_engine(params: Params, tokenizer: Tokenizer) -> Params:
 
 
 def words_as_tokens(params: Params, tokenizer: Tokenizer) -> Params:
-    """The parameters with token ids for `bad_words`, of which there may be many.
+    """The parameters with token ids for `bad_words`, of which there may be many, and `prediction`.
 
     Raises ValueError for words that cannot be made tokens.
     """
+    if isinstance(params, SamplingParams) and params.prediction is not None:
+        try:
+            params.prediction.encode()
+        except UnicodeEncodeError:
+            raise ValueError("prediction must be valid Unicode, got a lone surrogate") from None
+        predicted = tuple(tokenizer.encode_more(params.prediction))
+        params = replace(params, prediction=None, prediction_token_ids=predicted)
     if not params.bad_words:
         return params
     words = list(params.bad_words_token_ids or ())

@@ -225,4 +225,6 @@ def _output(running: _Running, cached_tokens: int) -> RequestOutput:
         cached_tokens,
         running.prompt_logprobs,
         sum(len(each.token_ids) for each in completions[returned:]),
+        sum(each.drafted for each in ended),
+        sum(each.accepted for each in ended),
     )

@@ -30,6 +30,7 @@ from coppice.runtime.runner.member import open_runner
 from coppice.runtime.runner.ranks.ending import EndingGroup
 from coppice.runtime.sampling.beam_search import WatchLines
 from coppice.runtime.sampling.drafts.draft import Speculation
+from coppice.runtime.sampling.drafts.made import make_speculation
 from coppice.runtime.sampling.grammars import Grammars
 from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.scheduler import Scheduler
@@ -122,6 +123,11 @@ class Engine:
         self.tiers = self._steps.tiers = open_tiers(config, self.runner, self.scheduler)
         if self.tiers is not None:
             self.tiers.know(self.intake.namespace(None))
+        self.drafts = None
+        if config.speculation == "auto":
+            tokens = self.num_pages * config.page_size
+            self.drafts = make_speculation(tokens, config.max_draft_tokens)
+            self.speculate(self.drafts)
         self.events = Publishing(config, self.scheduler, self.counters)
         if self.runner.device.type == "cpu":
             give_back_memory()
@@ -391,6 +397,8 @@ class Engine:
         self.pins.clear()
         self.tree.reset()
         self.intake.known_logprobs.clear()
+        if self.drafts is not None:
+            self.drafts.forget()
         self.accounts.cleared(self.tree)
 
     # -- sleep -------------------------------------------------------------------------------

@@ -318,6 +318,11 @@ class Intake:
                 f"bad_words must be token ids here (bad_words_token_ids), since the engine knows "
                 f"no text, got {params.bad_words!r}"
             )
+        if params.prediction is not None:
+            raise ValueError(
+                f"prediction must be token ids here (prediction_token_ids), since the engine knows "
+                f"no text, got {params.prediction!r:.100}"
+            )
         if params.chooses:
             raise ValueError(
                 f"best_of must not be above n here, since the caller, who has the texts, chooses "

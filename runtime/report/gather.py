@@ -97,6 +97,16 @@ def _stats(engine: Engine) -> dict[str, Any]:
         stats["window_keys"] = {"read": keys.read, "skipped": keys.skipped}
     if engine.tiers is not None:
         stats["tiers"] = engine.tiers.report()
+    if engine.drafts is not None:
+        told = engine.drafts.counts
+        stats |= {
+            "drafted_tokens": {name: each.drafted for name, each in told.sources.items()},
+            "accepted_tokens": {name: each.accepted for name, each in told.sources.items()},
+            "draft_seconds_saved": {
+                name: each.seconds_saved for name, each in told.sources.items()
+            },
+            "draft_rows": told.rows,
+        }
     if graphs is not None:
         stats |= {
             "cuda_graphs": len(graphs.sizes),

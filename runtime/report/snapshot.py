@@ -122,6 +122,11 @@ class EngineStats:
         window_keys: keys, each of a token in a layer, that layers with a sliding window have
             "read" and "skipped"; empty for a model without windows.
         tiers: what was kept beyond the pool, and came back; None for an engine without tiers.
+        drafted_tokens, accepted_tokens: of drafts that were computed, and of those the ones that a
+            text went on with, by what proposed them; empty without speculation.
+        draft_seconds_saved: an estimate, by what proposed them: the time of the steps that accepted
+            tokens would have taken, less what drafted ones added to steps.
+        draft_rows: tokens of sequences, one a step, that could have had a draft.
         replicas: those whose counts these are together, by name; none for one engine's own.
     """
 
@@ -165,7 +170,18 @@ class EngineStats:
     adapters: tuple[AdapterReport, ...] = ()
     window_keys: dict[str, int] = field(default_factory=dict)
     tiers: TiersReport | None = None
+    drafted_tokens: dict[str, int] = field(default_factory=dict)
+    accepted_tokens: dict[str, int] = field(default_factory=dict)
+    draft_seconds_saved: dict[str, float] = field(default_factory=dict)
+    draft_rows: int = 0
     replicas: tuple[ReplicaReport, ...] = ()
+
+    @property
+    def tokens_a_step(self) -> float:
+        """Tokens that a sequence got in a step that could have had a draft; 0 before the first."""
+        if not self.draft_rows:
+            return 0.0
+        return 1 + sum(self.accepted_tokens.values()) / self.draft_rows
 
     @property
     def hit_rate(self) -> float:

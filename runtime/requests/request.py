@@ -158,7 +158,8 @@ class Sequence:
 
     __slots__ = ("request", "tokens", "computed", "status", "hold", "table", "cached_tokens",
                  "counted", "admitted", "preempted", "private", "account", "reader",
-                 "token_at", "logit_rules", "index", "arrival", "forked")  # fmt: skip
+                 "token_at", "logit_rules", "index", "arrival", "forked",
+                 "drafted", "accepted")  # fmt: skip
 
     def __init__(self, request: Request, index: int = 0, arrival: int | None = None) -> None:
         self.request = request
@@ -179,6 +180,7 @@ class Sequence:
         self.token_at = 0.0  # when it last got a token, in seconds of a monotonic clock; 0 before
         self.private = False  # its tokens stay out of the tree until it ends
         self.reader: PromptReader | None = None  # of more rows of its prompt than the last
+        self.drafted = self.accepted = 0  # tokens of its drafts, and those that it went on with
         self.logit_rules: Forkable | None = None  # the sampler's; made when it is first sampled
 
     def keys(self, begin: int = 0, end: int | None = None) -> bytes:
@@ -257,6 +259,8 @@ class StepOutput:
     logprobs: Logprobs | None = None  # of the new tokens, if asked for
     prompt_logprobs: Logprobs | None = None  # of the prompt, with its first new token
     pooled: np.ndarray | None = None  # the vector or score of a request for one, at its end
+    drafted: int = 0  # tokens of the sequence's drafts so far
+    accepted: int = 0  # of them, those that its text went on with
 
     @classmethod
     def of(
@@ -283,6 +287,8 @@ class StepOutput:
         )
         if logprobs is not None:
             made.logprobs = logprobs
+        if sequence.drafted:
+            made.drafted, made.accepted = sequence.drafted, sequence.accepted
         prompt = sequence.reader
         if prompt is not None and tokens and sequence.num_generated == len(tokens):
             made.prompt_logprobs = prompt.result()

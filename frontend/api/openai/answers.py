@@ -307,8 +307,13 @@ def usage(outputs: Sequence[RequestOutput], reading: Reading | None = None) -> d
     size = counts(outputs)
     counted = _usage(size.prompt, size.generated, size.cached)
     reasoning = None if reading is None else reading.reasoning_tokens(outputs)
-    if reasoning is not None:
-        counted["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    details = {} if reasoning is None else {"reasoning_tokens": reasoning}
+    if drafted := sum(output.drafted_tokens for output in outputs):
+        accepted = sum(output.accepted_tokens for output in outputs)
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = drafted - accepted
+    if details:
+        counted["completion_tokens_details"] = details
     return counted
 
 

@@ -154,6 +154,30 @@ class TemplateFields(Body):
         }
 
 
+class PredictedPart(Body):
+    """A piece of a prediction."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """A text that much of the answer is expected to be."""
+
+    type: Literal["content"]
+    content: Annotated[
+        str | Annotated[list[PredictedPart], Field(fail_fast=True)],
+        must_be('a string or a list of parts {"type": "text", "text": ...}'),
+    ]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatBody(TextBody, TemplateFields):
     """The body of /v1/chat/completions."""
 
@@ -167,6 +191,7 @@ class ChatBody(TextBody, TemplateFields):
     include_reasoning: bool = True
     thinking_token_budget: ThinkingBudget | None = None  # vLLM's name
     thinking_budget: ThinkingBudget | None = None  # Qwen's name for the same
+    prediction: Prediction | None = None
 
     # They name, tag or group requests; the answer does not depend on them.
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
@@ -178,7 +203,6 @@ class ChatBody(TextBody, TemplateFields):
     functions: Annotated[Any, Only([])] = None
     modalities: Annotated[Any, Only(["text"])] = None
     moderation: Annotated[Any, Only()] = None
-    prediction: Annotated[Any, Only()] = None
     # The cache finds every shared prefix by itself, and lives as long as the process.
     prompt_cache_options: Annotated[Any, Only({"mode": "implicit"})] = None
     prompt_cache_retention: Annotated[Any, Only("in_memory")] = None
@@ -268,6 +292,10 @@ def parse_chat(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) -> TextReq
         if asked.use_beam_search:
             raise BadRequest(f"{name} is not supported with use_beam_search", param=name)
         values["thinking_token_budget"] = budget
+    if asked.prediction is not None:
+        if asked.use_beam_search:
+            raise BadRequest("prediction is not supported with use_beam_search", param="prediction")
+        values["prediction"] = asked.prediction.text
     if asked.logprobs:
         values["logprobs"] = asked.top_logprobs or 0
     elif asked.top_logprobs:

@@ -16,9 +16,14 @@ class PromptTokensDetails(Body):
 
 
 class CompletionTokensDetails(Body):
-    """The generated tokens that are reasoning, without its marks."""
+    """The generated tokens that are reasoning, without its marks, and what became of drafts.
 
-    reasoning_tokens: int = Field(ge=0)
+    Drafts are the request's `prediction` and what the engine expects by itself.
+    """
+
+    reasoning_tokens: int | None = Field(default=None, ge=0)
+    accepted_prediction_tokens: int | None = Field(default=None, ge=0)
+    rejected_prediction_tokens: int | None = Field(default=None, ge=0)
 
 
 class Usage(Body):

@@ -29,5 +29,8 @@ class ForcedDrafts:
             for number, token in enumerate(tokens)
         ]
 
+    def forget(self) -> None:
+        """It keeps no text of finished sequences."""
+
     def ended(self, sequence: Sequence) -> None:
         """It keeps nothing."""

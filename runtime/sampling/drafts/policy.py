@@ -207,6 +207,8 @@ class TreeSpeculation:
     def verified(self, sequence: Sequence, draft: Draft, path: Seq[int]) -> None:
         """As `Speculation.verified`."""
         state = self._states.get(sequence)
+        sequence.drafted += len(draft)
+        sequence.accepted += len(path)
         if state is None:
             return
         accepted = set(path)
@@ -231,6 +233,11 @@ class TreeSpeculation:
         """As `Speculation.stepped`."""
         self.counts.rows += sequences
         self.costs.observe(sequences + rows, drafted, seconds)
+
+    def forget(self) -> None:
+        """Forgets all text."""
+        for source in self._sources:
+            source.forget()
 
     def ended(self, sequence: Sequence) -> None:
         """As `Speculation.ended`."""

@@ -94,6 +94,9 @@ class PredictedDrafts:
             made.append(Proposed(token, number - 1, (SOURCE, alike), _FIRST[alike]))
         return made
 
+    def forget(self) -> None:
+        """It keeps no text of finished sequences."""
+
     def ended(self, sequence: Sequence) -> None:
         """Forgets where it was."""
         self._followers.pop(sequence, None)

@@ -30,6 +30,10 @@ class DraftSource(Protocol):
         """At most `most` tokens that may follow the last one, which is known; parents first."""
         ...
 
+    def forget(self) -> None:
+        """Forgets all text that it keeps of sequences that have finished."""
+        ...
+
     def ended(self, sequence: Sequence) -> None:
         """Forgets what it keeps for a sequence that has finished."""
         ...

@@ -52,6 +52,10 @@ class SuffixDrafts:
         self.index.enter(line, sequence.tokens)
         return line
 
+    def forget(self) -> None:
+        """Forgets all text."""
+        self.index.clear()
+
     def ended(self, sequence: Sequence) -> None:
         """Enters its last tokens, which others may repeat; not of beams, which share theirs."""
         request = sequence.request

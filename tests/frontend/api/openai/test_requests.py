@@ -147,7 +147,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("verbosity", "high"),
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x"}),
-    ("prediction", {"type": "content"}),
     ("web_search_options", {}),
     ("service_tier", "flex"),
     ("prompt_cache_retention", "24h"),
@@ -161,6 +160,15 @@ def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None
     error = refused(parse_chat, CHAT | {name: value})
     assert error["param"] == name
     assert error["message"].startswith(f"{name} is not supported yet")
+
+
+@pytest.mark.parametrize(
+    "content", ["a file", [{"type": "text", "text": "a "}, {"type": "text", "text": "file"}]]
+)
+def test_a_prediction_is_a_text_or_parts_of_one(content: Any) -> None:
+    asked = parse_chat(CHAT | {"prediction": {"type": "content", "content": content}})
+    assert asked.params.prediction == "a file"
+    assert asked.needs_tokenizer
 
 
 def test_a_suffix_is_refused_by_name() -> None:
@@ -204,6 +212,10 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"metadata": {"a": 5}}, "metadata.a"),
         ({"user": 5}, "user"),
+        ({"prediction": "a text"}, "prediction"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": 3}}, "prediction.content"),
+        ({"prediction": {"type": "text", "content": "a"}}, "prediction.type"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),

@@ -1,0 +1,53 @@
+"""Makes an engine's sequences follow given texts: all is computed, then the given token wins."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import torch
+
+from coppice import Engine, SamplingParams
+from coppice.runtime.requests.request import Sequence
+from coppice.runtime.sampling.sampler import Sampler, Sampling
+
+
+class _GivenTokens(Sampler):
+    """Raises the logit of the token that a text has next, and chooses as ever."""
+
+    def __init__(self, eos_token_ids: Seq[int], answers: Mapping[str, array[int]]) -> None:
+        super().__init__(eos_token_ids)
+        self._answers = answers
+
+    def sample(
+        self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Seq[int] | None = None
+    ) -> Sampling:
+        tokens = []
+        for row, sequence in enumerate(sequences):
+            answer = self._answers[sequence.request.request_id]
+            place = sequence.num_generated + (0 if ahead is None else ahead[row])
+            tokens.append(answer[min(place, len(answer) - 1)])
+        rows = torch.arange(len(tokens), device=logits.device)
+        logits[rows, torch.tensor(tokens, device=logits.device)] = 1e30
+        return super().sample(logits, sequences, ahead)
+
+
+def follow(engine: Engine, texts: Seq[tuple[array[int], array[int]]], batch: int) -> None:
+    """Follows all texts, at most `batch` at a time. Raises RuntimeError if one fails."""
+    answers = {str(number): answer for number, (_, answer) in enumerate(texts)}
+    # A logits processor would do the same by rules, which drafts verify row by row.
+    steps, eos = engine._steps, engine.model_config.eos_token_ids
+    steps._sampler = _GivenTokens(eos, answers)
+    waiting = list(enumerate(texts))[::-1]
+    running = 0
+    while waiting or running:
+        while waiting and running < batch:
+            number, (prompt, answer) = waiting.pop()
+            params = SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
+            engine.add_request(str(number), prompt, params)
+            running += 1
+        for output in engine.step():
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            running -= output.finish_reason is not None
