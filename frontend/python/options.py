@@ -152,7 +152,7 @@ class Configured(ABC):
             speculation: whether steps verify drafts of several tokens: auto, off; auto makes as
                 many as pay, from earlier text, predictions of requests and grammars, and changes
                 no text.
-            max_draft_tokens: most drafted tokens of a sequence in one step.
+            max_draft_tokens: most drafted tokens of a sequence in one step; at most 62.
             attention_backend: attention kernels: auto, cpu, triton, flashinfer or reference; auto
                 is cpu on a CPU, on a GPU flashinfer where it covers the model, else triton.
             deterministic: answers that depend neither on the rest of the batch nor on cache hits,

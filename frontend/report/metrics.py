@@ -336,7 +336,7 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
         saved.add_metric([source], seconds)
     yield saved
     yield CounterMetricFamily(
-        "coppice_draft_rows",
+        "coppice_draft_base_tokens",
         "Tokens of sequences, one a step, that could have had a draft; accepted tokens came beside",
         stats.draft_rows,
     )
