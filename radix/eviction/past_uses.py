@@ -1,10 +1,12 @@
-"""The past of a tree's tokens: their uses, cached or evicted, and what LRU would hold."""
+"""The past of a tree's tokens: their uses, cached or evicted, and what shadow caches would hold."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
+from coppice.radix.eviction.records import Record
+from coppice.radix.eviction.shadows import Shadow
 from coppice.radix.node import Node, Root
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 
@@ -15,30 +17,6 @@ _HEAD = 8
 _TOKENS_A_GHOST = 256
 
 
-class Record:
-    """A stretch of tokens with one history; those of a path follow each other like its nodes.
-
-    The tokens of a live record are in the tree, a ghost's were evicted. A node's edge is covered by
-    one record or several (new tokens may follow some that came back); the last of them is its
-    `policy_data`.
-    """
-
-    __slots__ = ("parent", "children", "start", "length", "last", "uses", "live", "in_lru",
-                 "head", "samples")  # fmt: skip
-
-    def __init__(self, parent: Record | None, start: int, length: int, now: int) -> None:
-        self.parent = parent  # None: the top of a namespace, or forgotten
-        self.children: dict[bytes, Record] = {}  # by their first token, as in the tree
-        self.start = start
-        self.length = length
-        self.last = now  # when it was last used, in requests
-        self.uses = 1
-        self.live = True
-        self.in_lru = False  # an LRU cache of the same size would hold it
-        self.head = b""  # of a ghost: its first tokens
-        self.samples = b""  # of a ghost: its tokens at the positions divisible by STRIDE
-
-
 Ended = Callable[[Record, int, bool], None]
 
 
@@ -46,22 +24,22 @@ class History:
     """The records of a tree: of what is cached, and of a bounded number that were evicted.
 
     `ended(record, age, hit)` is called before each use of a record, `age` requests after its last
-    one, and when a ghost is forgotten without another use. Beside it, an LRU cache of
-    `capacity_tokens` is simulated on the records: `lru_hit_tokens` against our `hit_tokens`.
+    one, and when a ghost is forgotten without another use. `shadows` follow the records.
     """
 
-    def __init__(self, capacity_tokens: int, ended: Ended) -> None:
+    def __init__(
+        self, capacity_tokens: int, ended: Ended, shadows: Sequence[Shadow] = ()
+    ) -> None:
         self.now = 0  # requests
-        self.hit_tokens = self.lru_hit_tokens = self.entered_tokens = 0
-        self._capacity, self._ended = capacity_tokens, ended
+        self.hit_tokens = self.entered_tokens = 0
+        self._ended = ended
+        self._shadows = list(shadows)
         self._max_ghosts = 256 + capacity_tokens // _TOKENS_A_GHOST
         self._records: list[Record] = []
         self._roots: dict[Hashable, Record] = {}
         self._ghosts: deque[Record] = deque()  # by the time of their eviction, revived ones among
         self._num_ghosts = 0
-        self._recency: deque[tuple[int, Record]] = deque()  # uses, old ones of a record included
-        self._limit = 1024  # entries of the three until they are compacted
-        self._lru_tokens = 0
+        self._limit = 1024  # entries of records and ghosts until they are compacted
 
     def sample(self, size: int) -> tuple[list[Record], int]:
         """Every n-th record, and n: `size` to twice `size` records, or all if there are fewer."""
@@ -73,49 +51,38 @@ class History:
         self._records = [record for record in self._records if record.parent is not None]
         ghosts = (ghost for ghost in self._ghosts if not ghost.live and ghost.parent is not None)
         self._ghosts = deque(dict.fromkeys(ghosts))
-        self._recency = deque(use for use in self._recency if use[0] == use[1].last)
-        self._limit = 1024 + (len(self._recency) + len(self._records) + len(self._ghosts)) * 3 // 2
+        self._limit = 1024 + (len(self._records) + len(self._ghosts)) * 3 // 2
         self._roots = {name: top for name, top in self._roots.items() if top.children}
 
     # -- uses --------------------------------------------------------------------------------
 
     def use_path(self, node: Node) -> None:
         """A request has hit the tokens up to the end of `node`. O(records on the path)."""
+        for shadow in self._shadows:
+            shadow.fit(self.now)
         self.now += 1
-        record: Record | None = self._record_of(node)
+        bottom = self._record_of(node)
+        record: Record | None = bottom
         while record is not None and record.parent is not None:
             self.hit_tokens += record.length
             self._use(record)
             record = record.parent
-        if len(self._recency) + len(self._records) + len(self._ghosts) > self._limit:
+        if bottom.parent is not None:
+            self._offer(bottom)
+        if len(self._records) + len(self._ghosts) > self._limit:
             self._compact()
-        recency = self._recency
-        while recency:
-            last, record = recency[0]
-            if record.last == last and record.in_lru:
-                if self._lru_tokens <= self._capacity:
-                    break
-                self._leave_lru(record)  # may put the one above in front
-                continue
-            recency.popleft()
-
-    def _leave_lru(self, record: Record) -> None:
-        record.in_lru = False
-        self._lru_tokens -= record.length
-        above = record.parent
-        if above is not None and above.in_lru and above.last == record.last:
-            self._recency.appendleft((above.last, above))  # a cut one has no entry of its own
 
     def _use(self, record: Record) -> None:
         self._ended(record, self.now - record.last, True)
+        for shadow in self._shadows:
+            shadow.use(record, self.now)
         record.uses += 1
         record.last = self.now
-        self._recency.append((self.now, record))
-        if record.in_lru:
-            self.lru_hit_tokens += record.length
-        else:
-            record.in_lru = True
-            self._lru_tokens += record.length
+
+    def _offer(self, record: Record) -> None:
+        """`record` is the end of a path that was used."""
+        for shadow in self._shadows:
+            shadow.offer(record)
 
     def _record_of(self, node: Node) -> Record:
         record: Record | None = node.policy_data
@@ -151,19 +118,20 @@ class History:
             ghost.head = ghost.samples = b""
             self._num_ghosts -= 1
             above, at = ghost, at + same
-        if at < end:
-            if grown and above is node.policy_data and above.uses == 1 and not above.children:
-                above.length += end - at  # a prompt in chunks, or its output: one stretch
-                if above.in_lru:
-                    self._lru_tokens += end - at
-            else:
-                fresh = Record(above, at, end - at, self.now)
-                above.children[_first(edge, at - base)] = fresh
-                above = fresh
-                above.in_lru = True
-                self._lru_tokens += end - at
-                self._recency.append((self.now, above))
-                self._records.append(above)
+        if at == end:
+            self._offer(above)
+        elif grown and above is node.policy_data and above.uses == 1 and not above.children:
+            above.length += end - at  # a prompt in chunks, or its output: one stretch
+            for shadow in self._shadows:
+                shadow.grow(above, end - at)
+        else:
+            fresh = Record(above, at, end - at, self.now)
+            above.children[_first(edge, at - base)] = fresh
+            above = fresh
+            self._records.append(above)
+            for shadow in self._shadows:
+                shadow.enter(above)
+            self._offer(above)
         node.policy_data = above
 
     def split(self, upper: Node, lower: Node) -> None:
@@ -183,11 +151,13 @@ class History:
         above = lower.parent
         assert above is not None
         upper = Record(above, lower.start, cut - lower.start, lower.last)
-        upper.uses, upper.in_lru = lower.uses, lower.in_lru
+        upper.uses, upper.held, upper.returned = lower.uses, lower.held, lower.returned
         above.children[key] = upper
         upper.children[lower_key] = lower
         lower.parent, lower.start, lower.length = upper, cut, lower.length - upper.length
         self._records.append(upper)
+        for shadow in self._shadows:
+            shadow.split(upper, lower)
         return upper
 
     def evict(self, node: Node, tokens: int) -> None:
@@ -211,8 +181,8 @@ class History:
         """Cuts a live record at `at` and makes a ghost of the rest; returns what stays."""
         tail = next(iter(record.children.values())) if len(record.children) == 1 else None
         key = _first(edge, at - base)
-        kind = (False, record.last, record.uses, record.in_lru)
-        if tail is None or (tail.live, tail.last, tail.uses, tail.in_lru) != kind:
+        kind = (False, record.last, record.uses, record.held, record.returned)
+        if tail is None or (tail.live, tail.last, tail.uses, tail.held, tail.returned) != kind:
             above = self._cut(record, at, _first(edge, record.start - base), key)
             self._bury(record, edge, base)
             return above
@@ -236,15 +206,18 @@ class History:
         """The tree was emptied on purpose: nothing of it is remembered."""
         self._records, self._roots = [], {}
         self._ghosts.clear()
-        self._recency.clear()
-        self._num_ghosts = self._lru_tokens = 0
+        self._num_ghosts = 0
+        for shadow in self._shadows:
+            shadow.clear()
 
     # -- ghosts ------------------------------------------------------------------------------
 
     def _shorten(self, ghost: Record, length: int, forget: bool) -> None:
         """Cuts a ghost; the rest becomes one whose first token is not known, or is forgotten."""
         rest = Record(ghost, ghost.start + length, ghost.length - length, ghost.last)
-        rest.uses, rest.in_lru, rest.live = ghost.uses, ghost.in_lru, False
+        rest.uses, rest.live = ghost.uses, False
+        rest.held, rest.held_children = ghost.held, ghost.held_children
+        rest.returned = ghost.returned
         samples = (-(-rest.start // STRIDE) + (-ghost.start // STRIDE)) * TOKEN_BYTES
         ghost.samples, rest.samples = ghost.samples[:samples], ghost.samples[samples:]
         ghost.length = length
@@ -254,8 +227,9 @@ class History:
         self._records.append(rest)
         self._ghosts.append(rest)
         self._num_ghosts += 1
-        if rest.in_lru:
-            self._recency.appendleft((rest.last, rest))
+        for shadow in self._shadows:
+            shadow.split(ghost, rest)
+            shadow.offer(rest)
         if forget or not rest.samples:
             self._forget(rest)
 
@@ -269,8 +243,9 @@ class History:
             record = stack.pop()
             stack.extend(record.children.values())
             self._ended(record, self.now - record.last, False)
-            if record.in_lru:
-                self._leave_lru(record)
+            for shadow in self._shadows:
+                if record.held & shadow.bit:
+                    shadow.leave(record)
             record.parent, record.children, record.samples = None, {}, b""
             self._num_ghosts -= 1
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from coppice.radix.eviction.adaptive import Adaptive
 from coppice.radix.eviction.density import HitDensity
 from coppice.radix.eviction.order import EvictionOrder, LeafHeap
-from coppice.radix.eviction.past_uses import History, Record
+from coppice.radix.eviction.past_uses import History
+from coppice.radix.eviction.records import Record
 from coppice.radix.node import Node
 
 
@@ -157,6 +159,7 @@ POLICIES: dict[str, type[EvictionOrder]] = {
     "lfu": LeastFrequentlyUsed,
     "slru": SegmentedLeastRecentlyUsed,
     "density": HitDensity,
+    "adaptive": Adaptive,
 }
 
 

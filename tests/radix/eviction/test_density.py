@@ -10,8 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from coppice.radix import Hold, Node, PagePool, RadixTree, check
-from coppice.radix.eviction.density import HitDensity, ReuseTable
-from coppice.radix.eviction.past_uses import STRIDE, History, Record
+from coppice.radix.eviction.density import HitDensity
+from coppice.radix.eviction.past_uses import STRIDE, History
+from coppice.radix.eviction.records import Record
+from coppice.radix.eviction.reuse import ReuseTable
 
 Request = tuple[list[int], list[int]]  # prompt, output
 
