@@ -19,8 +19,8 @@ from coppice.radix.node import Node
 
 _SAMPLE = 2048
 _WINDOW = 64
-_MEMORY = 0.85
-_MARGIN = 0.003
+_MEMORY = 0.93
+_LEAD = 0.05
 
 
 class Adaptive(EvictionOrder):
@@ -37,7 +37,7 @@ class Adaptive(EvictionOrder):
             self._density,
         ]
         self._history = History(capacity_tokens, self._table.ended, self._shadows)
-        self._rule = 0
+        self._rule = 3
         self._leaves = LeafHeap()
         self._learned = 0  # request of the last table
         self._learn_at = 16
@@ -88,12 +88,12 @@ class Adaptive(EvictionOrder):
         return self._shadows[self._rule].key(record), leaf.stamp
 
     def _sort(self, now: int) -> None:
-        """Enters all leaves by their present keys. O(leaves log leaves), each quarter of them."""
+        """Enters all leaves by their present keys. O(leaves log leaves), each sixteenth of them."""
         leaves = LeafHeap()
         for leaf in self._leaves:
             leaves.add(self._key(leaf), leaf)
         self._leaves = leaves
-        self._sort_at = now + max(4, len(leaves) // 4)
+        self._sort_at = now + max(4, len(leaves) // 16)
 
     def _learn(self, now: int) -> None:
         waiting, step = self._history.sample(_SAMPLE)
@@ -112,6 +112,6 @@ class Adaptive(EvictionOrder):
             self._scores[number] = self._scores[number] * _MEMORY + shadow.hits - self._seen[number]
             self._seen[number] = shadow.hits
         best = max(range(len(self._scores)), key=self._scores.__getitem__)
-        if self._scores[best] > self._scores[self._rule] * (1 + _MARGIN):
+        if self._scores[best] - self._scores[self._rule] > _LEAD * self.capacity_tokens:
             self._rule = best
             self._sort(history.now)

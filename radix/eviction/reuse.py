@@ -13,15 +13,25 @@ _PRIOR = 2.0
 # are mostly noise of the estimate.
 _STEPS = 6.0
 
-_AGES = 32  # age a belongs to the bucket a.bit_length(): 0, 1, 2 .. 3, 4 .. 7, ...
-_WIDTH = [1, *(1 << age for age in range(_AGES - 1))]
-_BEGIN = [0, *_WIDTH[1:]]
+# Two buckets for each doubling of the age: 0, 1, 2, 3, 4 .. 5, 6 .. 7, 8 .. 11, 12 .. 15, ...
+_AGES = 64
+_BEGIN = [age if age < 2 else 2 + age % 2 << age // 2 - 1 for age in range(_AGES)]
+_WIDTH = [1, 1, *(1 << age // 2 - 1 for age in range(2, _AGES))]
 # Classes by uses: 1, 2, 3, 4, 5 .. 8, 9 .. 16, 17 .. 32, 33 .. 64, more.
 _CLASSES = 9
+# Where little is known of a class, its rate is expected to be this multiple of the one before's.
+_MORE = (1.0, 2.0, 1.5, 1.33, 1.25, 1.5, 1.5, 1.5, 1.5)
 
 
 def _class(uses: int) -> int:
     return uses - 1 if uses < 5 else min(1 + (uses - 1).bit_length(), _CLASSES - 1)
+
+
+def _bucket(age: int) -> int:
+    if age < 2:
+        return age
+    bits = age.bit_length()
+    return 2 * bits - 4 + (age >> bits - 2)
 
 
 class ReuseTable:
@@ -35,8 +45,10 @@ class ReuseTable:
     logarithm in whole steps. That is the Gittins index of the wait; LHD (Beckmann, Chen and Cidon,
     NSDI 2018) has the same quotient with the policy's own evictions as the end.
 
-    Where a class has few observations at an age, its rate is drawn to that of all classes, and this
-    to half the rate at half the age. So a table without observations orders by recency.
+    Where a class has few observations at an age, its rate is drawn to a multiple of that of the
+    class with fewer uses (as if the rate were in proportion to the uses), the first class's to that
+    of all classes, and this to half the rate at half the age. So a table without observations
+    orders by recency, and with few of them by uses.
     """
 
     def __init__(self) -> None:
@@ -47,7 +59,7 @@ class ReuseTable:
 
     def ended(self, record: Record, age: int, hit: bool) -> None:
         """A wait of `age` requests is over. O(1)."""
-        bucket = age.bit_length()
+        bucket = _bucket(age)
         uses, tokens = record.uses, record.length
         row = uses - 1 if uses < 5 else _class(uses)
         if hit:
@@ -59,7 +71,7 @@ class ReuseTable:
         """The density of a record's tokens."""
         uses = record.uses
         row = uses - 1 if uses < 5 else _class(uses)
-        return self.density[row][(now - record.last).bit_length()]
+        return self.density[row][_bucket(now - record.last)]
 
     def learn(
         self, waiting: Iterable[Record], weight: int, now: int, half_life: float, elapsed: int
@@ -72,10 +84,10 @@ class ReuseTable:
         ended = [row.copy() for row in self._ended]
         waited = [row.copy() for row in self._waited]
         total = count = 0
-        fade = [weight * 0.5 ** (min(b and 1 << b - 1, 1 << 30) / half_life) for b in range(_AGES)]
+        fade = [weight * 0.5 ** (begin / half_life) for begin in _BEGIN]
         for record in waiting:
             age = now - record.last
-            bucket = age.bit_length()
+            bucket = _bucket(age)
             row = _class(record.uses)
             total += record.length
             count += 1
@@ -105,11 +117,14 @@ class ReuseTable:
             hits = sum(row[bucket] for row in self._hits)
             time = sum(row[bucket] for row in waited)
             common.append((hits + prior) / (time + prior / assumed))
-            assumed = common[-1] / 2
-        for row, times, densities in zip(self._hits, waited, self.density, strict=True):
+            assumed = common[-1] / (2 if bucket < 2 else math.sqrt(2))
+        rates = common
+        for row, times, densities, more in zip(
+            self._hits, waited, self.density, _MORE, strict=True
+        ):
             rates = [
-                (hits + prior) / (time + prior / rate)
-                for hits, time, rate in zip(row, times, common, strict=False)
+                (hits + prior) / (time + prior / (rate * more))
+                for hits, time, rate in zip(row, times, rates, strict=False)
             ]
             leaves = [1 - math.exp(-rate * _WIDTH[age]) for age, rate in enumerate(rates)]
             for bucket in range(known):
@@ -125,4 +140,4 @@ class ReuseTable:
                         break
                 densities[bucket] = round(math.log(best) * _STEPS)
             for bucket in range(known, _AGES):
-                densities[bucket] = densities[bucket - 1] - round(_STEPS)
+                densities[bucket] = densities[bucket - 1] - round(_STEPS / 2)

@@ -232,7 +232,7 @@ class DensityShadow(Shadow):
         self._now = now
         if now >= self._sort_at:
             self._sort()
-            self._sort_at = now + max(4, len(self._entries) // 4)
+            self._sort_at = now + max(4, len(self._entries) // 16)
         super().fit(now)
 
     def learned(self) -> None:

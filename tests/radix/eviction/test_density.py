@@ -92,7 +92,12 @@ def check_history(tree: RadixTree) -> None:
         assert list(parent.children.values()).count(record) == 1
     ghosts = [record for record in records if not record.live]
     assert history._num_ghosts == len(ghosts) <= history._max_ghosts
-    assert history._lru_tokens == sum(record.length for record in records if record.in_lru)
+    for shadow in history._shadows:
+        held = [record for record in records if record.held & shadow.bit]
+        assert shadow.tokens == sum(record.length for record in held)
+        for record in held:
+            assert record.parent is not None
+            assert record.parent.parent is None or record.parent.held & shadow.bit
 
 
 # -- workloads -------------------------------------------------------------------------------
@@ -244,13 +249,13 @@ def test_density_rises_towards_the_age_of_reuse_and_falls_after_it() -> None:
     table = ReuseTable()
     record = Record(None, 0, 10, 0)
     for _ in range(1000):
-        table.ended(record, 50, True)  # bucket 6: ages 32 .. 63
+        table.ended(record, 50, True)  # bucket 11: ages 48 .. 63
         table.ended(record, 5000, False)
     table.learn([record], 1, 1, 1e9, 1)
     densities = table.density[0]
-    assert max(densities) == densities[6]
-    assert densities[1] < densities[6]
-    assert densities[7] < densities[1]
+    assert max(densities) == densities[11]
+    assert densities[1] < densities[11]
+    assert densities[12] < densities[1]
 
 
 def test_classes_by_uses_have_densities_of_their_own() -> None:
@@ -316,7 +321,7 @@ def test_the_simulated_lru_hits_what_lru_hits() -> None:
     assert history.hit_tokens == own
     lru = RadixTree(PagePool(800, 1), policy="lru")
     real = sum(serve(lru, *request) for request in requests)
-    assert history.lru_hit_tokens == pytest.approx(real, rel=0.03)
+    assert order_of(tree)._shadow.hits == pytest.approx(real, rel=0.03)
 
 
 def test_tail_ends_where_another_history_begins() -> None:
@@ -348,7 +353,7 @@ def test_queues_stay_short_without_eviction() -> None:
     tree = RadixTree(PagePool(500, 1), policy="density")
     for _ in range(5000):
         serve(tree, document(1, 20), [])
-    assert len(history_of(tree)._recency) < 2000
+    assert len(order_of(tree)._shadow._entries) < 2000
 
 
 @pytest.mark.parametrize("seed", range(6))
