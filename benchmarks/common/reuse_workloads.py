@@ -119,7 +119,9 @@ def moving(requests: int = 6000, every: int = 500, seed: int = 2) -> Trace:
     trace = []
     for _ in range(0, requests, every):
         make.rng.shuffle(texts)
-        trace += [make.request(texts[item] + make.blocks(1)) for item in make.zipf(1500, every, 1.1)]
+        trace += [
+            make.request(texts[item] + make.blocks(1)) for item in make.zipf(1500, every, 1.1)
+        ]
     return trace
 
 
@@ -208,7 +210,7 @@ def tenants(requests: int = 8000) -> Trace:
 
 
 def thoughts(requests: int = 6000, seed: int = 7) -> Trace:
-    """Random revisits of trees of thoughts, each of depth 6 and fan-out 3, a new one now and then."""
+    """Random revisits of trees of thoughts of depth 6 and fan-out 3, a new one now and then."""
     make = _Maker(seed)
     trace: Trace = []
     trees: list[dict[int, list[int]]] = []

@@ -136,7 +136,8 @@ class Configured(ABC):
             max_queued_requests: most requests that wait to begin; further ones are refused.
             max_queued_tokens: most tokens of the requests that wait to begin; further requests are
                 refused.
-            eviction_policy: what is evicted first when pages run out: lru, lfu, slru, density.
+            eviction_policy: what is evicted first when pages run out: lru, lfu, slru, density,
+                adaptive.
             pin_budget: largest fraction of the KV cache that pins may keep.
             host_cache: main memory for pages that leave the KV cache, such as 64GiB, of use beside
                 a GPU; default: none.

@@ -17,35 +17,54 @@ from coppice.radix.eviction.shadows import (
 )
 from coppice.radix.node import Node
 
+# Of the waits that have not ended, a sample of at least this size is read, if there are more.
 _SAMPLE = 2048
+
+# The shadows are compared after windows of at least this many requests that enter at least a
+# quarter of the capacity.
 _WINDOW = 64
-_MEMORY = 0.93
+_MEMORY = 0.93  # weight of the windows before in each
+# The rule changes for a lead, in hit tokens, of more than this part of the capacity: after a change
+# the cache is still filled as the rule before chose, which costs about as much.
 _LEAD = 0.05
+
+_SEGMENTS, _DENSITY = 2, 3
+# Keys by these rules change though a leaf is not used.
+_CHANGING = (_SEGMENTS, _DENSITY)
 
 
 class Adaptive(EvictionOrder):
-    """Evicts by recency, frequency, segments or hit density: whichever has the most hits lately."""
+    """Evicts by recency, frequency, segments or hit density: whichever earns the most hits lately.
+
+    A shadow cache of the same size is simulated for each rule on the records of what was used
+    (`History`), and leaves are evicted by the rule whose shadow leads. A shadow, unlike the tree,
+    was filled by its own rule alone, so it shows what a rule earns once it is settled.
+
+    Costs beyond the heap of leaves: for each shadow O(records on the path) a request and
+    O(log records) for each record that it lets in or out; O(1) an evicted leaf, and amortised O(1)
+    for learning anew and sorting the leaves again now and then.
+    """
 
     def __init__(self, capacity_tokens: int) -> None:
         super().__init__(capacity_tokens)
-        self._table = ReuseTable()
-        self._density = DensityShadow(capacity_tokens, 3, self._table)
+        self._table = ReuseTable(fine=True)
+        self._density = DensityShadow(capacity_tokens, _DENSITY, self._table)
         self._shadows: list[Shadow] = [
             RecencyShadow(capacity_tokens, 0),
             FrequencyShadow(capacity_tokens, 1),
-            SegmentShadow(capacity_tokens, 2),
+            SegmentShadow(capacity_tokens, _SEGMENTS),
             self._density,
         ]
         self._history = History(capacity_tokens, self._table.ended, self._shadows)
-        self._rule = 3
+        self._rule = _DENSITY  # index of the shadow that leads
         self._leaves = LeafHeap()
         self._learned = 0  # request of the last table
         self._learn_at = 16
         self._sort_at = 0
         self._window_requests = _WINDOW
         self._window_tokens = 0
-        self._seen = [0] * len(self._shadows)
-        self._scores = [0.0] * len(self._shadows)
+        self._seen = [0] * len(self._shadows)  # hits before this window
+        self._scores = [0.0] * len(self._shadows)  # hits, fading
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._leaves)
@@ -57,7 +76,7 @@ class Adaptive(EvictionOrder):
         now = self._history.now
         if now >= self._learn_at:
             self._learn(now)
-        if now >= self._sort_at and self._rule >= 2:
+        if now >= self._sort_at and self._rule in _CHANGING:
             self._sort(now)
         return self._leaves.pop()
 
@@ -105,6 +124,7 @@ class Adaptive(EvictionOrder):
         self._density.learned()
 
     def _compare(self) -> None:
+        """Ends a window: decides which rule is followed."""
         history = self._history
         self._window_requests = history.now + _WINDOW
         self._window_tokens = history.entered_tokens + self.capacity_tokens // 4

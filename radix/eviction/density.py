@@ -98,12 +98,12 @@ class HitDensity(EvictionOrder):
         return self._table.of(record, self._history.now), leaf.stamp
 
     def _sort(self, now: int) -> None:
-        """Enters all leaves by their present keys. O(leaves log leaves), each sixteenth of them."""
+        """Enters all leaves by their present keys. O(leaves log leaves), each quarter of them."""
         leaves = LeafHeap()
         for leaf in self._leaves:
             leaves.add(self._key(leaf), leaf)
         self._leaves = leaves
-        self._sort_at = now + max(4, len(leaves) // 16)
+        self._sort_at = now + max(4, len(leaves) // 4)
 
     def _learn(self, now: int) -> None:
         waiting, step = self._history.sample(_SAMPLE)

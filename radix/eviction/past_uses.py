@@ -27,9 +27,7 @@ class History:
     one, and when a ghost is forgotten without another use. `shadows` follow the records.
     """
 
-    def __init__(
-        self, capacity_tokens: int, ended: Ended, shadows: Sequence[Shadow] = ()
-    ) -> None:
+    def __init__(self, capacity_tokens: int, ended: Ended, shadows: Sequence[Shadow] = ()) -> None:
         self.now = 0  # requests
         self.hit_tokens = self.entered_tokens = 0
         self._ended = ended

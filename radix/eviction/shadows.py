@@ -18,10 +18,11 @@ class Shadow:
     """A simulated cache of `capacity_tokens` over the records of a `History`.
 
     A record is held whole or not at all, rounded so that the cache is full on average. What the
-    last request used is never evicted, as if it still ran. `hits` are the tokens that were used
-    while held. The records at the ends of held paths are kept in a heap by `key`, as
-    `order.LeafHeap` keeps leaves; an entry is dead if its record was used since. Costs O(log
-    records) amortised for each new, returning or evicted record and O(1) for other uses.
+    last request used is never evicted, as if it still ran; what other running requests use may be
+    (nothing tells when a request ends), so new tokens may outlive those before them. `hits` are
+    the tokens that were used while held. The records at the ends of held paths are kept in a heap
+    by `key`, as `order.LeafHeap` keeps leaves; an entry is dead if its record was used since. Costs
+    O(log records) amortised for each new, returning or evicted record and O(1) for other uses.
     """
 
     def __init__(self, capacity_tokens: int, number: int) -> None:
@@ -180,7 +181,9 @@ class SegmentShadow(Shadow):
     def offer(self, record: Record) -> None:
         super().offer(record)
         if record.held & self.bit and self.is_protected(record):
-            heappush(self._protected, (record.last, -record.start, self._serial, record.last, record))
+            heappush(
+                self._protected, (record.last, -record.start, self._serial, record.last, record)
+            )
             if len(self._protected) > 64 + 4 * len(self._entries):
                 live = {id(entry[4]): entry for entry in self._protected if self._is_live(entry)}
                 self._protected = list(live.values())

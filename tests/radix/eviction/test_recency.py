@@ -8,8 +8,8 @@ import pytest
 from sequences import serve
 
 from coppice.radix import PagePool, RadixTree, check
-from coppice.radix.eviction.records import Record
 from coppice.radix.eviction.recency import SegmentedLeastRecentlyUsed
+from coppice.radix.eviction.records import Record
 
 A, B, C, D = (list(range(number, number + 8)) for number in (100, 200, 300, 400))
 

@@ -81,7 +81,7 @@ def test_what_leaves_is_named_by_its_content(seed):
     rng = random.Random(seed)
     size = rng.choice([1, 2, 4, 5])
     pool = PagePool(rng.randint(12, 30), size)
-    tree = RadixTree(pool, rng.choice(["lru", "slru", "density"]))
+    tree = RadixTree(pool, rng.choice(["lru", "slru", "density", "adaptive"]))
     root = root_name(b"x", None)
     asked: list[object] = []
 
