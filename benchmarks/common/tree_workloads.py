@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,20 +74,28 @@ def workload_e(quick: bool) -> Iterator[Work]:
         yield Work(tokens(document, 100_000) + tokens(1000 + number, 100))
 
 
-def workload_f(trace: Path, quick: bool) -> Iterator[Work]:
-    """A prompt's last block is cut to the input length; outputs are tokens that never repeat."""
+def work_of(blocks: Sequence[int], prompt: int, output: int, fresh: int) -> Work:
+    """A request of a trace: its last block is cut to `prompt` tokens.
+
+    Its output are tokens that never repeat, if `fresh` counts those of the requests before.
+    """
+    ids = np.array(blocks, np.uint64)[:, None] * np.uint64(TRACE_BLOCK)
     inside = np.arange(TRACE_BLOCK, dtype=np.uint64)
+    generated = np.arange(fresh, fresh + output, dtype=np.uint64)
+    return Work(_mixed((ids + inside).reshape(-1)[:prompt]), _mixed(generated + np.uint64(2**40)))
+
+
+def workload_f(trace: Path, quick: bool) -> Iterator[Work]:
     fresh = 0
     with trace.open() as lines:
         for number, line in enumerate(lines):
             if quick and number == 1000:
                 return
             request = json.loads(line)
-            ids = np.array(request["hash_ids"], np.uint64)[:, None] * np.uint64(TRACE_BLOCK)
-            prompt = _mixed((ids + inside).reshape(-1)[: request["input_length"]])
-            generated = np.arange(fresh, fresh + request["output_length"], dtype=np.uint64)
+            yield work_of(
+                request["hash_ids"], request["input_length"], request["output_length"], fresh
+            )
             fresh += request["output_length"]
-            yield Work(prompt, _mixed(generated + np.uint64(2**40)))
 
 
 def requests_of(workload: str, trace: Path | None, quick: bool) -> Iterator[Work]:
