@@ -56,7 +56,7 @@ class Adaptive(EvictionOrder):
             self._density,
         ]
         self._history = History(capacity_tokens, self._table.ended, self._shadows)
-        self._rule = _DENSITY  # index of the shadow that leads
+        self._rule = _SEGMENTS  # index of the shadow that leads; densities are yet to be learned
         self._leaves = LeafHeap()
         self._learned = 0  # request of the last table
         self._learn_at = 16

@@ -232,7 +232,7 @@ class DensityShadow(Shadow):
             super().offer(record)
 
     def fit(self, now: int) -> None:
-        self._now = now
+        self._now = now + 1  # the request that begins
         if now >= self._sort_at:
             self._sort()
             self._sort_at = now + max(4, len(self._entries) // 16)
