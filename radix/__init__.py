@@ -18,6 +18,7 @@ Where to look:
 from coppice.radix import compiled as compiled
 from coppice.radix.accounting.accounts import CacheAccounts, Divergence, RequestAccount
 from coppice.radix.accounting.ledger import Accounting
+from coppice.radix.accounting.loaded import FromTiers
 from coppice.radix.accounting.top_prefixes import PrefixNode, PrefixSavings, SharedPrefix
 from coppice.radix.eviction.recency import POLICIES
 from coppice.radix.mirror.blocks import PagesCleared, PagesRemoved, PagesStored
@@ -37,6 +38,7 @@ __all__ = [
     "Accounting",
     "CacheAccounts",
     "Divergence",
+    "FromTiers",
     "Hold",
     "Inserted",
     "Match",

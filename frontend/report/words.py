@@ -32,6 +32,7 @@ CAUSE_NAMES = {
     "other_replica": "elsewhere",
     "last_token": "last token",
     "prompt_logprobs": "logprobs",
+    "not_loaded": "not loaded",
     "no_cache": "no cache",
 }
 CAUSE_MEANINGS = {
@@ -43,6 +44,7 @@ CAUSE_MEANINGS = {
     "other_replica": "cached on another replica",
     "last_token": "needed for its logits",
     "prompt_logprobs": "computed again for prompt logprobs",
+    "not_loaded": "a tier had it; computing was faster",
     "no_cache": "prefix caching is off",
 }
 assert set(CAUSE_NAMES) == set(CAUSE_MEANINGS) == set(CAUSES)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from coppice.radix.accounting.counts import CAUSES, FIELDS, Windows
+from coppice.radix.accounting.counts import CAUSES, FIELDS, FOUND_CAUSES, Windows
+from coppice.radix.accounting.loaded import FromTiers
 from coppice.radix.accounting.miss_ratio import CurvePoint
 from coppice.radix.accounting.near_misses import SHOWN_TOKENS, NearMiss
 from coppice.radix.node import Node
@@ -37,11 +38,16 @@ class Divergence(NamedTuple):
 
 
 class RequestAccount:
-    """The tokens of a prompt by hit and cause. Reading a cause settles all pending requests."""
+    """The tokens of a prompt by hit and cause. Reading a cause settles all pending requests.
+
+    `hit_tokens` are those that it hit in the tree; `tiers` has what came after these from other
+    tiers, None if none was asked.
+    """
 
     __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
                  "hit_limit", "held_elsewhere", "time", "finished", "tokens", "node", "place",
-                 "chain", "stamp", "theirs", "_around", "_settle", "_row", "_evicted")  # fmt: skip
+                 "chain", "stamp", "theirs", "tiers", "_around", "_settle", "_row",
+                 "_evicted")  # fmt: skip
 
     def __init__(
         self,
@@ -58,6 +64,7 @@ class RequestAccount:
         node: Node | None,
         place: int,
         settle: Callable[[], object],
+        tiers: FromTiers | None = None,
     ) -> None:
         self.namespace = namespace
         self.kind = kind
@@ -71,6 +78,7 @@ class RequestAccount:
         self.theirs = theirs if node is None else _beside(node, tokens[here : here + TOKEN_BYTES])
         self.time = time  # of the admission
         self.finished = False
+        self.tiers = tiers
         # Until it is settled, the prompt; then its last tokens, after its last whole block.
         self.tokens = tokens
         self.node = node  # until it is settled, where the hit ends
@@ -86,7 +94,7 @@ class RequestAccount:
         """Fills in the counts (in the order of `FIELDS`), and what later tokens continue from.
 
         Args:
-            row: the counts.
+            row: the counts, as if no tier had been asked.
             stamp: the one its prefixes were entered with.
             chain: hash of the prompt's whole blocks.
             tail: the tokens after these, int32 bytes.
@@ -108,11 +116,22 @@ class RequestAccount:
             self.hit_limit, self.held_elsewhere, b"", self.time, tokens, None, -1, self._settle,
         )  # fmt: skip
 
-    def _count(self, name: str) -> int:
+    def row(self) -> list[int]:
+        """The counts so far, in the order of `FIELDS`."""
         if self._row is None:
             self._settle()
         assert self._row is not None
-        return self._row[FIELDS.index(name)]
+        return self._row if self.tiers is None else self.tiers.counted(self._row, self.hit_tokens)
+
+    def found_causes(self) -> dict[str, int]:
+        """The tokens after its hit in the tree by cause, as if no tier had been asked."""
+        if self._row is None:
+            self._settle()
+        assert self._row is not None
+        return {cause: self._row[FIELDS.index(cause)] for cause in FOUND_CAUSES}
+
+    def _count(self, name: str) -> int:
+        return self.row()[FIELDS.index(name)]
 
     @property
     def divergence(self) -> Divergence | None:
@@ -129,13 +148,19 @@ class RequestAccount:
         return Divergence.at(tokens, begin, theirs)._replace(position=self.hit_tokens)
 
     @property
+    def loaded(self) -> dict[str, int]:
+        """The tokens that came from each tier so far; only tiers from which some came."""
+        return {} if self.tiers is None else self.tiers.tokens()
+
+    @property
     def computed_tokens(self) -> int:
-        return self.prompt_tokens - self.hit_tokens
+        return self.prompt_tokens - self.hit_tokens - sum(self.loaded.values())
 
     @property
     def causes(self) -> dict[str, int]:
         """The computed tokens by cause; their sum is `computed_tokens`."""
-        return {cause: self._count(cause) for cause in CAUSES}
+        row = self.row()
+        return {cause: row[FIELDS.index(cause)] for cause in CAUSES}
 
     @property
     def ideal_tokens(self) -> int:

@@ -39,6 +39,8 @@ class Causes:
     known_tokens: Ints  # of these, what an unlimited cache of this replica would have hit
     last_seen: Hashes  # when the longest known prefix was seen; 0 if none was
     shared: NDArray[np.bool_]  # for each anchor, whether tokens after it count as diverged
+    begin: Ints  # for each anchor, the first and
+    end: Ints  # the position after the last token that would
 
 
 def split(
@@ -103,7 +105,8 @@ def split(
         namespace = at - reached
     else:
         namespace = np.zeros_like(at)
-    overlap = np.minimum(end, total[piece]) - np.maximum(begin, at[piece])
+    begin, end = np.maximum(begin, at[piece]), np.minimum(end, total[piece])
+    overlap = end - begin
     shared = seen_anchors & (overlap > 0)
     diverged = np.bincount(piece[shared], overlap[shared], len(total)).astype(np.int64)
     return Causes(
@@ -119,6 +122,8 @@ def split(
         known_tokens,
         last_seen,
         shared,
+        begin,
+        end,
     )
 
 

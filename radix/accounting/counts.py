@@ -12,6 +12,9 @@ from coppice.radix.accounting.seen.hashes import Ints
 MAX_NAMESPACES = 64
 """Namespaces that are counted separately; all further ones are counted together."""
 
+TIERS = ("host", "disk", "shared")
+"""The names of the tiers beyond the pool, the fastest first."""
+
 _SLOTS = 8  # at first: one for each of 7 namespaces, and one for all further ones
 
 
@@ -26,16 +29,21 @@ class Counts:
 
     requests: int = 0
     prompt_tokens: int = 0
-    hit_tokens: int = 0
+    hit_tokens: int = 0  # whose KV was reused, from the pool or from a tier beyond it
     last_token: int = 0  # computed for its logits, though all before it hit
     in_flight: int = 0  # another request was computing them
     other_replica: int = 0  # another replica holds them
     prompt_logprobs: int = 0  # computed before, and again for the logprobs that were asked for
-    evicted: int = 0  # computed before under the same prefix, and evicted since
+    evicted: int = 0  # computed before under the same prefix, and evicted since; in no tier
     namespace: int = 0  # the same prefix is known under another namespace only
     diverged: int = 0  # known content, but after another prefix
     cold: int = 0  # never seen
+    not_loaded: int = 0  # a tier had them, and computing them was faster
     no_cache: int = 0  # there is no cache
+    loaded_host: int = 0  # hit tokens that came back from main memory
+    loaded_disk: int = 0  # from a disk
+    loaded_shared: int = 0  # from a server that replicas share
+    loaded_evicted: int = 0  # of the loaded ones, those that this pool had evicted
     ideal_tokens: int = 0  # hit tokens of an unlimited cache, one for all replicas
     evicted_idle: int = 0  # evicted tokens times the seconds since each was last used
     same_tokens: int = 0  # prompt tokens of further sequences of a request
@@ -55,6 +63,16 @@ class Counts:
     def causes(self) -> dict[str, int]:
         """The computed tokens by cause."""
         return {name: getattr(self, name) for name in CAUSES}
+
+    @property
+    def loaded(self) -> dict[str, int]:
+        """The hit tokens that came from each tier beyond the pool."""
+        return {tier: getattr(self, f"loaded_{tier}") for tier in TIERS}
+
+    @property
+    def loaded_tokens(self) -> int:
+        """The hit tokens that came from all tiers beyond the pool."""
+        return sum(self.loaded.values())
 
     @property
     def hit_rate(self) -> float:
@@ -82,9 +100,9 @@ FOUND_CAUSES = (
     "last_token", "in_flight", "other_replica", "prompt_logprobs", "evicted", "namespace",
     "diverged", "cold",
 )  # fmt: skip
-"""Why a prompt token was computed though there is a cache."""
+"""Why a prompt token was computed though there is a cache, as what was seen before tells."""
 
-CAUSES = (*FOUND_CAUSES, "no_cache")
+CAUSES = (*FOUND_CAUSES, "not_loaded", "no_cache")
 """Why a prompt token was computed."""
 
 

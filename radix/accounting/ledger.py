@@ -15,6 +15,7 @@ from typing import get_args
 from coppice.radix.accounting.accounts import CacheAccounts, Kind, RequestAccount
 from coppice.radix.accounting.batches import Abandonment, Growth
 from coppice.radix.accounting.counts import Counts
+from coppice.radix.accounting.loaded import FromTiers
 from coppice.radix.accounting.settle import Settler
 from coppice.radix.node import Node
 from coppice.radix.tokens import TOKEN_BYTES
@@ -43,7 +44,11 @@ class Accounting:
     - `namespace`: up to the longest prefix that was seen in any other.
     - `diverged`: content that was seen in the namespace, after another prefix.
     - `cold`: all else.
+    - `not_loaded`: what a tier had, as the caller reports, and what would be of the last three
+      causes or `evicted` otherwise.
     - `no_cache`: those of requests that are reported as `uncached`, and no others.
+
+    What comes back from other tiers is a hit; until that is over, its request is not counted.
 
     Prefixes are known at the first 32 multiples of `block_tokens`, at one of 8 after these, and at
     the ends of prompts and sequences. Where a seen prefix ends between, the tokens after the last
@@ -71,6 +76,7 @@ class Accounting:
         self._start = self._now = now
         self._waiting: deque[tuple[RequestAccount | Growth | Abandonment, int]] = deque()
         self._waiting_tokens = 0
+        self._loaded: deque[tuple[RequestAccount, float]] = deque()  # settled, and not counted
         self._taken = 0  # serial number of the first that waits
         # The curve's ages are those of a batch, which should not be many times the pool.
         self._batch_tokens = max(_LEAST_BATCH_TOKENS, min(pool_tokens, _BATCH_TOKENS))
@@ -95,6 +101,7 @@ class Accounting:
         kind: Kind = "cross",
         theirs: bytes = b"",
         node: Node | None = None,
+        tiers: FromTiers | None = None,
         now: float,
     ) -> RequestAccount:
         """A sequence was admitted. O(1); its share of the processing, O(tokens), comes later.
@@ -114,6 +121,8 @@ class Accounting:
                 the prompt diverged; not needed with `node`.
             node: the one that ends with the hit, if the caller has locked it. Then what hit is not
                 hashed again: its hashes are kept there.
+            tiers: what other tiers had of it; None: none was asked. While that is open, call
+                `loaded` when no more will come.
             now: seconds.
 
         Raises ValueError for an unknown `kind`, and for a number out of its range.
@@ -136,10 +145,22 @@ class Accounting:
         account = RequestAccount(
             namespace, kind, prompt, hit_tokens, in_flight_tokens, hit_limit,
             held_elsewhere, theirs, now, tokens, node, self._taken + len(self._waiting),
-            self.settle,
+            self.settle, tiers,
         )  # fmt: skip
         self._log(account, prompt if node is None else prompt - hit_tokens)
         return account
+
+    def loaded(self, account: RequestAccount, *, now: float) -> None:
+        """No more of a request's tokens will come from other tiers: it is counted now. O(1).
+
+        Raises ValueError if no more was expected.
+        """
+        if account.tiers is None or not account.tiers.open:
+            raise ValueError("account: nothing was expected from tiers")
+        self._pass(now)
+        account.tiers.open = False
+        if account.place < 0:  # else it is counted when it is settled
+            self._loaded.append((account, now))
 
     def uncached(self, tokens: int, namespace: Hashable, *, now: float) -> None:
         """A request with a prompt of `tokens` tokens was admitted where there is no cache. O(1).
@@ -271,7 +292,7 @@ class Accounting:
 
     def settle(self) -> None:
         """Processes all that was reported. O(tokens of it)."""
-        while self._waiting:
+        while self._waiting or self._loaded:
             self._settle_batch()
 
     def settle_batch(self) -> bool:
@@ -300,10 +321,15 @@ class Accounting:
             items.append(item)
             left -= tokens
             waiting.popleft()
-        if items:
+        # They are counted in the order of their times, as all others.
+        loaded: list[tuple[RequestAccount, float]] = []
+        until = math.inf if not waiting else items[-1].time if items else -math.inf
+        while self._loaded and self._loaded[0][1] <= until:
+            loaded.append(self._loaded.popleft())
+        if items or loaded:
             self._taken += len(items)
             self._waiting_tokens -= self._batch_tokens - left
-            self._settler.process(items, first)
+            self._settler.process(items, first, loaded)
 
 
 def _check(

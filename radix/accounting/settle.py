@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -10,12 +10,13 @@ from coppice.radix.accounting.accounts import Divergence, RequestAccount
 from coppice.radix.accounting.batches import Abandonment, Batch, BatchHasher, Growth
 from coppice.radix.accounting.causes import Causes, split
 from coppice.radix.accounting.counts import FIELDS, FOUND_CAUSES, RollingCounts
+from coppice.radix.accounting.loaded import Span
 from coppice.radix.accounting.miss_ratio import FACTORS, MissRatioCurve
 from coppice.radix.accounting.near_misses import SHOWN_TOKENS, SKETCH, NearMisses, Sighting
 from coppice.radix.accounting.reuses import Reuses
 from coppice.radix.accounting.seen.anchors import MEAN_GAP, WINDOW
 from coppice.radix.accounting.seen.content_table import ContentTable
-from coppice.radix.accounting.seen.hashes import Hashes, keys, namespace_salt
+from coppice.radix.accounting.seen.hashes import Hashes, Ints, keys, namespace_salt
 from coppice.radix.accounting.seen.prefix_table import PrefixTable
 from coppice.radix.accounting.seen.use_clock import UseClock
 from coppice.radix.accounting.timeline import Timeline
@@ -66,11 +67,20 @@ class Settler:
             row[0, _COLUMN[name]] = value
         self.counts.add(row, [namespace], [int(now - self._start)])
 
-    def process(self, items: list[RequestAccount | Growth], first: int) -> None:
+    def process(
+        self,
+        items: list[RequestAccount | Growth],
+        first: int,
+        loaded: Sequence[tuple[RequestAccount, float]] = (),
+    ) -> None:
         """Settles requests and what they added; the first has the serial number `first`.
 
-        O(tokens, but for those that hit a node with known borders).
+        `loaded` are requests that were settled before, and are counted now; with the time at which
+        the last of their tokens came. O(tokens, but for those that hit a node with known borders).
         """
+        if not items:
+            self._count([], [], [], loaded)
+            return
         batch = self._hasher.hash(items, first, self._salts_of(items))
         try:
             begun, stamps = self._stamps.stamp(batch.lengths, batch.times - self._start)
@@ -88,7 +98,7 @@ class Settler:
         missed = batch.counted & (causes.diverged >= _NEAR_MISS_TOKENS)
         for number in np.flatnonzero(missed).tolist():
             self._near_miss(batch, number, causes)
-        self._close(batch, stamps, causes)
+        self._close(batch, stamps, causes, loaded)
 
     def preview(self, account: RequestAccount) -> tuple[dict[str, int], float | None]:
         """What `process` would find of a request now; nothing of it is remembered or counted.
@@ -156,8 +166,14 @@ class Settler:
         seen[order] = self._memory.see(both[order], piece, stamps[piece], writes[order])
         return seen[:rows], np.maximum(seen[rows : 2 * rows], seen[2 * rows :])
 
-    def _close(self, batch: Batch, stamps: Hashes, causes: Causes) -> None:
-        """Fills in the accounts of the batch, and adds them to the sums."""
+    def _close(
+        self,
+        batch: Batch,
+        stamps: Hashes,
+        causes: Causes,
+        loaded: Sequence[tuple[RequestAccount, float]],
+    ) -> None:
+        """Fills in the accounts of the batch, and adds them and those of `loaded` to the sums."""
         seconds = batch.times - self._start
         last_used = self._stamps.time_of(causes.last_seen)
         idle = np.where(causes.last_seen > 0, np.maximum(seconds - last_used, 0.0), 0.0)
@@ -175,24 +191,42 @@ class Settler:
             if account is None:
                 continue
             account.settled(row, entered[number], batch.chains[number], batch.tails[number])
+            if account.tiers is not None:
+                account.tiers.diverged = _diverged(batch, number, causes)
+                if account.tiers.open:  # more of it may come: it is counted when it has
+                    continue
+                rows[number] = account.row()
             settled.append(number)
             namespaces.append(account.namespace)
             if account.kind != "cross":
-                rows[number] = 0
-                rows[number, _COLUMN[f"{account.kind}_tokens"]] = account.prompt_tokens
-                rows[number, _COLUMN[f"{account.kind}_hit_tokens"]] = account.hit_tokens
+                rows[number] = _of_kind(account)
         for number in np.flatnonzero(causes.evicted).tolist():
             account = batch.requests[number]
             assert account is not None
             since = float(idle[number])
             at = self.evictions.time_of(account.time - since)
             account.settled_evicted(since, None if at is None or at > account.time else at)
-        self.counts.add(rows[settled], namespaces, seconds[settled].astype(np.int64).tolist())
+        self._count(rows[settled], namespaces, seconds[settled].astype(np.int64).tolist(), loaded)
+
+    def _count(
+        self,
+        rows: Ints | list[list[int]],
+        namespaces: list[Hashable],
+        seconds: list[int],
+        loaded: Sequence[tuple[RequestAccount, float]],
+    ) -> None:
+        """Adds rows of counts to the sums, and those of accounts that were settled before."""
+        if loaded:
+            late = [each.row() if each.kind == "cross" else _of_kind(each) for each, _ in loaded]
+            rows = np.array([*rows, *late], np.int64)
+            namespaces += [each.namespace for each, _ in loaded]
+            seconds += [int(at - self._start) for _, at in loaded]
+        self.counts.add(np.asarray(rows, np.int64), namespaces, seconds)
 
     def undo(self, item: Abandonment) -> None:
         """Forgets the tokens that only an abandoned prompt was to compute. O(tokens)."""
         account = item.account
-        causes = account.causes
+        causes = account.found_causes()
         batch = self._hasher.hash([account.as_it_was(item.tokens)], 0, self._salts_of([account]))
         unknown = sum(causes[name] for name in ("namespace", "diverged", "cold"))
         if not causes["evicted"]:  # else it is after what others computed here
@@ -211,8 +245,13 @@ class Settler:
         account = batch.requests[number]
         assert account is not None
         tokens, anchors = account.tokens, batch.anchors
-        begin, end = np.searchsorted(anchors.piece, (number, number + 1))
-        shared = begin + np.flatnonzero(causes.shared[begin:end])
+        shared = _shared(batch, number, causes)
+        cost = int(causes.diverged[number])
+        if account.tiers is not None:  # what comes back costs nothing
+            missed = [account.tiers.missed(*each) for each in _spans(shared, causes)]
+            shared, cost = shared[np.array(missed) > 0], sum(missed)
+            if cost < _NEAR_MISS_TOKENS:
+                return
         sketch = np.sort(batch.anchor_keys[shared])[:SKETCH].tolist()
         after = int(anchors.start[shared[0]]) + account.hit_tokens
         divergence = account.divergence
@@ -224,7 +263,7 @@ class Settler:
             Sighting(
                 account.namespace,
                 sketch,
-                int(causes.diverged[number]),
+                cost,
                 divergence.position,
                 divergence.before,
                 divergence.ours,
@@ -232,6 +271,30 @@ class Settler:
                 tokens[after * TOKEN_BYTES : (after + SHOWN_TOKENS) * TOKEN_BYTES],
             )
         )
+
+
+def _shared(batch: Batch, number: int, causes: Causes) -> Ints:
+    """The anchors of a piece after which tokens count as diverged."""
+    begin, end = np.searchsorted(batch.anchors.piece, (number, number + 1))
+    return begin + np.flatnonzero(causes.shared[begin:end])
+
+
+def _spans(anchors: Ints, causes: Causes) -> list[Span]:
+    """The tokens after each of these anchors that count as diverged."""
+    return list(zip(causes.begin[anchors].tolist(), causes.end[anchors].tolist(), strict=True))
+
+
+def _diverged(batch: Batch, number: int, causes: Causes) -> list[Span]:
+    return _spans(_shared(batch, number, causes), causes)
+
+
+def _of_kind(account: RequestAccount) -> list[int]:
+    """The counts of a sequence that is not a request's first: they change no rate."""
+    row = [0] * len(FIELDS)
+    row[_COLUMN[f"{account.kind}_tokens"]] = account.prompt_tokens
+    hit = account.hit_tokens + sum(account.loaded.values())
+    row[_COLUMN[f"{account.kind}_hit_tokens"]] = hit
+    return row
 
 
 def _block_tokens(pool_tokens: int) -> int:

@@ -19,7 +19,7 @@ class AdapterReport:
             and is not counted here.
         unloading: whether no new request gets it.
         requests, prompt_tokens: of those that were admitted.
-        hit_tokens: prompt tokens whose KV was reused, at a request's first admission.
+        hit_tokens: prompt tokens whose KV was reused, from tiers too.
         base_tokens, base_hit_tokens: those of both that stand before the invocation, which are
             the base model's.
     """
@@ -48,6 +48,15 @@ class AdapterCounts:
         new = (1, prompt, hit_tokens, min(begin, prompt), min(begin, hit_tokens))
         for place, more in enumerate(new):
             counts[place] += more
+
+    def loaded(self, number: int, acts: int, begin: int, end: int) -> None:
+        """Counts prompt tokens from `begin` to `end` that came from a tier.
+
+        The adapter acts on a prompt's tokens from position `acts` on.
+        """
+        counts = self._counts[number]
+        counts[2] += end - begin
+        counts[4] += min(acts, end) - min(acts, begin)
 
     def of(self, number: int) -> Iterable[int]:
         """The counts of an adapter, in the order of `AdapterReport`'s fields."""

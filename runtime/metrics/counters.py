@@ -29,7 +29,8 @@ class EngineCounters:
         requests: those that were admitted; requests, prompt and hit tokens are those of the
             cache's accounts, if there are any.
         prompt_tokens: of these requests.
-        hit_tokens: prompt tokens whose KV was reused, at a request's first admission.
+        hit_tokens: prompt tokens whose KV was reused: at a request's first admission, or from
+            tiers after it.
         computed_tokens: of prefill chunks, those of resumptions included.
         generated_tokens: that were sampled.
         preemptions: how often a sequence lost its pages to another.
@@ -90,6 +91,12 @@ class EngineCounters:
         self.hit_tokens += hit_tokens
         if (use := request.adapter) is not None:
             self.adapter_counts.admitted(use.number, use.begin, request, hit_tokens)
+
+    def loaded(self, request: Request, begin: int, end: int) -> None:
+        """Counts tokens of a request from position `begin` to `end` that came from a tier."""
+        self.hit_tokens += end - begin
+        if (use := request.adapter) is not None:
+            self.adapter_counts.loaded(use.number, use.begin, begin, end)
 
     def prefilled(self, sequence: Sequence, count: int, seconds: float) -> None:
         """Counts `count` tokens of a prefill in a step that began `seconds` ago.

@@ -12,6 +12,7 @@ import numpy as np
 from coppice.radix import (
     Accounting,
     CacheAccounts,
+    FromTiers,
     Match,
     PrefixSavings,
     RadixTree,
@@ -38,7 +39,8 @@ class PromptCauses:
         namespace: in which the tree matched it.
         seconds_ago: since it was admitted.
         prompt_tokens: the hit ones and those of all causes.
-        hit_tokens: whose KV was reused.
+        hit_tokens: whose KV was reused, those from tiers beyond the pool included.
+        loaded: of these, those from each tier; only tiers from which some came.
         causes: the computed ones by cause; only causes that occurred.
         evicted_idle_seconds: how long before the request its evicted tokens had been used last.
         evicted_seconds: how long before it they were evicted, if that is known.
@@ -52,6 +54,7 @@ class PromptCauses:
     seconds_ago: float
     prompt_tokens: int
     hit_tokens: int
+    loaded: dict[str, int]
     causes: dict[str, int]
     evicted_idle_seconds: float | None
     evicted_seconds: float | None
@@ -81,8 +84,18 @@ class PromptAccounts:
         self._evicted_tokens = 0  # those recorded so far
         self._recent: deque[_Recent] = deque(maxlen=RECENT_REQUESTS)
 
-    def admitted(self, sequence: Sequence, tree: RadixTree, match: Match, in_flight: int) -> None:
-        """Accounts for a sequence that holds `match` and is computed from its end on."""
+    def admitted(
+        self,
+        sequence: Sequence,
+        tree: RadixTree,
+        match: Match,
+        in_flight: int,
+        tiers: FromTiers | None = None,
+    ) -> None:
+        """Accounts for a sequence that holds `match` and is computed from its end on.
+
+        But for what comes from `tiers`: call `loaded` when no more will.
+        """
         now = self._clock()
         self.evictions(tree, now)
         self._uses.record(tree.clock, now)
@@ -105,10 +118,17 @@ class PromptAccounts:
             hit_limit=sequence.hit_limit if reader is not None and reader.limits_hits else None,
             kind=kind,
             node=node,
+            tiers=tiers,
             now=now,
         )
         if kind == "cross":
             self._recent.append(_Recent(sequence.request.request_id, sequence.account))
+
+    def loaded(self, sequence: Sequence, now: float | None = None) -> None:
+        """Nothing more of an admitted sequence will come from tiers."""
+        account = sequence.account
+        if account is not None and account.tiers is not None and account.tiers.open:
+            self._accounting.loaded(account, now=self._clock() if now is None else now)
 
     def uncached(self, sequence: Sequence) -> None:
         """Accounts for a sequence that is admitted while prefix caching is off."""
@@ -152,6 +172,7 @@ class PromptAccounts:
         account = sequence.account
         if account is None or account.finished:
             return
+        self.loaded(sequence, now)
         if computed < account.prompt_tokens:
             prompt = sequence.keys(0, account.prompt_tokens)
             self._accounting.abandoned(account, prompt, computed, now=now)
@@ -226,12 +247,13 @@ class _Recent:
         if self._causes is not None:
             return replace(self._causes, seconds_ago=ago)
         evicted, parted = account.evicted_at, account.divergence
-        self._causes = PromptCauses(
+        causes = PromptCauses(
             self._request_id,
             account.namespace,
             ago,
             account.prompt_tokens,
-            account.hit_tokens,
+            account.prompt_tokens - account.computed_tokens,
+            account.loaded,
             {cause: tokens for cause, tokens in account.causes.items() if tokens},
             account.evicted_idle_seconds,
             None if evicted is None else account.time - evicted,
@@ -239,7 +261,9 @@ class _Recent:
             () if parted is None else _ids(parted.before),
             None if parted is None else difference(_ids(parted.ours), _ids(parted.theirs)),
         )
-        return self._causes
+        if account.tiers is None or not account.tiers.open:
+            self._causes = causes
+        return causes
 
 
 def _ids(tokens: bytes) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from coppice.radix import Hold, Match, OutOfPages, RadixTree
+from coppice.radix import FromTiers, Hold, Match, OutOfPages, RadixTree
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.requests.request import Request, Sequence
 
@@ -84,11 +84,17 @@ class Paging:
         return -(-length // self.page_size) - match.length // self.page_size
 
     def admit(
-        self, sequence: Sequence, match: Match, count: int, in_flight: int = 0
+        self,
+        sequence: Sequence,
+        match: Match,
+        count: int,
+        in_flight: int = 0,
+        tiers: FromTiers | None = None,
     ) -> PageCopy | None:
         """Locks the hit and takes pages for the next `count` tokens.
 
-        `in_flight`: tokens after the hit that another sequence is computing, for the accounts.
+        For the accounts: `in_flight` are tokens after the hit that another sequence is computing,
+        `tiers` is what other tiers have of it; then call `loaded` when no more will come.
         Returns the page to copy, if the hit ends inside a page that others may read or write.
         Raises OutOfPages, with nothing changed, if the pages can't be had.
         """
@@ -99,7 +105,7 @@ class Paging:
         sequence.hold, table = tree.start(match, draft=_drafts(sequence))
         hold = sequence.hold
         if self.accounts is not None:
-            self.accounts.admitted(sequence, tree, match, in_flight)
+            self.accounts.admitted(sequence, tree, match, in_flight, tiers)
         elif self._uncached is not None:
             self._uncached.uncached(sequence)
         copy = None
@@ -110,6 +116,11 @@ class Paging:
         sequence.table, sequence.computed = table, hold.length
         self._grow(sequence, count)
         return copy
+
+    def loaded(self, sequence: Sequence) -> None:
+        """Nothing more of a running sequence will come from other tiers."""
+        if self.accounts is not None:
+            self.accounts.loaded(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> PageCopy | None:
         """Lets `child`, which has no pages, continue from all that `parent` has computed.

@@ -279,16 +279,18 @@ class Scheduler:
                 return min(count, size - sequence.computed % size)
             except Exception:  # its pages have anything in them, and are computed
                 logger.exception("pages could not be taken over from a tier")
-                loads.drop(sequence)
+                self._end_load(sequence)
                 return count
             if replaced is not None:  # it was to be copied from a page that has fewer tokens
                 schedule.copies = [copy for copy in schedule.copies if copy.target != replaced]
             if load.first:
                 sequence.cached_tokens += ready
+                computed = sequence.computed
+                self.counters.loaded(sequence.request, computed, computed + ready)
             self.paging.commit(sequence, ready)
             ready, allowed = loads.next(load, sequence.remaining)
         if load.over:
-            loads.drop(sequence)
+            self._end_load(sequence)
         return 0 if ready else min(count, allowed)
 
     def _draft(self, schedule: Schedule, speculation: Speculation) -> None:
@@ -330,6 +332,12 @@ class Scheduler:
         """Counts `count` tokens of a sequence's draft as computed, and gives back other pages."""
         sequence.computed += count
         self.paging.trim(sequence)
+
+    def _end_load(self, sequence: Sequence) -> None:
+        """Nothing more of a running sequence will come from tiers."""
+        assert self.tiers is not None
+        self.tiers.loads.drop(sequence)
+        self.paging.loaded(sequence)
 
     def _prefill_budget(self, schedule: Schedule, prefilling: list[Sequence], budget: int) -> int:
         """The part of the budget that prompts may take beside the decodes that are scheduled."""
@@ -486,13 +494,15 @@ class Scheduler:
                 match = self.paging.match(sequence)
                 in_flight = 0
             count = min(len(sequence.tokens) - match.length, budget)
-            asks = self.tiers is not None and self.tiers.loads.of(sequence) is not None
-            copy = self.paging.admit(sequence, match, 0 if asks else count, in_flight)
+            load = None if self.tiers is None else self.tiers.loads.of(sequence)
+            copy = self.paging.admit(
+                sequence, match, 0 if load else count, in_flight, load and load.account
+            )
             self.waiting.remove(sequence)
             self._enter(sequence)
             if copy is not None:
                 schedule.copies.append(copy)
-            if asks:
+            if load:
                 budget, _ = self._continue([sequence], schedule, budget)
             else:
                 schedule.chunks.append(Chunk(sequence, count))

@@ -298,6 +298,7 @@ class Tiers:
             rows = buffer[row : row + end - begin]
             unpack(caches, table[first + begin : first + end], rows)
             begin = end
+        self.loads.took(load, loaded, tokens)
         return replaced
 
     def enter(self, namespace: Hashable, tokens: bytes, first: int, rows: torch.Tensor) -> int:

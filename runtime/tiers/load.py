@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from coppice.radix.accounting.loaded import FromTiers
 from coppice.radix.mirror.names import PageKey
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.tiers.rates import meeting
@@ -72,11 +73,12 @@ class Load:
         began: when its sequence was first seen to run, and the tokens that it had computed then.
         pieces: that are being read, or are about to be.
         bonus: tokens, beside those in the tree, whose computing takes as long as loading saves.
+        account: what was found and what came back, for the accounts of the sequence.
     """
 
     __slots__ = ("sequence", "begin", "first", "mark", "finding", "asked", "asking", "answered",
                  "together", "compute_rate", "load_rate", "began", "served", "pieces", "bonus",
-                 "_size", "_found", "_flying", "_rows")  # fmt: skip
+                 "account", "_size", "_found", "_flying", "_rows")  # fmt: skip
 
     def __init__(
         self,
@@ -101,6 +103,7 @@ class Load:
         self.served = False  # something was taken over
         self.pieces = 0
         self.bonus = 0
+        self.account = FromTiers()
         self._size = page_size
         # By index: what is to be read, what is being read, and what was, with its buffer and row.
         self._found: dict[int, FoundPage] = {}

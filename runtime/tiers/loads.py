@@ -154,10 +154,15 @@ class Loads:
         return load.next(load.sequence.computed, count, self._taken_pages)
 
     def take(self, load: Load, tokens: int) -> list[LoadedPage]:
-        """The pages of the next `tokens` of a sequence, which `next` has offered."""
-        sequence = load.sequence
-        context = sequence.computed
-        pages = load.take(context, tokens)
+        """The pages of the next `tokens` of a sequence, which `next` has offered.
+
+        Call `took` once they are copied.
+        """
+        return load.take(load.sequence.computed, tokens)
+
+    def took(self, load: Load, pages: Seq[LoadedPage], tokens: int) -> None:
+        """Counts pages as taken over: the next `tokens` of a sequence."""
+        context = load.sequence.computed
         told = self._told
         if not load.served:
             load.served = True
@@ -173,8 +178,8 @@ class Loads:
             border = end // self._size * self._size
             following = border + page.found.place.tokens
             counts.loaded_tokens += following - end
+            load.account.came(end, following, store.name)
             end = following
-        return pages
 
     def drop(self, sequence: Sequence) -> None:
         """Forgets the load of a sequence, which was served, was preempted or has ended."""
@@ -392,10 +397,11 @@ class Loads:
             return
         load.finding = False
         computed = max(load.begin, load.sequence.computed)
-        tokens = sum(
-            max(0, index * self._size + page.place.tokens - max(computed, index * self._size))
-            for index, page in pages.items()
+        load.account.has(
+            (max(computed, index * self._size), index * self._size + pages[index].place.tokens)
+            for index in sorted(pages)
         )
+        tokens = load.account.found_tokens
         if not tokens:
             return
         if len(self._stores) == 1:  # else another one may not have them

@@ -67,7 +67,7 @@ class Store(ABC):
     and nothing else; a page that is gone or damaged is no failure.
 
     Attributes:
-        name: what reports call the tier.
+        name: what reports call the tier, one of `TIERS`.
     """
 
     name: str

@@ -47,8 +47,12 @@ def test_after_a_restart_everything_is_there(llama, tmp_path):
     tokens, cached = serve(second, prompts)
     assert tokens == expected
     assert cached == [len(prompt) - 1 for prompt in prompts], "token-exact, partial pages too"
-    told = second.tiers.told
+    told, counts = second.tiers.told, second.accounts.counts()
     assert told.tiers["disk"].loaded_tokens >= len(prompts[0]) - 1
+    assert counts.hit_tokens == sum(cached) and counts.loaded_evicted == 0
+    assert counts.loaded_disk == told.tiers["disk"].loaded_tokens
+    assert counts.computed_tokens == counts.last_token == len(prompts)
+    assert sum(sum(each.loaded.values()) for each in second.accounts.recent()) == counts.loaded_disk
     assert second.counters.computed_tokens <= len(prompts) + 3
     second.close()
 
@@ -68,6 +72,12 @@ def test_what_was_evicted_comes_back(llama, tmp_path):
     # What is evicted after tiers were asked for it, and not stored yet, is computed.
     assert sum(cached) >= 119 * 4 and max(cached) == 119
     assert made.tiers.told.unwritten_pages == 0
+    counts = made.accounts.counts()
+    assert counts.prompt_tokens == counts.hit_tokens + sum(counts.causes.values())
+    assert counts.hit_tokens == made.counters.hit_tokens >= sum(cached)
+    assert counts.loaded_disk == counts.loaded_tokens == made.tiers.told.tiers["disk"].loaded_tokens
+    assert 0 < counts.loaded_disk - counts.loaded_evicted < 100, "known from borders on"
+    assert counts.evicted < 119 * 5, "what came back is not evicted"
     made.close()
     plain.close()
 
@@ -264,7 +274,8 @@ def test_the_beginning_is_computed_while_the_end_is_loaded(llama):
     assert tokens == expected
     assert 0 < cached < 409
     assert made.counters.computed_tokens == 410 - cached
-    assert made.tiers.told.tiers["memory"].loaded_tokens == cached
+    assert made.accounts.counts().not_loaded == 409 - cached, "what it computed meanwhile"
+    assert made.tiers.told.tiers["host"].loaded_tokens == cached
     made.tiers.close(1)
 
 
@@ -277,7 +288,7 @@ def test_a_tier_that_hangs_is_given_up_and_the_rest_is_computed(llama):
     made = with_store(llama, store, kv_cache_tokens=1024)
     store.stuck.set()
     assert serve(made, prompts) == (expected, [0])
-    assert made.tiers.told.tiers["memory"].slow == 1
+    assert made.tiers.told.tiers["host"].slow == 1
     store.stuck.clear()
     store.free.set()
     assert serve(made, prompts) == (expected, [309]), "from memory now"
@@ -294,7 +305,7 @@ def test_what_is_slower_than_computing_is_not_loaded(llama):
     made.tiers.loads._compute_seconds = lambda tokens, context: 1e-12 * tokens
     assert serve(made, prompts) == (expected, [0])
     assert store.loaded == 0
-    assert made.tiers.told.computed_instead == 309
+    assert made.tiers.told.computed_instead == 309 == made.accounts.counts().not_loaded
     made.tiers.close(1)
 
 
@@ -322,10 +333,10 @@ def test_what_was_hit_again_is_stored_before_it_is_evicted(llama):
     written(made)
     tokens = sum(key.length for key in store.pages)
     assert tokens >= len(prompts[0]) - 1
-    count = made.tiers.told.tiers["memory"].written_pages
+    count = made.tiers.told.tiers["host"].written_pages
     serve(made, prompts[:1])
     written(made)
-    assert made.tiers.told.tiers["memory"].written_pages == count, "nothing is written twice"
+    assert made.tiers.told.tiers["host"].written_pages == count, "nothing is written twice"
     made.tiers.close(1)
 
 
@@ -443,7 +454,7 @@ def test_random_schedules_give_what_each_request_gives_alone(checkpoint, policy,
     alone = RandomSchedule.alone_engine(checkpoint)
     compared = loaded = failures = warmed = 0
     for seed in range(begin + SCHEDULING_POLICIES.index(policy), end, len(SCHEDULING_POLICIES)):
-        stores = [MemoryStore(random.Random(seed)), MemoryStore(random.Random(-seed), "second")]
+        stores = [MemoryStore(random.Random(seed)), MemoryStore(random.Random(-seed), "disk")]
         for _ in range(2):
             try:
                 schedule = RandomSchedule(seed, checkpoint, policy, stores)

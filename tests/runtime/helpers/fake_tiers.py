@@ -28,9 +28,9 @@ class MemoryStore(Store):
     time to time.
     """
 
-    name = "memory"
+    name = "host"
 
-    def __init__(self, rng: random.Random | None = None, name: str = "memory") -> None:
+    def __init__(self, rng: random.Random | None = None, name: str = "host") -> None:
         self.pages: dict[PageKey, np.ndarray] = {}
         self.rng = rng
         self.name = name  # type: ignore[misc]

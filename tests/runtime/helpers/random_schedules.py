@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from fake_tiers import HandThreads, add_tiers, written
 from random_requests import RECIPES, Asked, random_params, random_tokens
 from scripted_drafts import ScriptedDrafts
 
-from coppice.radix import POLICIES, Match, PinRefused
+from coppice.radix import POLICIES, FromTiers, Match, PinRefused
+from coppice.radix.accounting.counts import Counts
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.metrics.prompt_accounts import RECENT_REQUESTS
 from coppice.runtime.requests.pooling_params import PoolingParams
@@ -32,41 +34,76 @@ _FAILURES = ("prepare", "copy", "begin", "layer 0", "layer 1", "logits")
 _MOST_STEPS = 3000  # of one schedule: far more than any needs that makes progress
 
 
+@dataclass
+class Admission:
+    """One admission, and the tokens that came from tiers after it; more may come while `open`."""
+
+    kind: str  # "", "same" or "preempted"
+    tokens: int
+    hit: int
+    tiers: FromTiers | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.tiers is not None and self.tiers.open
+
+
 class Admissions:
     """What is admitted and forked, counted apart from the engine's own counts."""
 
     def __init__(self, paging: Paging) -> None:
-        self.counts = dict.fromkeys(
-            ("requests", "prompt_tokens", "hit_tokens", "same_tokens", "same_hit_tokens",
-             "preempted_tokens", "preempted_hit_tokens"), 0,
-        )  # fmt: skip
+        self.all: list[Admission] = []
         self.requests: list[str] = []  # in order of admission
         self.hits: dict[str, int] = {}  # tokens hit at a request's first admission
-        self._placed: set[Sequence] = set()  # that had pages at some time
+        self._last: dict[Sequence, Admission] = {}  # of each that had pages at some time
         self._admit, self._fork = paging.admit, paging.fork
         paging.admit, paging.fork = self.admit, self.fork  # type: ignore[method-assign]
 
-    def admit(self, sequence: Sequence, match: Match, count: int, in_flight: int = 0) -> Any:
-        copy = self._admit(sequence, match, count, in_flight)
-        request, counts = sequence.request, self.counts
-        if request.request_id not in self.hits:
-            self.requests.append(request.request_id)
-            self.hits[request.request_id] = match.length
-            counts["requests"] += 1
-            counts["prompt_tokens"] += len(request.prompt_token_ids)
-            counts["hit_tokens"] += match.length
+    def admit(
+        self,
+        sequence: Sequence,
+        match: Match,
+        count: int,
+        in_flight: int = 0,
+        tiers: FromTiers | None = None,
+    ) -> Any:
+        copy = self._admit(sequence, match, count, in_flight, tiers)
+        request = sequence.request.request_id
+        if request not in self.hits:
+            self.requests.append(request)
+            self.hits[request] = match.length
+            kind = ""
         else:
-            kind = "preempted" if sequence in self._placed else "same"
-            counts[f"{kind}_tokens"] += len(sequence.tokens)
-            counts[f"{kind}_hit_tokens"] += match.length
-        self._placed.add(sequence)
+            kind = "preempted" if sequence in self._last else "same"
+        self._add(sequence, Admission(kind, len(sequence.tokens), match.length, tiers))
         return copy
+
+    def _add(self, sequence: Sequence, admission: Admission) -> None:
+        self.all.append(admission)
+        self._last[sequence] = admission
+
+    def loaded(self, sequence: Sequence, tokens: int) -> None:
+        """Tokens came from a tier."""
+        admission = self._last[sequence]
+        assert admission.open
+        admission.hit += tokens
+
+    def counts(self, *, open: bool) -> dict[str, int]:
+        """What was admitted; `open`: with those for which more may come from tiers."""
+        counts = dict.fromkeys(
+            ("requests", "prompt_tokens", "hit_tokens", "same_tokens", "same_hit_tokens",
+             "preempted_tokens", "preempted_hit_tokens"), 0,
+        )  # fmt: skip
+        for each in self.all:
+            if open or not each.open:
+                counts["requests"] += not each.kind
+                counts[f"{each.kind}_tokens" if each.kind else "prompt_tokens"] += each.tokens
+                counts[f"{each.kind}_hit_tokens" if each.kind else "hit_tokens"] += each.hit
+        return counts
 
     def fork(self, parent: Sequence, child: Sequence) -> Any:
         copy = self._fork(parent, child)
-        self.counts["same_tokens"] += parent.computed
-        self.counts["same_hit_tokens"] += parent.computed
-        self._placed.add(child)
+        self._add(child, Admission("same", parent.computed, parent.computed))
         return copy
 
 
@@ -164,6 +201,7 @@ class RandomSchedule:
         def taken(sequence: Any, load: Any, tokens: int) -> Any:
             replaced = take(sequence, load, tokens)  # or there is no page for it
             request = sequence.request.request_id
+            self.admissions.loaded(sequence, tokens)
             if load.first:
                 self.loaded[request] = self.loaded.get(request, 0) + tokens
             return replaced
@@ -445,7 +483,7 @@ class RandomSchedule:
 
     def _check_accounts(self) -> None:
         """Accounts and counters have the requests, prompt and hit tokens that were admitted."""
-        truth, counters = self.admissions.counts, self.engine.counters
+        truth, counters = self.admissions.counts(open=True), self.engine.counters
         assert counters.requests == truth["requests"]
         assert counters.prompt_tokens == truth["prompt_tokens"]
         assert counters.hit_tokens == truth["hit_tokens"]
@@ -453,9 +491,11 @@ class RandomSchedule:
         if not self.lost:
             assert counters.generated_tokens == self.generated
         if self.engine.config.enable_prefix_caching:
-            counts = self.engine.accounts.counts()
+            counts, truth = self.engine.accounts.counts(), self.admissions.counts(open=False)
             assert {name: getattr(counts, name) for name in truth} == truth
             assert sum(counts.causes.values()) == counts.computed_tokens
+            assert min(counts.causes.values()) >= 0
+            self._check_loaded(counts)
             recent = [each.request_id for each in self.engine.accounts.recent()]
             assert recent == self.admissions.requests[-RECENT_REQUESTS:]
         hits = self.admissions.hits
@@ -463,6 +503,20 @@ class RandomSchedule:
             for outputs in request.outputs.values():
                 cached = hits[request.name] + self.loaded.get(request.name, 0)
                 assert all(each.cached_tokens == cached for each in outputs)
+
+    def _check_loaded(self, counts: Counts) -> None:
+        """Accounts have what tiers say that they brought back; all of it once nothing runs."""
+        if self.engine.tiers is None:
+            return
+        told = self.engine.tiers.told.tiers
+        closed = [each for each in self.admissions.all if not (each.open or each.kind)]
+        by_tier = [each.tiers.tokens() for each in closed if each.tiers is not None]
+        for tier, tokens in counts.loaded.items():
+            assert tokens == sum(each.get(tier, 0) for each in by_tier)
+            assert tokens <= (told[tier].loaded_tokens if tier in told else 0)
+        assert counts.loaded_evicted <= counts.loaded_tokens
+        if not self.engine.scheduler.running:
+            assert counts.loaded_tokens == sum(self.loaded.values())
 
     # -- each alone --------------------------------------------------------------------------
 
