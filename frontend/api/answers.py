@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
+from coppice.frontend.api.cached import cached_details, summed
 from coppice.frontend.text.outputs import CompletionOutput, RequestOutput, TextDelta
 
 
@@ -64,11 +65,18 @@ class Counts(NamedTuple):
         prompt: of its prompts; a prompt counts once for any number of results.
         cached: of those, the ones whose KV was reused.
         generated: of all sequences, those that `best_of` left out included.
+        by_tier: of the cached ones, those in the pool and those from each tier beyond it; None
+            without tiers.
     """
 
     prompt: int
     cached: int
     generated: int
+    by_tier: dict[str, int] | None = None
+
+    def cached_details(self) -> dict[str, Any]:
+        """The cached tokens as all usages have them; by tier in a field of our own."""
+        return cached_details(self.cached, self.by_tier)
 
     def for_log(self) -> dict[str, int]:
         """The fields of the request's log line."""
@@ -85,6 +93,7 @@ def counts(outputs: Sequence[RequestOutput]) -> Counts:
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(output.cached_tokens for output in outputs),
         sum(map(generated, outputs)),
+        summed(output.cached_by_tier for output in outputs),
     )
 
 

@@ -48,4 +48,5 @@ class GrowingOutput:
             [each.output(index) for index, each in enumerate(self._continuations)],
             False,
             delta.cached_tokens,
+            cached_by_tier=delta.cached_by_tier,
         )

@@ -23,6 +23,7 @@ class Continuation:
         held: text that waits to be handed out.
         cached_tokens: tokens of the prompt whose KV was reused; 0 before the first output.
         drafted, accepted: tokens of its drafts, as far as the engine has told.
+        cached_by_tier: those from each tier; None without tiers.
         completion: the result, once it has ended.
     """
 
@@ -36,6 +37,7 @@ class Continuation:
     cached_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    cached_by_tier: dict[str, int] | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
@@ -56,6 +58,7 @@ class Continuation:
             None,
             index=self.index,
             cached_tokens=self.cached_tokens,
+            cached_by_tier=self.cached_by_tier,
         )
         return delta if held is None else joined((held, delta))
 
@@ -66,7 +69,7 @@ class Continuation:
         """
         new = [*self.kept, *step.new_token_ids]
         self.kept.clear()
-        self.cached_tokens = step.cached_tokens
+        self.cached_tokens, self.cached_by_tier = step.cached_tokens, step.cached_by_tier
         if step.drafted:
             self.drafted, self.accepted = step.drafted, step.accepted
         logprobs = [] if step.logprobs is None else list(texts.logprobs(step.logprobs, new))
@@ -99,6 +102,7 @@ class Continuation:
             self.index,
             self.completion,
             cached_tokens=step.cached_tokens,
+            cached_by_tier=step.cached_by_tier,
         )
         if self.held is not None:
             delta, self.held = joined((self.held, delta)), None

@@ -65,6 +65,8 @@ class RequestOutput:
         outputs: the `n` continuations, in the order of their indices.
         finished: whether the request has ended.
         cached_tokens: prompt tokens whose KV was reused instead of computed.
+        cached_by_tier: of these, those that were in the "pool", the KV cache itself, and those
+            that came from each tier beyond it; None without tiers.
         prompt_logprobs: for each prompt token its logprob given those before it, and those of the
             most probable tokens, by token id; None for the first token and for those before
             `prompt_logprobs_start`; None altogether if they were not asked for.
@@ -83,6 +85,7 @@ class RequestOutput:
     left_out_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    cached_by_tier: dict[str, int] | None = None
 
 
 @dataclass(slots=True)  # not frozen: made for each piece of each stream
@@ -98,7 +101,7 @@ class TextDelta:
             asked for.
         best_so_far: of a beam search: its best sequence after the step, as a whole; after the next
             step it may be another one.
-        cached_tokens: prompt tokens of the request whose KV was reused.
+        cached_tokens, cached_by_tier: as in `RequestOutput`.
         prompt_logprobs: as in `RequestOutput`; with the request's first delta only.
     """
 
@@ -113,6 +116,7 @@ class TextDelta:
     best_so_far: CompletionOutput | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    cached_by_tier: dict[str, int] | None = None
 
     @property
     def is_plain(self) -> bool:

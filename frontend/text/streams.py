@@ -177,7 +177,7 @@ class Texts:
         ended = delta.completion is not None
         if ended and all(each.completion is not None for each in running.continuations):
             self._running.pop(running.request_id, None)  # it may have been dropped meanwhile
-            delta.output = _output(running, step.cached_tokens)
+            delta.output = _output(running, step)
         return delta, stopped
 
     def _best_so_far(self, running: _Running, step: StepOutput, best: BestLine) -> TextDelta:
@@ -206,12 +206,18 @@ class Texts:
             score=best.score,
         )
         return TextDelta(
-            running.request_id, "", (), None, best_so_far=made, cached_tokens=step.cached_tokens
+            running.request_id,
+            "",
+            (),
+            None,
+            best_so_far=made,
+            cached_tokens=step.cached_tokens,
+            cached_by_tier=step.cached_by_tier,
         )
 
 
-def _output(running: _Running, cached_tokens: int) -> RequestOutput:
-    """The result of a request whose continuations have all ended."""
+def _output(running: _Running, step: StepOutput) -> RequestOutput:
+    """The result of a request whose continuations have all ended, the last of them with `step`."""
     ended, returned = running.continuations, running.params.n
     if running.params.chooses:
         ended = sorted(ended, key=lambda each: each.mean_logprob, reverse=True)
@@ -222,9 +228,10 @@ def _output(running: _Running, cached_tokens: int) -> RequestOutput:
         running.prompt_token_ids,
         [replace(each, index=index) for index, each in enumerate(completions[:returned])],
         True,
-        cached_tokens,
+        step.cached_tokens,
         running.prompt_logprobs,
         sum(len(each.token_ids) for each in completions[returned:]),
         sum(each.drafted for each in ended),
         sum(each.accepted for each in ended),
+        step.cached_by_tier,
     )

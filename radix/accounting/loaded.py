@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from coppice.radix.accounting.counts import FIELDS, TIERS
+from coppice.radix.accounting.counts import FIELDS, FOUND_CAUSES, TIERS
 
 Span = tuple[int, int]
 """A part of a prompt: its first position, and the one after its last."""
@@ -91,9 +91,14 @@ class FromTiers:
                 counted[_COLUMN["not_loaded"]] += left
         for begin, end, tier in self.loaded:
             counted[_COLUMN[f"loaded_{tier}"]] += end - max(begin, hit)
+        causes = (*FOUND_CAUSES, "not_loaded")
+        left = [cause for cause in causes if counted[_COLUMN[cause]] and cause != "in_flight"]
+        if loaded and len(left) == 1 and counted[_COLUMN[left[0]]] == 1:
+            # All but the last token hit, or is in flight: that one is computed for its logits.
+            counted[_COLUMN[left[0]]], counted[_COLUMN["last_token"]] = 0, 1
         if evicted:
-            left = counted[_COLUMN["evicted"]]
-            counted[_COLUMN["evicted_idle"]] = row[_COLUMN["evicted_idle"]] * left // evicted
+            kept = counted[_COLUMN["evicted"]]
+            counted[_COLUMN["evicted_idle"]] = row[_COLUMN["evicted_idle"]] * kept // evicted
         ideal = _COLUMN["ideal_tokens"]
         counted[ideal] = max([counted[ideal], *(end for _, end in loaded)])
         return counted

@@ -169,6 +169,7 @@ class Sequences:
         child.tokens.append(token)
         if not placed:
             child.cached_tokens, child.counted = parent.cached_tokens, True
+            child.cached_by_tier = parent.cached_by_tier
             child.preempted = True
             self._scheduler.add(child)
         self._of[parent.request.request_id].append(child)

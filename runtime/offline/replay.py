@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
+from typing import Any, cast
 
 from coppice.radix import POLICIES, PagePool, RadixTree
 from coppice.radix.pages.pool import MAX_PAGES
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
+from coppice.runtime.offline.tiers import SimulatedTiers, TierRates, TierSize
 from coppice.runtime.report.gather import counted, tree_report
 from coppice.runtime.report.snapshot import CacheReport, Counts
 from coppice.runtime.requests.request import Request, Sequence
@@ -119,8 +122,23 @@ class Replay:
     request that has arrived.
     """
 
-    def __init__(self, options: ReplayOptions, *, account: bool = True) -> None:
-        """`account`: whether causes are found, for `report`; without, only `hit_rate` is known."""
+    def __init__(
+        self,
+        options: ReplayOptions,
+        tiers: Seq[TierSize] = (),
+        rates: TierRates | None = None,
+        *,
+        account: bool = True,
+    ) -> None:
+        """Begins with nothing cached.
+
+        Args:
+            options: of the pool and of the requests.
+            tiers: beyond the pool, the fastest first.
+            rates: of these; None: unknown, and all that they have is loaded.
+            account: whether causes are found, for `report`; without, only `hit_rate` is known, and
+                what tiers did.
+        """
         self.options = options
         self._time = 0.0
         self.tree = RadixTree(PagePool(options.pages, options.page_size), options.eviction_policy)
@@ -136,6 +154,12 @@ class Replay:
             max_num_batched_tokens=max(_ENGINE.max_num_batched_tokens, options.concurrency),
             counters=self._counters,
         )
+        self.tiers: SimulatedTiers | None = None
+        if tiers:
+            rates = rates or TierRates(None, None, {})
+            self.tiers = SimulatedTiers(tiers, rates, self.tree, self._has_place)
+            self._scheduler.tiers = cast(Any, self.tiers)
+            self._paging.allocated = self.tiers.flush
         self._outputs: dict[str, array[int]] = {}  # of unfinished requests, by request id
         self._arrivals = 0
         self._finished = 0
@@ -143,6 +167,9 @@ class Replay:
         self._stretches: list[Stretch] = []
         self._counted = Counts()  # the sum of the stretches so far
         self._evicted = 0
+
+    def _has_place(self) -> bool:
+        return len(self._scheduler.running) < self.options.concurrency
 
     # -- running -----------------------------------------------------------------------------
 
@@ -301,6 +328,7 @@ class Replay:
                 "prompt_tokens": counts.prompt_tokens,
                 "hit_tokens": counts.hit_tokens,
                 "computed_tokens": counts.computed_tokens,
+                "tiers": None if self.tiers is None else self.tiers.report(),
             },
             eviction_policy=self.options.eviction_policy,
             accounts=accounts,

@@ -34,7 +34,8 @@ from coppice.runtime.requests.request import StepOutput
 # tokens of a sequence that continues: they are sent without the fields that are empty then.
 _FIELDS = [each.name for each in fields(StepOutput)]
 _whole_row = attrgetter(*_FIELDS)
-_SHORT = ("request_id", "index", "new_token_ids", "num_prompt_tokens", "cached_tokens")
+_SHORT = ("request_id", "index", "new_token_ids", "num_prompt_tokens", "cached_tokens",
+          "cached_by_tier")  # fmt: skip
 _short_row = attrgetter(*_SHORT)
 
 
@@ -128,6 +129,6 @@ def is_short(row: tuple[Any, ...]) -> bool:
 def step_output(row: tuple[Any, ...]) -> StepOutput:
     """The output that a row stands for."""
     if is_short(row):
-        request_id, index, tokens, prompt_tokens, cached = row
-        return StepOutput(request_id, index, tokens, None, None, None, prompt_tokens, cached)
+        request_id, index, tokens, *counts = row
+        return StepOutput(request_id, index, tokens, None, None, None, *counts)
     return StepOutput(*row)

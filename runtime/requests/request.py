@@ -159,7 +159,7 @@ class Sequence:
     __slots__ = ("request", "tokens", "computed", "status", "hold", "table", "cached_tokens",
                  "counted", "admitted", "preempted", "private", "account", "reader",
                  "token_at", "logit_rules", "index", "arrival", "forked",
-                 "drafted", "accepted")  # fmt: skip
+                 "drafted", "accepted", "cached_by_tier")  # fmt: skip
 
     def __init__(self, request: Request, index: int = 0, arrival: int | None = None) -> None:
         self.request = request
@@ -172,7 +172,8 @@ class Sequence:
         self.status = Status.WAITING
         self.hold: Hold | None = None  # its lock in the tree, while running
         self.table = array("i")  # its page table, while running
-        self.cached_tokens = -1  # hit of its first admission; -1 before
+        self.cached_tokens = -1  # hit of its first admission, and what tiers brought; -1 before
+        self.cached_by_tier: dict[str, int] | None = None  # see `StepOutput`
         self.counted = False  # whether its request's time in the queue was, at its first chunk
         self.admitted = -1  # serial number of its last admission
         self.preempted = False  # waits to be resumed
@@ -252,6 +253,8 @@ class StepOutput:
     error: str | None  # what went wrong, with finish_reason "error"
     num_prompt_tokens: int
     cached_tokens: int  # prompt tokens whose KV was reused
+    # Of these, how many were in the "pool", and how many came from each tier; None without tiers.
+    cached_by_tier: dict[str, int] | None = None
     score: float | None = None  # of a beam search's result
     cumulative_logprob: float | None = None  # of a beam search's result: the sum of its tokens'
     num_results: int | None = None  # of a beam search that ends; all come in one step
@@ -284,6 +287,7 @@ class StepOutput:
             error,
             len(request.prompt_token_ids),
             cached if cached > 0 else 0,
+            sequence.cached_by_tier,
         )
         if logprobs is not None:
             made.logprobs = logprobs

@@ -285,6 +285,8 @@ class Scheduler:
                 schedule.copies = [copy for copy in schedule.copies if copy.target != replaced]
             if load.first:
                 sequence.cached_tokens += ready
+                before = sequence.cached_by_tier or {}
+                sequence.cached_by_tier = before | load.account.tokens()
                 computed = sequence.computed
                 self.counters.loaded(sequence.request, computed, computed + ready)
             self.paging.commit(sequence, ready)
@@ -408,7 +410,7 @@ class Scheduler:
         Returns False if there is no place or no page for it: then append its next token and `add`
         it; it will hit what its parent has entered in the tree.
         """
-        child.cached_tokens = parent.cached_tokens
+        child.cached_tokens, child.cached_by_tier = parent.cached_tokens, parent.cached_by_tier
         child.counted = True  # its request's time in the queue was
         if len(self.running) < self.max_num_seqs:
             try:
@@ -495,14 +497,15 @@ class Scheduler:
                 in_flight = 0
             count = min(len(sequence.tokens) - match.length, budget)
             load = None if self.tiers is None else self.tiers.loads.of(sequence)
+            account = None if load is None else load.account
             copy = self.paging.admit(
-                sequence, match, 0 if load else count, in_flight, load and load.account
+                sequence, match, count if load is None else 0, in_flight, account
             )
             self.waiting.remove(sequence)
             self._enter(sequence)
             if copy is not None:
                 schedule.copies.append(copy)
-            if load:
+            if load is not None:
                 budget, _ = self._continue([sequence], schedule, budget)
             else:
                 schedule.chunks.append(Chunk(sequence, count))
@@ -533,6 +536,9 @@ class Scheduler:
         self._run(sequence)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = sequence.computed
+            if self.tiers is not None:
+                nothing = dict.fromkeys(self.tiers.names, 0)
+                sequence.cached_by_tier = {"pool": sequence.computed} | nothing
             self.counters.admitted(sequence.request, sequence.computed)
         if sequence.remaining > 1 and not sequence.private and self.paging.caching:
             limited = sequence.reader is not None  # it may hit less than is cached

@@ -116,6 +116,11 @@ class Tiers:
             told=self.told,
         )
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the tiers, the fastest first."""
+        return [store.name for store in self.stores]
+
     def _listen(self) -> None:
         self._tree.add_listener(self._leaving)
         self._tree.add_listener(self._following)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -81,7 +81,7 @@ class MessageAnswers(Answers):
             if block["type"] == "tool_use":
                 block["input"] = _object(block["input"])
         size = counts(outputs)
-        usage = self._usage(size.cached) | self._generated(outputs)
+        usage = self._usage(size.cached, size.by_tier) | self._generated(outputs)
         return self._message(usage) | {"content": self._blocks, **self._ending(made)}
 
     def opening(self) -> list[Json]:
@@ -91,7 +91,8 @@ class MessageAnswers(Answers):
         events: list[Json] = []
         if not self._begun:
             self._begun = True
-            usage = self._usage(delta.cached_tokens) | {"output_tokens": 0}
+            usage = self._usage(delta.cached_tokens, delta.cached_by_tier)
+            usage["output_tokens"] = 0
             events = [{"type": "message_start", "message": self._message(usage)}, {"type": "ping"}]
         pieces = self._pieces(delta.text, last=delta.completion is not None)
         return events + self._push(pieces)
@@ -99,7 +100,7 @@ class MessageAnswers(Answers):
     def ending(self, outputs: Sequence[RequestOutput]) -> list[Json]:
         (made,) = outputs[0].outputs
         size = counts(outputs)
-        usage = self._usage(size.cached) | self._generated(outputs)
+        usage = self._usage(size.cached, size.by_tier) | self._generated(outputs)
         del usage["cache_creation"], usage["service_tier"]
         delta = {"type": "message_delta", "delta": self._ending(made), "usage": usage}
         return [*self._close(), delta, {"type": "message_stop"}]
@@ -194,12 +195,15 @@ class MessageAnswers(Answers):
                 usage["output_tokens_details"] = {"thinking_tokens": thought}
         return usage
 
-    def _usage(self, read: int) -> Json:
-        """The prompt's tokens: `read` from the cache, computed and kept, and the rest."""
+    def _usage(self, read: int, by_tier: Mapping[str, int] | None) -> Json:
+        """The prompt's tokens: `read` from the cache, computed and kept, and the rest.
+
+        With tiers, those that were read also `by_tier`, in a field of our own.
+        """
         kept = max((each.tokens for each in self._kept), default=0)
         hour = max((each.tokens for each in self._kept if each.seconds >= _HOUR), default=0)
         created, for_an_hour = max(0, kept - read), max(0, hour - read)
-        return {
+        usage = {
             "input_tokens": self._prompt - read - created,
             "cache_creation_input_tokens": created,
             "cache_read_input_tokens": read,
@@ -209,6 +213,9 @@ class MessageAnswers(Answers):
             },
             "service_tier": "standard",
         }
+        if by_tier is not None:
+            usage["cache_read_input_tokens_by_tier"] = dict(by_tier)
+        return usage
 
 
 def _object(text: str) -> Any:

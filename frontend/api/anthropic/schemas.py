@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from coppice.frontend.api.cached import CachedByTier
 from coppice.frontend.strict import Body
 
 
@@ -28,6 +29,7 @@ class MessageUsage(Body):
     input_tokens: int = Field(ge=0)
     cache_creation_input_tokens: int = Field(ge=0)
     cache_read_input_tokens: int = Field(ge=0)
+    cache_read_input_tokens_by_tier: CachedByTier | None = None
     cache_creation: CacheCreation
     output_tokens: int = Field(ge=0)
     output_tokens_details: ThinkingTokens | None = None

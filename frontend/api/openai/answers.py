@@ -7,7 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coppice.frontend.api.answers import Answers, counts, generated, without_text
+from coppice.frontend.api.answers import (
+    Answers,
+    Counts,
+    counts,
+    generated,
+    without_text,
+)
+from coppice.frontend.api.cached import summed
 from coppice.frontend.api.openai.logprobs import (
     Place,
     chat_logprobs,
@@ -283,11 +290,11 @@ class UsageSoFar:
     def __init__(self, prompts: Iterable[Sequence[int]]) -> None:
         self._prompt = sum(map(len, prompts))
         self._completion: dict[int, int] = {}  # tokens generated after each prompt
-        self._cached: dict[int, int] = {}
+        self._cached: dict[int, tuple[int, dict[str, int] | None]] = {}
 
     def add(self, place: int, delta: TextDelta) -> None:
         """Adds a delta of the prompt at `place`."""
-        self._cached[place] = delta.cached_tokens
+        self._cached[place] = delta.cached_tokens, delta.cached_by_tier
         before = self._completion.get(place, 0)
         self._completion[place] = (
             before + len(delta.new_token_ids) if delta.output is None else generated(delta.output)
@@ -295,7 +302,9 @@ class UsageSoFar:
 
     def now(self) -> dict[str, Any]:
         """The counts; cached tokens are known from the first piece of text on."""
-        return _usage(self._prompt, sum(self._completion.values()), sum(self._cached.values()))
+        cached = sum(tokens for tokens, _ in self._cached.values())
+        by_tier = summed(each for _, each in self._cached.values())
+        return _usage(Counts(self._prompt, cached, sum(self._completion.values()), by_tier))
 
 
 def usage(outputs: Sequence[RequestOutput], reading: Reading | None = None) -> dict[str, Any]:
@@ -304,8 +313,7 @@ def usage(outputs: Sequence[RequestOutput], reading: Reading | None = None) -> d
     The sequences that `best_of` left out were generated too, and count. With a `reading` there are
     those of the reasoning, if they can be counted exactly.
     """
-    size = counts(outputs)
-    counted = _usage(size.prompt, size.generated, size.cached)
+    counted = _usage(counts(outputs))
     reasoning = None if reading is None else reading.reasoning_tokens(outputs)
     details = {} if reasoning is None else {"reasoning_tokens": reasoning}
     if drafted := sum(output.drafted_tokens for output in outputs):
@@ -317,12 +325,12 @@ def usage(outputs: Sequence[RequestOutput], reading: Reading | None = None) -> d
     return counted
 
 
-def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+def _usage(size: Counts) -> dict[str, Any]:
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": size.prompt,
+        "completion_tokens": size.generated,
+        "total_tokens": size.prompt + size.generated,
+        "prompt_tokens_details": size.cached_details(),
     }
 
 

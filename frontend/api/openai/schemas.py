@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from coppice.frontend.api.cached import CachedByTier
 from coppice.frontend.strict import Body
 
 
@@ -13,6 +14,7 @@ class PromptTokensDetails(Body):
     """The prompt's tokens whose KV was reused instead of computed."""
 
     cached_tokens: int = Field(ge=0)
+    cached_tokens_by_tier: CachedByTier | None = None
 
 
 class CompletionTokensDetails(Body):

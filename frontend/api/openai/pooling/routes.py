@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from coppice.frontend.api.cached import cached_details, summed
 from coppice.frontend.api.context import ContextExceeded
 from coppice.frontend.api.openai.pooling.bodies import (
     EmbeddingAnswer,
@@ -287,9 +288,10 @@ def _base64(output: StepOutput) -> str:
 def _usage(outputs: Sequence[StepOutput]) -> Json:
     total = sum(output.num_prompt_tokens for output in outputs)
     cached = sum(output.cached_tokens for output in outputs)
+    by_tier = summed(output.cached_by_tier for output in outputs)
     return {
         "prompt_tokens": total,
         "total_tokens": total,
         "completion_tokens": 0,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": cached_details(cached, by_tier),
     }

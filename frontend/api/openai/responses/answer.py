@@ -118,7 +118,7 @@ class ResponseAnswers(Answers):
             "usage": {
                 "input_tokens": size.prompt,
                 "input_tokens_details": {
-                    "cached_tokens": size.cached,
+                    **size.cached_details(),
                     "cache_write_tokens": size.prompt - size.cached if self._caching else 0,
                 },
                 "output_tokens": size.generated,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from coppice.frontend.api.cached import CachedByTier
 from coppice.frontend.strict import Body
 
 
@@ -13,6 +14,7 @@ class InputTokensDetails(Body):
     """The input's tokens whose KV was reused, and those that were computed and are now cached."""
 
     cached_tokens: int = Field(ge=0)
+    cached_tokens_by_tier: CachedByTier | None = None
     cache_write_tokens: int = Field(ge=0)
 
 
