@@ -77,6 +77,41 @@ def add_to(commands: Subparsers) -> None:
         help="replay under the other eviction policies, too, and name one that hits more; takes "
         "several times as long (default: on)",
     )
+    parser.add_argument(
+        "--host-cache",
+        metavar="SIZE",
+        help="simulate main memory as a tier of this size: tokens, bytes such as 64GiB (with "
+        "--model), or unlimited; several sizes, divided by commas, are compared",
+    )
+    parser.add_argument(
+        "--disk-cache",
+        nargs="?",
+        const="unlimited",
+        metavar="SIZE",
+        help="the same for a disk; without a size it is unlimited",
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="model whose KV the tiers keep, for its bytes a token"
+    )
+    parser.add_argument(
+        "--kv-bytes-per-token", type=int, metavar="N", help="bytes of a token's KV, without a model"
+    )
+    parser.add_argument(
+        "--prefill-rate",
+        type=float,
+        metavar="N",
+        help="tokens of prompts that are computed a second, so that tiers are asked only where "
+        "loading is faster, and seconds are told",
+    )
+    parser.add_argument(
+        "--machine", type=Path, metavar="FILE", help="take that rate from a file of coppice bench"
+    )
+    for tier, rate in (("host", "20GB"), ("disk", "2GB")):
+        parser.add_argument(
+            f"--{tier}-rate",
+            metavar="SIZE",
+            help=f"bytes that the tier reads a second (default: {rate})",
+        )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write the report as a page that opens offline"
@@ -89,6 +124,15 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from coppice.frontend.replay import run as replay
+    from coppice.frontend.replay.tiers import TierOptions
+    from coppice.frontend.simulate.machine import read_machine
+
+    rate = arguments.prefill_rate
+    if arguments.machine is not None:
+        if rate is not None:
+            raise ValueError("machine must not be given with prefill-rate: it has one")
+        token = read_machine(arguments.machine).token
+        rate = 1 / token if token else None
 
     replay.run(
         Console(highlight=False),
@@ -103,5 +147,17 @@ def run(arguments: argparse.Namespace) -> int:
         json_file=arguments.json,
         html_file=arguments.html,
         compare=arguments.compare,
+        tiers=TierOptions(
+            host=arguments.host_cache,
+            disk=arguments.disk_cache,
+            model=arguments.model,
+            token_bytes=arguments.kv_bytes_per_token,
+            prefill_rate=rate,
+            rates={
+                tier: rate
+                for tier, rate in (("host", arguments.host_rate), ("disk", arguments.disk_rate))
+                if rate is not None
+            },
+        ),
     )
     return 0

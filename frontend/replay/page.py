@@ -22,6 +22,7 @@ from coppice.frontend.report.words import (
     excerpt,
     ordered_causes,
     short_count,
+    tier_row_name,
     worth_showing,
 )
 
@@ -52,6 +53,7 @@ def render_page(report: Report) -> str:
         "curve_note": escape(report["curve"]["note"]),
         "advice": _advice(report),
         "policy_table": _policy_table(report["policies"]),
+        "tier_sizes": _tier_sizes(report.get("tier_sizes")),
         "curve_table": table(
             ("tokens in the cache", "hit rate"),
             ((f"{point['pool_tokens']:,}", f"{point['hit_rate']:.1%}") for point in points),
@@ -149,6 +151,25 @@ def _policy_table(policies: Sequence[Report]) -> str:
     )
     made = table(("eviction policy", "hit rate on the same requests"), rows)
     return f'<div id="policies">{made}</div>'
+
+
+def _tier_sizes(sizes: Report | None) -> str:
+    """What was hit with each combination of tiers, and which to buy; "" without any."""
+    if sizes is None:
+        return ""
+    rows = (
+        (
+            tier_row_name(row, sizes["token_bytes"]) + (" (this replay)" if row["chosen"] else ""),
+            f"{row['hit_rate']:.1%}",
+            "–" if row["saved_seconds"] is None else duration(row["saved_seconds"]),
+        )
+        for row in sizes["rows"]
+    )
+    made = table(("tiers beyond the pool", "hit rate on the same requests", "time saved"), rows)
+    return (
+        f'<div id="tier-sizes"><h3>Tiers</h3><p class="say">{escape(sizes["advice"])}</p>{made}'
+        f'<p class="hint">{escape(sizes["note"])}</p></div>'
+    )
 
 
 def _rate_table(over_time: Report) -> str:

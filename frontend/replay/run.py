@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +14,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from coppice.frontend.replay.encode import describe, encode_plan, encode_replay
+from coppice.frontend.replay.tiers import (
+    Measured,
+    TierOptions,
+    TierPlan,
+    encode_tier_sizes,
+    plan_tiers,
+)
 from coppice.frontend.replay.trace import Encode, Trace, read_trace
 from coppice.frontend.report.terminal import render_totals
 from coppice.frontend.report.words import token_text
 from coppice.runtime.offline.replay import POLICY_NAMES, Replay, ReplayOptions, ReplayReport
+from coppice.runtime.offline.tiers import TierSize
 
 if TYPE_CHECKING:
     from coppice.frontend.text.tokenizer import Tokenizer
@@ -38,17 +47,20 @@ def run(
     json_file: Path | None,
     html_file: Path | None,
     compare: bool = True,
+    tiers: TierOptions | None = None,
 ) -> None:
     """Checks the trace, replays it, prints the report and writes the files.
 
     The arguments are the options of `coppice replay`; `compare`: the requests are replayed under
-    the other eviction policies, too, if anything was evicted. Raises ValueError before the replay
-    if the trace is malformed, a request does not fit the pool, or an option is wrong.
+    the other eviction policies, too, if anything was evicted; with `tiers`, all combinations of
+    their sizes instead. Raises ValueError before the replay if the trace is malformed, a request
+    does not fit the pool, or an option is wrong.
     """
     # Options are checked before the trace is read, which may take minutes.
     pool_tokens = _pool_tokens(pool)
     ReplayOptions(pool_tokens or 1, page_size, eviction_policy, concurrency)
     check_files(path, json_file, html_file)
+    tier_plan = plan_tiers(tiers or TierOptions())
     loaded = None if tokenizer is None else _load(tokenizer)
     with console.status(f"reading {path}"):
         trace = read_trace(
@@ -64,9 +76,15 @@ def run(
     console.print(Text(trace.path.name, "bold"), soft_wrap=True)
     console.print(Text(describe(plan)))
     console.print()
-    replayed = replay(console, trace, options)
-    others = compared(console, trace, options) if compare and replayed.evicted_tokens else {}
+    replayed = replay(console, trace, options, tier_plan)
+    others = {}
+    if compare and replayed.evicted_tokens and tier_plan is None:
+        others = compared(console, trace, options)
     report = encode_replay(plan, replayed, token_text(loaded), others)
+    report["tier_sizes"] = None
+    if tier_plan is not None:
+        measured = sizes_measured(console, trace, options, tier_plan)
+        report["tier_sizes"] = encode_tier_sizes(tier_plan, measured, options.pool_tokens)
     console.print(render_totals(report, full=True))
     if json_file is not None:
         write(json_file, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
@@ -78,15 +96,40 @@ def run(
         console.print(Text(f"page: {html_file}"), soft_wrap=True)
 
 
-def replay(console: Console, trace: Trace, options: ReplayOptions) -> ReplayReport:
+def replay(
+    console: Console, trace: Trace, options: ReplayOptions, tiers: TierPlan | None = None
+) -> ReplayReport:
     """Replays the whole trace, with a progress bar if the console is a terminal.
+
+    With the first size of each of the `tiers`.
 
     Raises ValueError if the pool's records do not fit into memory, MalformedTrace if the trace has
     changed since it was checked.
     """
-    machine = _machine(options)
+    machine = _machine(options, tiers, () if tiers is None else tiers.first)
     _run(console, machine, trace, "replaying")
     return machine.report()
+
+
+def sizes_measured(
+    console: Console, trace: Trace, options: ReplayOptions, plan: TierPlan
+) -> list[Measured]:
+    """What the same requests hit with each combination of tiers, from no tier on."""
+    found = []
+    for tiers in plan.combinations():
+        machine = _machine(options, plan, tiers, account=False)
+        names = " and ".join(
+            f"{each.name} {'unlimited' if each.tokens is None else f'{each.tokens:,}'}"
+            for each in tiers
+        )
+        _run(console, machine, trace, f"the same with {names or 'no tier'}")
+        seconds = plan.rates.compute is not None and plan.rates.token_bytes is not None
+        kept: dict[str, int] = {}
+        saved = 0.0
+        if machine.tiers is not None:
+            kept, saved = machine.tiers.kept_tokens(), machine.tiers.told.saved_seconds
+        found.append(Measured(tiers, machine.hit_rate, kept, saved if seconds else None))
+    return found
 
 
 def compared(console: Console, trace: Trace, options: ReplayOptions) -> dict[str, float]:
@@ -100,9 +143,15 @@ def compared(console: Console, trace: Trace, options: ReplayOptions) -> dict[str
     return rates
 
 
-def _machine(options: ReplayOptions, *, account: bool = True) -> Replay:
+def _machine(
+    options: ReplayOptions,
+    plan: TierPlan | None = None,
+    tiers: Sequence[TierSize] = (),
+    *,
+    account: bool = True,
+) -> Replay:
     try:
-        return Replay(options, account=account)
+        return Replay(options, tiers, None if plan is None else plan.rates, account=account)
     except MemoryError:
         raise ValueError(
             f"pool: the records of {options.pages:,} pages do not fit into memory"

@@ -91,6 +91,11 @@ def _about(
             f"replica computes a hot prefix once; if this goes on, all have too much to do, and "
             f"a further replica helps.",
         ),
+        "not_loaded": (
+            "Tiers are slower than computing",
+            "A tier had these tokens, but to compute them was faster, or the tier took too long: a "
+            "faster disk or network would make hits of them.",
+        ),
         "no_cache": (
             "Prefix caching is off",
             "Every prompt is computed as a whole. Start the engine with --enable-prefix-caching, "

@@ -222,10 +222,21 @@ def _tokens(stats: EngineStats) -> Iterator[Metric]:
     yield _counters(
         "coppice_computed_tokens",
         "Prompt tokens that were not hit, by cause; with the hit tokens of kind cross they make up "
-        "all prompt tokens. other_replica: another replica holds them; no_cache: prefix caching is "
-        "off",
+        "all prompt tokens. other_replica: another replica holds them; not_loaded: a tier had "
+        "them, and computing was faster; no_cache: prefix caching is off",
         "cause",
         counts.causes,
+    )
+    yield _counters(
+        "coppice_loaded_hit_tokens",
+        "Hit tokens of kind cross that came from a tier beyond the pool; all others were in it",
+        "tier",
+        counts.loaded,
+    )
+    yield CounterMetricFamily(
+        "coppice_loaded_evicted_tokens",
+        "Of the loaded hit tokens, those that the pool had evicted",
+        counts.loaded_evicted,
     )
     yield CounterMetricFamily(
         "coppice_ideal_hit_tokens",

@@ -21,6 +21,7 @@ from coppice.frontend.report.widgets import (
     namespace_table,
     pin_table,
     replica_table,
+    tier_size_table,
     tier_table,
     titled,
 )
@@ -57,6 +58,7 @@ _CAUSE_STYLES = {
     "other_replica": "bright_blue",
     "last_token": "cyan",
     "prompt_logprobs": "green",
+    "not_loaded": "bright_yellow",
     "no_cache": "bright_black",
 }
 
@@ -97,6 +99,7 @@ def render_totals(report: Report, *, full: bool = False) -> RenderableType:
         _causes(report, _WIDTH) if computed else Text("No prompt token was computed yet.", "dim"),
         _advice(report["present"]["advice"]) if full else None,
         _policies(report.get("policies", ())),
+        tier_size_table(report.get("tier_sizes")),
         _curve(report) if full and report["curve"]["points"] else None,
         _sentence(report),
         adapter_lines(report.get("adapters", ())),
@@ -178,6 +181,9 @@ def _totals(report: Report) -> Table:
     table.add_row("requests", f"{counts['requests']:,}")
     table.add_row("prompt tokens", f"{counts['prompt_tokens']:,}")
     table.add_row("hit tokens", f"{counts['hit_tokens']:,}", "prompt tokens found in the cache")
+    for tier, tokens in counts.get("loaded_tokens", {}).items():
+        if tokens:
+            table.add_row(f"  from {tier}", f"{tokens:,}", "of them, loaded from that tier")
     table.add_row("hit rate", f"{hit_rate:.1%}", bar(hit_rate, "green"))
     table.add_row("ideal hit rate", f"{ideal:.1%}", bar(ideal, "cyan"))
     table.add_row("", "", "what an unlimited cache would have hit")

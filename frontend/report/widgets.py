@@ -12,7 +12,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coppice.frontend.report.words import Report, duration, one_line, short_count
+from coppice.frontend.report.words import (
+    Report,
+    duration,
+    one_line,
+    short_count,
+    tier_row_name,
+)
 
 BAR_WIDTH = 30
 
@@ -114,23 +120,50 @@ def draft_line(drafts: Report | None) -> RenderableType | None:
     return None if drafts is None else Text(f"{drafts['sentence']}.", "dim")
 
 
+def _rate(size: float, seconds: float) -> str:
+    return f"{size / seconds / 1e9:.2f} GB/s" if seconds else "–"
+
+
 def tier_table(tiers: Report | None) -> RenderableType | None:
     """The tiers beyond the pool, and what they saved; None without any."""
     if tiers is None:
         return None
-    columns = {"loaded": True, "rate": True, "stored": True, "kept": True, "failures": True}
+    columns = {"loaded": True, "read": True, "stored": True, "written": True, "kept": True,
+               "failures": True}  # fmt: skip
     table = listed("Tiers", {"tier": False} | columns)
     for each in tiers["stores"]:
-        seconds, used = each["load_seconds"], each["used_bytes"]
+        used = each["used_bytes"]
         table.add_row(
             Text(each["name"]),
             f"{short_count(each['loaded_tokens'])} tokens",
-            f"{each['loaded_bytes'] / seconds / 1e9:.2f} GB/s" if seconds else "–",
+            _rate(each["loaded_bytes"], each["load_seconds"]),
             f"{each['written_bytes'] / 1e9:,.2f} GB",
+            _rate(each["written_bytes"], each["write_seconds"]),
             "–" if used is None else f"{used / 1e9:,.2f} GB",
             f"{each['failures'] + each['slow'] + each['damaged']:,}",
         )
     return Group(table, Text(f"{tiers['sentence']}.", "dim"))
+
+
+def tier_size_table(sizes: Report | None) -> RenderableType | None:
+    """What a replay hit with each combination of tiers, and which to buy; None without any."""
+    if sizes is None:
+        return None
+    table = titled("Hit rate by tiers beyond the pool (measured on the same requests)")
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column(no_wrap=True)
+    for row in sizes["rows"]:
+        saved = row["saved_seconds"]
+        table.add_row(
+            tier_row_name(row, sizes["token_bytes"]),
+            f"{row['hit_rate']:.1%}",
+            "" if saved is None else f"saves {duration(saved)}",
+            bar(row["hit_rate"], "green" if row["chosen"] else "cyan", width=16),
+            style="bold" if row["chosen"] else None,
+        )
+    return Group(table, Text(sizes["advice"]), Text(sizes["note"], "dim"))
 
 
 def pin_table(pins: Sequence[Report]) -> Table | None:

@@ -13,6 +13,7 @@ from coppice.runtime.report.snapshot import (
     TiersReport,
     WindowReport,
 )
+from coppice.runtime.tiers.sizes import size_text
 
 if TYPE_CHECKING:
     from coppice.frontend.text.tokenizer import Tokenizer
@@ -85,12 +86,25 @@ def tiers_sentence(tiers: TiersReport) -> str:
         said += f"; {tiers.computed_instead:,} more were computed, which was faster"
     if warmed := sum(each.warmed_tokens for each in tiers.stores):
         said += f"; the {warmed:,} hottest tokens came back before anybody asked for them"
+    if tiers.waiting_bytes:
+        said += f"; {size_text(tiers.waiting_bytes)} wait to be stored"
     if tiers.unwritten_pages:
         said += (
             f"; {tiers.unwritten_pages:,} pages left without being kept, since tiers did not take "
             "them fast enough"
         )
     return said
+
+
+def tier_row_name(row: Report, token_bytes: int | None) -> str:
+    """The tiers of a row of tier sizes in words."""
+    names = []
+    for tier in row["tiers"]:
+        kept = tier["kept_tokens"] if tier["tokens"] is None else tier["tokens"]
+        size = size_text(kept * token_bytes) if token_bytes else short_count(kept)
+        limit = "unlimited, " if tier["tokens"] is None else ""
+        names.append(f"{tier['name']} {limit}{size}")
+    return " + ".join(names) or "no tier"
 
 
 def windows_sentence(report: WindowReport) -> str:

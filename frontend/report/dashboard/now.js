@@ -37,7 +37,7 @@ function filled(report, present, counts) {
           "That saved about ", h("b", { id: "saved" }, duration(present.saved_seconds)),
           " of computing: ", h("span", { id: "hit-tokens" }, count(counts.hit_tokens)), " of ",
           h("span", { id: "prompt-tokens" }, count(counts.prompt_tokens)), " tokens in ",
-          h("span", { id: "requests" }, count(counts.requests)), " requests. ",
+          h("span", { id: "requests" }, count(counts.requests)), " requests. ", fromTiers(counts),
           rest < 0.005 ? "An unlimited cache would not have hit more." : [
             "An unlimited cache would have reached ",
             h("b", { id: "ideal-rate" }, percent(counts.ideal_hit_rate)), "."]))),
@@ -48,13 +48,23 @@ function filled(report, present, counts) {
   ];
 }
 
+/** How many of the hit tokens came from each tier beyond the pool; nothing without any. */
+function fromTiers(counts) {
+  const loaded = Object.entries(counts.loaded_tokens ?? {}).filter(([, tokens]) => tokens);
+  if (!loaded.length) return "";
+  return h("span", { id: "from-tiers" },
+    `Of them ${loaded.map(([tier, tokens]) => `${count(tokens)} came from the ${tier} tier`).join(", ")}. `);
+}
+
 /** All prompt tokens as one bar: hits, then each cause; a tick at the ideal hit rate. */
 function mix(counts, causes) {
-  const parts = [["hit", counts.hit_tokens], ...causes];
+  const loaded = Object.entries(counts.loaded_tokens ?? {}).filter(([, tokens]) => tokens);
+  const pool = counts.hit_tokens - loaded.reduce((sum, [, tokens]) => sum + tokens, 0);
+  const parts = [["hit", pool], ...loaded.map(([tier, tokens]) => [`hit from ${tier}`, tokens]), ...causes];
   const words = parts.map(([name, tokens]) => `${name.replaceAll("_", " ")} ${percent(tokens / counts.prompt_tokens)}`);
   const bar = h("div", { class: "mix", role: "img", "aria-label": `Prompt tokens: ${words.join(", ")}` },
     parts.map(([name, tokens]) => {
-      const part = h("i", { class: name.replaceAll("_", "-") });
+      const part = h("i", { class: name.startsWith("hit from ") ? "loaded" : name.replaceAll("_", "-"), title: name });
       part.style.setProperty("flex-grow", tokens);
       return part;
     }));

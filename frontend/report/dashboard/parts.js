@@ -188,13 +188,14 @@ export function tiers(section, container, report) {
   const all = report.tiers;
   section.hidden = !all;
   show(container, all, () => (all ? [table("All tiers", [
-    { name: "tier" }, { name: "loaded tokens", number: true }, { name: "GB/s", number: true },
-    { name: "stored GB", number: true }, { name: "kept GB", number: true }, { name: "failed", number: true },
+    { name: "tier" }, { name: "loaded tokens", number: true }, { name: "GB/s read", number: true },
+    { name: "stored GB", number: true }, { name: "GB/s stored", number: true }, { name: "kept GB", number: true }, { name: "failed", number: true },
     { name: "damaged pages", number: true },
   ], all.stores.map((each) => [
     h("code", null, each.name), count(each.loaded_tokens),
     each.load_seconds ? (each.loaded_bytes / each.load_seconds / 1e9).toFixed(2) : "–",
     (each.written_bytes / 1e9).toFixed(2),
+    each.write_seconds ? (each.written_bytes / each.write_seconds / 1e9).toFixed(2) : "–",
     each.used_bytes === null ? "–" : (each.used_bytes / 1e9).toFixed(2),
     count(each.failures + each.slow), count(each.damaged),
   ])), h("p", { class: "note" }, `${all.sentence}.`)] : []));

@@ -368,6 +368,9 @@ def test_the_dashboard_asks_only_for_metrics_that_exist(url: str) -> None:
     # Of several replicas only.
     for name in set(re.findall(r"coppice_replica_\w+", " ".join(queries()))):
         values.setdefault(name, {"replica": set(), "state": set()})
+    # Of engines with tiers only.
+    for name in set(re.findall(r"coppice_tiers?_\w+", " ".join(queries()))):
+        values.setdefault(name, {"tier": set()})
     assert len(queries()) > 30
     used = set()
     for query in queries():
