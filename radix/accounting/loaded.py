@@ -92,10 +92,10 @@ class FromTiers:
         for begin, end, tier in self.loaded:
             counted[_COLUMN[f"loaded_{tier}"]] += end - max(begin, hit)
         causes = (*FOUND_CAUSES, "not_loaded")
-        left = [cause for cause in causes if counted[_COLUMN[cause]] and cause != "in_flight"]
-        if loaded and len(left) == 1 and counted[_COLUMN[left[0]]] == 1:
+        last = [cause for cause in causes if counted[_COLUMN[cause]] and cause != "in_flight"]
+        if loaded and len(last) == 1 and counted[_COLUMN[last[0]]] == 1:
             # All but the last token hit, or is in flight: that one is computed for its logits.
-            counted[_COLUMN[left[0]]], counted[_COLUMN["last_token"]] = 0, 1
+            counted[_COLUMN[last[0]]], counted[_COLUMN["last_token"]] = 0, 1
         if evicted:
             kept = counted[_COLUMN["evicted"]]
             counted[_COLUMN["evicted_idle"]] = row[_COLUMN["evicted_idle"]] * kept // evicted

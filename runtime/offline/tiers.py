@@ -172,6 +172,10 @@ class _Loads:
         load.over = not parts
         return Next(0, parts[0][0] - computed if parts else count)
 
+    def found(self) -> Seq[_Load]:
+        """None: where tiers answer at once, what they have does not change the order."""
+        return ()
+
     def drop(self, sequence: Sequence) -> None:
         self._of.pop(sequence, None)
 
@@ -374,6 +378,7 @@ class SimulatedTiers:
                     failures=0,
                     slow=0,
                     damaged=0,
+                    warmed_tokens=0,
                     used_bytes=None if width is None else len(each.pages) * self._size * width,
                     capacity_bytes=None if width is None or capacity is None else capacity * width,
                 )

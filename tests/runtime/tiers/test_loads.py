@@ -74,7 +74,7 @@ TOKENS = list(range(3, 44))  # ten pages and a token
 
 
 def test_what_one_tier_lacks_the_next_one_is_asked_for():
-    first, second = MemoryStore(), MemoryStore(name="second")
+    first, second = MemoryStore(), MemoryStore(name="disk")
     fill(first, TOKENS, 0, 4)
     fill(second, TOKENS, 2, 9)
     fill(second, TOKENS[:38])  # of the tenth page two tokens agree
@@ -113,7 +113,7 @@ def test_the_bonus_is_what_loading_saves():
 
 
 def test_a_tier_that_does_not_answer_is_given_up_and_not_what_another_one_said():
-    first, second = MemoryStore(), MemoryStore(name="second")
+    first, second = MemoryStore(), MemoryStore(name="disk")
     fill(first, TOKENS, 0, 4)
     made = Made(first, second)
     mine = sequence(TOKENS)
@@ -150,7 +150,7 @@ def test_a_tier_that_brings_something_is_not_given_up_however_many_wait_for_it()
 
 
 def test_a_tier_that_brings_nothing_is_given_up():
-    first, second = MemoryStore(), MemoryStore(name="second")
+    first, second = MemoryStore(), MemoryStore(name="disk")
     fill(first, TOKENS, 0, 4)
     fill(second, TOKENS, 4)
     made = Made(first, second)

@@ -46,7 +46,7 @@ def batch(keys: list[PageKey]) -> Batch:
 @pytest.fixture
 def parts():
     store, unstored = Fragile(), list[bytes]()
-    writer = Writer([store], TiersTold({"memory": TierCounts()}), unstored.append, 2**20)
+    writer = Writer([store], TiersTold({"host": TierCounts()}), unstored.append, 2**20)
     writer.share = 1.0
     yield store, writer, unstored
     writer.hurry(time.monotonic() + 60)
