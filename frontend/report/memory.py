@@ -19,12 +19,13 @@ class Memory:
 
     Attributes:
         policy: the pool's eviction policy; the curve is LRU's.
-        hit_rate: that was achieved since the start.
+        hit_rate: that was achieved since the start, by the pool alone.
         evicted: whether anything was evicted.
         span: of the figures, as words that follow "the hit rate"; "" where there is but one span.
         points: the curve, empty before the first prompt; it never falls.
         here: the index of the point with the pool's own size.
         measured: whether LRU's hit rate at that size is known; the curve then passes through it.
+        tiers: whether tiers beyond the pool brought more, which the figures leave out.
     """
 
     policy: str
@@ -34,6 +35,13 @@ class Memory:
     points: tuple[CurvePoint, ...]
     here: int
     measured: bool
+    tiers: bool = False
+
+    @property
+    def _whose(self) -> str:
+        if self.policy != "lru":
+            return "the hit rate of lru"
+        return "the hit rate without tiers" if self.tiers else "your hit rate"
 
     def rate(self, times: float = 1.0) -> float | None:
         """LRU's hit rate with `times` the pool's memory; None if the curve does not reach it."""
@@ -55,9 +63,8 @@ class Memory:
             return "Nothing was evicted, so more memory would not raise the hit rate."
         if more is None:
             return ""
-        whose, end = "your hit rate", "."
+        whose, end = self._whose, "."
         if self.policy != "lru":
-            whose = "the hit rate of lru"
             end = f": the curve is that of lru, not of {self.policy}."
         if f"{more:.1%}" == f"{now:.1%}":
             return f"With twice the memory {whose}{self.span} would still be {now:.1%}{end}"
@@ -72,7 +79,7 @@ class Memory:
         if self.measured and (self.policy == "lru" or not self.evicted):
             return (
                 f"The curve is an estimate for lru, moved so that it passes through the "
-                f"{self.hit_rate:.1%} that were achieved."
+                f"{self.hit_rate:.1%} that {'the pool alone' if self.tiers else 'were'} achieved."
             )
         side = "at"
         if f"{now:.1%}" != f"{self.hit_rate:.1%}":
@@ -90,7 +97,7 @@ class Memory:
             return "The cache was too small for what came back", "Give it more memory."
         if twice - now >= _GAIN:
             return "Give the cache more memory", self.sentence
-        whose = "your hit rate" if self.policy == "lru" else "the hit rate of lru"
+        whose = self._whose
         for point in self.points[self.here :]:
             times = point.factor / self.points[self.here].factor
             if times > 2 and point.hit_rate - now >= _GAIN:
@@ -122,7 +129,10 @@ def memory(report: CacheReport, *, span: str = "", lru_rate: float | None = None
     counts, points = report.accounts.overall.since_start, report.accounts.curve
     evicted = report.evicted_tokens > 0
     # Without evictions all policies hit the same, and larger pools hit no more.
-    known = counts.hit_rate if report.eviction_policy == "lru" or not evicted else lru_rate
+    # What tiers brought back, the pool would have missed.
+    own = counts.hit_tokens - counts.loaded_tokens
+    achieved = own / counts.prompt_tokens if counts.prompt_tokens else 0.0
+    known = achieved if report.eviction_policy == "lru" or not evicted else lru_rate
     pool = max(1, report.pages_total * report.page_size)
     here = 0
     if points:
@@ -141,7 +151,14 @@ def memory(report: CacheReport, *, span: str = "", lru_rate: float | None = None
             replace(point, hit_rate=rate) for point, rate in zip(points, moved, strict=True)
         )
     return Memory(
-        report.eviction_policy, counts.hit_rate, evicted, span, points, here, known is not None
+        report.eviction_policy,
+        achieved,
+        evicted,
+        span,
+        points,
+        here,
+        known is not None,
+        counts.loaded_tokens > 0,
     )
 
 

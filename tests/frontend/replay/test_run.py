@@ -22,6 +22,7 @@ from coppice.runtime.offline.replay import ReplayOptions
 
 REPLAYS_OWN = {
     "schema", "version", "coppice", "trace", "options", "seconds", "over_time", "policies",
+    "tier_sizes",
 }  # fmt: skip
 
 

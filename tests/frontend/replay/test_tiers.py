@@ -84,3 +84,20 @@ def test_the_command_prints_measures_and_writes_them(tmp_path: Path, capsys) -> 
     assert rows[1]["saved_seconds"] == pytest.approx(report["tiers"]["saved_seconds"]) != 0
     page = (tmp_path / "out.html").read_text()
     assert 'id="tier-sizes"' in page and "Buy a disk of" in page
+
+
+def test_the_curve_is_that_of_the_pool_without_its_tiers(tmp_path: Path, capsys) -> None:
+    trace = tmp_path / "trace.jsonl"
+    prompts = [[*range(50), *range(100 * n, 100 * n + 80)] for n in range(12)] * 2
+    trace.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    reports = []
+    for options in ([], ["--disk-cache"]):
+        made = tmp_path / "made.json"
+        assert main(["replay", str(trace), "--pool", "320", "--json", str(made), *options]) == 0
+        reports.append(json.loads(made.read_text()))
+    capsys.readouterr()
+    alone, tiered = reports
+    assert tiered["counts"]["since_start"]["loaded_tokens"]["disk"] > 0
+    assert tiered["curve"]["points"] == alone["curve"]["points"]
+    assert "that the pool alone achieved" in tiered["curve"]["note"]
+    assert tiered["present"]["hit_rate"] > alone["present"]["hit_rate"]

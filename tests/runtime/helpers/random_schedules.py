@@ -503,6 +503,11 @@ class RandomSchedule:
             for outputs in request.outputs.values():
                 cached = hits[request.name] + self.loaded.get(request.name, 0)
                 assert all(each.cached_tokens == cached for each in outputs)
+                by_tier = [each.cached_by_tier for each in outputs]
+                if self.threads is None:
+                    assert not any(by_tier)
+                else:
+                    assert all(each and sum(each.values()) == cached for each in by_tier)
 
     def _check_loaded(self, counts: Counts) -> None:
         """Accounts have what tiers say that they brought back; all of it once nothing runs."""
