@@ -21,8 +21,9 @@ all that in the accounts. Requests run one after another. A row has:
     bytes_without_free_heap  the same after the C library (glibc only) returned its free memory
     compiled                 whether the tree is compiled (COPPICE_PURE_PYTHON=1: it is not)
 
-The accounts only log while a request waits. They process the log in batches when none waits: in an
-engine while a device computes, here between two requests.
+Requests come as fast as the tree takes them, so that the accounts settle some of them, and a
+sample of tokens for the rest. They only log while a request waits. They process the log in batches
+when none waits: in an engine while a device computes, here between two requests.
 
 Memory is measured in a process for each row. Before the tree is made, that process generates all
 requests once and serves a few by another tree, so that neither prompts nor lazily loaded libraries
@@ -64,18 +65,22 @@ from coppice.radix import Accounting, Hold, PagePool, RadixTree, RequestAccount,
 
 
 class Accounts:
-    """Keeps the accounts of a tree as an engine does, at one request a second, and times them."""
+    """Keeps the accounts of a tree as an engine does, and times them.
 
-    def __init__(self, pool_tokens: int) -> None:
+    With `apart` requests come so many seconds apart, by a clock of their own; else when they do.
+    """
+
+    def __init__(self, pool_tokens: int, apart: float | None = None) -> None:
         self.seconds = 0.0  # while requests wait
         self.settling = array("d")  # seconds of each batch between requests
-        self.accounting = Accounting(pool_tokens, now=0.0)
-        self._now = 0.0
+        self._apart = apart
+        self._now = 0.0 if apart else time.perf_counter()
+        self.accounting = Accounting(pool_tokens, now=self._now)
         self._account: RequestAccount | None = None
 
     def admitted(self, prompt: bytes, hold: Hold) -> None:
         start = time.perf_counter()
-        self._now += 1.0
+        self._now = start if self._apart is None else self._now + self._apart
         self._account = self.accounting.request(
             prompt,
             None,
@@ -84,6 +89,11 @@ class Accounts:
             now=self._now,
         )
         self.seconds += time.perf_counter() - start
+
+    @property
+    def now(self) -> float:
+        """The time of the last request."""
+        return self._now
 
     def finished(self, output: bytes) -> None:
         start = time.perf_counter()

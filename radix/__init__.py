@@ -16,9 +16,10 @@ Where to look:
 
 # `compiled` comes first, since it decides in which form the others are imported.
 from coppice.radix import compiled as compiled
-from coppice.radix.accounting.accounts import CacheAccounts, Divergence, RequestAccount
+from coppice.radix.accounting.accounts import CacheAccounts
 from coppice.radix.accounting.ledger import Accounting
-from coppice.radix.accounting.loaded import FromTiers
+from coppice.radix.accounting.log.account import Divergence, RequestAccount
+from coppice.radix.accounting.log.loaded import FromTiers
 from coppice.radix.accounting.top_prefixes import PrefixNode, PrefixSavings, SharedPrefix
 from coppice.radix.eviction.recency import POLICIES
 from coppice.radix.mirror.blocks import PagesCleared, PagesRemoved, PagesStored

@@ -27,6 +27,11 @@ else:
 
 
 MODULES = (
+    "accounting.ledger",
+    "accounting.log.account",
+    "accounting.log.items",
+    "accounting.log.pace",
+    "accounting.seen.texts",
     "drafts",
     "edges",
     "eviction.adaptive",

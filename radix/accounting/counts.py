@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coppice.radix.accounting.seen.hashes import Ints
+from coppice.radix.accounting.shares import ESTIMATED, Shares
 
 MAX_NAMESPACES = 64
 """Namespaces that are counted separately; all further ones are counted together."""
@@ -50,10 +53,31 @@ class Counts:
     same_hit_tokens: int = 0
     preempted_tokens: int = 0  # tokens of sequences that came back after a preemption
     preempted_hit_tokens: int = 0
+    # Computed tokens whose cause was estimated from a sample; they count among the causes, too. By
+    # cause, the square of the estimate's standard error in tokens.
+    estimated_tokens: int = 0
+    prompt_logprobs_variance: float = 0.0
+    evicted_variance: float = 0.0
+    namespace_variance: float = 0.0
+    diverged_variance: float = 0.0
+    cold_variance: float = 0.0
 
     def __add__(self, other: Counts) -> Counts:
         """Both together."""
-        return Counts(*(getattr(self, name) + getattr(other, name) for name in FIELDS))
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in _ALL))
+
+    @property
+    def standard_errors(self) -> dict[str, float]:
+        """The standard error in tokens of each cause that was estimated; empty if none was."""
+        if not self.estimated_tokens:
+            return {}
+        return {name: math.sqrt(getattr(self, f"{name}_variance")) for name in ESTIMATED}
+
+    @property
+    def standard_error(self) -> float:
+        """The largest of them as a share of the prompt tokens; 0 if none was estimated."""
+        most = max(self.standard_errors.values(), default=0.0)
+        return most / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def computed_tokens(self) -> int:
@@ -93,8 +117,15 @@ class Counts:
         return self.evicted_idle / self.evicted if self.evicted else 0.0
 
 
-FIELDS = tuple(field.name for field in fields(Counts))
+_ALL = tuple(field.name for field in fields(Counts))
+
+FIELDS = tuple(name for name in _ALL if not name.endswith("_variance"))
 """The columns of a row of counts, in order."""
+
+_COLUMNS = len(FIELDS) + len(ESTIMATED)  # and the chosen places of each of these causes
+_ESTIMATED_COLUMNS = [FIELDS.index(name) for name in ESTIMATED]
+_REST, _IDEAL, _IDLE = map(FIELDS.index, ("estimated_tokens", "ideal_tokens", "evicted_idle"))
+_EVICTED = ESTIMATED.index("evicted")
 
 FOUND_CAUSES = (
     "last_token", "in_flight", "other_replica", "prompt_logprobs", "evicted", "namespace",
@@ -122,7 +153,7 @@ class _Rolling:
 
     def __init__(self, slots: int, bucket_seconds: int) -> None:
         self.bucket_seconds = bucket_seconds
-        self._sums = np.zeros((0, self.BUCKETS, len(FIELDS)), np.int64)
+        self._sums = np.zeros((0, self.BUCKETS, _COLUMNS), np.int64)
         self._numbers = np.zeros((0, self.BUCKETS), np.int64)
         self.reserve(slots)
 
@@ -170,7 +201,8 @@ class RollingCounts:
         slots = _SLOTS  # twice as many when these are taken
         self._minute = _Rolling(slots, 1)
         self._ten_minutes = _Rolling(slots, 10)
-        self._start = np.zeros((slots, len(FIELDS)), np.int64)
+        self._start = np.zeros((slots, _COLUMNS), np.int64)
+        self._shares = Shares(slots)
         self._used = np.zeros(slots, np.int64)  # the last second with a row
         self._slots: dict[Hashable, int] = {}
 
@@ -184,7 +216,50 @@ class RollingCounts:
         slots = [self._slot(name, at) for name, at in zip(namespaces, seconds, strict=True)]
         slot, second = np.array(slots, np.int64), np.array(seconds, np.int64)
         order = np.argsort(slot << 40 | second, kind="stable")
-        slot, second, rows = slot[order], second[order], rows[order]
+        places = np.zeros((len(rows), len(ESTIMATED)), np.int64)
+        self._add(slot[order], second[order], np.concatenate((rows, places), 1)[order])
+
+    def add_estimated(
+        self,
+        rows: Ints,
+        places: Ints,
+        idle: NDArray[np.float64],
+        namespaces: Iterable[Hashable],
+        seconds: Sequence[int],
+    ) -> None:
+        """Adds rows as `add` does, of requests whose `estimated_tokens` are still without causes.
+
+        They are divided among the causes so that each namespace's sums since the start stay as near
+        to the shares of its places as they can without ever falling.
+
+        Args:
+            rows: columns `FIELDS`.
+            places: for each row, its chosen places by cause. Columns: `ESTIMATED`.
+            idle: for each row, the idle seconds of its places that were evicted, summed.
+            namespaces, seconds: of each row.
+        """
+        slots = [self._slot(name, at) for name, at in zip(namespaces, seconds, strict=True)]
+        slot, second = np.array(slots, np.int64), np.array(seconds, np.int64)
+        order = np.argsort(slot << 40 | second, kind="stable")
+        slot, second = slot[order], second[order]
+        rows = np.concatenate((rows, places), 1)[order]
+        begins = np.flatnonzero(np.diff(slot << 40 | second, prepend=-1))
+        slot, second = slot[begins], second[begins]
+        rows = np.add.reduceat(rows, begins, axis=0)
+        away = np.add.reduceat(idle[order], begins)
+        for at, row in enumerate(rows):
+            found = self._shares.divide(int(slot[at]), int(row[_REST]), row[len(FIELDS) :])
+            row[_ESTIMATED_COLUMNS] += found
+            evicted = int(found[_EVICTED])
+            row[_IDEAL] += evicted
+            row[_IDLE] += round(evicted * self._shares.idle(int(slot[at]), float(away[at])))
+        self._add(slot, second, rows)
+
+    def add_groups(self, causes: Ints, groups: Ints) -> None:
+        """Chosen places by cause (index in `ESTIMATED`) and group, from which errors are told."""
+        self._shares.add_groups(causes, groups)
+
+    def _add(self, slot: Ints, second: Ints, rows: Ints) -> None:
         self._minute.add(slot, second, rows)
         self._ten_minutes.add(slot, second, rows)
         begins = np.flatnonzero(np.diff(slot, prepend=-1))
@@ -204,6 +279,7 @@ class RollingCounts:
                 slot = self._slots[namespace] = self._slots.pop(oldest)
                 self._start[self._OTHERS] += self._start[slot]
                 self._start[slot] = 0
+                self._shares.move(slot, self._OTHERS)
                 self._minute.forget(slot)
                 self._ten_minutes.forget(slot)
         self._used[slot] = second
@@ -213,12 +289,13 @@ class RollingCounts:
         more = slots - len(self._used)
         self._minute.reserve(slots)
         self._ten_minutes.reserve(slots)
-        self._start = np.append(self._start, np.zeros((more, len(FIELDS)), np.int64), 0)
+        self._start = np.append(self._start, np.zeros((more, _COLUMNS), np.int64), 0)
+        self._shares.reserve(more)
         self._used = np.append(self._used, np.zeros(more, np.int64))
 
     def overall(self, second: int) -> Windows:
         """All namespaces together, as of `second`."""
-        return _windows(
+        return self._windows(
             self._minute.sums(second).sum(axis=0),
             self._ten_minutes.sums(second).sum(axis=0),
             self._start.sum(axis=0),
@@ -229,10 +306,17 @@ class RollingCounts:
         minute, ten_minutes = self._minute.sums(second), self._ten_minutes.sums(second)
 
         def of(slot: int) -> Windows:
-            return _windows(minute[slot], ten_minutes[slot], self._start[slot])
+            return self._windows(minute[slot], ten_minutes[slot], self._start[slot])
 
         return {name: of(slot) for name, slot in self._slots.items()}, of(self._OTHERS)
 
-
-def _windows(*rows: Ints) -> Windows:
-    return Windows(*(Counts(*row.tolist()) for row in rows))
+    def _windows(self, *rows: Ints) -> Windows:
+        return Windows(
+            *(
+                Counts(
+                    *row[: len(FIELDS)].tolist(),
+                    *self._shares.variances(int(row[_REST]), row[len(FIELDS) :]),
+                )
+                for row in rows
+            )
+        )

@@ -12,21 +12,29 @@ from collections import deque
 from collections.abc import Hashable
 from typing import get_args
 
-from coppice.radix.accounting.accounts import CacheAccounts, Kind, RequestAccount
-from coppice.radix.accounting.batches import Abandonment, Growth
+from coppice.radix.accounting.accounts import CacheAccounts
 from coppice.radix.accounting.counts import Counts
-from coppice.radix.accounting.loaded import FromTiers
+from coppice.radix.accounting.log.account import Kind, RequestAccount
+from coppice.radix.accounting.log.items import Abandonment, Growth
+from coppice.radix.accounting.log.loaded import FromTiers
+from coppice.radix.accounting.log.pace import Pace
+from coppice.radix.accounting.miss_ratio import FACTORS
+from coppice.radix.accounting.sample import Sample
 from coppice.radix.accounting.settle import Settler
 from coppice.radix.node import Node
 from coppice.radix.tokens import TOKEN_BYTES
 
 # A batch has at most this many requests, and about this many tokens: it takes a few milliseconds.
+# Of skipped requests it has more, since each takes little.
 _BATCH_REQUESTS = 256
+_WORK = 4
+_BATCH_WORK = _WORK * _BATCH_REQUESTS
 _BATCH_TOKENS = 1 << 19
 _LEAST_BATCH_TOKENS = 1 << 16
 # When this many batches wait, by tokens or requests, the call that adds a request processes one.
 _MOST_BATCHES = 4
 MOST_WAITING = _MOST_BATCHES * _BATCH_REQUESTS
+_MOST_WORK = _WORK * MOST_WAITING
 _NEAR_MISSES = 10
 _KINDS = get_args(Kind)
 
@@ -57,14 +65,25 @@ class Accounting:
     and known text of less than about 100 may not be found. The memory holds 16 times the pool's
     tokens, with 2.3 bytes a token of a large pool; what was seen before counts as never seen.
 
+    Settling takes many times what the tree takes for a request. When requests come faster than
+    settling them may cost (`Pace`), those beyond are *skipped*: their hits, and the causes above
+    `evicted`, are still exact, and the other causes of all requests are counted by a `Sample`, with
+    a standard error. That stays so until what the skipped ones computed would be forgotten anyway.
+    Curve and near misses then are of those that were settled. From the first request on of which
+    other tiers are asked, all are settled: these take milliseconds to answer in any case.
+
     Reports are logged, and processed in order, many requests together: by `settle_batch`, which the
     caller calls when it would otherwise wait, when the log is full, and when a result is read.
     """
 
-    def __init__(self, pool_tokens: int, *, now: float) -> None:
+    def __init__(
+        self, pool_tokens: int, *, now: float, exact: bool = False, seed: int | None = None
+    ) -> None:
         """`now` and all later times are seconds of one clock that never runs backwards.
 
-        Raises ValueError for a pool without tokens, and a `now` that is not finite.
+        With `exact` all requests are settled, however fast they come. `seed` is for the choice of
+        the sample; without one it differs each time. Raises ValueError for a pool without tokens,
+        and a `now` that is not finite.
         """
         if pool_tokens < 1:
             raise ValueError(f"pool_tokens must be at least 1, got {pool_tokens}")
@@ -72,12 +91,18 @@ class Accounting:
             raise ValueError(f"now must be a finite number of seconds, got {now}")
         self.pool_tokens = pool_tokens
         self._settler = Settler(pool_tokens, now)
+        self._sample = None if exact else Sample(pool_tokens, self._settler.counts, now, seed)
+        self._pace = Pace(now)
+        # Since a request was skipped, what it computed is unknown to the settler, until it would
+        # have forgotten it anyway: after as many tokens as it remembers.
+        self._remembered = round(FACTORS[-1]) * pool_tokens
+        self._until_exact = 0
         self.block_tokens = self._settler.block_tokens
         self._start = self._now = now
         self._waiting: deque[tuple[RequestAccount | Growth | Abandonment, int]] = deque()
         self._waiting_tokens = 0
         self._loaded: deque[tuple[RequestAccount, float]] = deque()  # settled, and not counted
-        self._taken = 0  # serial number of the first that waits
+        self._waiting_work = 0
         # The curve's ages are those of a batch, which should not be many times the pool.
         self._batch_tokens = max(_LEAST_BATCH_TOKENS, min(pool_tokens, _BATCH_TOKENS))
         self._most_tokens = _MOST_BATCHES * self._batch_tokens
@@ -85,7 +110,7 @@ class Accounting:
     @property
     def nbytes(self) -> int:
         """Bytes of the memory of what was seen."""
-        return self._settler.nbytes
+        return self._settler.nbytes + (0 if self._sample is None else self._sample.nbytes)
 
     # -- recording ---------------------------------------------------------------------------
 
@@ -142,12 +167,22 @@ class Accounting:
         if not self._now <= now < math.inf:
             self._pass(now)
         self._now = now
+        fresh = prompt if node is None else prompt - hit_tokens
+        skipped = False
+        if tiers is not None:
+            self._sample = None
+        if self._sample is not None:
+            if not self._pace.allows(fresh, now):
+                self._until_exact = self._remembered
+                skipped = True
+            elif self._until_exact > 0:
+                self._until_exact -= prompt
         account = RequestAccount(
             namespace, kind, prompt, hit_tokens, in_flight_tokens, hit_limit,
-            held_elsewhere, theirs, now, tokens, node, self._taken + len(self._waiting),
-            self.settle, tiers,
+            held_elsewhere, theirs, now, tokens, node, 0, self.settle, tiers,
+            self._until_exact > 0, skipped,
         )  # fmt: skip
-        self._log(account, prompt if node is None else prompt - hit_tokens)
+        self._log(account, fresh)
         return account
 
     def loaded(self, account: RequestAccount, *, now: float) -> None:
@@ -181,8 +216,12 @@ class Accounting:
             raise ValueError("account: its request was finished already")
         self._pass(now)
         account.finished = True
-        if added:
+        if not added:
+            if account.place < 0:
+                account.prompt = b""
+        else:
             self._log(Growth(account, added, now), len(added) // TOKEN_BYTES)
+            account.prompt = b""
 
     def abandoned(
         self, account: RequestAccount, tokens: bytes, computed: int, *, now: float
@@ -206,6 +245,7 @@ class Accounting:
             raise ValueError("account: its request was finished already")
         self._pass(now)
         account.finished = True
+        account.prompt = b""
         self._log(Abandonment(account, tokens, computed), account.prompt_tokens)
 
     def evicted(self, last_used: float, *, now: float) -> None:
@@ -224,6 +264,9 @@ class Accounting:
         """
         self.settle()
         self._settler.forget()
+        if self._sample is not None:
+            self._sample.forget()
+        self._until_exact = 0  # nothing was seen, so all of it is known
 
     def _pass(self, now: float) -> None:
         if not self._now <= now < math.inf:
@@ -231,11 +274,11 @@ class Accounting:
         self._now = now
 
     def _log(self, item: RequestAccount | Growth | Abandonment, tokens: int) -> None:
-        waiting = self._waiting
-        waiting.append((item, tokens))
+        self._waiting.append((item, tokens))
         self._waiting_tokens += tokens
+        self._waiting_work += _work(item)
         # Memory is bounded: without calls of `settle`, one that fills the log processes a batch.
-        if self._waiting_tokens >= self._most_tokens or len(waiting) >= MOST_WAITING:
+        if self._waiting_tokens >= self._most_tokens or self._waiting_work >= _MOST_WORK:
             self._settle_batch()
 
     # -- reading -----------------------------------------------------------------------------
@@ -284,7 +327,7 @@ class Accounting:
         self.settle()
         account = RequestAccount(
             namespace, "cross", prompt, hit_tokens, in_flight_tokens, limit,
-            held_elsewhere, b"", now, tokens, None, self._taken, self.settle,
+            held_elsewhere, b"", now, tokens, None, 0, self.settle,
         )  # fmt: skip
         return self._settler.preview(account)
 
@@ -300,36 +343,66 @@ class Accounting:
 
         To be called when it delays no request: while a device computes, or after a request ended.
         """
-        whole = self._waiting_tokens >= self._batch_tokens or len(self._waiting) >= _BATCH_REQUESTS
+        whole = self._waiting_tokens >= self._batch_tokens or self._waiting_work >= _BATCH_WORK
         if whole:
             self._settle_batch()
         return whole
 
     def _settle_batch(self) -> None:
-        waiting, first = self._waiting, self._taken
+        waiting = self._waiting
         items: list[RequestAccount | Growth] = []
-        left = self._batch_tokens
-        while waiting and left > 0 and len(items) < _BATCH_REQUESTS:
+        left, work = self._batch_tokens, 0
+        while waiting and left > 0 and work < _BATCH_WORK:
             item, tokens = waiting[0]
             if isinstance(item, Abandonment):
-                if not items:
-                    waiting.popleft()
-                    self._taken += 1
-                    self._waiting_tokens -= tokens
-                    self._settler.undo(item)
-                break
-            items.append(item)
-            left -= tokens
+                if items:
+                    break
+                left, work = 0, _WORK
+                self._undo(item)
+            else:
+                items.append(item)
+                left -= tokens
+                work += _work(item)
             waiting.popleft()
+            self._waiting_tokens -= tokens
+        self._waiting_work -= work
         # They are counted in the order of their times, as all others.
         loaded: list[tuple[RequestAccount, float]] = []
         until = math.inf if not waiting else items[-1].time if items else -math.inf
         while self._loaded and self._loaded[0][1] <= until:
             loaded.append(self._loaded.popleft())
         if items or loaded:
-            self._taken += len(items)
-            self._waiting_tokens -= self._batch_tokens - left
-            self._settler.process(items, first, loaded)
+            self._process(items, loaded)
+
+    def _process(
+        self,
+        items: list[RequestAccount | Growth],
+        loaded: list[tuple[RequestAccount, float]],
+    ) -> None:
+        # First, since the settler lets go of what the sample reads.
+        if items and self._sample is not None:
+            self._sample.process(items)
+        settled = [item for item in items if not _account(item).skipped]
+        if settled or loaded:
+            for place, item in enumerate(settled):
+                if isinstance(item, RequestAccount):
+                    item.place = place
+            self._settler.process(settled, loaded)
+
+    def _undo(self, item: Abandonment) -> None:
+        if self._sample is not None:
+            self._sample.undo(item)
+        if not item.account.skipped:
+            self._settler.undo(item)
+
+
+def _account(item: RequestAccount | Growth | Abandonment) -> RequestAccount:
+    return item if isinstance(item, RequestAccount) else item.account
+
+
+def _work(item: RequestAccount | Growth | Abandonment) -> int:
+    """What a batch has less room for with this item."""
+    return 1 if _account(item).skipped else _WORK
 
 
 def _check(

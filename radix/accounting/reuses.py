@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coppice.radix.accounting.batches import Batch
+from coppice.radix.accounting.log.batches import Batch
 from coppice.radix.accounting.miss_ratio import CurvePoint, MissRatioCurve
 from coppice.radix.accounting.seen.hashes import Hashes, Ints, last_border
 

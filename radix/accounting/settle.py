@@ -6,17 +6,19 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from coppice.radix.accounting.accounts import Divergence, RequestAccount
-from coppice.radix.accounting.batches import Abandonment, Batch, BatchHasher, Growth
 from coppice.radix.accounting.causes import Causes, split
 from coppice.radix.accounting.counts import FIELDS, FOUND_CAUSES, RollingCounts
-from coppice.radix.accounting.loaded import Span
+from coppice.radix.accounting.log.account import Divergence, RequestAccount
+from coppice.radix.accounting.log.batches import Batch, BatchHasher
+from coppice.radix.accounting.log.items import Abandonment, Growth
+from coppice.radix.accounting.log.loaded import Span
 from coppice.radix.accounting.miss_ratio import FACTORS, MissRatioCurve
 from coppice.radix.accounting.near_misses import SHOWN_TOKENS, SKETCH, NearMisses, Sighting
 from coppice.radix.accounting.reuses import Reuses
 from coppice.radix.accounting.seen.anchors import MEAN_GAP, WINDOW
 from coppice.radix.accounting.seen.content_table import ContentTable
-from coppice.radix.accounting.seen.hashes import Hashes, Ints, keys, namespace_salt
+from coppice.radix.accounting.seen.hashes import Hashes, Ints
+from coppice.radix.accounting.seen.namespaces import Namespaces
 from coppice.radix.accounting.seen.prefix_table import PrefixTable
 from coppice.radix.accounting.seen.use_clock import UseClock
 from coppice.radix.accounting.timeline import Timeline
@@ -25,8 +27,6 @@ from coppice.radix.tokens import TOKEN_BYTES
 _LEAST_ENTRIES = 1 << 12
 _NEAR_MISS_TOKENS = 2 * MEAN_GAP  # known content that makes a request one of them
 _COLUMN = {name: column for column, name in enumerate(FIELDS)}
-# The salt of prefixes that any namespace but the first has seen.
-_ELSEWHERE = np.uint64(0xA0761D6478BD642F)
 
 
 class Settler:
@@ -45,9 +45,7 @@ class Settler:
         self._hasher = BatchHasher(self.block_tokens)
         self._stamps = UseClock(pool_tokens)
         self._start = start
-        # The first namespace's keys have no salt. While it is the only one, no other is looked up.
-        self._home: tuple[Hashable] | None = None
-        self._salted = False
+        self._namespaces = Namespaces()
 
     @property
     def nbytes(self) -> int:
@@ -70,18 +68,18 @@ class Settler:
     def process(
         self,
         items: list[RequestAccount | Growth],
-        first: int,
         loaded: Sequence[tuple[RequestAccount, float]] = (),
     ) -> None:
-        """Settles requests and what they added; the first has the serial number `first`.
+        """Settles requests and what they added; the `place` of each request is its index.
 
-        `loaded` are requests that were settled before, and are counted now; with the time at which
-        the last of their tokens came. O(tokens, but for those that hit a node with known borders).
+        Requests that a sample counts are not added to the sums. `loaded` are requests that were
+        settled before, and are counted now; with the time at which the last of their tokens came.
+        O(tokens, but for those that hit a node with known borders).
         """
         if not items:
             self._count([], [], [], loaded)
             return
-        batch = self._hasher.hash(items, first, self._salts_of(items))
+        batch = self._hasher.hash(items, 0, self._salts_of(items))
         try:
             begun, stamps = self._stamps.stamp(batch.lengths, batch.times - self._start)
         except OverflowError:  # after 65,536 pools' worth of tokens
@@ -106,14 +104,9 @@ class Settler:
         Returns its computed tokens by cause, only causes that occur, and for how many seconds the
         evicted ones had not been used; None: none were evicted. O(tokens).
         """
-        salt = 0
-        if self._home is not None and self._home != (account.namespace,):
-            salt = namespace_salt(account.namespace)
+        salt = self._namespaces.peek(account.namespace)
         batch = self._hasher.hash([account], 0, [salt])
-        hashes, elsewhere = batch.borders.hashes, None
-        if salt or self._salted:
-            others = self._memory.known(keys(hashes, _ELSEWHERE))
-            elsewhere = np.maximum(others, self._memory.known(keys(hashes, np.uint64(0))))
+        elsewhere = self._namespaces.known_elsewhere(self._memory, batch.borders.hashes, salt)
         causes = split(
             batch.prompts,
             batch.borders,
@@ -133,38 +126,21 @@ class Settler:
         return {name: tokens for name, tokens in found.items() if tokens}, idle
 
     def _salts_of(self, items: list[RequestAccount | Growth]) -> list[int]:
-        """The salt of each item's namespace; 0 is that of the first namespace seen."""
-        names = [
-            item.namespace if isinstance(item, RequestAccount) else item.account.namespace
-            for item in items
-        ]
-        if self._home is None:
-            self._home = (names[0],)
-        (home,) = self._home
-        if not self._salted and names.count(home) == len(names):
-            return [0] * len(names)
-        self._salted = True
-        return [0 if name == home else namespace_salt(name) for name in names]
+        """The salt of each item's namespace."""
+        return self._namespaces.salts(
+            [
+                item.namespace if isinstance(item, RequestAccount) else item.account.namespace
+                for item in items
+            ]
+        )
 
     def _see(self, batch: Batch, stamps: Hashes) -> tuple[Hashes, Hashes | None]:
         """When each prefix was seen in its own and in other namespaces: stamps, 0 for never."""
-        piece, hashes = batch.borders.piece, batch.borders.hashes
-        if not self._salted:
-            return self._memory.see(batch.border_keys, piece, stamps[piece]), None
-        # All others than the first namespace enter their prefixes a second time, under one salt
-        # for them all; these and the first's together are what any namespace has seen.
-        rows = len(piece)
-        both = np.concatenate(
-            (batch.border_keys, keys(hashes, _ELSEWHERE), keys(hashes, np.uint64(0)))
-        )
-        salted = batch.salts[piece] != 0
-        writes = np.concatenate((np.ones(rows, np.bool_), salted, np.zeros(rows, np.bool_)))
-        piece = np.tile(piece, 3)
-        order = np.argsort(piece.astype(np.uint16), kind="stable")
-        piece = piece[order]
-        seen = np.empty_like(both)
-        seen[order] = self._memory.see(both[order], piece, stamps[piece], writes[order])
-        return seen[:rows], np.maximum(seen[rows : 2 * rows], seen[2 * rows :])
+        piece = batch.borders.piece
+        return self._namespaces.see(
+            self._memory, batch.border_keys, batch.borders.hashes, batch.salts[piece], piece,
+            stamps[piece],
+        )  # fmt: skip
 
     def _close(
         self,
@@ -196,6 +172,8 @@ class Settler:
                 if account.tiers.open:  # more of it may come: it is counted when it has
                     continue
                 rows[number] = account.row()
+            if account.estimated:
+                continue
             settled.append(number)
             namespaces.append(account.namespace)
             if account.kind != "cross":
@@ -233,10 +211,13 @@ class Settler:
             unknown += causes["other_replica"]
         begin = max(account.prompt_tokens - unknown, item.computed)
         after = batch.borders.end > begin
-        forgotten = [batch.border_keys[after]]
-        if batch.salts[0] and not causes["namespace"]:
-            forgotten.append(keys(batch.borders.hashes[after], _ELSEWHERE))
-        self._memory.forget(np.concatenate(forgotten), account.stamp)
+        self._namespaces.forget(
+            self._memory,
+            batch.borders.hashes[after],
+            int(batch.salts[0]),
+            account.stamp,
+            not causes["namespace"],
+        )
         if not causes["diverged"]:
             after = batch.anchors.start + account.hit_tokens + WINDOW > begin
             self._contents.forget(batch.anchor_keys[after])

@@ -18,8 +18,8 @@ from coppice.radix import (
     RadixTree,
     RequestAccount,
 )
-from coppice.radix.accounting.accounts import Kind
 from coppice.radix.accounting.counts import Counts
+from coppice.radix.accounting.log.account import Kind
 from coppice.radix.accounting.near_misses import Difference, difference
 from coppice.radix.accounting.timeline import Timeline
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
@@ -68,7 +68,8 @@ class PromptAccounts:
 
     `clock` gives seconds and never goes back. A prompt is accounted for when its sequence is
     admitted, and again after each preemption; generated tokens are added when it leaves. Evicted
-    and rounded-off tokens are counted in `counters`.
+    and rounded-off tokens are counted in `counters`. With `exact` every request is settled, however
+    fast they come.
     """
 
     def __init__(
@@ -76,10 +77,12 @@ class PromptAccounts:
         pool_tokens: int,
         counters: EngineCounters,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        exact: bool = False,
     ) -> None:
         self._clock = clock
         self._counters = counters
-        self._accounting = Accounting(pool_tokens, now=clock())
+        self._accounting = Accounting(pool_tokens, now=clock(), exact=exact)
         self._uses = Timeline()  # the tree's logical clock in seconds
         self._evicted_tokens = 0  # those recorded so far
         self._recent: deque[_Recent] = deque(maxlen=RECENT_REQUESTS)
@@ -121,7 +124,7 @@ class PromptAccounts:
             tiers=tiers,
             now=now,
         )
-        if kind == "cross":
+        if kind == "cross" and not sequence.account.skipped:
             self._recent.append(_Recent(sequence.request.request_id, sequence.account))
 
     def loaded(self, sequence: Sequence, now: float | None = None) -> None:
@@ -194,7 +197,10 @@ class PromptAccounts:
         return self._accounting.snapshot(now=self._clock())
 
     def recent(self) -> tuple[PromptCauses, ...]:
-        """The last requests that were admitted, oldest first. Settles what is pending."""
+        """The last requests that were admitted and not skipped, oldest first.
+
+        Settles what is pending.
+        """
         now = self._clock()
         return tuple(each.causes(now) for each in self._recent)
 

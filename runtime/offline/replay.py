@@ -144,7 +144,7 @@ class Replay:
         self.tree = RadixTree(PagePool(options.pages, options.page_size), options.eviction_policy)
         accounted = options.accounted_tokens or options.pages * options.page_size
         self._counters = EngineCounters(lambda: self._time)
-        self._accounts = PromptAccounts(accounted, self._counters, lambda: self._time)
+        self._accounts = PromptAccounts(accounted, self._counters, lambda: self._time, exact=True)
         self._paging = Paging(
             self.tree, enable_prefix_caching=True, accounts=self._accounts if account else None
         )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from coppice.radix.accounting.loaded import FromTiers
+from coppice.radix.accounting.log.loaded import FromTiers
 from coppice.radix.mirror.names import PageKey
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.tiers.rates import meeting

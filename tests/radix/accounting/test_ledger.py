@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coppice.radix import PagePool, RadixTree
-from coppice.radix.accounting.accounts import Divergence, Kind, RequestAccount
 from coppice.radix.accounting.counts import CAUSES
 from coppice.radix.accounting.ledger import MOST_WAITING, Accounting
+from coppice.radix.accounting.log.account import Divergence, Kind, RequestAccount
 from coppice.radix.accounting.seen.anchors import MEAN_GAP
 from coppice.radix.tokens import TOKEN_BYTES
 
@@ -480,6 +480,7 @@ def test_what_hit_is_hashed_once_and_changes_nothing() -> None:
         prompt = b"".join(texts[at] for at in rng.integers(0, 8, rng.integers(1, 5)))
         match = tree.match(prompt[:-TOKEN_BYTES])
         hold = tree.lock(match)
+        plain.now = kept.now = plain.now + 1
         accounts = [
             story.accounting.request(prompt, None, match.length, node=node, now=story.now)
             for story, node in ((plain, None), (kept, hold.node))

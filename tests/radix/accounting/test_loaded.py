@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from coppice.radix.accounting.accounts import Kind, RequestAccount
 from coppice.radix.accounting.counts import CAUSES, TIERS, Counts
 from coppice.radix.accounting.ledger import Accounting
-from coppice.radix.accounting.loaded import FromTiers
+from coppice.radix.accounting.log.loaded import FromTiers
 
 
 def text(number: int, count: int) -> bytes:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.radix.accounting.accounts import RequestAccount
 from coppice.radix.accounting.causes import Prompts
+from coppice.radix.accounting.log.account import RequestAccount
+from coppice.radix.accounting.log.items import Growth
 from coppice.radix.accounting.seen.anchors import AnchorFinder, Anchors
 from coppice.radix.accounting.seen.hashes import (
     Blocks,
@@ -23,28 +24,6 @@ from coppice.radix.accounting.seen.hashes import (
 )
 from coppice.radix.node import Node
 from coppice.radix.tokens import TOKEN_BYTES
-
-
-class Growth:
-    """Tokens that a request has added after its prompt."""
-
-    __slots__ = ("account", "added", "time")
-
-    def __init__(self, account: RequestAccount, added: bytes, time: float) -> None:
-        self.account = account
-        self.added = added
-        self.time = time
-
-
-class Abandonment:
-    """Only the first `computed` tokens of a request's prompt were ever computed."""
-
-    __slots__ = ("account", "tokens", "computed")
-
-    def __init__(self, account: RequestAccount, tokens: bytes, computed: int) -> None:
-        self.account = account
-        self.tokens = tokens
-        self.computed = computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What is reported to the accounts, until it is processed."""
