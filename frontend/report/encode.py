@@ -25,6 +25,7 @@ from coppice.frontend.report.words import (
     Decode,
     cause_meaning,
     drafts_sentence,
+    estimate_sentence,
     tiers_sentence,
     windows_sentence,
 )
@@ -316,6 +317,9 @@ def _counts(counts: Counts) -> dict[str, Any]:
         "hit_rate": counts.hit_rate,
         "ideal_hit_rate": counts.ideal_hit_rate,
         "evicted_idle_seconds": counts.evicted_idle_seconds,
+        "estimated_tokens": counts.estimated_tokens,
+        "standard_errors": counts.standard_errors,
+        "estimate": estimate_sentence(counts),
         "same_request": {"tokens": counts.same_tokens, "hit_tokens": counts.same_hit_tokens},
         "preempted": {
             "tokens": counts.preempted_tokens,

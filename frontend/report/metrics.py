@@ -239,6 +239,11 @@ def _tokens(stats: EngineStats) -> Iterator[Metric]:
         counts.loaded_evicted,
     )
     yield CounterMetricFamily(
+        "coppice_estimated_tokens",
+        "Computed prompt tokens whose cause was estimated from a sample, since requests came fast",
+        counts.estimated_tokens,
+    )
+    yield CounterMetricFamily(
         "coppice_ideal_hit_tokens",
         "Prompt tokens that an unlimited cache, one for all replicas, would have hit",
         counts.ideal_tokens,

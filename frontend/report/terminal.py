@@ -232,6 +232,8 @@ def _causes(report: Report, width: int) -> Table:
             cause_words["meaning"],
         )
         table.add_row(*row[: len(table.columns)])
+    if sentence := counts.get("estimate"):
+        table.caption, table.caption_justify = sentence, "left"
     return table
 
 

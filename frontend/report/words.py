@@ -72,6 +72,16 @@ def drafts_sentence(stats: EngineStats) -> str:
         f"{accepted:,} of {drafted:,} drafted tokens were accepted{of}: "
         f"{stats.tokens_a_step:.2f} tokens a step, which saved "
         f"{sum(stats.draft_seconds_saved.values()):,.1f} s"
+
+
+def estimate_sentence(counts: Counts) -> str | None:
+    """Which causes were estimated from a sample, and how well; None if all were found one by one."""
+    if not counts.estimated_tokens:
+        return None
+    return (
+        f"Requests came fast: the causes of {counts.estimated_tokens:,} of {counts.prompt_tokens:,} "
+        "prompt tokens are estimated from a sample, with a standard error of up to "
+        f"{counts.standard_error:.2%} of the prompt tokens."
     )
 
 

@@ -76,7 +76,7 @@ function mix(counts, causes) {
 
 function list(report, counts, causes) {
   if (!causes.length) return h("p", { class: "nothing" }, "Nothing was.");
-  return h("dl", { class: "causes" }, causes.map(([cause, tokens]) => {
+  const found = h("dl", { class: "causes" }, causes.map(([cause, tokens]) => {
     const { name, meaning } = report.causes[cause] ?? { name: cause, meaning: "" };
     return h("div", { "data-cause": cause },
       h("dt", null, h("i", { class: cause.replaceAll("_", "-") }), name),
@@ -84,6 +84,7 @@ function list(report, counts, causes) {
       h("dd", { class: "tokens", title: `${count(tokens)} tokens` }, `${short(tokens)} tokens`),
       h("dd", { class: "meaning" }, meaning));
   }));
+  return counts.estimate ? h("div", null, found, h("p", { class: "estimate" }, counts.estimate)) : found;
 }
 
 function advice(present, counts) {
