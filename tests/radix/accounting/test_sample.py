@@ -27,7 +27,7 @@ def story(accounting: Accounting, requests: int, apart: float) -> None:
     for number in range(requests):
         now += apart
         document = int(rng.zipf(1.5)) % 40
-        tokens = text(document, 300) + text(1000 + number, 60)
+        tokens = text(document, 320) + text(1000 + number, 60)
         if number % 5 == 0:
             tokens = text(2000 + number, 20) + tokens
         name = "a" if number % 7 else "b"
@@ -89,7 +89,7 @@ def test_estimates_differ_from_the_exact_causes_as_much_as_is_stated(
         assert abs(found.mean() - truth) < 4 * mean_error + slack + 0.005 * exact.computed_tokens
         assert found.std(ddof=1) < 2 * errors.mean()
         assert found.std(ddof=1) > errors.mean() / 4
-        assert errors.mean() < 0.05 * exact.computed_tokens
+        assert errors.mean() < 0.1 * exact.computed_tokens
 
 
 def test_the_ideal_and_the_idle_time_are_estimated_too(
@@ -97,7 +97,8 @@ def test_the_ideal_and_the_idle_time_are_estimated_too(
 ) -> None:
     exact, fast = estimates
     ideal = np.mean([each.ideal_hit_rate for each in fast])
-    assert abs(ideal - exact.ideal_hit_rate) < 0.02
+    error = np.mean([each.standard_errors["evicted"] for each in fast]) / exact.prompt_tokens
+    assert abs(ideal - exact.ideal_hit_rate) < 4 * error / np.sqrt(len(fast))
 
 
 def test_no_count_ever_falls() -> None:
