@@ -75,12 +75,13 @@ def drafts_sentence(stats: EngineStats) -> str:
 
 
 def estimate_sentence(counts: Counts) -> str | None:
-    """Which causes were estimated from a sample, and how well; None if all were found one by one."""
+    """How many causes were estimated from a sample, and how well; None if all are exact."""
     if not counts.estimated_tokens:
         return None
     return (
-        f"Requests came fast: the causes of {counts.estimated_tokens:,} of {counts.prompt_tokens:,} "
-        "prompt tokens are estimated from a sample, with a standard error of up to "
+        f"Requests came fast: the causes of {counts.estimated_tokens:,} of "
+        f"{counts.prompt_tokens:,} prompt tokens are estimated from a sample, "
+        "with a standard error of up to "
         f"{counts.standard_error:.2%} of the prompt tokens."
     )
 

@@ -105,6 +105,7 @@ class Sample:
         sampled = np.zeros((len(items), len(ESTIMATED)), np.int64)
         np.add.at(sampled, (piece[found], cause[found]), 1)
         away = np.bincount(piece[found], np.where(cause == _EVICTED, idle, 0.0)[found], len(items))
+        away = away.astype(np.float64)  # without a row they are integers
         self._counts.add_groups(cause[found], places.group[found])
         if numbers := read.counted:
             for number in numbers:

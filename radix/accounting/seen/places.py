@@ -40,7 +40,7 @@ class PlaceFinder:
     """
 
     def __init__(self, every: int, seed: int | None) -> None:
-        """`every` is a power of two from 2 to 2**20. Without a seed the choice is another each time."""
+        """`every` is a power of two up to 2**20. Without a seed the choice is another each time."""
         numbers = np.random.default_rng(seed)
         self._factors = numbers.integers(0, 2**32, _GRAM, np.uint32) | np.uint32(1)
         self._offset = numbers.integers(0, 2**32, 1, np.uint32)

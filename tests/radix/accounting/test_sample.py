@@ -34,7 +34,8 @@ def story(accounting: Accounting, requests: int, apart: float) -> None:
         hit = int(rng.integers(0, 200)) if number % 5 and name == "a" and number > 60 else 0
         flight = 30 if number % 4 == 0 else 0
         account = accounting.request(
-            tokens, name, hit, in_flight_tokens=flight, held_elsewhere=hit + 50 * (number % 11 == 0),
+            tokens, name, hit, in_flight_tokens=flight,
+            held_elsewhere=hit + 50 * (number % 11 == 0),
             hit_limit=250 if number % 13 == 0 and hit < 250 else None, now=now,
         )  # fmt: skip
         if number % 9 == 0:
