@@ -72,6 +72,7 @@ def drafts_sentence(stats: EngineStats) -> str:
         f"{accepted:,} of {drafted:,} drafted tokens were accepted{of}: "
         f"{stats.tokens_a_step:.2f} tokens a step, which saved "
         f"{sum(stats.draft_seconds_saved.values()):,.1f} s"
+    )
 
 
 def estimate_sentence(counts: Counts) -> str | None:
