@@ -38,7 +38,7 @@ OTHERS = [token + 1000 for token in TOKENS]
 class World:
     def __init__(self, pages):
         self.tree = RadixTree(PagePool(pages, page_size), policy)
-        self.accounting = Accounting(pages * page_size, now=0.0)
+        self.accounting = Accounting(pages * page_size, now=0.0, seed=0)
         self.now = 0.0
 
     def request(self, tokens, namespace):

@@ -122,12 +122,13 @@ class RequestAccount:
         if self.skipped:
             self.place, self.node, self.tokens = -1, None, b""
 
-    def seen_at(self, tokens: int) -> None:
-        """A place was known: its prefix of `tokens` tokens; 0: something else about it."""
-        if tokens:
-            self.seen_tokens = max(self.seen_tokens, tokens)
-        else:
-            self.known_more = True
+    def seen_at(self, tokens: int, more: bool) -> None:
+        """A place was looked up: its prefix of `tokens` tokens was seen (0: was not).
+
+        `more`: its content was, or its prefix in another namespace.
+        """
+        self.seen_tokens = max(self.seen_tokens, tokens)
+        self.known_more |= more and not tokens
 
     def settled_evicted(self, idle: float, at: float | None) -> None:
         self._evicted = idle, at
