@@ -170,7 +170,7 @@ class Accounting:
         fresh = prompt if node is None else prompt - hit_tokens
         skipped = False
         if tiers is not None:
-            self._sample = None
+            self._sample, self._until_exact = None, 0
         if self._sample is not None:
             if not self._pace.allows(fresh, now):
                 self._until_exact = self._remembered

@@ -46,8 +46,9 @@ class RequestAccount:
 
     __slots__ = ("namespace", "kind", "prompt_tokens", "hit_tokens", "in_flight_tokens",
                  "hit_limit", "held_elsewhere", "time", "finished", "tokens", "node", "place",
-                 "chain", "stamp", "theirs", "tiers", "prompt", "estimated", "skipped", "sampled_at",
-                 "seen_tokens", "known_more", "_around", "_settle", "_row", "_evicted")  # fmt: skip
+                 "chain", "stamp", "theirs", "tiers", "prompt", "estimated", "skipped",
+                 "sampled_at", "seen_tokens", "known_more", "_around", "_settle", "_row",
+                 "_evicted")  # fmt: skip
 
     def __init__(
         self,

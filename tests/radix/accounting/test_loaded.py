@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coppice.radix.accounting.accounts import Kind, RequestAccount
 from coppice.radix.accounting.counts import CAUSES, TIERS, Counts
 from coppice.radix.accounting.ledger import Accounting
+from coppice.radix.accounting.log.account import Kind, RequestAccount
 from coppice.radix.accounting.log.loaded import FromTiers
 
 
