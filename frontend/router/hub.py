@@ -29,6 +29,7 @@ from coppice.frontend.router.replica import Replica
 from coppice.radix.mirror.changes import Change, Opened
 from coppice.runtime.process.messages import (
     PING,
+    End,
     Door,
     Leaving,
     Lost,
@@ -226,7 +227,7 @@ class Hub:
 
     def take(self, item: Any) -> None:
         """Takes one message of the client, from any thread."""
-        if item is None:
+        if isinstance(item, End):  # replicas write their tiers when they end themselves
             self.kill()
         elif item == PING:
             self._answers.put(Pulse(0, False, True))

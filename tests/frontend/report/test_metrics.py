@@ -371,6 +371,11 @@ def test_the_dashboard_asks_only_for_metrics_that_exist(url: str) -> None:
     # Of engines with tiers only.
     for name in set(re.findall(r"coppice_tiers?_\w+", " ".join(queries()))):
         values.setdefault(name, {"tier": set()})
+    # Of engines with speculation only.
+    for name in set(
+        re.findall(r"coppice_(?:drafted|accepted_draft|draft_saved)_\w+", " ".join(queries()))
+    ):
+        values.setdefault(name, {"source": set()})
     assert len(queries()) > 30
     used = set()
     for query in queries():

@@ -41,7 +41,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 INTS = ("items", "item_rows", "item_slots", "positions", "page_table", "merges")
 FLOATS = ("lse", "partial_out", "partial_lse", "k_scales", "v_scales", "scales")
-LONGS = ("slots", "caches", "pages")
+LONGS = ("slots", "caches", "pages", "branches")
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ def attention(
     packed: int | None = None,
     windowed: bool = False,
     softcapped: bool = False,
+    branched: bool = False,
     partial: bool = True,
     phased: bool | None = None,
 ) -> Variant:
@@ -107,6 +108,7 @@ def attention(
         "PAGE_SIZE": page_size,
         "WINDOWED": windowed,
         "SOFTCAPPED": softcapped,
+        "BRANCHED": branched,
         "SCALED": cache != dtype,
         "PARTIAL": partial,
         "PHASED": tile.queries > 16 if phased is None else phased,
@@ -130,6 +132,7 @@ def variants() -> dict[str, Variant]:
         made[f"{name} bf16 128 window softcap"] = attention(
             tile, 128, windowed=True, softcapped=True
         )
+        made[f"{name} bf16 128 branched"] = attention(tile, 128, branched=True)
         made[f"{name} bf16 128 fp8 cache"] = attention(tile, 128, cache="fp8e4nv")
         made[f"{name} bf16 128 page 1"] = attention(tile, 128, page_size=1)
         made[f"{name} bf16 128 page 256 group 7"] = attention(tile, 128, page_size=256, group=7)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from needed_products import quantized
 from transformers import AutoModelForCausalLM
 
 from coppice.kernels.cpu.layer.matmul.float_products import float_kernels
@@ -46,7 +47,7 @@ def first_logits(decoder: Decoder, tokens: torch.Tensor, backend: str) -> torch.
     return run.step([(number, token) for number, token in enumerate(tokens.split(1))])
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, quantized("int8")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_has_the_same_bits_alone_and_among_others(
     load: Callable[..., Decoder], family: str, quantization: str | None
@@ -58,7 +59,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
         assert torch.equal(alone, together[first:last])
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, quantized("int8")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_experts_are_those_of_single_operations(
     load: Callable[..., Decoder], family: str, quantization: str | None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from needed_products import needs_products
 
 from coppice.kernels.cpu.layer.matmul import group_products
 from coppice.kernels.cpu.layer.matmul.grouped import (
@@ -204,6 +205,7 @@ def test_tokens_from_the_cache_equal_cold_ones(
         assert run(bare, [prompt])["0"] == cold[str(index)]
 
 
+@needs_products("int4")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_the_compiled_layers_take_them_and_the_head_is_int8(
     tiny_checkpoint: Callable[..., Path], threads_after: None, family: str

@@ -67,6 +67,7 @@ def full(factor: int = 1) -> EngineStats:
             "Counts": Counts(*range(factor, factor + len(fields(Counts)))),
             "Histogram": Histogram((1.0, 2.0), (factor, 0, number), 0.5 * factor),
             "TiersReport | None": tiers(factor),
+            "dict[str, float]": {"a": number * factor, "none": 0, f"only {factor}": 1},
             "dict[str, int]": {"a": number * factor, "none": 0, f"only {factor}": 1},
         }.get(kind, ())
     values["page_size"] = 16

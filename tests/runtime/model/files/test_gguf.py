@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from needed_products import needs_products
 
 from coppice.runtime.model.config import RopeConfig
 from coppice.runtime.model.config_file import load_model_config
@@ -72,6 +73,7 @@ def test_has_the_weights_of_the_checkpoint_that_it_was_made_of(
     assert half in narrow or narrow == {torch.float32}, "without kernels for 16 bits"
 
 
+@needs_products("int4")
 @pytest.mark.parametrize(
     ("family", "kind"),
     [("llama", "Q4_0"), ("llama", "Q4_1"), ("llama", "Q4_K"), ("qwen3_moe", "Q4_1")],

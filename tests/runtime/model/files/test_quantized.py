@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_files import greedy_by
+from needed_products import needs_products
 from reference_engine import greedy, reference_engine
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -196,6 +197,7 @@ def kept(linear: Any) -> torch.Tensor:
     return linear.weight.numbers() * linear.weight_scale[:, None]
 
 
+@needs_products("int4")
 @pytest.mark.parametrize("case", ["awq", "gptq 4", "gptq v2", "w4a16", "w4a16 zeros", "gptq order"])
 def test_4_bits_stay_4_bits(quantised: Callable[..., Any], case: str) -> None:
     """Except groups that do not follow each other: these get 8 bits."""
@@ -212,6 +214,7 @@ def test_4_bits_stay_4_bits(quantised: Callable[..., Any], case: str) -> None:
             assert error < close, name
 
 
+@needs_products("int4")
 def test_a_float_type_that_is_asked_for_is_had(quantised: Callable[..., Any]) -> None:
     folder, _ = quantised("awq")
     for dtype in ("auto", "float32", "bfloat16"):
@@ -245,6 +248,7 @@ def test_experts_are_decoded_too(quantised: Callable[..., Any], case: str) -> No
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+@needs_products("int4")
 def test_the_log_says_what_becomes_of_the_weights(
     quantised: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
