@@ -29,8 +29,8 @@ from coppice.frontend.router.replica import Replica
 from coppice.radix.mirror.changes import Change, Opened
 from coppice.runtime.process.messages import (
     PING,
-    End,
     Door,
+    End,
     Leaving,
     Lost,
     Pulse,

@@ -26,6 +26,7 @@ from coppice.runtime.metrics.events.stream import KvEvents
 from coppice.runtime.metrics.events.wire import read_changes
 from coppice.runtime.process.channel import Channel
 from coppice.runtime.process.loop import EngineLoop
+from coppice.runtime.process.messages import End
 from coppice.runtime.process.service import EngineService
 from tests.radix.test_fuzz import Fuzz
 from tests.runtime.metrics.events.conftest import Listener, ask
@@ -129,7 +130,7 @@ def test_an_idle_engine_publishes_all_again(
     until(lambda: sender.process_id != killed)
     until(lambda: not (sender.waiting or sender.behind or sender.broken))
     assert held(snapshot(context, replay)[1]) == in_tree(engine.tree) != set()
-    channel.send(None)
+    channel.send(End())
     thread.join(60)
     assert not thread.is_alive()
     engine.close()
