@@ -116,7 +116,8 @@ def test_every_token_that_is_served_is_what_was_computed(
         f"{loaded:,} tokens loaded, {warmed:,} brought back, {damaged} damaged pages, "
         f"{compared} outputs compared"
     )
-    assert kills and reopenings and loaded and warmed
+    assert kills and reopenings and loaded
+    assert warmed or operations < 1_000_000, "few engines are idle for long"
 
 
 def with_stores(seed, checkpoint, policy, folder, rng):
