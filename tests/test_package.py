@@ -139,6 +139,7 @@ def test_beside_hugging_face_kernels(installed: Path, tmp_path: Path, where: str
     assert Path(theirs) == Path(sysconfig.get_path("purelib")) / "kernels" / "__init__.py"
 
 
+@pytest.mark.slow
 def test_with_the_root_on_the_import_path(installed: Path) -> None:
     """`python -c` in the root: the room `kernels` is found first, and nothing trips over it."""
     ours, kernels = run(installed / "python", "-c", PROBE, cwd=ROOT).split()

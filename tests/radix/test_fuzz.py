@@ -182,7 +182,7 @@ class Fuzz:
         assert self.tree.num_nodes == self.tree.cached_tokens == self.tree.locked_pages == 0
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_nothing_leaks(page_size: int) -> None:
     """Once for all policies: beside other tests there are millions of objects to go through."""
     gc.collect()

@@ -993,6 +993,7 @@ def test_using_one_leaf_again_and_again_does_not_grow_the_order_of_eviction() ->
 # -- memory --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ten_thousand_sequences_on_a_long_prefix_stay_within_twice_their_bytes() -> None:
     """The live bytes are tokens and page ids, each once; nodes and locks may take as much again."""
     prefix, own, size = 10_000, 256, 16

@@ -128,6 +128,7 @@ async def test_it_answers_refuses_dies_and_comes_back(
     assert report.requests == 1
 
 
+@pytest.mark.slow
 async def test_an_engine_that_hangs_is_replaced(checkpoint: Path, tokenizer: Tokenizer) -> None:
     """It is stopped as by a debugger: reports and new requests fail soon, then all it ran."""
     engine = EngineClient(partial(EngineProcess, config(checkpoint)), tokenizer, timeout=3.0)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.client("litellm", "/v1/chat/completions", "text", "stream", "tools", "errors")
+@pytest.mark.slow
 async def test_litellm(tool_server: LiveServer) -> None:
     import litellm
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from coppice.frontend.client.engine import EngineClient
@@ -16,6 +17,7 @@ from coppice.frontend.text.engine import TextEngine
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
+@pytest.mark.slow
 async def test_half_of_a_request(
     text_engine: TextEngine, engine_client: Callable[[TextEngine], EngineClient]
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 
 from coppice import __version__
 from coppice.frontend.client.engine import EngineClient
@@ -41,6 +42,7 @@ def test_a_server_whose_engine_is_gone_lives_but_is_not_ready(
     server.close()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_hangs_is_not_healthy(checkpoint: Path, tokenizer: Tokenizer) -> None:
     """Stopped, it fails health, reports and metrics within seconds; /health/live stays."""
     config = EngineConfig(model=str(checkpoint), kv_cache_tokens=1024, max_num_seqs=8)

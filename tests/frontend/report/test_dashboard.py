@@ -378,6 +378,7 @@ def test_replicas_have_a_table_where_there_are_any(opened: Callable[..., Window]
     assert axe_api.Axe().run(window.page).violations_count == 0
 
 
+@pytest.mark.slow
 def test_it_says_when_the_server_does_not_answer(opened: Callable[..., Window]) -> None:
     window = opened()
     window.page.route("**/cache/report", lambda route: route.abort())

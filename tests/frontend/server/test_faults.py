@@ -267,6 +267,7 @@ async def test_sigterm_under_load(checkpoint: Path) -> None:
         assert [length for length in lengths if length] == [480] * 12
 
 
+@pytest.mark.slow
 async def test_what_still_runs_when_the_time_to_drain_is_over_gets_an_error(
     checkpoint: Path,
 ) -> None:
@@ -313,6 +314,7 @@ async def test_what_still_runs_when_the_time_to_drain_is_over_gets_an_error(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities there")
+@pytest.mark.slow
 def test_the_server_gives_way_to_its_engine_and_to_the_one_after_that(checkpoint: Path) -> None:
     """An engine that was started by a thread of lower priority would have that, too."""
 

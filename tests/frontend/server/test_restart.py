@@ -86,6 +86,7 @@ def cache(*arguments: object, status: int = 0) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_what_the_next_server_finds(
     checkpoint: Path, prompts: list[list[int]], tmp_path: Path
 ) -> None:

@@ -271,6 +271,7 @@ def test_too_wide_heads_are_refused(make_batch, triton_backend):
         make_batch([(1, 1)], head_dim=272).run(triton_backend)
 
 
+@pytest.mark.slow
 def test_the_same_batch_gives_the_same_bits(make_batch, triton_backend, size, fine_splits):
     batch = make_batch([(rows, cached * size) for rows, cached in TAILS], LEVELS)
     first = batch.run(triton_backend)

@@ -19,21 +19,10 @@ SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 COMPILED = (
     "prefill bf16 128",
     "prefill bf16 80",
-    "decode bf16 128 window softcap",
     "decode bf16 128 fp8 cache",
-    "decode bf16 64 group 71",
     "decode fp32 64",
     "merge 80",
-    "write fp8e4nv",
     "rotate bf16",
-    "copy",
-    "product bf16",
-    "expert gate bf16 few",
-    "expert gate bf16 many bounded",
-    "expert down bf16 many",
-    "norm",
-    "silu",
-    "quantize",
     "choice",
 )
 

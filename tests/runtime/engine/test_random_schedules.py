@@ -18,7 +18,7 @@ from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 
-_SCHEDULES = int(os.environ.get("COPPICE_SCHEDULES", "24"))
+_SCHEDULES = int(os.environ.get("COPPICE_SCHEDULES", "16"))
 
 
 @pytest.fixture(scope="module")

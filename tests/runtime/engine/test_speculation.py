@@ -20,7 +20,7 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.drafts.draft import NOTHING, Draft, DraftToken
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 
-_SCHEDULES = int(os.environ.get("COPPICE_SCHEDULES", "24"))
+_SCHEDULES = int(os.environ.get("COPPICE_SCHEDULES", "8"))
 
 
 @pytest.fixture(scope="module")

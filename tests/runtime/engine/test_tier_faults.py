@@ -187,6 +187,7 @@ print("said", json.dumps(said))
 """
 
 
+@pytest.mark.slow
 def test_a_disk_with_errors_costs_time_and_no_token(llama, many, expected, tmp_path):
     """Reads, writes and syncs of segments and index fail with EIO, in a process of its own."""
     disk = FailingDisk(tmp_path)
@@ -258,7 +259,7 @@ def durable(made: Engine, prompt: list[int]) -> int:
     return found
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_was_durable_is_hit_after_a_kill(llama, many, expected, tmp_path, seed):
     """Killed with -9 under load, in the middle of whatever it does."""
     child = subprocess.Popen(
@@ -298,6 +299,7 @@ def test_an_older_format_is_left_alone(llama, many, expected, tmp_path):
     assert {path: path.stat().st_size for path in old.iterdir()} == sizes
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_changes_nothing(llama, many, expected, tmp_path, monkeypatch):
     """Years ahead and back, while pages are written, dropped, loaded, and at restarts."""
     rng, real = random.Random(32), time.time_ns

@@ -279,6 +279,7 @@ def test_the_beginning_is_computed_while_the_end_is_loaded(llama):
     made.tiers.close(1)
 
 
+@pytest.mark.slow
 def test_a_tier_that_hangs_is_given_up_and_the_rest_is_computed(llama):
     prompts = prompts_of(9, (300,))
     store = SlowStore(0.0)
@@ -447,7 +448,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize(
-    ("begin", "end"), [(0, 24), pytest.param(1000, 1200, marks=pytest.mark.slow)]
+    ("begin", "end"), [(0, 8), pytest.param(1000, 1200, marks=pytest.mark.slow)]
 )
 def test_random_schedules_give_what_each_request_gives_alone(checkpoint, policy, begin, end):
     """With two tiers that fail, forget and find pages damaged, each twice: then as a restart."""

@@ -79,6 +79,7 @@ def test_deterministic_answers_have_the_bits_of_a_cold_lone_request(tiny_checkpo
     assert lines_and_bits(other, [stem], 2, **seeded) == lines_and_bits(engine, [stem], 2, **seeded)
 
 
+@pytest.mark.slow
 def test_an_8_bit_cache_is_near_the_whole_one(tiny_checkpoint, monkeypatch):
     """What rounding keys and values to 3 bits after the point costs, and no more."""
     path = tiny_checkpoint("llama")

@@ -188,6 +188,7 @@ def test_a_quantized_model_stays_near_its_float_one(
     assert decoder.head_is_embedding == (tied and kind is Fp8Linear)
 
 
+@pytest.mark.slow
 def test_text_stays_as_likely(use: Callable[[type[Linear]], None]) -> None:
     """The perplexity of a handbook of the demo, and each token's own logprob."""
     text = make_document(7, 25, "eval").text

@@ -64,6 +64,7 @@ type_validators.device_validator(type_validators.torch.device("cpu"))
 
 
 @pytest.mark.parametrize("first", ["", "leave_out_torch()"])
+@pytest.mark.slow
 def test_another_version_of_transformers_without_that_module(first: str) -> None:
     """It has nothing that could be left out: the tokenizer is loaded all the same."""
     run(
@@ -83,6 +84,7 @@ assert not sys.meta_path[0].asked
     )
 
 
+@pytest.mark.slow
 def test_another_version_of_transformers_that_does_not_ask_for_torch() -> None:
     run(
         """

@@ -188,10 +188,14 @@ async def test_replicas_answer_die_and_come_back(
     running = cluster("--replicas", "2", "--max-model-len", "500")
     url = running.url
     first = await complete(session, url, TEXT)
-    assert await complete(session, url, TEXT) == first
-    told = await report(session, url)
-    assert len(told["replicas"]) == 2
-    assert told["counts"]["since_start"]["hit_tokens"] > 0
+
+    async def hit() -> bool:
+        assert await complete(session, url, TEXT) == first
+        told = await report(session, url)
+        assert len(told["replicas"]) == 2
+        return told["counts"]["since_start"]["hit_tokens"] > 0
+
+    await until(hit)
     async with session.get(f"{url}/metrics") as response:
         metrics = await response.text()
     assert len(re.findall(r"coppice_replica_requests_total\{", metrics)) == 2
@@ -382,6 +386,7 @@ def refused(*options: str) -> str:
     return ran.stderr + ran.stdout
 
 
+@pytest.mark.slow
 def test_bad_input_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -115,6 +115,7 @@ class Pair(NamedTuple):
 """
 
 
+@pytest.mark.slow
 def test_code_of_types_that_were_moved_is_replaced(package: Path) -> None:
     """numba reads the types of all that it kept before it looks whether that is still valid."""
     caller = package / "caller.py"
@@ -139,6 +140,7 @@ def test_a_change_elsewhere_renews_nothing(package: Path) -> None:
     assert run(package) == [11, 11, 1, 0, 1]
 
 
+@pytest.mark.slow
 def test_code_is_kept_elsewhere_where_the_sources_cannot_be_written(
     package: Path, tmp_path: Path
 ) -> None:
@@ -152,6 +154,7 @@ def test_code_is_kept_elsewhere_where_the_sources_cannot_be_written(
         assert any((tmp_path / variable).rglob("caller.answer*.nbi"))
 
 
+@pytest.mark.slow
 def test_code_that_can_only_be_read_is_used(package: Path, tmp_path: Path) -> None:
     """Beside sources that cannot be written, with and without a folder that can."""
     run(package)
@@ -164,6 +167,7 @@ def test_code_that_can_only_be_read_is_used(package: Path, tmp_path: Path) -> No
     assert {each: each.read_bytes() for each in package.rglob("*.nb?")} == kept_files
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_written_functions_are_compiled_each_time(
     package: Path,
 ) -> None:
@@ -174,6 +178,7 @@ def test_where_nothing_can_be_written_functions_are_compiled_each_time(
     assert not list(package.rglob("*.nb?"))
 
 
+@pytest.mark.slow
 def test_what_is_missing_beside_the_sources_is_kept_elsewhere(
     package: Path, tmp_path: Path
 ) -> None:
@@ -196,6 +201,7 @@ def test_a_file_that_was_cut_is_compiled_again(package: Path) -> None:
     assert run(package) == [11, 11, 0, 1, 0]
 
 
+@pytest.mark.slow
 def test_numbas_own_classes_are_taken_where_the_user_says_so(package: Path) -> None:
     place = {"NUMBA_CACHE_LOCATOR_CLASSES": "InTreeCacheLocator"}
     run(package, **place)

@@ -136,6 +136,7 @@ def test_an_idle_engine_publishes_all_again(
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_nothing_delays_nobody(address: Address, context: Any) -> None:
     endpoint, replay = address(), address()
     sender = Publisher(Published(endpoint, replay, "kv", "exact", 5))
