@@ -138,6 +138,11 @@ class EngineConfig:
     max_draft_tokens: int = _option(
         24, f"most drafted tokens of a sequence in one step; at most {MOST_DRAFTED}"
     )
+    draft_model: str | None = _option(
+        None,
+        "small model of the same vocabulary that proposes drafts, too: a folder or a hub id; it "
+        "needs speculation auto, and takes a part of the KV cache's memory; default: none",
+    )
     attention_backend: str = _option(
         "auto",
         "attention kernels: auto, cpu, triton, flashinfer or reference; auto is cpu on a CPU, on a "
@@ -239,6 +244,7 @@ class EngineConfig:
             raise ValueError(
                 f"max_draft_tokens must be at most {MOST_DRAFTED}, got {self.max_draft_tokens}"
             )
+        self._check_draft_model()
         _one_of("eviction_policy", self.eviction_policy, tuple(POLICIES))
         if not isinstance(self.pin_budget, (int, float)) or not 0 <= self.pin_budget <= 1:
             raise ValueError(f"pin_budget must be from 0 to 1, got {self.pin_budget!r}")
@@ -272,6 +278,24 @@ class EngineConfig:
             raise ValueError(
                 "enable_lora must be False with deterministic: the adapters' products of a step "
                 "have shapes that depend on all of its requests"
+            )
+
+    def _check_draft_model(self) -> None:
+        """Raises ValueError for a draft model beside options that leave nothing for it to do."""
+        name = self.draft_model
+        if name is None:
+            return
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"draft_model must be a folder or a hub id, or None, got {name!r}")
+        if self.speculation == "off":
+            raise ValueError(
+                f"draft_model is {name!r}; with speculation 'off' it must be None: give "
+                "speculation 'auto', which makes drafts"
+            )
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"draft_model is {name!r}; with tensor_parallel_size {self.tensor_parallel_size} "
+                "it must be None: a draft model is not divided among ranks"
             )
 
     def _check_tiers(self) -> None:

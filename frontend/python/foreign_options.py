@@ -55,7 +55,7 @@ _CACHE_SIZE = (
 )
 _NO_CODE = "no code of a checkpoint is ever run: supported models are built in"
 _ADAPTERS = "adapters are held once, in the memory of the model; max_loras bounds their number"
-_NO_DRAFTS = "use speculation, auto or off, and max_draft_tokens"
+_NO_DRAFTS = "use speculation, auto or off, max_draft_tokens, and draft_model"
 _TEXT_ONLY = "models here take text only; leave it out"
 _EVICTED = "there is no second place for KV: what does not fit is evicted and computed again"
 _GRAPHS = "use enforce_eager to switch CUDA graphs off, cuda_graph_sizes to choose their sizes"
@@ -139,7 +139,8 @@ FOREIGN: Mapping[str, Foreign] = {
     "lora_backend": Missing("there is one way for each device; leave it out"),
     "lora_target_modules": Missing("each adapter's own config has them; leave it out"),
     "speculative_config": Missing(_NO_DRAFTS),
-    "speculative_model": Missing(_NO_DRAFTS),
+    "speculative_model": Renamed("draft_model"),
+    "speculative_draft_model_path": Renamed("draft_model"),
     "speculative_algorithm": Missing(_NO_DRAFTS),
     "limit_mm_per_prompt": Missing(_TEXT_ONLY),
     "mm_processor_kwargs": Missing(_TEXT_ONLY),

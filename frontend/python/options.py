@@ -75,6 +75,7 @@ class Configured(ABC):
         shared_cache_dtype: str = "auto",
         speculation: str = "off",
         max_draft_tokens: int = 24,
+        draft_model: str | None = None,
         attention_backend: str = "auto",
         deterministic: bool = False,
         async_scheduling: bool | None = None,
@@ -154,6 +155,9 @@ class Configured(ABC):
                 many as pay, from earlier text, predictions of requests and grammars, and changes
                 no text.
             max_draft_tokens: most drafted tokens of a sequence in one step; at most 62.
+            draft_model: small model of the same vocabulary that proposes drafts, too: a folder or a
+                hub id; it needs speculation auto, and takes a part of the KV cache's memory;
+                default: none.
             attention_backend: attention kernels: auto, cpu, triton, flashinfer or reference; auto
                 is cpu on a CPU, on a GPU flashinfer where it covers the model, else triton.
             deterministic: answers that depend neither on the rest of the batch nor on cache hits,

@@ -281,6 +281,13 @@ def _drafts(report: CacheReport) -> dict[str, Any]:
             }
             for name, drafted in report.drafted_tokens.items()
         ],
+        "model": {
+            "hit_tokens": report.draft_model_tokens["hit"],
+            "computed_tokens": report.draft_model_tokens["computed"],
+            "seconds": report.draft_model_seconds,
+        }
+        if report.draft_model_tokens
+        else None,
         "rows": report.draft_rows,
         "tokens_a_step": report.tokens_a_step,
         "sentence": drafts_sentence(report),

@@ -332,7 +332,8 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
     yield _counters(
         "coppice_drafted_tokens",
         "Tokens of drafts that were computed. text: what followed earlier on the same tokens; "
-        "prediction: the request's; grammar: what a form leaves no choice about",
+        "prediction: the request's; grammar: what a form leaves no choice about; model: what the "
+        "draft model expects",
         "source",
         stats.drafted_tokens,
     )
@@ -345,7 +346,7 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
     saved = GaugeMetricFamily(
         "coppice_draft_saved_seconds",
         "An estimate: time of the steps that accepted tokens would have taken, less what drafted "
-        "ones added to steps",
+        "ones added to steps, and the draft model's time",
         labels=["source"],
     )
     for source, seconds in stats.draft_seconds_saved.items():
@@ -355,6 +356,18 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
         "coppice_draft_base_tokens",
         "Tokens of sequences, one a step, that could have had a draft; accepted tokens came beside",
         stats.draft_rows,
+    )
+    yield _counters(
+        "coppice_draft_model_tokens",
+        "Tokens of the draft model. hit: of texts that its own tree had; computed: of texts, and "
+        "drafted ones",
+        "kind",
+        stats.draft_model_tokens,
+    )
+    yield CounterMetricFamily(
+        "coppice_draft_model_seconds",
+        "Time that passes of the draft model took",
+        stats.draft_model_seconds,
     )
 
 

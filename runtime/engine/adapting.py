@@ -29,7 +29,7 @@ class EngineAdapters:
 
     Attributes:
         named: those that are loaded.
-        cleared: is called after pages of one were removed.
+        cleared: is called with one whose pages were removed.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class EngineAdapters:
             max_adapters=config.max_loras,
             freed=self._remove_pages,
         )
-        self.cleared: Callable[[], None] = lambda: None
+        self.cleared: Callable[[Adapter], None] = lambda adapter: None
         self._sequences, self._pins, self._tree = sequences, pins, tree
         self._counts = counters.adapter_counts
 
@@ -105,4 +105,4 @@ class EngineAdapters:
             if getattr(namespace, "adapter", None) == adapter.identity:
                 remove_namespace(tree, namespace)
         self._counts.forget(adapter.number)
-        self.cleared()
+        self.cleared(adapter)

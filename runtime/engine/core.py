@@ -11,6 +11,7 @@ from coppice.radix import PagePool, Pin, PinRefused, Pins, RadixTree
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.adapting import EngineAdapters
 from coppice.runtime.engine.beams import BeamSearches
+from coppice.runtime.engine.drafting import Drafting
 from coppice.runtime.engine.intake import Intake
 from coppice.runtime.engine.peek import Peek
 from coppice.runtime.engine.publishing import Publishing
@@ -20,6 +21,7 @@ from coppice.runtime.engine.step import Steps
 from coppice.runtime.engine.tiering import CLOSING_SECONDS, open_tiers
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
+from coppice.runtime.model.adapters.names import Adapter
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.lora_request import LoRARequest
@@ -30,7 +32,7 @@ from coppice.runtime.runner.member import open_runner
 from coppice.runtime.runner.ranks.ending import EndingGroup
 from coppice.runtime.sampling.beam_search import WatchLines
 from coppice.runtime.sampling.drafts.draft import Speculation
-from coppice.runtime.sampling.drafts.made import make_speculation
+from coppice.runtime.sampling.drafts.policy import TreeSpeculation
 from coppice.runtime.sampling.grammars import Grammars
 from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.scheduler import Scheduler
@@ -68,8 +70,10 @@ class Engine:
         """
         log_build()
         self.config = config
+        source = resolve_model(config.model, config.revision) if tokenizer is None else tokenizer
         with without_collecting():
-            self.runner = open_runner(config)
+            self.drafting = Drafting(config, Path(source))
+            self.runner = open_runner(config, self.drafting.beside)
         self.model_config = self.runner.model_config
         self.max_model_len = self.runner.max_model_len
         self.num_pages, self.memory = self.runner.num_pages, self.runner.memory
@@ -90,7 +94,6 @@ class Engine:
             max_step_stretch=config.max_step_stretch,
             counters=self.counters,
         )
-        source = resolve_model(config.model, config.revision) if tokenizer is None else tokenizer
         vocabulary, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
         self._sequences = Sequences(self.scheduler, self.counters)
         self._searches = BeamSearches(self._sequences, paging, eos, watch_lines)
@@ -108,7 +111,7 @@ class Engine:
             max_model_len=self.max_model_len,
             recipe=self.runner.recipe,
         )
-        self.adapters.cleared = self.intake.known_logprobs.clear
+        self.adapters.cleared = self._adapter_cleared
         self._steps = Steps(
             self.runner,
             self.scheduler,
@@ -123,10 +126,8 @@ class Engine:
         self.tiers = self._steps.tiers = open_tiers(config, self.runner, self.scheduler)
         if self.tiers is not None:
             self.tiers.know(self.intake.namespace(None))
-        self.drafts = None
-        if config.speculation == "auto":
-            tokens = self.num_pages * config.page_size
-            self.drafts = make_speculation(tokens, config.max_draft_tokens)
+        self.drafting.start(self.runner)
+        if self.drafts is not None:
             self.speculate(self.drafts)
         self.events = Publishing(config, self.scheduler, self.counters)
         if self.runner.device.type == "cpu":
@@ -139,6 +140,11 @@ class Engine:
     @property
     def tree(self) -> RadixTree:
         return self.scheduler.paging.tree
+
+    @property
+    def drafts(self) -> TreeSpeculation | None:
+        """What the options have steps compute beside a token of each sequence."""
+        return self.drafting.speculation
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -397,8 +403,7 @@ class Engine:
         self.pins.clear()
         self.tree.reset()
         self.intake.known_logprobs.clear()
-        if self.drafts is not None:
-            self.drafts.forget()
+        self.drafting.forget()
         self.accounts.cleared(self.tree)
 
     # -- sleep -------------------------------------------------------------------------------
@@ -419,6 +424,7 @@ class Engine:
         if not self.asleep:
             self._empty()
             self.intake.known_logprobs.clear()
+            self.drafting.sleep(level)
             self.runner.sleep(level)
 
     def wake_up(self) -> None:
@@ -427,6 +433,7 @@ class Engine:
         Raises ValueError if the weights can't be read any more; it sleeps on then.
         """
         if self.asleep:
+            self.drafting.wake_up()
             self.runner.wake_up()
 
     def close(self) -> None:
@@ -437,6 +444,7 @@ class Engine:
         self.events.close()
         self.intake.close()
         self.end_tiers()
+        self.drafting.close()
         self.runner.close()
 
     def end_tiers(self, seconds: float | None = None) -> None:
@@ -461,6 +469,11 @@ class Engine:
         """With nothing running every page is free or cached; if not, report it and start anew."""
         if not is_balanced(self.tree, self.scheduler.running, self.pins):
             self._empty()
+
+    def _adapter_cleared(self, adapter: Adapter) -> None:
+        """Forgets what is kept of an adapter's requests beside its pages."""
+        self.intake.known_logprobs.clear()
+        self.drafting.forget_adapter(adapter)
 
     def _empty(self) -> None:
         """Begins a new tree; pins keep their prefixes, of which nothing is cached."""

@@ -107,6 +107,12 @@ def _stats(engine: Engine) -> dict[str, Any]:
             },
             "draft_rows": told.rows,
         }
+    if engine.drafting.model is not None:
+        own = engine.drafting.model.counts
+        stats |= {
+            "draft_model_tokens": {"hit": own.hit_tokens, "computed": own.computed_tokens},
+            "draft_model_seconds": own.seconds,
+        }
     if graphs is not None:
         stats |= {
             "cuda_graphs": len(graphs.sizes),

@@ -127,6 +127,9 @@ class EngineStats:
         draft_seconds_saved: an estimate, by what proposed them: the time of the steps that accepted
             tokens would have taken, less what drafted ones added to steps.
         draft_rows: tokens of sequences, one a step, that could have had a draft.
+        draft_model_tokens: of the draft model, "hit" those of texts that its own tree had, and
+            "computed" those that it computed, drafted ones included; empty without one.
+        draft_model_seconds: that its passes took.
         replicas: those whose counts these are together, by name; none for one engine's own.
     """
 
@@ -174,6 +177,8 @@ class EngineStats:
     accepted_tokens: dict[str, int] = field(default_factory=dict)
     draft_seconds_saved: dict[str, float] = field(default_factory=dict)
     draft_rows: int = 0
+    draft_model_tokens: dict[str, int] = field(default_factory=dict)
+    draft_model_seconds: float = 0.0
     replicas: tuple[ReplicaReport, ...] = ()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,16 @@ _BYTES_A_LOGIT = 48
 
 # An estimate of the driver's memory for CUDA graphs: their kernels' arguments.
 _GRAPH_BYTES = 256 * 2**20
+
+
+class Beside(NamedTuple):
+    """What a draft model takes beside the weights: bytes of a page of its cache, and of a step."""
+
+    page: int = 0
+    step: int = 0
+
+
+NOTHING_BESIDE = Beside()
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -70,11 +81,13 @@ def plan_cache(
     device: torch.device,
     cache_dtype: torch.dtype | None = None,
     group: RankGroup = ALONE,
+    beside: Beside = NOTHING_BESIDE,
 ) -> tuple[int, str]:
     """The number of pages of the KV cache, and the arithmetic in a sentence or two.
 
     `dtype` is that of the weights; `cache_dtype` that of the cache, None for the same. With a
-    `group`, `model` is this rank's part, and the number the least of all ranks'. Raises
+    `group`, `model` is this rank's part, and the number the least of all ranks'. `beside` is what
+    a draft model takes, whose cache has as many pages. Raises
     TooLittleMemory, a ValueError, if not even one sequence of `max_model_len` tokens fits, or if
     there is no room for `kv_cache_tokens`.
     """
@@ -86,6 +99,9 @@ def plan_cache(
         f"{model.num_kv_heads} heads x {model.head_dim} x {stored.itemsize} bytes = "
         f"{readable(each)}"
     )
+    if beside.page:
+        each += beside.page
+        arithmetic += f", and one of the draft model {readable(beside.page)}"
     on_gpu = device.type == "cuda"
     available = 0
     group.least(0)  # from here on all have their weights
@@ -95,7 +111,7 @@ def plan_cache(
     if group.local_size > 1:
         left += f" to each of {group.local_size} ranks"
     if on_gpu:
-        step = step_bytes(config, model, dtype)
+        step = step_bytes(config, model, dtype) + beside.step
         available = max(available - step, 0)
         left += f" on the GPU, less {readable(step)} for a step,"
     if config.kv_cache_tokens is not None:

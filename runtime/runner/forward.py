@@ -28,7 +28,14 @@ from coppice.runtime.model.weight_size import smaller_weights
 from coppice.runtime.model.weights import resolve_device
 from coppice.runtime.runner.attention import choose_attention
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, PooledRows, build_batch
-from coppice.runtime.runner.cache_size import page_bytes, plan_cache, zeroed
+from coppice.runtime.runner.cache_size import (
+    NOTHING_BESIDE,
+    Beside,
+    page_bytes,
+    plan_cache,
+    step_bytes,
+    zeroed,
+)
 from coppice.runtime.runner.compiled_layers import compile_model
 from coppice.runtime.runner.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_sizes
 from coppice.runtime.runner.implementation import Model, choose
@@ -59,6 +66,7 @@ class ModelRunner:
         num_pages: pages of the cache.
         memory: how their number follows from the memory, as text.
         max_model_len: most tokens of a request, by the model, the config and the cache.
+        beside: what this model takes beside another one, as its draft model.
         graphs: CUDA graphs of decoding steps; None: there are none.
         adapters: those that requests may use; None without `enable_lora`.
         window_keys: what its sliding windows saved; None for a model without any.
@@ -67,7 +75,15 @@ class ModelRunner:
     Raises ValueError if the model can't be loaded or does not support the options.
     """
 
-    def __init__(self, config: EngineConfig, group: RankGroup = ALONE) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: RankGroup = ALONE,
+        *,
+        beside: Beside = NOTHING_BESIDE,
+        cached: bool = True,
+    ) -> None:
+        """`beside` is what a draft model takes. Without `cached` call `take_cache` before `run`."""
         self.device = resolve_device(config.device)
         if self.device.type == "cuda" and group.size > 1:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -105,19 +121,25 @@ class ModelRunner:
         self.adapters: LoadedAdapters | None = None
         if config.enable_lora:
             self.adapters = LoadedAdapters(model, dtype, self.device)
-        self.num_pages, self.memory = plan_cache(
-            config, part, dtype, self.device, cache_dtype, group
+        self.beside = Beside(
+            page_bytes(part, self.page_size, cache_dtype), step_bytes(config, part, dtype)
         )
-        self.window_keys = WindowKeys.of(
-            model.sliding_windows, page_bytes(part, self.page_size, cache_dtype), self.page_size
-        )
-        tokens = self.num_pages * self.page_size
-        self.max_model_len = min(config.max_model_len or model.max_position, tokens)
+        self.window_keys = WindowKeys.of(model.sliding_windows, self.beside.page, self.page_size)
         self._scales, self._cache_dtype = scales, cache_dtype
         self._tree = BatchTree()
         self._drafts = False  # whether graphs are for steps with drafts, too
         self._captured: tuple[Recorder, Sequence[int] | None, int] | None = None
         self.graphs: DecodeGraphs | None = None
+        if cached:
+            planned = plan_cache(config, part, dtype, self.device, cache_dtype, group, beside)
+            self.take_cache(*planned)
+
+    def take_cache(self, num_pages: int, memory: str) -> None:
+        """Makes the KV cache with so many pages; `memory` says how these follow from the memory."""
+        config = self._config
+        self.num_pages, self.memory = num_pages, memory
+        longest = config.max_model_len or self.model_config.max_position
+        self.max_model_len = min(longest, num_pages * self.page_size)
         self._make_cache()
         if config.cuda_graph_sizes is not None and self.graphs is None:
             raise ValueError(

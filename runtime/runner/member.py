@@ -16,6 +16,7 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.model.parallel.division import check_division
 from coppice.runtime.model.weights import resolve_device
+from coppice.runtime.runner.cache_size import NOTHING_BESIDE, Beside
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.runner.implementation import choose
 from coppice.runtime.runner.kv_scales import CALIBRATION_TOKENS
@@ -29,14 +30,16 @@ logger = logging.getLogger(__name__)
 _MAIN = f"{__name__}:member_main"
 
 
-def open_runner(config: EngineConfig) -> ModelRunner:
+def open_runner(config: EngineConfig, beside: Beside = NOTHING_BESIDE) -> ModelRunner:
     """The runner of the model that `config` names, whose other ranks are started or joined.
+
+    `beside` is what a draft model takes, which a model alone may have.
 
     Raises as `ModelRunner` does; ValueError also if the model can't be divided, RuntimeError with
     the reason if another rank fails. Nothing that was started runs on then.
     """
     if config.tensor_parallel_size == 1:
-        return ModelRunner(config)
+        return ModelRunner(config, beside=beside)
     path = resolve_model(config.model, config.revision)
     model = choose(path, config).config
     check_division(model, config.tensor_parallel_size)

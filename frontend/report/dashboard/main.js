@@ -4,7 +4,7 @@ import { byId } from "./dom.js";
 import { clock } from "./format.js";
 import { Icicle, prefixTable } from "./icicle.js";
 import { now } from "./now.js";
-import { foot, latencies, Memory, namespaces, nearMisses, pins, replicas, tiers } from "./parts.js";
+import { drafts, foot, latencies, Memory, namespaces, nearMisses, pins, replicas, tiers } from "./parts.js";
 import { OverTime } from "./time.js";
 
 const EVERY = 2000;
@@ -29,6 +29,7 @@ function render(report) {
   latencies(byId("latency-table"), report);
   replicas(byId("replicas"), byId("replica-table"), report);
   tiers(byId("tiers"), byId("tier-table"), report);
+  drafts(byId("drafts"), byId("draft-table"), report);
   namespaces(byId("space-table"), report);
   pins(byId("pin-table"), report);
   foot(byId("foot"), report);

@@ -60,4 +60,7 @@ def load_around(
     tokenizer = Tokenizer(source, without_torch=without_torch)
     if options.chat_template is not None:
         tokenizer.chat_template = read_template(options.chat_template)
-    return Loaded(replace(config, model=str(folder), revision=None), tokenizer, source, defaults)
+    config = replace(config, model=str(folder), revision=None)
+    if config.draft_model is not None:
+        config = replace(config, draft_model=model_source(config.draft_model))
+    return Loaded(config, tokenizer, source, defaults)

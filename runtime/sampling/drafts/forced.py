@@ -32,5 +32,8 @@ class ForcedDrafts:
     def forget(self) -> None:
         """It keeps no text of finished sequences."""
 
+    def forget_adapter(self, identity: str, mark: int | None) -> None:
+        """Nor of adapters."""
+
     def ended(self, sequence: Sequence) -> None:
         """It keeps nothing."""

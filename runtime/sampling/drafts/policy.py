@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -13,8 +14,13 @@ from coppice.runtime.requests.request import Sequence
 from coppice.runtime.sampling.drafts.costs import StepCosts
 from coppice.runtime.sampling.drafts.counts import SpeculationCounts
 from coppice.runtime.sampling.drafts.draft import NOTHING, Draft, DraftToken
-from coppice.runtime.sampling.drafts.source import DraftSource
+from coppice.runtime.sampling.drafts.modelled import SOURCE as MODEL
+from coppice.runtime.sampling.drafts.modelled import ModelDrafts
+from coppice.runtime.sampling.drafts.network import DraftNetwork
+from coppice.runtime.sampling.drafts.source import DraftSource, Proposed
 from coppice.runtime.sampling.drafts.trust import Luck, Trust
+
+logger = logging.getLogger(__name__)
 
 _GAIN = 1.03  # the least that a step must promise: estimates are not more exact
 _SURE = 0.995  # no draft is likelier: a chain of any length would pay
@@ -70,6 +76,8 @@ class TreeSpeculation:
         """`most` is the greatest number of tokens of a sequence's draft."""
         self.costs = StepCosts()
         self.counts = SpeculationCounts()
+        self.model: ModelDrafts | None = None
+        self._modelling = 0.0  # seconds of this step that the draft model took
         self._sources = sources
         self._most = most
         self._clock = clock
@@ -79,9 +87,16 @@ class TreeSpeculation:
         self._limits: dict[int, tuple[np.ndarray, int]] = {}  # `_paying`, and of which curve
         self._drafting = 0  # steps with drafts since one without
 
+    def use_model(self, network: DraftNetwork, *, share: float, stretch: float = 1.0) -> None:
+        """Takes drafts from a draft model, too; arguments as of `ModelDrafts`."""
+        self.model = ModelDrafts(
+            network, self._trust, share=share, stretch=stretch, clock=self._clock
+        )
+
     def propose(self, sequences: Seq[tuple[Sequence, int]], rows: int) -> list[Draft]:
         """As `Speculation.propose`. O(sequences * tokens of their drafts)."""
         nothing = [NOTHING] * len(sequences)
+        self._modelling = 0.0
         base = len(sequences) + rows
         curve = self.costs.curve(base)
         if curve is None or self._drafting >= _PLAIN:
@@ -92,9 +107,8 @@ class TreeSpeculation:
             return nothing
         each_most = min(self._most, max(_FEW, _SPARE * most // len(sequences)))
         begun, asked = self._clock(), 0
-        found: list[tuple[float, int, int]] = []
         nodes: list[list[_Node]] = []
-        for number, (sequence, room) in enumerate(sequences):
+        for sequence, room in sequences:
             state = self._states.get(sequence)
             if state is None:
                 state = self._states[sequence] = _State()
@@ -106,10 +120,18 @@ class TreeSpeculation:
             made = self._nodes(sequence, state, min(room, each_most))
             self._bide(state, made, curve[0] / base)
             nodes.append(made)
-            found += [(-each.chance, number, at) for at, each in enumerate(made)]
         if asked:  # the first time a whole prompt is entered, which is not the rule
             took = min((self._clock() - begun) / asked, 2 * self._asking)
             self._asking += 0.1 * (took - self._asking)
+        if self.model is not None:
+            self._ask_model(self.model, sequences, nodes, curve, base, most)
+        found: list[tuple[float, int, int]] = []
+        for number, made in enumerate(nodes):
+            mine = [(-each.chance, number, at) for at, each in enumerate(made)]
+            room = min(sequences[number][1], self._most)
+            if len(mine) > room:  # of several sources together
+                mine = sorted(mine)[:room]
+            found += mine
         found.sort()
         del found[most:]
         if not found:
@@ -143,35 +165,66 @@ class TreeSpeculation:
     def _nodes(self, sequence: Sequence, state: _State, most: int) -> list[_Node]:
         """The trees of all sources as one; a token that several propose is the likeliest one's."""
         nodes: list[_Node] = []
-        places: dict[tuple[int, int], int] | None = None
-        factor, trust = state.luck.factor, self._trust.probability
+        factor = state.luck.factor
         for source in self._sources:
-            proposed = source.propose(sequence, most)
-            if not proposed:
-                continue
-            if nodes and places is None:  # few have drafts of two sources
-                places = {(node.parent, node.token): at for at, node in enumerate(nodes)}
-            at: list[int] = []
-            for token, parent, kind, first in proposed:
-                place = _LEFT_OUT
-                if parent < 0 or (parent := at[parent]) >= 0:
-                    alone = trust(kind, first)
-                    chance = alone * (factor if parent < 0 else nodes[parent].chance)
-                    if chance > _SURE:
-                        chance = _SURE
-                    node = _Node(token, parent, kind, chance, alone)
-                    known = None if places is None else places.get((parent, token))
-                    if known is not None:
-                        place = known
-                        if chance > nodes[place].chance:
-                            nodes[place] = node
-                    elif chance >= _LEAST:
-                        place = len(nodes)
-                        nodes.append(node)
-                        if places is not None:
-                            places[parent, token] = place
-                at.append(place)
+            if proposed := source.propose(sequence, most):
+                self._merge(nodes, proposed, factor)
         return nodes
+
+    def _merge(self, nodes: list[_Node], proposed: Seq[Proposed], factor: float) -> None:
+        """Adds the tree of a source, of whose first tokens the chances are multiplied."""
+        trust = self._trust.probability
+        places: dict[tuple[int, int], int] | None = None
+        if nodes:  # few have drafts of two sources
+            places = {(node.parent, node.token): at for at, node in enumerate(nodes)}
+        at: list[int] = []
+        for token, parent, kind, first in proposed:
+            place = _LEFT_OUT
+            if parent < 0 or (parent := at[parent]) >= 0:
+                alone = trust(kind, first)
+                chance = alone * (factor if parent < 0 else nodes[parent].chance)
+                if chance > _SURE:
+                    chance = _SURE
+                node = _Node(token, parent, kind, chance, alone)
+                known = None if places is None else places.get((parent, token))
+                if known is not None:
+                    place = known
+                    if chance > nodes[place].chance:
+                        nodes[place] = node
+                elif chance >= _LEAST:
+                    place = len(nodes)
+                    nodes.append(node)
+                    if places is not None:
+                        places[parent, token] = place
+            at.append(place)
+
+    def _ask_model(
+        self,
+        model: ModelDrafts,
+        sequences: Seq[tuple[Sequence, int]],
+        nodes: list[list[_Node]],
+        curve: np.ndarray,
+        base: int,
+        most: int,
+    ) -> None:
+        """Adds what the draft model proposes. If it fails it is not asked again: texts go on."""
+        begun = self._clock()
+        asked = [(sequence, min(room, self._most)) for sequence, room in sequences]
+        chances = [[each.chance for each in made] for made in nodes]
+        try:
+            proposed = model.propose(asked, chances, curve, base, most)
+        except BaseException as error:
+            # What it had begun is not in its pages.
+            model.forget()
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("the draft model failed, and is not asked any more")
+            self.model = None
+            return
+        for number, tree in proposed.items():
+            self._merge(nodes[number], tree, 1.0)
+        self._modelling = self._clock() - begun
+        self.counts.of(MODEL).seconds_saved -= self._modelling
 
     def _bide(self, state: _State, made: list[_Node], worth: float) -> None:
         """Lets a sequence wait that costs more time to ask than its drafts can save."""
@@ -224,23 +277,35 @@ class TreeSpeculation:
             node = state.kinds.get((depths[-1], each.token))
             if node is not None and (each.parent < 0 or each.parent in accepted):
                 self._trust.learn(node.kind, index in accepted)
-        first = [node for node in state.kinds.values() if node.parent < 0]
+        first = [node for node in state.kinds.values() if node.parent < 0 and node.kind[0] != MODEL]
         if first:
-            hit = bool(path)
+            got = draft.tokens[path[0]].token if path else None
+            hit = any(node.token == got for node in first)
             state.luck.learn(min(sum(node.alone for node in first), 1.0), hit)
 
     def stepped(self, sequences: int, drafted: int, rows: int, seconds: float) -> None:
         """As `Speculation.stepped`."""
         self.counts.rows += sequences
+        seconds = max(seconds - self._modelling, 0.1 * seconds)
+        self._modelling = 0.0
         self.costs.observe(sequences + rows, drafted, seconds)
 
     def forget(self) -> None:
         """Forgets all text."""
         for source in self._sources:
             source.forget()
+        if self.model is not None:
+            self.model.forget()
+
+    def forget_adapter(self, identity: str, mark: int | None) -> None:
+        """Forgets the text of an adapter; arguments as of `DraftSource.forget_adapter`."""
+        for source in self._sources:
+            source.forget_adapter(identity, mark)
 
     def ended(self, sequence: Sequence) -> None:
         """As `Speculation.ended`."""
         self._states.pop(sequence, None)
         for source in self._sources:
             source.ended(sequence)
+        if self.model is not None:
+            self.model.ended(sequence)

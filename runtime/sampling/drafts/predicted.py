@@ -97,6 +97,9 @@ class PredictedDrafts:
     def forget(self) -> None:
         """It keeps no text of finished sequences."""
 
+    def forget_adapter(self, identity: str, mark: int | None) -> None:
+        """Nor of adapters."""
+
     def ended(self, sequence: Sequence) -> None:
         """Forgets where it was."""
         self._followers.pop(sequence, None)

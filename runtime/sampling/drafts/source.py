@@ -34,6 +34,13 @@ class DraftSource(Protocol):
         """Forgets all text that it keeps of sequences that have finished."""
         ...
 
+    def forget_adapter(self, identity: str, mark: int | None) -> None:
+        """Forgets the text of an adapter that is removed.
+
+        `mark` as in `AdapterUse`; None for one that has namespaces of its own.
+        """
+        ...
+
     def ended(self, sequence: Sequence) -> None:
         """Forgets what it keeps for a sequence that has finished."""
         ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Hashable
+from typing import NamedTuple
 
 from coppice.radix.mirror.suffixes.branches import grow
 from coppice.radix.mirror.suffixes.index import Line, SuffixIndex
@@ -21,10 +23,17 @@ _SHARES = (0.0, 0.1, 0.3, 0.6, 0.9, 1.0)
 _FIRST = (0.6, 0.7, 0.8, 0.85, 0.88, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 
 
+class _Marked(NamedTuple):
+    """Where the text of an invoked adapter is, whose KV shares a namespace with the base model."""
+
+    namespace: Hashable
+    mark: int
+
+
 class SuffixDrafts:
     """Keeps the text of all sequences in a `SuffixIndex`, and proposes what followed in it.
 
-    Sequences of one namespace find each other's text; those of another find none of it.
+    Sequences of one namespace and adapter find each other's text; others find none of it.
     """
 
     def __init__(self, index: SuffixIndex) -> None:
@@ -48,13 +57,25 @@ class SuffixDrafts:
         """The line of a sequence, with all its tokens."""
         line = self._lines.get(sequence)
         if line is None:
-            line = self._lines[sequence] = self.index.begin(sequence.request.namespace)
+            request = sequence.request
+            space = request.namespace
+            if request.adapter is not None and request.adapter.mark is not None:
+                space = _Marked(space, request.adapter.mark)
+            line = self._lines[sequence] = self.index.begin(space)
         self.index.enter(line, sequence.tokens)
         return line
 
     def forget(self) -> None:
         """Forgets all text."""
         self.index.clear()
+
+    def forget_adapter(self, identity: str, mark: int | None) -> None:
+        """Forgets the text of an adapter that is removed."""
+        for space in list(self.index.text.named):
+            namespace, own_mark = space if isinstance(space, _Marked) else (space, None)
+            of_mark = mark is not None and own_mark == mark
+            if of_mark or getattr(namespace, "adapter", None) == identity:
+                self.index.forget(space)
 
     def ended(self, sequence: Sequence) -> None:
         """Enters its last tokens, which others may repeat; not of beams, which share theirs."""
