@@ -464,6 +464,8 @@ class Engine:
     def check(self) -> None:
         """Recounts every page and lock; raises AssertionError on a mismatch. For tests."""
         recount(self.scheduler, self.pins, self._sequences)
+        if self.drafting.model is not None:
+            self.drafting.model.check()
 
     def _check_when_idle(self) -> None:
         """With nothing running every page is free or cached; if not, report it and start anew."""

@@ -11,6 +11,7 @@ import torch
 
 from coppice.radix import Namespace, OutOfPages, PagePool, RadixTree
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
+from coppice.radix.upkeep.recount import check
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.sampling.drafts.network import Begun, Guess
@@ -199,6 +200,11 @@ class DraftModel:
         if follower is not None and follower.own.hold is not None:
             follower.follow(sequence)
             self.paging.leave(follower.own)
+
+    def check(self) -> None:
+        """Recounts every page and lock; raises AssertionError on a mismatch. For tests."""
+        placed = [each.own for each in self._followers.values()]
+        check(self.tree, [(own.hold, own.table) for own in placed if own.hold is not None])
 
     # -- pages -------------------------------------------------------------------------------
 

@@ -226,8 +226,9 @@ class ModelDrafts:
         pieces = []
         saving = step / base * (1 - 1 / plan.gain)  # seconds for each token of a text
         known = self._rate.tried > _Rate._PRIOR
+        requests = set()  # siblings hit what the first of them has computed
         for each in sorted(plan.chosen, key=lambda each: each.missing):
-            if each.missing <= _SOON:
+            if each.missing <= _SOON or each.sequence.request.request_id in requests:
                 continue
             sequence, cost = each.sequence, row * each.missing
             rent = saving if known else min(saving, _UNKNOWN * step / base)
@@ -238,6 +239,7 @@ class ModelDrafts:
                 # All but the last: its logits are for the step in which they are asked for.
                 piece = min(each.missing - 1, room)
                 pieces.append((sequence, piece))
+                requests.add(sequence.request.request_id)
                 room -= piece
         return pieces
 
