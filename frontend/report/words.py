@@ -68,10 +68,16 @@ def drafts_sentence(stats: EngineStats) -> str:
     drafted, accepted = sum(stats.drafted_tokens.values()), sum(stats.accepted_tokens.values())
     parts = [f"{count:,} from {name}" for name, count in stats.accepted_tokens.items()]
     of = f" ({', '.join(parts)})" if parts else ""
+    model = ""
+    if stats.draft_model_tokens:
+        model = (
+            f"; the draft model had {stats.draft_model_tokens['hit']:,} tokens in its tree and "
+            f"took {stats.draft_model_seconds:,.1f} s"
+        )
     return (
         f"{accepted:,} of {drafted:,} drafted tokens were accepted{of}: "
         f"{stats.tokens_a_step:.2f} tokens a step, which saved "
-        f"{sum(stats.draft_seconds_saved.values()):,.1f} s"
+        f"{sum(stats.draft_seconds_saved.values()):,.1f} s{model}"
     )
 
 

@@ -19,6 +19,7 @@ from coppice.runtime.report.merged import merged_stats
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling.drafts.suffixes import SuffixDrafts
 
 VOCABULARY = 320
 Texts = dict[tuple[str, int], list[int]]
@@ -235,6 +236,11 @@ def test_it_follows_sequences_of_adapters_from_the_base(llama: Path, tmp_path: P
     before = model.counts.hit_tokens
     assert run(engine, asked, lora_request=adapter) == expected
     assert model.counts.hit_tokens - before >= sum(len(prompt) - 1 for prompt, _ in asked)
+    assert engine.drafts is not None
+    (index,) = (each.index for each in engine.drafts._sources if isinstance(each, SuffixDrafts))
+    before = len(index)
+    engine.adapters.unload("own")
+    assert 0 < len(index) < before  # what the base model wrote is still known
 
 
 @pytest.mark.parametrize("level", [1, 2])

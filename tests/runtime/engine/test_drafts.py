@@ -15,6 +15,7 @@ from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report, make_stats
 from coppice.runtime.report.merged import merged_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling.drafts.suffixes import SuffixDrafts
 
 
 class FreeRows:
@@ -100,6 +101,19 @@ def test_a_prediction_and_a_reset(checkpoint: Path) -> None:
     assert drafting.drafts.counts.accepted == before + last.accepted
     assert drafting.drafts.counts.of("prediction").accepted > 15
     drafting.close()
+
+
+def test_an_engine_that_sleeps_keeps_no_text(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, "auto")
+    run(engine, [[5, 6, 7, 8]], temperature=0.0)
+    assert engine.drafts is not None
+    (index,) = (each.index for each in engine.drafts._sources if isinstance(each, SuffixDrafts))
+    assert len(index) > 20
+    engine.sleep()
+    assert len(index) == 0
+    engine.wake_up()
+    run(engine, [[5, 6, 7, 8]], temperature=0.0)
+    engine.close()
 
 
 def test_the_engine_takes_predictions_as_tokens(checkpoint: Path) -> None:

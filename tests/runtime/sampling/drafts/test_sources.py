@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Hashable
+from dataclasses import replace
 
 import pytest
 
+from coppice.radix import Namespace
 from coppice.radix.mirror.suffixes.index import SuffixIndex
-from coppice.runtime.requests.request import Request, Sequence
+from coppice.runtime.requests.request import AdapterUse, Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.drafts.predicted import PredictedDrafts
 from coppice.runtime.sampling.drafts.source import Proposed
@@ -44,6 +46,29 @@ def test_text_of_a_namespace_is_found_in_it_and_nowhere_else() -> None:
     assert tokens(source.propose(sequence([0, 7], [8], "a"), 8)) == [9, 10]
     assert source.propose(sequence([0, 7], [8], "b"), 8) == []
     assert source.propose(sequence([0, 7], [8]), 8) == []
+
+
+@pytest.mark.parametrize("mark", [None, 1 << 30])
+def test_the_text_of_an_adapter_leaves_with_it(mark: int | None) -> None:
+    """Of one with namespaces of its own, and of one that is invoked in the base model's."""
+    source = SuffixDrafts(SuffixIndex(10_000))
+
+    def asked(adapter: str | None, output: list[int]) -> Sequence:
+        namespace = Namespace("m", None if mark is not None else adapter, "salt")
+        made = sequence([1, 2, 3, 4], output, namespace)
+        if adapter is not None and mark is not None:
+            number = "xy".index(adapter)
+            made.request = replace(made.request, adapter=AdapterUse(number, 1, mark + number))
+        return made
+
+    for adapter, token in ((None, 10), ("x", 11), ("y", 12)):
+        source.ended(asked(adapter, [5, 6, token]))
+    for adapter, token in ((None, 10), ("x", 11), ("y", 12)):
+        assert tokens(source.propose(asked(adapter, [5, 6]), 1)) == [token]
+    source.forget_adapter("x", mark)
+    assert source.propose(asked("x", [5, 6]), 1) == []
+    assert tokens(source.propose(asked(None, [5, 6]), 1)) == [10]
+    assert tokens(source.propose(asked("y", [5, 6]), 1)) == [12]
 
 
 def test_what_was_never_asked_for_is_entered_when_it_ends() -> None:
