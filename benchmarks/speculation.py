@@ -3,7 +3,7 @@
 Usage:
     .venv/bin/python benchmarks/speculation.py [--json FILE] [--quick] [--texts-only]
         [--model S --model M] [--quantization none --quantization int8] [--batch 1 --batch 4 ...]
-        [--passes N] [--cache DIR]
+        [--passes N] [--cache DIR] [--draft-model] [--right 0.8 ...]
 
 A model with random weights is made to follow given texts: its logits are computed in full, then the
 given token is taken. So the cost of steps is real, and what is accepted is that of the texts
@@ -11,6 +11,10 @@ given token is taken. So the cost of steps is real, and what is accepted is that
 over the time with them, the median (least to most) of several passes. Each pass begins with an
 index of no text and with what the engine has learned of its steps' time; each pass follows all
 texts of a workload, `batch` at a time.
+
+With `--draft-model` M is the model and S its draft model, which is made to foretell the texts, each
+token with a given chance (`--right 0.6 --right 0.8`): the cost of its passes is real, and what it
+foretells is given. Of each text the prompt is known to neither at the beginning of a pass.
 
 With `--texts-only` no model runs: rows have the tokens a step where a step verifies at most a given
 number of drafted tokens, beside looking up the last n-gram of the request itself.
@@ -24,12 +28,13 @@ import statistics
 import time
 from array import array
 from collections.abc import Sequence as Seq
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from common.harness import Rows, machine, parser, processor, spread
 from cpu.checkpoints import LENGTH, VOCABULARY, checkpoint
-from drafts.followed import follow
+from drafts.followed import follow, guess
 from drafts.texts import WORKLOADS
 from drafts.tokenizer import trained
 from drafts.without_model import index_tokens_a_step, lookup_tokens_a_step
@@ -81,7 +86,7 @@ def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
 
     for model in args.model:
         folder = checkpoint(model, args.cache)
-        for quantization in args.quantization:
+        for quantization, right in product(args.quantization, args.right):
             engine = Engine(
                 EngineConfig(
                     model=str(folder),
@@ -90,6 +95,7 @@ def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
                     kv_cache_tokens=65_536,
                     max_num_seqs=64,
                     speculation="auto",
+                    draft_model=None if right is None else str(checkpoint("S", args.cache)),
                 )
             )
             drafts = engine.drafts
@@ -98,6 +104,8 @@ def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
                     texts = texts_of(workload, 4 if args.quick else max(8, batch), args.cache)
                     times: dict[bool, list[float]] = {True: [], False: []}
                     told = None
+                    if right is not None:
+                        guess(engine, texts, right)
                     for number in range(args.passes + 1):  # the first one is thrown away
                         for speculates in (True, False) if number % 2 else (False, True):
                             engine.speculate(drafts if speculates else None)
@@ -138,6 +146,7 @@ def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
                         gain=spread(ratios),
                         tokens_a_step=round(1 + told[1] / max(told[0], 1), 3),
                         accepted=round(told[1] / max(told[2], 1), 3),
+                        **({} if right is None else {"draft_model": "S", "right": right}),
                         times={
                             "with": statistics.median(times[True]),
                             "without": statistics.median(times[False]),
@@ -156,13 +165,26 @@ def main() -> None:
     options.add_argument("--quantization", action="append", choices=("none", "int8", "int4"))
     options.add_argument("--batch", action="append", type=int)
     options.add_argument("--workload", action="append", choices=(*WORKLOADS, "random"))
+    options.add_argument("--draft-model", action="store_true")
+    options.add_argument("--right", action="append", type=float)
     options.add_argument("--passes", type=int, default=5)
     options.add_argument("--cache", type=Path, default=CACHE)
     args = options.parse_args()
+    if args.right and not args.draft_model:
+        options.error("--right is the draft model's: it needs --draft-model")
+    if any(not 0.5 < right < 1 for right in args.right or ()):
+        options.error("--right must be above 0.5 and below 1")
+    if args.draft_model:
+        args.model = args.model or ["M"]
+        args.right = args.right or [0.6, 0.8]
+        args.workload = args.workload or ["quotes", "chat", "random"]
+    else:
+        args.right = [None]
     args.cache.mkdir(parents=True, exist_ok=True)
     names = args.workload or [*WORKLOADS, "random"]
     rows = Rows(args.json)
-    without_model(rows, names, 4 if args.quick else 32, args.cache)
+    if not args.draft_model:
+        without_model(rows, names, 4 if args.quick else 32, args.cache)
     if args.texts_only:
         return
     args.model = args.model or (["S"] if args.quick else ["S", "M"])

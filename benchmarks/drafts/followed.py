@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -31,6 +33,42 @@ class _GivenTokens(Sampler):
         rows = torch.arange(len(tokens), device=logits.device)
         logits[rows, torch.tensor(tokens, device=logits.device)] = 1e30
         return super().sample(logits, sequences, ahead)
+
+
+class _GivenGuesses(Sampler):
+    """Raises the logit of the true next token with a chance, else that of another token.
+
+    It gets that chance as its probability, so the draft model is as sure as it is right. What is
+    guessed at a place of a text is the same in each pass.
+    """
+
+    def __init__(
+        self, eos_token_ids: Seq[int], answers: Mapping[str, array[int]], right: float
+    ) -> None:
+        super().__init__(eos_token_ids)
+        self._answers, self._right = answers, right
+
+    def sample(
+        self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Seq[int] | None = None
+    ) -> Sampling:
+        for row, sequence in enumerate(sequences):
+            name = sequence.request.request_id
+            answer, place = self._answers[name], sequence.num_generated
+            token = answer[min(place, len(answer) - 1)]
+            rng = random.Random(f"{name} {place}")
+            if rng.random() >= self._right:
+                token = rng.randrange(logits.shape[1])
+            others = logits[row].logsumexp(dim=-1)
+            logits[row, token] = others + math.log(self._right / (1 - self._right))
+        return super().sample(logits, sequences, ahead)
+
+
+def guess(engine: Engine, texts: Seq[tuple[array[int], array[int]]], right: float) -> None:
+    """Has the engine's draft model foretell these texts, each token with the chance `right`."""
+    model = engine.drafting.model
+    assert model is not None
+    answers = {str(number): answer for number, (_, answer) in enumerate(texts)}
+    model._sampler = _GivenGuesses(engine.model_config.eos_token_ids, answers, right)
 
 
 def follow(engine: Engine, texts: Seq[tuple[array[int], array[int]]], batch: int) -> None:

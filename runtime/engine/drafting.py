@@ -85,5 +85,6 @@ class Drafting:
 
 
 def _weights(runner: ModelRunner) -> int:
-    """Bytes of a model's weights."""
-    return sum(each.nbytes for each in runner.decoder.parameters())
+    """Bytes of a model's weights, those that are stored in fewer bits included."""
+    decoder = runner.decoder
+    return sum(each.nbytes for each in (*decoder.parameters(), *decoder.buffers()))

@@ -48,9 +48,10 @@ class _Follower:
         confirmed: of these, tokens that the sequence had when it was last begun.
         base: tokens that need not be computed, as was found then.
         checked: tokens that the draft model's vocabulary has.
+        stale: whether its rules are still to be copied from the sequence.
     """
 
-    __slots__ = ("base", "checked", "confirmed", "own")
+    __slots__ = ("base", "checked", "confirmed", "own", "stale")
 
     def __init__(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -70,6 +71,7 @@ class _Follower:
         self.own = Sequence(own, sequence.index, sequence.arrival)
         self.confirmed = len(self.own.tokens)
         self.base = self.checked = 0
+        self.stale = may_have_rules(self.own)
 
     def follow(self, sequence: Sequence) -> None:
         """Takes the tokens of the sequence in place of those that were drafted."""
@@ -146,8 +148,7 @@ class DraftModel:
             follower.base = own.computed
         else:
             follower.base = self.paging.match(own).length
-        if may_have_rules(own):
-            own.logit_rules = _without_functions(sequence.logit_rules)
+        follower.stale = may_have_rules(own)
         return Begun(length - follower.base, self.runner.max_model_len - length + 1)
 
     def _knows(self, follower: _Follower, sequence: Sequence) -> bool:
@@ -175,6 +176,9 @@ class DraftModel:
             follower = self._followers[sequence]
             if self._place(follower, count, schedule, busy):
                 placed[follower.own] = sequence
+                if follower.stale:
+                    follower.own.logit_rules = _without_functions(sequence.logit_rules)
+                    follower.stale = False
         if not schedule.chunks:
             return [None] * len(parts)
         batch, logits = self.runner.run(schedule)

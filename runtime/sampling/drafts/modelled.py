@@ -115,6 +115,7 @@ class ModelDrafts:
         """`share`: supposed time of a pass, of a step's; `stretch`: most time that computing
         prompts may add to a step, of the step's."""
         self.network = network
+        self._soon = min(_SOON, max(network.most_rows // 2, 1))
         self.passes = PassCosts(share)
         self._trust = trust
         self._stretch = stretch
@@ -157,7 +158,7 @@ class ModelDrafts:
         plan = self._plan(candidates, cheap, curve, base, most, plain)
         if plan.gain < _GAIN:
             return {}
-        ready = [each for each in candidates if each.missing <= _SOON]
+        ready = [each for each in candidates if each.missing <= self._soon]
         pieces = self._pieces(plan, step, base, row)
         if len(ready) < len(candidates):
             plan = self._plan(ready, cheap, curve, base, most, plain)
@@ -228,7 +229,7 @@ class ModelDrafts:
         known = self._rate.tried > _Rate._PRIOR
         requests = set()  # siblings hit what the first of them has computed
         for each in sorted(plan.chosen, key=lambda each: each.missing):
-            if each.missing <= _SOON or each.sequence.request.request_id in requests:
+            if each.missing <= self._soon or each.sequence.request.request_id in requests:
                 continue
             sequence, cost = each.sequence, row * each.missing
             rent = saving if known else min(saving, _UNKNOWN * step / base)
@@ -261,6 +262,8 @@ class ModelDrafts:
                 live.append((each, -1, 1.0))
                 parts.append((each.sequence, each.missing))
         made: dict[int, list[Proposed]] = {}
+        if not parts and not pieces:
+            return made
         prior = self._rate.estimate(0.7)
         worth, drafted, depth = float(curve[0]) / base, 0, 0
         guesses = self._run(parts + pieces)[: len(parts)]
