@@ -376,6 +376,8 @@ def test_the_dashboard_asks_only_for_metrics_that_exist(url: str) -> None:
         re.findall(r"coppice_(?:drafted|accepted_draft|draft_saved)_\w+", " ".join(queries()))
     ):
         values.setdefault(name, {"source": set()})
+    # Of those with a draft model only.
+    values.setdefault("coppice_draft_model_tokens_total", {"kind": set()})
     assert len(queries()) > 30
     used = set()
     for query in queries():
