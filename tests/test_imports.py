@@ -139,7 +139,7 @@ ORDER: dict[str, str] = {
     """,
     "kernels": """
         attention transfer
-        packing schedule
+        pages schedule
         cpu triton
         rounding
         flashinfer sampling

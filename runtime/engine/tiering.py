@@ -9,7 +9,8 @@ from functools import partial
 import numpy as np
 import xxhash
 
-from coppice.kernels.packing import packed_bytes
+from coppice.kernels.pages.packing import packed_bytes
+from coppice.kernels.pages.transfers import PageTransfers, page_transfers
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.runner.forward import ModelRunner
@@ -59,11 +60,12 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
             store.close()
         raise ValueError(str(error)) from error
     times = scheduler.times or StepTimes(2.0)  # the limit does not matter: nothing asks for it
+    transfers = runner.transfers = page_transfers(lambda: runner.kv_cache)
     tiers = Tiers(
         stores,
         tree=scheduler.paging.tree,
-        caches=lambda: runner.kv_cache,
-        copy=partial(_copy, runner),
+        transfers=transfers,
+        copy=partial(_copy, runner, transfers),
         digest=numbers_digest(config, runner),
         compute_seconds=times.prefill_seconds,
         vocabulary=runner.model_config.vocab_size,
@@ -90,9 +92,10 @@ def _opened(runner: ModelRunner, store: Callable[[int], Store], name: str, dtype
     return RoundedStore(store(rounding.page_bytes), rounding)
 
 
-def _copy(runner: ModelRunner, copies: Iterable[PageCopy]) -> None:
+def _copy(runner: ModelRunner, transfers: PageTransfers, copies: Iterable[PageCopy]) -> None:
     for batch in copy_batches(copies):
         sources, targets = [each.source for each in batch], [each.target for each in batch]
+        transfers.needed([*sources, *targets])
         runner.attention.copy_pages(runner.kv_cache, sources, targets)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from coppice.kernels.attention.interface import FixedPlan, KvScales, LayerCache
 from coppice.kernels.cpu.ranks.errors import RanksEnded
+from coppice.kernels.pages.transfers import PageTransfers
 from coppice.kernels.transfer import take
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.window_keys import WindowKeys
@@ -71,6 +72,7 @@ class ModelRunner:
         adapters: those that requests may use; None without `enable_lora`.
         window_keys: what its sliding windows saved; None for a model without any.
         asleep: 0, or the level of its sleep.
+        transfers: fill pages with what tiers bring; None: there are no tiers.
 
     Raises ValueError if the model can't be loaded or does not support the options.
     """
@@ -105,6 +107,7 @@ class ModelRunner:
         self.attention, cache_dtype = chosen.backend, chosen.cache_dtype
         self._config, self._dtype = config, dtype
         self.asleep = 0
+        self.transfers: PageTransfers | None = None
         self._load_weights()
         self.page_size = config.page_size
         scales: Sequence[KvScales | None] = [None] * model.num_layers
@@ -323,11 +326,16 @@ class ModelRunner:
 
         Returns these, and the hidden states of all wanted rows if others are wanted, too.
         """
+        transfers = self.transfers
         for sources, targets in copies:
+            if transfers is not None:
+                transfers.needed([*sources, *targets])
             self.attention.copy_pages(self.kv_cache, sources, targets)
         if late is not None and len(batch.late_rows):
             self.group.share(late.tokens)
         if self.graphs is not None and batch.decodes:
+            if transfers is not None:
+                transfers.needed(batch.plan.page_indices)
             hidden = self.graphs.run(batch, late)
             if hidden is not None:
                 if batch.plan.num_sequences < len(batch.token_ids):  # there are drafts
@@ -335,11 +343,14 @@ class ModelRunner:
                 return self.decoder.logits(hidden), None
         prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)
         sent = batch.send(self.device, late)
+        kv: Sequence[LayerCache] = self.kv_cache
+        if transfers is not None:
+            kv = transfers.layers(batch.plan.page_indices)
         inputs = (
             sent.token_ids,
             sent.positions,
             sent.slots,
-            self.kv_cache,
+            kv,
             self.attention,
             prepared,
         )

@@ -10,10 +10,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-import torch
-
-from coppice.kernels.attention.interface import LayerCache
-from coppice.kernels.packing import host_rows, pack, packed_bytes, unpack
+from coppice.kernels.pages.transfers import PageTransfers, Staged, StagedRows
 from coppice.radix import Namespace, Node, RadixTree
 from coppice.radix.mirror.following import Following, Uses
 from coppice.radix.mirror.leaving import Known, LeavingPages, NamedPage
@@ -61,7 +58,7 @@ class Tiers:
         stores: Seq[Store],
         *,
         tree: RadixTree,
-        caches: Callable[[], Seq[LayerCache]],
+        transfers: PageTransfers,
         copy: Callable[[Seq[Any]], None],
         digest: bytes,
         compute_seconds: Callable[[int, int], float | None],
@@ -72,7 +69,7 @@ class Tiers:
         Args:
             stores: the tiers, the fastest first; they are closed with this.
             tree: whose pages are kept.
-            caches: the tensors of the pages, which may be others after a sleep.
+            transfers: copies pages to memory and back.
             copy: makes copies of pages on the device, in order.
             digest: of all that the numbers depend on beside tokens and namespaces.
             compute_seconds: see `Loads`.
@@ -80,12 +77,11 @@ class Tiers:
         """
         self.stores = stores
         self.told = TiersTold({store.name: TierCounts() for store in stores})
-        self._caches, self._digest, self.copy = caches, digest, copy
+        self._transfers, self._digest, self.copy = transfers, digest, copy
         self.before_access: Callable[[], None] = lambda: None
         self._roots: dict[Hashable, bytes | None] = {}
         self._known = Known(_KNOWN)
-        layers = caches()
-        self._device, self._page_bytes = layers[0].k.device, packed_bytes(layers)
+        self._page_bytes = transfers.page_bytes
         self._size = tree.page_size
         self._again: dict[Node, None] = {}  # nodes that were hit, with pages to be written
         self._written: dict[Node, int] = {}  # how many of a node's pages were
@@ -98,8 +94,7 @@ class Tiers:
         self.loads = Loads(
             stores,
             page_size=self._size,
-            page_bytes=self._page_bytes,
-            device=self._device,
+            transfers=transfers,
             root=self._root,
             compute_seconds=compute_seconds,
             known=self._known,
@@ -109,8 +104,7 @@ class Tiers:
             stores,
             enter=self.enter,
             page_size=self._size,
-            page_bytes=self._page_bytes,
-            device=self._device,
+            transfers=transfers,
             vocabulary=vocabulary,
             known=self._known,
             told=self.told,
@@ -132,6 +126,7 @@ class Tiers:
         self._following.cleared()
         self._uses.cleared()
         self._leaving.take()
+        self._transfers.forget()
         self._tree = tree
         self._listen()
         self._warming.restart()
@@ -240,6 +235,7 @@ class Tiers:
 
         Returns after how many seconds there is more of it; None: there is none.
         """
+        self._transfers.settle()
         self.beside(idle=True)
         if self._warming.advance(self._tree) or self._again:
             return _BETWEEN_SECONDS
@@ -254,17 +250,11 @@ class Tiers:
         if not pages:
             return
         try:
-            rows = host_rows(len(pages), self._page_bytes, self._device)
-            pack(self._caches(), [each.page for each in pages], rows)
+            rows, ready = self._transfers.out([each.page for each in pages])
         except Exception:  # no memory, or the device has failed: the next step will tell
             logger.exception("pages could not be copied to memory, and are not kept")
             self.told.unwritten_pages += len(pages)
             return
-        ready = None
-        if self._device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
-            ready = copied.synchronize
         names = [each.name for each in pages]
         for name in names:
             self._known.add(name)
@@ -273,7 +263,8 @@ class Tiers:
     # -- what comes back ---------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Takes what threads have done since the last step."""
+        """Takes what threads, and the device, have done since the last step."""
+        self._transfers.settle()
         self.loads.poll()
         self._writer.poll()
 
@@ -294,29 +285,27 @@ class Tiers:
             self.flush()
         self.before_access()
         loaded = self.loads.take(load, tokens)
-        caches = self._caches()
-        begin = 0
-        while begin < len(loaded):  # rows that follow each other in one buffer are copied together
-            end, (_, buffer, row) = begin, loaded[begin]
-            while end < len(loaded) and loaded[end].buffer is buffer:
-                end += 1
-            rows = buffer[row : row + end - begin]
-            unpack(caches, table[first + begin : first + end], rows)
-            begin = end
+        runs: list[StagedRows] = []  # rows that follow each other in one buffer go together
+        for _, staged, row in loaded:
+            if runs and runs[-1].staged is staged:
+                runs[-1] = runs[-1]._replace(size=runs[-1].size + 1)
+            else:
+                runs.append(StagedRows(staged, row, 1))
+        self._transfers.fill(table[first : first + len(loaded)], runs)
         self.loads.took(load, loaded, tokens)
         return replaced
 
-    def enter(self, namespace: Hashable, tokens: bytes, first: int, rows: torch.Tensor) -> int:
+    def enter(self, namespace: Hashable, tokens: bytes, first: int, staged: Staged) -> int:
         """Enters the beginning of a prompt in the tree, with its pages from index `first` on.
 
-        `rows` has these pages, packed. Only free pages are filled. Returns how many tokens the tree
-        did not have; none if it does not have what is before them, or has no free pages.
+        `staged` begins with these pages. Only free pages are filled. Returns how many tokens the
+        tree did not have; none if it does not have what is before them, or has no free pages.
         """
         tree, size = self._tree, self._size
         match = tree.match(tokens, namespace)
         skipped = match.length // size - first  # pages that it has got meanwhile
-        count = len(rows) - skipped
         end = len(tokens) // TOKEN_BYTES
+        count = -(-end // size) - match.length // size
         if skipped < 0 or match.length == end or count > tree.pool.free_pages:
             return 0
         try:
@@ -330,7 +319,7 @@ class Tiers:
         self.flush()
         self.before_access()
         try:
-            unpack(self._caches(), pages, rows[skipped:])
+            self._transfers.fill(pages, [StagedRows(staged, skipped, count)])
         except Exception:
             logger.exception("pages could not be brought back")
             tree.release(hold, table)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from coppice.kernels.packing import host_rows
+from coppice.kernels.pages.packing import host_rows
 from coppice.radix.mirror.names import PageKey
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.tiers.store import Place, Store, Stored

@@ -11,8 +11,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-import torch
-
+from coppice.kernels.pages.transfers import Staged
 from coppice.radix.accounting.log.loaded import FromTiers
 from coppice.radix.mirror.names import PageKey
 from coppice.runtime.requests.request import Sequence
@@ -29,10 +28,10 @@ class FoundPage(NamedTuple):
 
 
 class LoadedPage(NamedTuple):
-    """A page that was read: it is row `row` of `buffer`."""
+    """A page that was read: it is row `row` of `staged`."""
 
     found: FoundPage
-    buffer: torch.Tensor
+    staged: Staged
     row: int
 
 
@@ -181,14 +180,14 @@ class Load:
             if found is not None:
                 self._found[piece.first + row] = found
 
-    def came(self, piece: Piece, buffer: torch.Tensor | None, right: Seq[bool]) -> None:
+    def came(self, piece: Piece, staged: Staged | None, right: Seq[bool]) -> None:
         """Takes a piece that was read, of which some rows may be wrong; None: none could be."""
         self.pieces -= 1
         for row in range(len(piece.pages)):
             # It is no longer among those if the load was given up.
             found = self._flying.pop(piece.first + row, None)
-            if found is not None and buffer is not None and right[row]:
-                self._rows[piece.first + row] = LoadedPage(found, buffer, row)
+            if found is not None and staged is not None and right[row]:
+                self._rows[piece.first + row] = LoadedPage(found, staged, row)
 
     def give_up(self, tier: int | None = None) -> None:
         """What is not there yet is computed; with a `tier`, what would come from it."""

@@ -10,9 +10,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 
-import torch
-
-from coppice.kernels.packing import host_rows
+from coppice.kernels.pages.transfers import PageTransfers, Staged
 from coppice.radix.mirror.leaving import Known
 from coppice.radix.mirror.names import PageKey, chain
 from coppice.radix.tokens import TOKEN_BYTES
@@ -50,8 +48,7 @@ class Loads:
         stores: Seq[Store],
         *,
         page_size: int,
-        page_bytes: int,
-        device: torch.device,
+        transfers: PageTransfers,
         root: Callable[[Hashable], bytes | None],
         compute_seconds: Callable[[int, int], float | None],
         known: Known,
@@ -63,8 +60,7 @@ class Loads:
         Args:
             stores: the tiers, the fastest first.
             page_size: tokens of a page.
-            page_bytes: of a packed page.
-            device: of the pool's pages.
+            transfers: give memory for what is read.
             root: the name with which the chain of a namespace begins; None: it is not kept.
             compute_seconds: how long some tokens after some others take to compute; None: unknown.
             known: gets the names of pages that were found.
@@ -72,7 +68,8 @@ class Loads:
             clock: seconds, which never go back.
         """
         self._stores = stores
-        self._size, self._page_bytes, self._device = page_size, page_bytes, device
+        self._size, self._transfers = page_size, transfers
+        self._page_bytes = page_bytes = transfers.page_bytes
         self._root, self._compute_seconds = root, compute_seconds
         self._known, self._told, self._clock = known, told, clock
         self._rates = [Rate(_EXPECTED) for _ in stores]
@@ -364,31 +361,32 @@ class Loads:
 
     def _read(self, load: Load, piece: Piece) -> None:
         """Reads a piece into memory."""
-        buffer: torch.Tensor | None = None
+        staged: Staged | None = None
         right: list[bool] = []
         failed, start = False, time.perf_counter()
         with self._counting:
             self._at_once[piece.tier] += 1
             at_once = self._at_once[piece.tier]
         try:
-            buffer = host_rows(len(piece.pages), self._page_bytes, self._device)
+            rows = self._transfers.room(len(piece.pages))
             right = self._stores[piece.tier].load(
                 [page.key for page in piece.pages],
                 [page.place for page in piece.pages],
-                buffer.numpy(),
+                rows.numpy(),
             )
+            staged = self._transfers.stage(rows)
         except TierFailed as error:
             logger.warning("%s", error)
-            failed, buffer = True, None
+            failed = True
         except BaseException:  # likewise
             logger.exception("a tier could not be read")
-            failed, buffer = True, None
+            failed = True
         with self._counting:
             at_once += self._at_once[piece.tier]
             self._at_once[piece.tier] -= 1
         # Threads that read at the same time share what the tier gives.
         seconds = (time.perf_counter() - start) / (at_once / 2)
-        self._done.put(lambda: self._came(load, piece, buffer, right, seconds, failed))
+        self._done.put(lambda: self._came(load, piece, staged, right, seconds, failed))
 
     # -- what threads have done, in the engine's ---------------------------------------------
 
@@ -425,7 +423,7 @@ class Loads:
         self,
         load: Load,
         piece: Piece,
-        buffer: torch.Tensor | None,
+        staged: Staged | None,
         right: list[bool],
         seconds: float,
         failed: bool,
@@ -442,7 +440,7 @@ class Loads:
         for page, good in zip(piece.pages, right, strict=False):
             if not good:
                 self._known.discard(page.key.name)
-        load.came(piece, buffer, right)
+        load.came(piece, staged, right)
 
     def _rest(self, tier: int) -> None:
         """Leaves a tier alone for a while: it could not answer."""

@@ -11,9 +11,8 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from coppice.kernels.packing import host_rows
+from coppice.kernels.pages.transfers import PageTransfers, Staged
 from coppice.radix import RadixTree
 from coppice.radix.mirror.leaving import Known
 from coppice.runtime.tiers.store import HotPage, Store, TierFailed
@@ -48,13 +47,14 @@ class _Run(NamedTuple):
 class _Read(NamedTuple):
     """What was read for a run: the pages of its path from index `first` on.
 
-    The first `right` of them are as they were written.
+    Of these `size` pages the first `right` are as they were written.
     """
 
     tier: int
     path: list[HotPage]
     first: int
-    buffer: torch.Tensor
+    size: int
+    staged: Staged
     right: int
 
 
@@ -73,10 +73,9 @@ class Warming:
         self,
         stores: Seq[Store],
         *,
-        enter: Callable[[Hashable, bytes, int, torch.Tensor], int],
+        enter: Callable[[Hashable, bytes, int, Staged], int],
         page_size: int,
-        page_bytes: int,
-        device: torch.device,
+        transfers: PageTransfers,
         vocabulary: int,
         known: Known,
         told: TiersTold,
@@ -88,17 +87,16 @@ class Warming:
             enter: enters the pages of a prompt, from one index on, in the tree, and returns how
                 many tokens the tree did not have; see `Tiers.enter`.
             page_size: tokens of a page.
-            page_bytes: of a packed page.
-            device: of the pool's pages.
+            transfers: give memory for what is read.
             vocabulary: the number of tokens; a page with others belongs to an adapter.
             known: gets the names of pages that all tiers have.
             told: gets what was done.
         """
         self._names = known
         self._stores, self._enter = stores, enter
-        self._size, self._page_bytes, self._device = page_size, page_bytes, device
+        self._size, self._transfers = page_size, transfers
         self._vocabulary, self._told = vocabulary, told
-        self._piece = max(1, _PIECE_BYTES // page_bytes)
+        self._piece = max(1, _PIECE_BYTES // transfers.page_bytes)
         self._known: dict[bytes, Hashable] = {}  # whose hottest prefixes were not asked for
         self._runs: deque[_Run] = deque()
         self._threads: ThreadPoolExecutor | None = None
@@ -181,8 +179,8 @@ class Warming:
         if came is not None and came.right:
             tokens = _tokens(came.path[: came.first + came.right])
             namespace = self._runs[0].namespace
-            entered = self._enter(namespace, tokens, came.first, came.buffer[: came.right])
-        if came is None or came.right < len(came.buffer) or not entered:
+            entered = self._enter(namespace, tokens, came.first, came.staged)
+        if came is None or came.right < came.size or not entered:
             self._runs.popleft()  # what follows has nothing before it, or no place in the tree
         if came is not None and entered:
             assert self._left is not None
@@ -234,12 +232,12 @@ class Warming:
         pages = path[first:end]
         came: _Read | None = None
         try:
-            buffer = host_rows(len(pages), self._page_bytes, self._device)
+            rows = self._transfers.room(len(pages))
             right = self._stores[tier].load_ahead(
-                [page.key for page in pages], [page.place for page in pages], buffer.numpy()
+                [page.key for page in pages], [page.place for page in pages], rows.numpy()
             )
             wrong = right.index(False) if False in right else len(right)
-            came = _Read(tier, path, first, buffer, wrong)
+            came = _Read(tier, path, first, len(pages), self._transfers.stage(rows), wrong)
         except TierFailed as error:
             logger.warning("%s", error)
         except BaseException:  # likewise

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coppice.kernels.attention.interface import LayerCache
-from coppice.kernels.packing import pack, packed_bytes
+from coppice.kernels.pages.packing import pack, packed_bytes
 from coppice.kernels.rounding import Rounding
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)

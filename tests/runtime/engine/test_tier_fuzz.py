@@ -16,7 +16,7 @@ from fake_model import WrongKV, fake_checkpoint
 from random_schedules import RandomSchedule
 from unsteady_store import UnsteadyStore
 
-from coppice.kernels.packing import packed_bytes
+from coppice.kernels.pages.packing import packed_bytes
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 from coppice.runtime.tiers import exchange, loads, writer
 from coppice.runtime.tiers.disk.folder import content

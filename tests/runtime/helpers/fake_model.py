@@ -16,7 +16,7 @@ faulty step itself raises; pages without an owner are poisoned.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,7 @@ class FakeModel:
         ]
         self.failure: tuple[str, BaseException] | None = None  # (where, error) of the next step
         self.steps = 0
+        self.coming: Callable[[], Collection[int]] = tuple  # pages that are filled when needed
         self._engine = engine
         self._running: list[Sequence] = []  # those of the step, in the order of its batch
         self._drafts: list[Draft | None] = []  # theirs
@@ -189,7 +190,6 @@ class FakeModel:
         changes: None = None,
     ) -> torch.Tensor:
         """Int64 [R, 1]: the hash of each row's context; rows that only pad come last."""
-        assert kv is self.cache
         assert changes is None
         self.steps += 1
         self.stumble("begin")
@@ -210,7 +210,8 @@ class FakeModel:
             if use is not None and use.mark is not None:
                 tokens = np.where(at == use.begin, use.mark, tokens)
             keys[mine] = _first_keys(tokens, at, _salt(sequence.request.namespace))
-        for layer in range(2):
+        for layer, cache in enumerate(kv):  # taken when its turn comes, as the decoder does
+            assert cache is self.cache[layer]
             self._write(layer, written, keys)
             self.stumble(f"layer {layer}")
             for index, sequence in enumerate(self._running):
@@ -324,7 +325,7 @@ class FakeModel:
 
     def check_cache(self) -> None:
         """Raises WrongKV if a page of the tree holds anything but its tokens' KV."""
-        tree = self._engine.tree
+        tree, coming = self._engine.tree, set(self.coming())
         for node in tree.nodes():
             root = node.path()[0].parent
             assert isinstance(root, Root)
@@ -333,6 +334,8 @@ class FakeModel:
             for each in node.path():
                 del table[each.start // tree.page_size :]
                 table += each.pages
+            if not coming.isdisjoint(table):
+                continue
             at = np.arange(len(tokens))
             pages = np.array(table)[at // tree.page_size]
             for layer in range(2):

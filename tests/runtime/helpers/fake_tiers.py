@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from coppice.kernels.pages.transfers import PageTransfers, page_transfers
 from coppice.radix.mirror.names import PageKey
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.engine.core import Engine
@@ -138,17 +139,21 @@ def add_tiers(
     compute_seconds: Callable[[int, int], float | None] = lambda tokens, context: None,
     *,
     hand: bool = True,
+    transfers: PageTransfers | None = None,
 ) -> HandThreads:
     """Gives an engine tiers; returns the threads that read, which the caller has work.
 
     Without `hand` they are real ones.
     """
     scheduler = engine.scheduler
+    if transfers is None:
+        transfers = page_transfers(lambda: engine.runner.kv_cache)
+    engine.runner.transfers = transfers
     tiers = Tiers(
         stores,
         tree=engine.tree,
-        caches=lambda: engine.runner.kv_cache,
-        copy=partial(_copy, engine.runner),
+        transfers=transfers,
+        copy=partial(_copy, engine.runner, transfers),
         digest=b"fake",
         compute_seconds=compute_seconds,
         vocabulary=engine.model_config.vocab_size,

@@ -20,6 +20,7 @@ from fake_tiers import HandThreads, add_tiers, written
 from random_requests import RECIPES, Asked, random_params, random_tokens
 from scripted_drafts import ScriptedDrafts
 
+from coppice.kernels.pages.transfers import DeviceTransfers, PageTransfers
 from coppice.radix import POLICIES, FromTiers, Match, PinRefused
 from coppice.radix.accounting.counts import Counts
 from coppice.runtime.engine.core import Engine
@@ -118,8 +119,11 @@ class RandomSchedule:
         stores: Seq[Store] | Callable[[Engine], Seq[Store]] = (),
         *,
         known: Engine | None = None,
+        transfers: Callable[[Engine], PageTransfers] | None = None,
     ) -> None:
         """With `stores` its engine has these tiers, whose reads come late.
+
+        `transfers` makes those that copy its pages; None: those of its device.
 
         With `known`, an `alone_engine`, it gets drafts, of which many are what follows.
         """
@@ -156,7 +160,12 @@ class RandomSchedule:
         if stores:
             seconds = rng.choice([None, None, 0.0, 1e-8, 1e-7, 1.0])
             each = (lambda tokens, context: tokens * seconds) if seconds is not None else None
-            self.threads = add_tiers(self.engine, stores, rng, each or (lambda *_: None))
+            moved = None if transfers is None else transfers(self.engine)
+            if isinstance(moved, DeviceTransfers):
+                self.model.coming = moved.coming
+            self.threads = add_tiers(
+                self.engine, stores, rng, each or (lambda *_: None), transfers=moved
+            )
             self._count_loaded()
         self.engine.intake._recipe = rng.choice(RECIPES)
         self.grammars = self.engine.intake._grammars = LateGrammars()

@@ -10,6 +10,8 @@ import pytest
 import torch
 from fake_tiers import HandThreads, MemoryStore
 
+from coppice.kernels.attention.interface import LayerCache
+from coppice.kernels.pages.transfers import PageTransfers
 from coppice.radix.mirror.leaving import Known
 from coppice.radix.mirror.names import chain
 from coppice.runtime.requests.request import Request, Sequence, Status
@@ -36,12 +38,12 @@ class Made:
 
     def __init__(self, *stores: MemoryStore, compute: float | None = None) -> None:
         self.now = 1000.0
+        layer = LayerCache(*torch.zeros(2, 1, 1, 1, WIDTH // 2, dtype=torch.uint8))
         self.told = TiersTold({store.name: TierCounts() for store in stores})
         self.loads = Loads(
             stores,
             page_size=SIZE,
-            page_bytes=WIDTH,
-            device=torch.device("cpu"),
+            transfers=PageTransfers(lambda: [layer]),
             root=lambda _: b"root",
             compute_seconds=lambda tokens, _: None if compute is None else compute * tokens,
             known=Known(100),

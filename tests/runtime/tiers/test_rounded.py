@@ -10,7 +10,7 @@ import torch
 from fake_tiers import MemoryStore
 
 from coppice.kernels.attention.interface import LayerCache
-from coppice.kernels.packing import pack, packed_bytes
+from coppice.kernels.pages.packing import pack, packed_bytes
 from coppice.kernels.rounding import Rounding
 from coppice.radix.mirror.names import PageKey
 from coppice.runtime.tiers.rounded import RoundedStore

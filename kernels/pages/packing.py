@@ -13,54 +13,36 @@ import torch
 
 from coppice.kernels.attention.interface import LayerCache
 
-#: Layers' parts of pages that lie on a GPU are gathered there, at most this many bytes at once.
-_GATHERED = 256 * 2**20
-
 
 def packed_bytes(caches: Sequence[LayerCache]) -> int:
     """Bytes of one packed page."""
-    return sum(each[0].nbytes for cache in caches for each in (cache.k, cache.v))
+    return sum(map(layer_bytes, caches))
+
+
+def layer_bytes(cache: LayerCache) -> int:
+    """Bytes that one layer has of a packed page."""
+    return cache.k[0].nbytes + cache.v[0].nbytes
 
 
 def pack(caches: Sequence[LayerCache], pages: Sequence[int], out: torch.Tensor) -> None:
-    """Copies pages to ``out``, uint8 ``[len(pages), packed_bytes]`` in main memory.
-
-    The content is that of the work queued so far. On a GPU ``out`` should be pinned; it is complete
-    once the work that is queued on the current stream is done. O(bytes).
-    """
-    device = caches[0].k.device
-    index = torch.tensor(pages, dtype=torch.int64, device=device)
-    if device.type == "cpu":
-        _gather(caches, index, out)
-        return
-    most = max(1, _GATHERED // max(1, out.shape[1]))
-    for begin in range(0, len(pages), most):
-        part = index[begin : begin + most]
-        gathered = torch.empty((len(part), out.shape[1]), dtype=torch.uint8, device=device)
-        _gather(caches, part, gathered)
-        out[begin : begin + most].copy_(gathered, non_blocking=True)
+    """Copies pages in main memory to ``out``, uint8 ``[len(pages), packed_bytes]``. O(bytes)."""
+    gather(caches, torch.tensor(pages, dtype=torch.int64), out)
 
 
 def unpack(caches: Sequence[LayerCache], pages: Sequence[int], packed: torch.Tensor) -> None:
-    """Copies packed pages, uint8 ``[len(pages), packed_bytes]`` in main memory, to these pages.
+    """Copies packed pages, uint8 ``[len(pages), packed_bytes]``, to these, in main memory.
 
-    On a GPU it is queued on the current stream; ``packed`` should be pinned, and must not change
-    before the work is done. O(bytes).
+    O(bytes).
     """
-    device = caches[0].k.device
-    index = torch.tensor(pages, dtype=torch.int64, device=device)
-    if device.type != "cpu":
-        packed = packed.to(device, non_blocking=True)
+    index = torch.tensor(pages, dtype=torch.int64)
     at, word = 0, _word(caches)
     words = packed.view(word)
     for cache in caches:
-        for each in (cache.k, cache.v):
-            lines = _lines(each, word)
-            lines.index_copy_(0, index, words[:, at : at + lines.shape[1]])
-            at += lines.shape[1]
+        at = _put(cache, index, words, at)
 
 
-def _gather(caches: Sequence[LayerCache], index: torch.Tensor, out: torch.Tensor) -> None:
+def gather(caches: Sequence[LayerCache], index: torch.Tensor, out: torch.Tensor) -> None:
+    """Packs the pages ``index``, int64, to ``out``, all on one device."""
     at, word = 0, _word(caches)
     words = out.view(word)
     for cache in caches:
@@ -68,6 +50,23 @@ def _gather(caches: Sequence[LayerCache], index: torch.Tensor, out: torch.Tensor
             lines = _lines(each, word)
             words[:, at : at + lines.shape[1]] = lines.index_select(0, index)
             at += lines.shape[1]
+
+
+def put(cache: LayerCache, index: torch.Tensor, packed: torch.Tensor) -> None:
+    """Copies the part of one layer, uint8 ``[len(index), layer_bytes]``, to its pages ``index``.
+
+    All lie on one device.
+    """
+    _put(cache, index, packed.view(_word([cache])), 0)
+
+
+def _put(cache: LayerCache, index: torch.Tensor, words: torch.Tensor, at: int) -> int:
+    """Copies keys and values that begin at column ``at``; returns where they end."""
+    for each in (cache.k, cache.v):
+        lines = _lines(each, words.dtype)
+        lines.index_copy_(0, index, words[:, at : at + lines.shape[1]])
+        at += lines.shape[1]
+    return at
 
 
 def _lines(cache: torch.Tensor, word: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Whole pages as bytes, and their way out of a cache and back."""
