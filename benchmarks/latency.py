@@ -30,7 +30,8 @@ import numpy as np
 from common.harness import Rows, machine, parser, spread
 from coppice import Engine, EngineConfig, SamplingParams
 from coppice.frontend.router.cluster.settings import SERVER_DEFAULTS
-from coppice.runtime.schedule.scheduler import Schedule, Scheduler
+from coppice.runtime.schedule.chunks import Schedule
+from coppice.runtime.schedule.scheduler import Scheduler
 
 _CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 _CHATS = 16

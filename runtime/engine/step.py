@@ -14,18 +14,20 @@ import torch
 from coppice.kernels.sampling.choose import compiled_choice
 from coppice.kernels.transfer import take
 from coppice.runtime.engine.beams import BeamSearches
+from coppice.runtime.engine.queued import Step
 from coppice.runtime.engine.sequences import Sequences
 from coppice.runtime.engine.verifying import Followed, Verification
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.request import LATE, DeviceLost, Sequence, Status, StepOutput
-from coppice.runtime.runner.batch import Batch, LateTokens
+from coppice.runtime.runner.batch import Batch
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.sampling.drafts.draft import Speculation
 from coppice.runtime.sampling.logit_rules import was_cut
-from coppice.runtime.sampling.sampler import Sampled, Sampler, Sampling
-from coppice.runtime.schedule.scheduler import Chunk, Schedule, Scheduler
+from coppice.runtime.sampling.sampler import Sampled, Sampler
+from coppice.runtime.schedule.chunks import Schedule
+from coppice.runtime.schedule.scheduler import Scheduler
 from coppice.runtime.tiers.exchange import Tiers
 
 logger = logging.getLogger(__name__)
@@ -35,54 +37,6 @@ _TIERS_WAIT_SECONDS = 0.01  # the same, for pages
 # Steps without a draft, though they asked, after which overlapped steps don't ask; and how many.
 _UNANSWERED, _PAUSE = 4, 16
 _GRAMMAR_WAIT_SECONDS = 0.01  # of a step that has nothing else to do
-
-
-class Step:
-    """A step whose forward pass is queued, and the tokens that it will give.
-
-    `sequences` are those that get a token, `pooled` those that get a vector or a score. Until
-    `settle` the last token of each of the former is `LATE`.
-    """
-
-    __slots__ = ("schedule", "started", "sequences", "late", "pooled", "verification",
-                 "_sampled", "_sampling")  # fmt: skip
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        started: float,
-        sequences: list[Sequence],
-        sampling: Sampling,
-        pooled: list[Sequence],
-        verification: Verification | None = None,
-    ) -> None:
-        self.schedule = schedule
-        self.started = started
-        self.sequences = sequences
-        self.late = LateTokens(
-            sampling.tokens, {sequence: row for row, sequence in enumerate(sequences)}
-        )
-        self.pooled = pooled
-        self.verification = verification
-        self._sampling = sampling
-        self._sampled: Sampled | None = None
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether all its sequences have ended meanwhile."""
-        live = any(sequence.status is not Status.FINISHED for sequence in self.sequences)
-        return not (live or _running(self.schedule))
-
-    def settle(self) -> Sampled:
-        """Waits for the tokens and gives them to their sequences."""
-        if self._sampled is None:
-            sampled = self._sampling.read()
-            # The tokens of drafts come after those of sequences.
-            for sequence, token in zip(self.sequences, sampled.tokens, strict=False):
-                if sequence.late:  # else it has ended meanwhile
-                    sequence.tokens[-1] = token
-            self._sampled = sampled
-        return self._sampled
 
 
 class Steps:
@@ -244,7 +198,7 @@ class Steps:
         self, schedule: Schedule, start: float, batch: Batch, logits: torch.Tensor
     ) -> Step | None:
         """Chooses tokens for the sequences that have not ended meanwhile; None if all have."""
-        chunks = _running(schedule)
+        chunks = schedule.running()
         self._counters.late_rows += len(schedule.chunks) - len(chunks)
         if not chunks:
             return None
@@ -275,7 +229,7 @@ class Steps:
 
     def _enter(self, step: Step) -> None:
         """Counts the step's chunks as computed: steps run in order, so later ones find their KV."""
-        for chunk in _running(step.schedule):
+        for chunk in step.schedule.running():
             self._scheduler.computed(chunk)
         sequences = step.sequences
         self._sequences.enter(sequences)
@@ -400,7 +354,7 @@ class Steps:
             self._lose(fault, error)
         targets = {copy.target for copy in schedule.copies}
         without_copy = [s for s in self._scheduler.running if not targets.isdisjoint(s.table)]
-        sequences = [*(chunk.sequence for chunk in _running(schedule)), *without_copy]
+        sequences = [*(chunk.sequence for chunk in schedule.running()), *without_copy]
         failed = dict.fromkeys(each.request.request_id for each in sequences)
         return [output for request_id in failed for output in self._end_failed(request_id, message)]
 
@@ -434,8 +388,3 @@ class Steps:
         for sequence in sequences:
             self.end(sequence, "error", keep=False)
         return [replace(error, index=index) for index in indices]
-
-
-def _running(schedule: Schedule) -> list[Chunk]:
-    """The chunks whose sequences have not ended since they were scheduled."""
-    return [chunk for chunk in schedule.chunks if chunk.sequence.status is Status.RUNNING]

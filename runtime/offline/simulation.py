@@ -18,8 +18,9 @@ from coppice.runtime.offline.machine import Machine
 from coppice.runtime.offline.usage import Usage
 from coppice.runtime.requests.request import Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.schedule.chunks import Schedule
 from coppice.runtime.schedule.paging import Paging
-from coppice.runtime.schedule.scheduler import Schedule, Scheduler
+from coppice.runtime.schedule.scheduler import Scheduler
 
 _PARAMS = SamplingParams()
 _GENERATED = 1 << 30  # generated tokens are above any vocabulary, and differ between sequences

@@ -30,7 +30,7 @@ from coppice.runtime.runner.drafts import (
     tokens_of,
 )
 from coppice.runtime.sampling.prompt_scores import PromptRows
-from coppice.runtime.schedule.scheduler import Schedule
+from coppice.runtime.schedule.chunks import Schedule
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ import numpy as np
 from coppice.kernels.attention.branches import Branches
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.sampling.drafts.draft import Draft
-from coppice.runtime.schedule.scheduler import Chunk, Schedule
+from coppice.runtime.schedule.chunks import Chunk, Schedule
 
 
 class DraftRows(NamedTuple):

@@ -43,8 +43,8 @@ from coppice.runtime.runner.implementation import Model, choose
 from coppice.runtime.runner.kv_scales import measure_scales
 from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED
 from coppice.runtime.sampling.prompt_scores import score_prompts
+from coppice.runtime.schedule.chunks import Schedule
 from coppice.runtime.schedule.paging import copy_batches
-from coppice.runtime.schedule.scheduler import Schedule
 from coppice.runtime.startup.memory import give_back_memory
 from coppice.runtime.startup.room import explained
 

@@ -24,7 +24,7 @@ import torch
 from coppice.kernels.attention.interface import FixedPlan
 from coppice.kernels.transfer import Landing
 from coppice.runtime.runner.batch import Batch, LateTokens, build_batch
-from coppice.runtime.schedule.scheduler import Schedule
+from coppice.runtime.schedule.chunks import Schedule
 
 logger = logging.getLogger(__name__)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from coppice.radix import Match, OutOfPages, RadixTree
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.requests.request import Sequence, Status
-from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED, Draft, Speculation
+from coppice.runtime.sampling.drafts.draft import Speculation
+from coppice.runtime.schedule.chunks import Chunk, Schedule
+from coppice.runtime.schedule.drafting import add_drafts
 from coppice.runtime.schedule.paging import PageCopy, Paging
 from coppice.runtime.schedule.queue import WaitingQueue
 from coppice.runtime.schedule.step_times import StepTimes
@@ -23,51 +24,6 @@ logger = logging.getLogger(__name__)
 
 # The most sequences that do not fit now and are passed, in one step, by others that do.
 LOOK_PAST = 8
-
-
-class Chunk:
-    """The next `count` tokens of a sequence from `start` on, to be computed in this step.
-
-    `decode`: whether it is the one token that was sampled last, and not a piece of a prefill.
-    `draft`: what is proposed to follow it, and computed with it; None: nothing.
-    """
-
-    __slots__ = ("sequence", "count", "start", "decode", "draft")
-
-    # Written out, not a dataclass, for speed: one is made for each sequence in each step.
-    def __init__(self, sequence: Sequence, count: int) -> None:
-        self.sequence = sequence
-        self.count = count
-        self.start = start = sequence.computed
-        self.decode = count == 1 and start >= len(sequence.request.prompt_token_ids)
-        self.draft: Draft | None = None
-
-
-@dataclass(slots=True)
-class Schedule:
-    """What one step does: copy pages, in order, then compute the chunks in one mixed batch.
-
-    `short`: pages were missing, and no sequence was preempted for them since tokens were late.
-    `failure`: some copies had to be made at once, and this is why they could not be.
-    `asked`: how many of the sequences could have had a draft; `drafted`: tokens of drafts.
-    """
-
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: list[PageCopy] = field(default_factory=list)
-    short: bool = False
-    failure: BaseException | None = None
-    asked: int = 0
-    drafted: int = 0
-
-    def prefills(self) -> list[Chunk]:
-        """The chunks that are not decodes: most steps have few of them, or none."""
-        return [chunk for chunk in self.chunks if not chunk.decode]
-
-    def rows(self) -> int:
-        """Tokens that the step computes, drafted ones included."""
-        prefills = self.prefills()
-        decodes = len(self.chunks) - len(prefills) + self.drafted
-        return decodes + sum(chunk.count for chunk in prefills)
 
 
 class Scheduler:
@@ -226,7 +182,13 @@ class Scheduler:
             schedule.copies[:0] = self._forks.values()
             self._forks.clear()
             if self.speculation is not None and not self.late:
-                self._draft(schedule, self.speculation)
+                add_drafts(
+                    schedule,
+                    self.speculation,
+                    self.paging,
+                    self.max_num_batched_tokens,
+                    branches=self.branches,
+                )
         elif self.tiers is not None:
             self._make_copies()  # of sequences that wait for their pages
         self._schedule = Schedule()
@@ -294,41 +256,6 @@ class Scheduler:
         if load.over:
             self._end_load(sequence)
         return 0 if ready else min(count, allowed)
-
-    def _draft(self, schedule: Schedule, speculation: Speculation) -> None:
-        """Adds drafts to the sequences that decode, where there is room for them."""
-        rows = schedule.rows()
-        budget = self.max_num_batched_tokens - rows
-        chunks, asked = [], []
-        for chunk in schedule.chunks:
-            sequence = chunk.sequence
-            request = sequence.request
-            if not chunk.decode or request.beam_search:
-                continue
-            most = min(
-                budget,
-                MOST_DRAFTED,
-                # The last token needs no row.
-                request.max_length - len(sequence.tokens) - 1,
-                self.paging.room_for_drafts(sequence),
-            )
-            if most > 0:
-                chunks.append(chunk)
-                asked.append((sequence, most))
-        if not asked:
-            return
-        schedule.asked = len(asked)
-        drafts = speculation.propose(asked, rows - len(asked))
-        for chunk, (sequence, most), draft in zip(chunks, asked, drafts, strict=True):
-            if not draft:
-                continue
-            if not (self.branches or draft.is_chain):
-                draft = draft.likeliest()
-            count = self.paging.grow_for_draft(sequence, min(len(draft), most, budget))
-            if count > 0:
-                chunk.draft = draft.first(count)
-                budget -= count
-                schedule.drafted += count
 
     def verified(self, sequence: Sequence, count: int) -> None:
         """Counts `count` tokens of a sequence's draft as computed, and gives back other pages."""

@@ -17,8 +17,8 @@ from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.sampling.drafts.network import Begun, Guess
 from coppice.runtime.sampling.logit_rules import LogitRules, may_have_rules
 from coppice.runtime.sampling.sampler import Sampler
+from coppice.runtime.schedule.chunks import Chunk, Schedule
 from coppice.runtime.schedule.paging import Paging
-from coppice.runtime.schedule.scheduler import Chunk, Schedule
 
 _BESIDE = 2  # likely tokens beside the chosen one
 

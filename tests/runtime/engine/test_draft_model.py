@@ -79,7 +79,7 @@ def prompts(seed: int, count: int, length: int = 21) -> list[list[int]]:
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 2},
     {"temperature": 0.9, "seed": 4, "n": 2},
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.8, "temperature": 0, "min_tokens": 5},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.8, "temperature": 0, "min_tokens": 2},
     {"temperature": 0.7, "seed": 9, "top_p": 0.9, "top_k": 50, "logit_bias": {5: 3.0, 9: -5.0}},
 ]
 
@@ -349,7 +349,6 @@ def test_its_cache_has_a_part_of_the_memory(llama: Path) -> None:
         ("llama", {"model_impl": "transformers"}),
         ("llama", {"async_scheduling": True, "kv_cache_dtype": "bfloat16"}),
         ("llama", {"enable_prefix_caching": False}),
-        ("llama", {"attention_backend": "triton"}),
         ("llama", {"eviction_policy": "adaptive", "max_step_stretch": 1.5}),
     ],
 )
@@ -366,6 +365,16 @@ def test_other_families_backends_and_options(
         accepted = engine.drafts.counts.of("model").accepted
         assert draft != path or accepted > 60
         engine.close()
+
+
+@pytest.mark.slow
+def test_with_interpreted_kernels_of_a_gpu(llama: Path) -> None:
+    """Branches, and chains of the draft model, in plans of that backend."""
+    asked = mixed(tokens=5)[:2]
+    expected = run(start(llama, attention_backend="triton"), asked)
+    engine = start(llama, llama, attention_backend="triton")
+    assert run(engine, asked) == expected
+    assert engine.drafts is not None and engine.drafts.counts.of("model").accepted > 3
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from random_schedules import RandomSchedule
 from scripted_drafts import ScriptedDrafts
 
 from coppice.radix.state import TreeListener
+from coppice.runtime.engine.queued import Step
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.drafts.draft import NOTHING, Draft, DraftToken
@@ -256,8 +257,6 @@ def test_an_interrupt_between_a_draft_and_its_tokens(checkpoint, monkeypatch):
     engine, _ = small(checkpoint, async_scheduling=True)
     engine.speculate(Fixed([(token, place - 1) for place, token in enumerate(plain[1:5])]))
     engine.add_request("a", prompt, SamplingParams(temperature=0, **params))
-    from coppice.runtime.engine.step import Step
-
     settle, interrupted, found = Step.settle, [], []
 
     def interrupt(step):

@@ -21,7 +21,7 @@ from coppice.runtime.requests.request import LATE, Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.batch import LateTokens, build_batch
 from coppice.runtime.sampling.sampler import Sampler
-from coppice.runtime.schedule.scheduler import Chunk, Schedule
+from coppice.runtime.schedule.chunks import Chunk, Schedule
 
 FAKE = torch.device("meta")
 

@@ -12,7 +12,7 @@ from coppice.runtime.requests.request import LATE, Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner import batch as batch_module
 from coppice.runtime.runner.batch import BatchTree, LateTokens, build_batch, shared_stretches
-from coppice.runtime.schedule.scheduler import Chunk, Schedule
+from coppice.runtime.schedule.chunks import Chunk, Schedule
 
 
 def naive_stretches(tables):
