@@ -43,7 +43,7 @@ def run(checkpoint, seed: int) -> tuple[int, int]:
     return sum(schedule.loaded.values()), streams.waits
 
 
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 400), marks=_DEEP)])
+@pytest.mark.parametrize("seeds", [(4, 13), pytest.param(range(400), marks=_DEEP)])
 def test_no_page_is_read_or_overwritten_too_early(checkpoint, seeds):
     found = [run(checkpoint, seed) for seed in seeds]
     assert all(map(sum, zip(*found, strict=True))), "nothing came back, or nothing waited"
@@ -58,7 +58,7 @@ def test_what_is_left_out_is_noticed(checkpoint, monkeypatch, where, name):
     monkeypatch.setattr(where, name, lambda self, *arguments: None)
 
     def some() -> None:
-        for seed in range(12):
+        for seed in (4, 13):
             run(checkpoint, seed)
 
     with pytest.raises((WrongKV, AssertionError)):
