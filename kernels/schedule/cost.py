@@ -98,6 +98,18 @@ class CostModel:
         return self.launch_bytes + partials * self.row_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most that a schedule may have: items with few packed queries, others, rows of all items.
+
+    ``many`` is 0 where no item can be wide.
+    """
+
+    few: int
+    many: int
+    entries: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedRange:
     """Keys ``begin .. end``, which all rows of ``members`` (sequences, ascending) see."""
@@ -275,17 +287,30 @@ def saved_bytes(rows: int, fewer: float, tokens: int, parts: int, model: CostMod
 
 
 def best_split(
-    length: np.ndarray, rows: np.ndarray, tile: Tile, model: CostModel
+    length: np.ndarray,
+    rows: np.ndarray,
+    tile: Tile,
+    model: CostModel,
+    most: tuple[int, int] | None = None,
 ) -> tuple[int, float]:
     """The most keys that a program should walk, and what the walks then cost in bytes.
 
     ``length``, in keys, and ``rows`` are int64, one number a block. Programs run in waves of as
     many as the chip holds. Too few of them leave it idle, and so does the last wave: splitting
-    evens that out, and costs starts, partial results and a merge.
+    evens that out, and costs starts, partial results and a merge. ``most``: the most items, and the
+    most rows of all items together; blocks that are more already are not split.
     """
     held = model.multiprocessors * tile.resident
     longest = int(length.max())
-    splits = np.array([longest, *(split for split in SPLITS if split <= longest)])
+    found = [longest, *(split for split in SPLITS if split <= longest)]
+    if most is not None:
+        # A block has at most one piece more than its part of all keys, so this split surely fits.
+        least = 1
+        for bound, each in zip(most, (np.ones_like(rows), rows), strict=True):
+            left = bound - int(each.sum())
+            least = max(least, -(-int((each * length).sum()) // left) if left > 0 else longest)
+        found.append(min(least, longest))
+    splits = np.array(found)
     work = length * model.key_work(rows)
     pieces = -(-length // splits[:, None])
     count = pieces.sum(1)
@@ -297,5 +322,9 @@ def best_split(
     cost = walk * held * model.key_bytes * tile.heads
     partials = np.where(pieces > 1, rows * pieces, 0).sum(1)
     total = cost + np.where(partials > 0, model.launch_bytes + partials * model.row_bytes, 0.0)
+    if most is not None:
+        fits = (count <= most[0]) & ((rows * pieces).sum(1) <= most[1])
+        fits[0] = True
+        total = np.where(fits, total, np.inf)
     best = int(total.argmin())
     return int(splits[best]), float(cost[best])

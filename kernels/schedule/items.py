@@ -24,6 +24,7 @@ import numpy as np
 from coppice.kernels.attention.interface import AttentionPlan
 from coppice.kernels.schedule.cost import (
     CostModel,
+    Limits,
     SharedRange,
     Tasks,
     best_split,
@@ -86,24 +87,41 @@ class TreeSchedule:
         """Tokens whose K and V are read for each KV head, each counted as often as it is read."""
         return sum(int((e.items[:, 4] - e.items[:, 3]).sum(dtype=np.int64)) for e in self.launches)
 
+    def fits(self, limits: Limits) -> bool:
+        """Whether it has no more of anything than that."""
+        items = [0, 0]
+        for launch in self.launches:
+            items[launch.many] = len(launch.items)
+        entries = max(len(self.rows), len(self.slots))
+        few, many = items
+        return few <= limits.few and many <= limits.many and entries <= limits.entries
+
 
 def build_tree_schedule(
-    plan: AttentionPlan, window: int | None, model: CostModel, *, deterministic: bool = False
+    plan: AttentionPlan,
+    window: int | None,
+    model: CostModel,
+    *,
+    deterministic: bool = False,
+    limits: Limits | None = None,
 ) -> TreeSchedule:
     """The cheapest schedule of a checked plan for layers with that sliding window.
 
     Where sharing does not pay, nothing is shared. O(rows + pages) in numpy, with a Python loop over
     stretches. ``deterministic``: nothing is shared, ranges are split at multiples of
     ``DETERMINISTIC_SPLIT``, and slots are never empty, so that one compiled kernel serves all.
+    With ``limits`` it is the cheapest that fits. If none does, and in deterministic mode, where
+    there is only one, the caller finds out by ``TreeSchedule.fits``.
     """
     shared = () if deterministic else choose_shared(plan, window, model)
     if not shared:
-        return _schedule(plan, window, model, (), deterministic)
-    tree = _schedule(plan, window, model, shared, False)
-    if tree.cost <= least_cost(plan, window, model):
+        return _schedule(plan, window, model, (), deterministic, limits)
+    tree = _schedule(plan, window, model, shared, False, limits)
+    fits = limits is None or tree.fits(limits)
+    if fits and tree.cost <= least_cost(plan, window, model):
         return tree
-    plain = _schedule(plan, window, model, (), False)
-    return tree if tree.cost < plain.cost else plain
+    plain = _schedule(plan, window, model, (), False, limits)
+    return tree if fits and tree.cost < plain.cost else plain
 
 
 def row_positions(plan: AttentionPlan) -> np.ndarray:
@@ -134,6 +152,7 @@ def _schedule(
     model: CostModel,
     shared: tuple[SharedRange, ...],
     deterministic: bool,
+    limits: Limits | None,
 ) -> TreeSchedule:
     positions = row_positions(plan)
     tasks = Tasks.of(plan, shared)
@@ -143,7 +162,7 @@ def _schedule(
     if len(branches):
         sure, last = np.minimum(positions, branches[:, 0]), row_slots(plan)
     blocks = _cut_rows(tasks, sure, last, window, model)
-    items, cost = _cut_keys(blocks, model, deterministic)
+    items, cost = _cut_keys(blocks, model, deterministic, limits)
     begin, end = items[:, 3], items[:, 4]
 
     # Entries: a row of an item each, in the order of items; those of one row are in order of keys.
@@ -226,22 +245,31 @@ def _cut_rows(
     return _Blocks(items[some], few[task][some], low[some], high[some])
 
 
-def _cut_keys(blocks: _Blocks, model: CostModel, deterministic: bool) -> tuple[np.ndarray, float]:
+def _cut_keys(
+    blocks: _Blocks, model: CostModel, deterministic: bool, limits: Limits | None
+) -> tuple[np.ndarray, float]:
     """Split the blocks' ranges: items ``[n, 8]``, whose last column is the block; and the cost."""
-    begin, end = blocks.items[:, 3], blocks.items[:, 4]
+    begin, end, rows = blocks.items[:, 3], blocks.items[:, 4], blocks.items[:, 1]
     length = end - begin
     part = np.empty(len(begin), np.int64)
     origin = np.empty(len(begin), np.int64)
     cost = 0.0
-    for tile, chosen in ((model.tiles.few, blocks.few), (model.tiles.many, ~blocks.few)):
-        if not chosen.any():
-            continue
+    few, many = (None, None) if limits is None else (limits.few, limits.many)
+    kinds = [(model.tiles.few, blocks.few, few), (model.tiles.many, ~blocks.few, many)]
+    kinds = [kind for kind in kinds if kind[1].any()]
+    # Rows of items beyond those of whole blocks: equal parts of what there is room for.
+    spare = limits.entries - int(rows.sum()) if limits is not None else 0
+    for number, (tile, chosen, most) in enumerate(kinds):
         if deterministic:
             part[chosen] = DETERMINISTIC_SPLIT
             origin[chosen] = begin[chosen] // DETERMINISTIC_SPLIT * DETERMINISTIC_SPLIT
             continue
-        split, walked = best_split(length[chosen], blocks.items[chosen, 1], tile, model)
+        bounds = None
+        if most is not None:
+            bounds = most, int(rows[chosen].sum()) + spare // (len(kinds) - number)
+        split, walked = best_split(length[chosen], rows[chosen], tile, model, bounds)
         cost += walked
+        spare -= int((rows * (-(-length // split) - 1))[chosen].sum())
         origin[chosen] = begin[chosen] // tile.keys * tile.keys
         whole = end[chosen] - origin[chosen]
         pieces = -(-length[chosen] // split)

@@ -11,7 +11,7 @@ import torch
 
 from coppice.kernels.attention.checks import check_fixed
 from coppice.kernels.attention.interface import AttentionPlan, FixedPlan
-from coppice.kernels.schedule.cost import CostModel
+from coppice.kernels.schedule.cost import CostModel, Limits
 from coppice.kernels.schedule.items import NO_TREE, TreeSchedule, build_tree_schedule
 from coppice.kernels.schedule.tiles import Tile
 from coppice.kernels.transfer import Landing, send
@@ -100,6 +100,11 @@ class _Room:
             pages=min(size * max_pages, _MOST_PAGES),
         )
 
+    @property
+    def limits(self) -> Limits:
+        """What a schedule must keep to."""
+        return Limits(self.few, self.many, self.entries)
+
     def arrays(self, branches: bool) -> list[tuple[tuple[int, ...], type]]:
         """Shapes and types; the page table comes last, since it is seldom full."""
         items: list[tuple[int, ...]] = [(self.few, 8)]
@@ -117,7 +122,8 @@ class TritonFixedPlan(FixedPlan):
 
     ``size`` is the number of its rows, ``largest`` the greatest of all plans, which share
     ``memory``. The graph contains all launches already, so the choice of sharing and splitting
-    leaves out their cost. With ``branches`` its kernels look for rows of trees in every step.
+    leaves out their cost, and splits less finely where there are more items than it has room for.
+    With ``branches`` its kernels look for rows of trees in every step.
     """
 
     size: int
@@ -129,7 +135,9 @@ class TritonFixedPlan(FixedPlan):
     max_pages: int
     deterministic: bool
     branches: bool = False
-    _kinds: dict[Kind, tuple[Landing, DeviceSchedule]] = field(default_factory=dict, init=False)
+    _kinds: dict[Kind, tuple[Landing, DeviceSchedule, Limits]] = field(
+        default_factory=dict, init=False
+    )
 
     def load(self, plan: AttentionPlan) -> bool:
         check_fixed(plan, self.size, self.page_size, self.num_pages)
@@ -146,7 +154,7 @@ class TritonFixedPlan(FixedPlan):
                 raise ValueError("the first plan that a graph attends by must fit, and does not")
         return self._kinds[kind][1]
 
-    def _place(self, kind: Kind) -> tuple[Landing, DeviceSchedule]:
+    def _place(self, kind: Kind) -> tuple[Landing, DeviceSchedule, Limits]:
         model = kind[1]
         options = self.max_pages, model, self.deterministic
         if kind not in self.memory:
@@ -158,20 +166,22 @@ class TritonFixedPlan(FixedPlan):
         launches = [(model.tiles.few, False, few)]
         launches += [(model.tiles.many, True, items) for items in many]
         sent = DeviceSchedule(tuple(launches), room.entries, *landing.arrays[-6:])
-        return landing, sent
+        return landing, sent, room.limits
 
     def _fill(self, kind: Kind) -> bool:
         window, model = kind
-        landing, sent = self._kinds[kind]
+        landing, sent, limits = self._kinds[kind]
         made = build_tree_schedule(
-            self.plan, window, replace(model, launch_bytes=0), deterministic=self.deterministic
+            self.plan,
+            window,
+            replace(model, launch_bytes=0),
+            deterministic=self.deterministic,
+            limits=limits,
         )
-        if made.num_partials > sent.num_partials:
+        if not made.fits(limits):
             return False
         items: list[np.ndarray] = [np.zeros((0, 8), np.int32) for _ in sent.launches]
         for launch in made.launches:
-            if launch.many and len(items) == 1:
-                return False
             items[launch.many] = launch.items
         slots = made.slots
         if not len(slots):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from coppice.kernels.attention.interface import AttentionPlan, SharedStretch
 from coppice.kernels.attention.reference import ReferenceBackend
 from coppice.kernels.backends import select_backend
+from coppice.kernels.schedule.cost import CostModel
+from coppice.kernels.schedule.items import build_tree_schedule
+from coppice.kernels.schedule.tiles import choose_tiles
 from coppice.kernels.transfer import Landing
 from coppice.kernels.triton import plans as triton_plans
 
@@ -106,7 +112,7 @@ def test_what_does_not_fit_is_not_loaded(make_batch, backend, monkeypatch):
 
 
 @pytest.mark.parametrize("limit", ["_PARTS", "_WAVES"])
-def test_too_many_pieces_do_not_fit(
+def test_too_many_pieces_are_split_again(
     make_batch, triton_backend, fine_splits, monkeypatch, size, limit
 ):
     """A row of a wide range more than there is room for, and an item."""
@@ -114,10 +120,120 @@ def test_too_many_pieces_do_not_fit(
     monkeypatch.setattr(triton_plans, "_WAVES", 0 if limit == "_WAVES" else 100)
     monkeypatch.setattr(triton_plans, "_MORE_PARTS", 0)
     fixed = fixed_plan(triton_backend, 10**4, max_pages=10**4)
-    small, large = make_batch([(1, 1)] * SIZE), make_batch([(1, 500 * size)] + [(1, 1)] * 5)
+    small, large = make_batch([(1, 1)] * SIZE), make_batch([(1, 90 * size)] + [(1, 1)] * 5)
     assert fixed.load(small.plan)
     small.run(triton_backend, prepared=fixed)
-    assert not fixed.load(large.plan)
+    for batch in (large, small):
+        assert fixed.load(batch.plan)
+        got, _ = batch.run(triton_backend, prepared=fixed)
+        torch.testing.assert_close(got, batch.run(ReferenceBackend())[0], rtol=2e-5, atol=2e-5)
+
+
+LLAMA = CostModel(choose_tiles(128, 2, 4), 4, 8, 128, 512, 132)
+HEADS = {
+    "32 heads of 128, 8 KV": LLAMA,
+    "16 heads of 128, 8 KV": CostModel(choose_tiles(128, 2, 2), 2, 8, 128, 512, 132),
+    "in 8 bits": replace(LLAMA, key_bytes=256),
+    "one KV head": CostModel(choose_tiles(128, 2, 32), 32, 1, 128, 512, 132),
+    "48 heads of a KV head": CostModel(choose_tiles(128, 2, 48), 48, 2, 128, 512, 132),
+    "H200 or other": replace(LLAMA, multiprocessors=78),
+}
+
+
+def decode_plan(lengths, levels=(), page_size=16):
+    """One row a sequence; ``levels`` are (members, pages) that these have in common at first."""
+    tables, stretches, used = [[] for _ in lengths], [], 0
+    for members, pages in levels:
+        first = len(tables[members[0]])
+        stretches.append(SharedStretch(first, pages, np.array(members, np.int32)))
+        for member in members:
+            tables[member] += range(used, used + pages)
+        used += pages
+    for table, length in zip(tables, lengths, strict=True):
+        more = -(-length // page_size) - len(table)
+        table += range(used, used + more)
+        used += more
+    return AttentionPlan(
+        page_size=page_size,
+        query_start=np.arange(len(lengths) + 1, dtype=np.int32),
+        context_len=np.array(lengths, np.int32),
+        page_indptr=np.cumsum([0, *map(len, tables)]).astype(np.int32),
+        page_indices=np.concatenate(tables).astype(np.int32),
+        stretches=tuple(stretches),
+    )
+
+
+def planned(size, model, largest=None, window=None, max_pages=8192):
+    """The plan of a graph of ``size`` rows, as if its first pass had been captured."""
+    fixed, *_ = triton_plans.fixed_plans(
+        (size, largest or size), device=torch.device("cpu"), page_size=16, num_pages=2**22,
+        max_pages=max_pages, deterministic=False,
+    )[0]  # fmt: skip
+    assert fixed.load(decode_plan([1] * size))
+    fixed.schedule(window, model)
+    return fixed
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("rows", "tokens"),
+    [(16, 2**14), (32, 2**13), (64, 2**15), (256, 2**13), (1, 2**17), (5, 10**5)],
+)
+def test_long_contexts_have_room_in_a_graph(heads, rows, tokens):
+    """Private, below a shared stretch, below two levels, and unequal: none runs without a graph."""
+    fixed = planned(rows, HEADS[heads])
+    shared = [(range(rows), tokens // 32)] if rows > 1 else []
+    groups = [(range(at, min(at + 8, rows)), tokens // 64) for at in range(0, rows - 1, 8)]
+    unequal = [1 + tokens * each // rows for each in range(rows)]
+    for plan in (
+        decode_plan([tokens] * rows),
+        decode_plan([tokens] * rows, shared),
+        decode_plan([tokens] * rows, [*shared, *(each for each in groups if len(each[0]) > 1)]),
+        decode_plan(unequal),
+    ):
+        assert fixed.load(plan)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_any_tree_of_decoding_sequences_has_room(heads):
+    """Trees of any depth: every key of a row is walked once, by items that have room."""
+    rng = np.random.default_rng(5)
+    for rows in (2, 9, 40, 130):
+        model = HEADS[heads]
+        window = 700 if rows == 9 else None
+        fixed = planned(rows, model, window=window)
+        _, _, limits = fixed._kinds[window, model]
+        for _ in range(6):
+            levels, groups = [], [np.arange(rows)]
+            while groups:
+                members = groups.pop(0)
+                levels.append((members.tolist(), int(rng.integers(1, 200))))
+                cuts = np.sort(rng.choice(len(members) + 1, 2))
+                groups += [each for each in np.split(members, cuts) if 1 < len(each) < len(members)]
+            depth = np.zeros(rows, int)
+            for members, pages in levels:
+                depth[members] += pages * 16
+            lengths = (depth + rng.integers(1, 3000, rows)).tolist()
+            plan = decode_plan(lengths, levels)
+            assert fixed.load(plan)
+            made = build_tree_schedule(plan, window, replace(model, launch_bytes=0), limits=limits)
+            assert made.fits(limits)
+            walked = np.zeros(rows, np.int64)
+            for launch in made.launches:
+                for first, count, _, begin, end, *_ in launch.items.tolist():
+                    walked[made.rows[first : first + count]] += end - begin
+            if window is None:
+                assert walked.tolist() == lengths
+
+
+def test_what_has_no_room_as_a_tree_is_planned_without_it(monkeypatch):
+    """There is always room for one item a sequence."""
+    monkeypatch.setattr(triton_plans, "_WAVES", 0)
+    monkeypatch.setattr(triton_plans, "_PARTS", 1)
+    monkeypatch.setattr(triton_plans, "_MORE_PARTS", 0)
+    fixed = planned(64, LLAMA)
+    levels = [(range(64), 64), *((range(at, at + 8), 64) for at in range(0, 64, 8))]
+    assert fixed.load(decode_plan([4096] * 64, levels))
 
 
 @pytest.mark.parametrize(
