@@ -95,12 +95,14 @@ def no_handler_stays() -> Iterator[None]:
     left = [each for each in handlers if type(each) is logging.StreamHandler]
     for each in left:
         handlers.remove(each)
-    assert not left, "the test leaves a handler of log records: use own_logs"
+    assert not left, "the test leaves a handler of log records: use own_process"
 
 
 @pytest.fixture
-def own_logs() -> Iterator[None]:
-    """For a test that configures the logs of this process: they are as before after it."""
+def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For a test that has a server in this process: logs and priority are as before after it."""
+    # A server that gives way to its engine keeps doing so, and all tests after it would.
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
     loggers = [logging.getLogger(name) for name in (None, "coppice", "aiohttp.server")]
     before = [(each, each.handlers[:], each.filters[:], each.level) for each in loggers]
     yield

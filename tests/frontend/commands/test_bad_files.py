@@ -64,7 +64,7 @@ def part_of_gguf(folder: Path) -> str:
 SPOILT = [cut, lacking, other_shape, pickle_with_code, unknown_quantization, part_of_gguf]
 
 
-@pytest.mark.usefixtures("own_logs")
+@pytest.mark.usefixtures("own_process")
 @pytest.mark.parametrize(
     ("command", "spoil"),
     # A server starts a process for its engine, which takes seconds.

@@ -196,7 +196,7 @@ def test_no_such_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert "port must be from 0 to 65535, got 70000" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("own_logs")
+@pytest.mark.usefixtures("own_process")
 @pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["serve", "--port", "0"]])
 def test_too_little_memory_is_said_without_a_traceback(
     command: list[str], checkpoint: Path, capsys: pytest.CaptureFixture[str]
@@ -209,7 +209,7 @@ def test_too_little_memory_is_said_without_a_traceback(
     assert "are missing. Give a kv_cache_tokens of at most" in said
 
 
-@pytest.mark.usefixtures("own_logs")
+@pytest.mark.usefixtures("own_process")
 def test_an_engine_that_is_killed_while_it_loads_is_no_traceback(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -332,7 +332,7 @@ def test_the_reason_leaves_out_what_users_wrote(
     assert found == ({} if param is None else {"param": param}) | {"error": shown}
 
 
-@pytest.mark.usefixtures("own_logs")
+@pytest.mark.usefixtures("own_process")
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_log_lines(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure(log_format)
