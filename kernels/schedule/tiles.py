@@ -61,7 +61,7 @@ def choose_tiles(
         wide = Tile(64, 64, 4, 3, 2) if head_dim <= 128 else tiles.many
         tiles = replace(tiles, few=wide)
     elif itemsize < 4 and group > 16:
-        tiles = replace(tiles, few=replace(tiles.few, queries=32))
+        tiles = replace(tiles, few=replace(tiles.few, queries=32, resident=2))
     return Tiles(tiles.many, tiles.many) if deterministic else tiles
 
 

@@ -25,16 +25,32 @@ def _load_part(
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
+    WIDENED: tl.constexpr = False,
 ) -> tl.tensor:
     """Elements ``FIRST .. FIRST + BLOCK`` of the rows that begin at ``at``, in DTYPE or float32.
 
-    Rows that are not ``real``, and elements past HEAD_DIM, are 0. UPCAST: in float32.
+    Rows that are not ``real``, and elements past HEAD_DIM, are 0. UPCAST: in float32. WIDENED:
+    8-bit floats as float16; UPCAST then says that no assembler is at hand.
     """
     d = FIRST + tl.arange(0, BLOCK)
     there = real[:, None]
     if FIRST + BLOCK > HEAD_DIM:
         there = there & (d < HEAD_DIM)[None, :]
     part = tl.load(base + at[:, None] + d[None, :], mask=there, other=0.0)
+    if WIDENED:
+        if UPCAST:
+            return part.to(tl.float16)
+        # What the compiler makes of `to`, but an operation that it does not move. It would convert
+        # after shared memory, from which each warp then reads 8-bit floats one by one.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            "=r,=r,r",
+            [part],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
     return part.to(tl.float32 if UPCAST else DTYPE)
 
 
@@ -78,7 +94,7 @@ def _walk(
     begin: tl.tensor,
     end: tl.tensor,
     scale: tl.tensor,
-    softcap: tl.tensor,
+    bend: tl.tensor,
     window: tl.tensor,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -90,58 +106,77 @@ def _walk(
     SOFTCAPPED: tl.constexpr,
     BRANCHED: tl.constexpr,
     MASKED: tl.constexpr,
+    LIFT: tl.constexpr,
+    HALF: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> tl.tensor:
     """``tiles`` tiles of keys from ``first`` on, of which the keys in ``begin .. end`` are real.
 
     BRANCHED: from key ``fork`` on a row sees those of its ``bits``.
 
+    ``scale`` turns scores into powers of two, for each row; ``bend``, if SOFTCAPPED, products into
+    what tanh takes. The weights of keys are 2 ** LIFT times what they are without it.
+
     Before tile number ``gap_at``, ``gap`` keys are left out. ``rest`` and ``q_rest`` are for the
     head's elements after BLOCK_D, if REST_D is above 0.
     """
+    # Tiles begin at multiples of KEYS, so that often a key's place in its page is always the same.
+    number = tl.arange(0, KEYS)
+    within = number % PAGE_SIZE
+    start = first
+    if MASKED:
+        start += tl.where(gap_at == 0, gap, 0)
+    real = (start + number >= begin) & (start + number < end)
+    # Pages are looked up a tile ahead: in the tile itself the loads of keys would wait for them.
+    page = tl.load(table + (start + number) // PAGE_SIZE, mask=real, other=0)
     for tile in range(tiles):
         start = first + tile * KEYS
         if MASKED:
             start += tl.where(tile >= gap_at, gap, 0)
-        key = start + tl.arange(0, KEYS)
+        key = start + number
         real = (key >= begin) & (key < end)
-        page = tl.load(table + key // PAGE_SIZE, mask=real, other=0).to(tl.int64)
-        at = (page * PAGE_SIZE + key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        if KEYS % PAGE_SIZE:
+            within = key % PAGE_SIZE
+        at = page.to(tl.int64) * (PAGE_SIZE * KV_HEADS * HEAD_DIM)
+        at += (within * KV_HEADS + kv_head) * HEAD_DIM
+        start += KEYS
+        if MASKED:
+            start += tl.where(tile + 1 == gap_at, gap, 0)
+        real_next = (start + number >= begin) & (start + number < end)
+        page = tl.load(table + (start + number) // PAGE_SIZE, mask=real_next, other=0)
         # Keys that are not real are never read: a page without an owner may hold anything.
-        k = _load_part(k_cache, at, real, 0, HEAD_DIM, BLOCK_D, q.dtype, UPCAST)
+        k = _load_part(k_cache, at, real, 0, HEAD_DIM, BLOCK_D, q.dtype, UPCAST, HALF)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST_D:
-            k = _load_part(k_cache, at, real, BLOCK_D, HEAD_DIM, REST_D, q.dtype, UPCAST)
+            k = _load_part(k_cache, at, real, BLOCK_D, HEAD_DIM, REST_D, q.dtype, UPCAST, HALF)
             scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee")
-        scores = scores * scale
         if SOFTCAPPED:
-            # cap * tanh(x / cap), with tanh from powers of two.
-            x = scores / softcap
+            # tanh(scores * bend), from powers of two.
+            x = scores * bend[:, None]
             small = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x))
             bent = (1.0 - small) / (1.0 + small)
-            scores = tl.where(x < 0, -bent, bent) * softcap
-        scores = scores * 1.4426950408889634
+            scores = tl.where(x < 0, -bent, bent)
         if MASKED:
             earlier = key[None, :] <= position[:, None]
             if BRANCHED:
-                number = key[None, :] - fork[:, None]
-                bit = (bits[:, None] >> tl.minimum(tl.maximum(number, 0), 62).to(tl.int64)) & 1
-                earlier = tl.where(number >= 0, bit != 0, earlier)
+                place = key[None, :] - fork[:, None]
+                bit = (bits[:, None] >> tl.minimum(tl.maximum(place, 0), 62).to(tl.int64)) & 1
+                earlier = tl.where(place >= 0, bit != 0, earlier)
             seen = real[None, :] & earlier
             if WINDOWED:
                 seen = seen & (key[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
         # A row that has seen nothing yet has a peak of -inf, and -inf - -inf is no number.
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * scale[:, None] - (base - LIFT)[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(weights, 1)
-        v = _load_part(v_cache, at, real, 0, HEAD_DIM, BLOCK_D, q.dtype, UPCAST)
+        v = _load_part(v_cache, at, real, 0, HEAD_DIM, BLOCK_D, q.dtype, UPCAST, HALF)
         weights = weights.to(v.dtype)
         accumulator = tl.dot(weights, v, accumulator * shrink[:, None], input_precision="ieee")
         if REST_D:
-            v = _load_part(v_cache, at, real, BLOCK_D, HEAD_DIM, REST_D, q.dtype, UPCAST)
+            v = _load_part(v_cache, at, real, BLOCK_D, HEAD_DIM, REST_D, q.dtype, UPCAST, HALF)
             rest = tl.dot(weights, v, rest * shrink[:, None], input_precision="ieee")
         peak = new_peak
     return accumulator, rest, peak, total
@@ -181,6 +216,7 @@ def attend_items(
     SOFTCAPPED: tl.constexpr,
     BRANCHED: tl.constexpr,
     SCALED: tl.constexpr,
+    HALF: tl.constexpr,
     PARTIAL: tl.constexpr,
     PHASED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -193,7 +229,9 @@ def attend_items(
     ``out [T, Hq, D]`` and ``lse [T, Hq]`` take the rows whose slot is -1; the others go to their
     slot of ``partial_out`` float32 and ``partial_lse``, whose logarithms are to base 2. PARTIAL
     is whether there are any. BRANCHED: rows may be those of trees, see ``TreeSchedule.branches``.
-    PHASED walks the tiles that need no mask in a loop of their own.
+    PHASED walks the tiles that need no mask in a loop of their own. SCALED: the cache is one of
+    8-bit floats, with scales; HALF: and it is multiplied in float16. ``scale`` is not
+    negative.
     """
     parts: tl.constexpr = (GROUP + PACKED - 1) // PACKED
     unit = tl.program_id(0) % (KV_HEADS * parts)
@@ -219,6 +257,9 @@ def attend_items(
     head = kv_head * GROUP + in_group
     q_at = row.to(tl.int64) * q_stride + head * HEAD_DIM
     dtype: tl.constexpr = q.dtype.element_ty
+    half: tl.constexpr = HALF or dtype == tl.float16
+    # Weights are at most 1, and float16 has few numbers far below that: all of its range is used.
+    lift: tl.constexpr = 15.0 if half else 0.0
     queries = _load_part(q, q_at, valid, 0, HEAD_DIM, BLOCK_D, dtype, UPCAST)
     accumulator = tl.full([QUERIES, BLOCK_D], 0.0, tl.float32)
     # Without REST_D these are not used, but have to be defined.
@@ -228,6 +269,26 @@ def attend_items(
         rest = tl.full([QUERIES, REST_D], 0.0, tl.float32)
     if SCALED:
         scale = scale * tl.load(k_scales + kv_head)
+    # Above 0, since scores of keys that are not seen, -inf, are multiplied by it.
+    by = tl.full([QUERIES], 1.0, tl.float32) * tl.maximum(scale, 1e-30)
+    if HALF:
+        # The products are those of float16, to which 8-bit floats are converted four times faster
+        # than to bfloat16. Queries of any size fit: a row is multiplied by a power of two.
+        high = tl.max(tl.abs(queries.to(tl.float32)), 1)
+        if REST_D:
+            high = tl.maximum(high, tl.max(tl.abs(queries_rest.to(tl.float32)), 1))
+        power = tl.maximum(high.to(tl.int32, bitcast=True) & 0x7F800000, 27 << 23)
+        power = power.to(tl.float32, bitcast=True)
+        up = 16384.0 / power  # the largest of a row is then less than 2 ** 15
+        queries = (queries.to(tl.float32) * up[:, None]).to(tl.float16)
+        if REST_D:
+            queries_rest = (queries_rest.to(tl.float32) * up[:, None]).to(tl.float16)
+        by = by * (power / 16384.0)
+    bend = by
+    if SOFTCAPPED:
+        bend = by / softcap
+        by = tl.full([QUERIES], 1.0, tl.float32) * softcap
+    by = by * 1.4426950408889634
 
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.full([QUERIES], 0.0, tl.float32)
@@ -240,22 +301,22 @@ def attend_items(
         clear = (clear_end - clear_begin) // KEYS
         accumulator, rest, peak, total = _walk(
             accumulator, rest, peak, total, queries, queries_rest, position, fork, bits, k_cache,
-            v_cache, table, kv_head, clear_begin, clear, 0, 0, begin, end, scale, softcap, window,
+            v_cache, table, kv_head, clear_begin, clear, 0, 0, begin, end, by, bend, window,
             KV_HEADS, HEAD_DIM, BLOCK_D, REST_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, BRANCHED,
-            False, UPCAST,
+            False, lift, HALF, UPCAST,
         )  # fmt: skip
         tiles -= clear
         gap_at, gap = (clear_begin - first) // KEYS, clear_end - clear_begin
     accumulator, rest, peak, total = _walk(
         accumulator, rest, peak, total, queries, queries_rest, position, fork, bits, k_cache,
-        v_cache, table, kv_head, first, tiles, gap_at, gap, begin, end, scale, softcap, window,
+        v_cache, table, kv_head, first, tiles, gap_at, gap, begin, end, by, bend, window,
         KV_HEADS, HEAD_DIM, BLOCK_D, REST_D, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, BRANCHED,
-        True, UPCAST,
+        True, lift, HALF, UPCAST,
     )  # fmt: skip
 
     # A row that sees no key of this item has weight 0 in the merge: exp2(-inf).
     weight = tl.where(total == 0.0, 1.0, total)
-    log = peak + tl.log2(weight)
+    log = peak - lift + tl.log2(weight)
     result = accumulator / weight[:, None]
     if REST_D:
         rest = rest / weight[:, None]

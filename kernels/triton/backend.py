@@ -102,6 +102,8 @@ class TritonBackend(GpuBackend):
         rows, heads, head_dim = q.shape
         if head_dim > MAX_HEAD_DIM:
             raise ValueError(f"q has heads of {head_dim}; it must be at most {MAX_HEAD_DIM}")
+        if not scale >= 0:
+            raise ValueError(f"scale is {scale}; it must be 0 or more")
         model = self.cost_model(heads, cache.k.shape[2], head_dim, q.dtype, cache.k.dtype)
         sent = prepared.schedule(sliding_window, model)
         upcast = INTERPRETED and q.dtype != torch.float32
@@ -125,6 +127,7 @@ class TritonBackend(GpuBackend):
                     WINDOWED=sliding_window is not None,
                     SOFTCAPPED=logit_softcap is not None, BRANCHED=len(sent.branches) > 0,
                     SCALED=cache.scales is not None,
+                    HALF=cache.scales is not None and q.dtype.itemsize == 2,
                     PARTIAL=len(sent.slots) > 0, PHASED=phased, UPCAST=upcast,
                     num_warps=tile.warps, num_stages=tile.stages,
                 )  # fmt: skip

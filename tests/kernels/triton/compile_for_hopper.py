@@ -3,8 +3,10 @@
 A name is one of ``--list``, or attention of any shape: ``model 128 group 4 window softcap``.
 
 Prints a JSON object a line for each variant: its registers, bytes of stack and local memory, spill
-instructions, bytes of shared memory, and how many tensor-core instructions it has. Run it where
-TRITON_INTERPRET is not set. ``--list`` prints the names alone.
+instructions, bytes of shared memory, how many tensor-core instructions it has, how many programs a
+multiprocessor holds; and of its loops over tiles: the instructions of each, the buffers of what is
+loaded ahead (the fewest of any tensor), and the most copies that may be under way at a wait. Run it
+where TRITON_INTERPRET is not set. ``--list`` prints the names alone, ``--table`` a Markdown table.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class Variant:
     warps: int = 4
     stages: int = 3
     scalars: dict[str, str] = field(default_factory=dict)
+    planned: int = 1  # programs of a multiprocessor, as the schedule counts on them
 
     def compiled(self) -> Any:
         names = list(self.kernel.arg_names)
@@ -73,7 +76,9 @@ class Variant:
                 signature[name] = "*" + (self.cache if name.endswith("_cache") else self.dtype)
             if signature[name][0] == "*" or name.endswith("_stride"):
                 attributes[(at,)] = [["tt.divisibility", 16]]
-        constants = {(names.index(name),): value for name, value in self.constants.items()}
+        # Other versions of a kernel may have fewer constants, and are compared with this one.
+        known = {name: value for name, value in self.constants.items() if name in names}
+        constants = {(names.index(name),): value for name, value in known.items()}
         source = ASTSource(self.kernel, signature=signature, constexprs=constants, attrs=attributes)
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -110,12 +115,15 @@ def attention(
         "SOFTCAPPED": softcapped,
         "BRANCHED": branched,
         "SCALED": cache != dtype,
+        "HALF": cache != dtype and dtype != "fp32",
         "PARTIAL": partial,
         "PHASED": tile.queries > 16 if phased is None else phased,
         "UPCAST": False,
     }
     scalars = {"q_stride": "i32", "scale": "fp32", "softcap": "fp32", "window": "i32"}
-    return Variant(attend_items, constants, dtype, cache, tile.warps, tile.stages, scalars)
+    return Variant(
+        attend_items, constants, dtype, cache, tile.warps, tile.stages, scalars, tile.resident
+    )
 
 
 def variants() -> dict[str, Variant]:
@@ -243,6 +251,10 @@ def measured(name: str, variant: Variant) -> dict[str, Any]:
         command = [TOOLS / "cuobjdump", "-res-usage", "-sass", file.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", code))
+    ahead = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", compiled.asm["ttgir"])
+    waits = re.findall(r"async_wait .*?\{num = (\d+)", compiled.asm["ttgir"])
+    threads = 32 * variant.warps
+    registers = -(-int(found["REG"]) // 8) * 8
     return {
         "name": name,
         "registers": int(found["REG"]),
@@ -253,12 +265,64 @@ def measured(name: str, variant: Variant) -> dict[str, Any]:
         "queries": variant.constants.get("QUERIES", variant.constants.get("ROWS")),
         "wgmma": len(re.findall(r"\bHGMMA\b", code)),
         "mma": len(re.findall(r"\bHMMA\b", code)),
+        "resident": min(
+            65536 // (registers * threads), 228 * 1024 // (compiled.metadata.shared + 1024)
+        ),
+        "planned": variant.planned,
+        "tiles": tile_loops(code),
+        "buffers": min(map(int, ahead), default=0),
+        "wait": max(map(int, waits), default=0),
         "seconds": round(time.process_time() - started, 1),
     }
 
 
+def tile_loops(code: str) -> list[int]:
+    """The instructions of each innermost loop that multiplies, in SASS."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", code, re.MULTILINE)
+    at = [int(address, 16) for address, _ in lines]
+    loops: list[tuple[int, int]] = []
+    for place, (_, line) in enumerate(lines):
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", line)
+        if jump is None or int(jump[1], 16) >= at[place]:
+            continue
+        first = at.index(int(jump[1], 16))
+        body = [text for _, text in lines[first : place + 1]]
+        if any(re.search(r"\b(?:HGMMA|HMMA|FFMA)\b", text) for text in body):
+            loops.append((first, place))
+    inner = [
+        (first, last)
+        for first, last in loops
+        if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
+    ]
+    return [last - first + 1 for first, last in inner]
+
+
+#: What ``--table`` shows.
+SHOWN = (
+    "decode bf16 64", "decode bf16 128", "decode bf16 128 fp8 cache", "decode bf16 256",
+    "decode bf16 128 group 32", "decode bf16 128 group 64", "deterministic bf16 128",
+    "prefill bf16 64", "prefill bf16 128", "prefill bf16 128 fp8 cache", "prefill bf16 256",
+    "product bf16",
+)  # fmt: skip
+
+
+def print_table(made: dict[str, Variant]) -> None:
+    print("| kernel | stages | buffers | wait | registers | shared KiB | programs | instructions |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name in SHOWN:
+        row = measured(name, made[name])
+        loops = " and ".join(map(str, row["tiles"]))
+        print(
+            f"| {name} | {made[name].stages} | {row['buffers']} | {row['wait']} | "
+            f"{row['registers']} | {row['shared'] / 1024:.0f} | {row['resident']} | {loops} |"
+        )
+
+
 def main() -> None:
     made = variants()
+    if "--table" in sys.argv:
+        print_table(made)
+        return
     if "--list" in sys.argv:
         print("\n".join(made))
         return

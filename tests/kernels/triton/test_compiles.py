@@ -18,7 +18,9 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 COMPILED = (
     "prefill bf16 128",
+    "prefill bf16 128 fp8 cache",
     "prefill bf16 80",
+    "decode bf16 128",
     "decode bf16 128 fp8 cache",
     "decode fp32 64",
     "merge 80",
@@ -77,6 +79,30 @@ def test_tensor_cores_multiply(compiled):
     assert_tensor_cores(compiled)
 
 
+def assert_loads_overlap(compiled: dict[str, dict]) -> None:
+    """Keys and values are loaded a tile ahead, while tiles are multiplied, in enough programs."""
+    for name, row in compiled.items():
+        kind = name.split()[0]
+        if kind not in ("prefill", "decode", "deterministic") or "fp32" in name:
+            continue
+        assert row["buffers"] >= 2, row
+        if name != "prefill bf16 256":  # it has two buffers, and no room for more
+            assert row["wait"] >= 2, row
+        assert row["resident"] >= row["planned"], row
+
+
+def test_loads_overlap_products(compiled):
+    assert_loads_overlap(compiled)
+
+
+def test_instructions_of_a_tile(compiled):
+    """What a program issues for 64 keys: 8-bit keys cost no more than those of 16 bits."""
+    assert max(compiled["decode bf16 128"]["tiles"]) < 500
+    assert max(compiled["decode bf16 128 fp8 cache"]["tiles"]) < 500
+    whole, masked = compiled["prefill bf16 128"]["tiles"]
+    assert whole < 450 and masked < 650
+
+
 def test_a_head_of_80_is_not_multiplied_as_one_of_128(compiled):
     """Its shared memory is that of 64 + 16 elements a key, not of 128."""
     assert compiled["prefill bf16 80"]["shared"] < 0.65 * compiled["prefill bf16 128"]["shared"]
@@ -88,3 +114,4 @@ def test_every_variant(tmp_path):
     assert len(made) > 50
     assert_fits(made)
     assert_tensor_cores(made)
+    assert_loads_overlap(made)
