@@ -446,9 +446,12 @@ def checkpoint(tmp_path_factory):
     return fake_checkpoint(tmp_path_factory.mktemp("fake"))
 
 
-@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize(
-    ("begin", "end"), [(0, 8), pytest.param(1000, 1200, marks=pytest.mark.slow)]
+    "policy",
+    [pytest.param(each, marks=[pytest.mark.slow][: each != "lpm"]) for each in SCHEDULING_POLICIES],
+)
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 24), pytest.param(1000, 1200, marks=pytest.mark.slow)]
 )
 def test_random_schedules_give_what_each_request_gives_alone(checkpoint, policy, begin, end):
     """With two tiers that fail, forget and find pages damaged, each twice: then as a restart."""

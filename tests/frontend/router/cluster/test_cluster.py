@@ -213,14 +213,14 @@ async def test_replicas_answer_die_and_come_back(
     async def both() -> bool:
         return len((await report(session, url))["replicas"]) == 2
 
-    await until(both)
+    await until(both, 120)
     assert victim not in running.engines
     # An actor of a replica is killed, and with it its engine.
     (victim, *_) = running.pids("ServeReplica:coppice:replicas")
     engines = running.engines
     os.kill(victim, signal.SIGKILL)
     await until(lambda: len(set(running.engines) - set(engines)) == 1)
-    await until(both)
+    await until(both, 120)
     await load.end()
     assert not load.failures
     # The ingress is killed: connections wait for the next one.
