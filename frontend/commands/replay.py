@@ -91,6 +91,13 @@ def add_to(commands: Subparsers) -> None:
         help="the same for a disk; without a size it is unlimited",
     )
     parser.add_argument(
+        "--shared-cache",
+        nargs="?",
+        const="unlimited",
+        metavar="SIZE",
+        help="the same for a server that replicas share, of which this one sees what it stored",
+    )
+    parser.add_argument(
         "--model", metavar="MODEL", help="model whose KV the tiers keep, for its bytes a token"
     )
     parser.add_argument(
@@ -106,7 +113,7 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument(
         "--machine", type=Path, metavar="FILE", help="take that rate from a file of coppice bench"
     )
-    for tier, rate in (("host", "20GB"), ("disk", "2GB")):
+    for tier, rate in (("host", "20GB"), ("disk", "2GB"), ("shared", "1GB")):
         parser.add_argument(
             f"--{tier}-rate",
             metavar="SIZE",
@@ -150,12 +157,17 @@ def run(arguments: argparse.Namespace) -> int:
         tiers=TierOptions(
             host=arguments.host_cache,
             disk=arguments.disk_cache,
+            shared=arguments.shared_cache,
             model=arguments.model,
             token_bytes=arguments.kv_bytes_per_token,
             prefill_rate=rate,
             rates={
                 tier: rate
-                for tier, rate in (("host", arguments.host_rate), ("disk", arguments.disk_rate))
+                for tier, rate in (
+                    ("host", arguments.host_rate),
+                    ("disk", arguments.disk_rate),
+                    ("shared", arguments.shared_rate),
+                )
                 if rate is not None
             },
         ),

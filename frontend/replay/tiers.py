@@ -12,12 +12,12 @@ from coppice.runtime.offline.tiers import TierRates, TierSize
 from coppice.runtime.tiers.sizes import parse_size, size_text
 
 UNLIMITED = "unlimited"
-READ = {"host": 20e9, "disk": 2e9}
-"""Bytes a second that each tier is assumed to read, unless its rate is given."""
+READ = {"host": 20e9, "disk": 2e9, "shared": 1e9}
+"""The tiers, the fastest first; bytes a second that each is assumed to read if none are given."""
 
 _MOST = 16  # combinations of sizes, each of which replays the whole trace
 _ENOUGH = 0.95  # of the best gain, which a smaller size may miss
-_DEARER = 20  # times as much as a byte of disk costs one of main memory, roughly
+_DEARER = 20  # times as much as a byte of disk costs one of memory, roughly
 _GAIN = 0.005  # of hit rate, from which a tier is worth buying
 
 
@@ -26,7 +26,8 @@ class TierOptions:
     """The options of `coppice replay` that are about tiers, as they were given.
 
     Attributes:
-        host, disk: sizes, divided by commas: tokens, sizes in bytes such as 64GiB, or unlimited.
+        host, disk, shared: sizes, divided by commas: tokens, sizes in bytes such as 64GiB, or
+            unlimited.
         model: whose KV is kept: a folder, a config.json or a hub id.
         token_bytes: of a token's KV; None: those of the model at 16 bits a number.
         prefill_rate: tokens of prompts computed a second.
@@ -35,6 +36,7 @@ class TierOptions:
 
     host: str | None = None
     disk: str | None = None
+    shared: str | None = None
     model: str | None = None
     token_bytes: int | None = None
     prefill_rate: float | None = None
@@ -43,26 +45,29 @@ class TierOptions:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """What is replayed: the sizes of each tier (none: it is left out), and what they take."""
+    """What is replayed: the sizes of each tier (none: it is left out), and what they take.
 
-    host: tuple[TierSize, ...]
-    disk: tuple[TierSize, ...]
+    `sizes` has the tiers in the order of `READ`.
+    """
+
+    sizes: tuple[tuple[TierSize, ...], ...]
     rates: TierRates
 
     @property
     def first(self) -> tuple[TierSize, ...]:
         """The tiers of the replay that is reported: the first size of each."""
-        return (*self.host[:1], *self.disk[:1])
+        return tuple(each[0] for each in self.sizes if each)
 
     def combinations(self) -> list[tuple[TierSize, ...]]:
         """All of them, from no tier on."""
-        both = product([None, *self.host], [None, *self.disk])
-        return [tuple(each for each in pair if each is not None) for pair in both]
+        found = product(*([None, *each] for each in self.sizes))
+        return [tuple(each for each in chosen if each is not None) for chosen in found]
 
 
 def plan_tiers(options: TierOptions) -> TierPlan | None:
     """What the options mean; None if they name no tier. Raises ValueError for a wrong one."""
-    if options.host is None and options.disk is None:
+    given_sizes = {tier: getattr(options, tier) for tier in READ}
+    if all(each is None for each in given_sizes.values()):
         others = {
             "model": options.model,
             "kv-bytes-per-token": options.token_bytes,
@@ -70,7 +75,9 @@ def plan_tiers(options: TierOptions) -> TierPlan | None:
             **{f"{tier}-rate": rate for tier, rate in options.rates.items()},
         }
         if given := [name for name, value in others.items() if value is not None]:
-            raise ValueError(f"{given[0]} needs host-cache or disk-cache, whose gain it is for")
+            raise ValueError(
+                f"{given[0]} needs host-cache, disk-cache or shared-cache, whose gain it is for"
+            )
         return None
     width = _token_bytes(options)
     compute = options.prefill_rate
@@ -79,18 +86,18 @@ def plan_tiers(options: TierOptions) -> TierPlan | None:
         if options.rates.get(tier) is not None
         else assumed
         for tier, assumed in READ.items()
+        if given_sizes[tier] is not None
     }
     if compute is not None and not compute > 0:
         raise ValueError(f"prefill-rate must be above 0 tokens a second, got {compute!r}")
     plan = TierPlan(
-        _sizes("host", options.host, width),
-        _sizes("disk", options.disk, width),
+        tuple(_sizes(tier, given, width) for tier, given in given_sizes.items()),
         TierRates(width, compute, read),
     )
     if (count := len(plan.combinations())) > _MOST:
         raise ValueError(
-            f"host-cache and disk-cache: at most {_MOST} combinations of sizes are replayed, "
-            f"none of each included, got {count}"
+            f"host-cache, disk-cache and shared-cache: at most {_MOST} combinations of sizes are "
+            f"replayed, none of each included, got {count}"
         )
     return plan
 
@@ -180,7 +187,7 @@ def _best(measured: Sequence[Measured], rates: TierRates) -> Measured | None:
 
     def cost(each: Measured) -> int:
         return sum(
-            (_DEARER if tier.name == "host" else 1) * each.kept[tier.name] for tier in each.tiers
+            (1 if tier.name == "disk" else _DEARER) * each.kept[tier.name] for tier in each.tiers
         )
 
     def gain(each: Measured) -> float:
@@ -215,7 +222,7 @@ def _advice(
 
 
 def _name(tier: str) -> str:
-    return {"host": "main memory"}.get(tier, f"a {tier}")
+    return {"host": "main memory", "shared": "a shared server"}.get(tier, f"a {tier}")
 
 
 def size_words(tier: TierSize, measured: Measured, rates: TierRates) -> str:

@@ -18,7 +18,7 @@ from coppice.radix.mirror.leaving import LeavingPages
 from coppice.radix.mirror.names import PageKey, root_name
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.requests.request import Sequence
-from coppice.runtime.tiers.rates import meeting, worth
+from coppice.runtime.tiers.loading.rates import meeting, worth
 from coppice.runtime.tiers.told import TierCounts, TierReport, TiersReport, TiersTold
 
 UNLIMITED = None
@@ -67,7 +67,7 @@ class TierRates:
 
 
 class Next(NamedTuple):
-    """What a sequence does next: see `coppice.runtime.tiers.load.Next`."""
+    """What a sequence does next: see `coppice.runtime.tiers.loading.load.Next`."""
 
     ready: int
     compute: int

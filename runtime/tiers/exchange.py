@@ -17,11 +17,11 @@ from coppice.radix.mirror.leaving import Known, LeavingPages, NamedPage
 from coppice.radix.mirror.names import root_name
 from coppice.radix.tokens import TOKEN_BYTES
 from coppice.runtime.requests.request import Sequence
-from coppice.runtime.tiers.load import Load
-from coppice.runtime.tiers.loads import Loads
+from coppice.runtime.tiers.loading.load import Load
+from coppice.runtime.tiers.loading.loads import Loads
+from coppice.runtime.tiers.loading.warming import Warming
 from coppice.runtime.tiers.store import Store
 from coppice.runtime.tiers.told import TierCounts, TierReport, TiersReport, TiersTold
-from coppice.runtime.tiers.warming import Warming
 from coppice.runtime.tiers.writer import Batch, Hits, Writer
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from coppice.runtime.offline.tiers import TierSize
 def test_sizes_are_tokens_or_bytes() -> None:
     plan = plan_tiers(TierOptions(host="1000, 64KB", disk="unlimited", token_bytes=64))
     assert plan is not None
-    assert plan.host == (TierSize("host", 1000), TierSize("host", 1000))[:1]
-    assert plan.disk == (TierSize("disk", None),)
+    assert plan.sizes == ((TierSize("host", 1000),), (TierSize("disk", None),), ())
     assert plan.first == (TierSize("host", 1000), TierSize("disk", None))
     assert plan.combinations() == [
         (), (TierSize("disk", None),), (TierSize("host", 1000),), plan.first,
@@ -38,7 +37,7 @@ def test_sizes_are_tokens_or_bytes() -> None:
         ({"disk": "1", "token_bytes": 1, "model": "x"}, "must not be given with model"),
         ({"disk": "1", "prefill_rate": -1.0}, "prefill-rate must be above 0"),
         ({"disk": "1", "rates": {"disk": "fast"}}, "disk-rate must be a size"),
-        ({"prefill_rate": 1.0}, "prefill-rate needs host-cache or disk-cache"),
+        ({"prefill_rate": 1.0}, "prefill-rate needs host-cache, disk-cache or shared-cache"),
         ({"disk": ",".join(map(str, range(1, 40)))}, "at most 16 combinations"),
     ],
 )
@@ -84,6 +83,24 @@ def test_the_command_prints_measures_and_writes_them(tmp_path: Path, capsys) -> 
     assert rows[1]["saved_seconds"] == pytest.approx(report["tiers"]["saved_seconds"]) != 0
     page = (tmp_path / "out.html").read_text()
     assert 'id="tier-sizes"' in page and "Buy a disk of" in page
+
+
+def test_a_shared_tier_is_the_last_one_asked(tmp_path: Path, capsys) -> None:
+    """Main memory keeps two prompts of twelve; what it has not, the server has."""
+    trace = tmp_path / "trace.jsonl"
+    prompts = [list(range(100 * n, 100 * n + 80)) for n in range(12)]
+    prompts += [*prompts, *prompts[-2:]]
+    trace.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    options = ["--pool", "96", "--host-cache", "320", "--shared-cache", "--no-compare"]
+    assert main(["replay", str(trace), *options, "--json", str(tmp_path / "out.json")]) == 0
+    assert "from shared" in " ".join(capsys.readouterr().out.split())
+    report = json.loads((tmp_path / "out.json").read_text())
+    loaded = report["counts"]["since_start"]["loaded_tokens"]
+    assert loaded["shared"] == 12 * 79 and loaded["host"] > 0
+    rows = report["tier_sizes"]["rows"]
+    assert [[tier["name"] for tier in each["tiers"]] for each in rows] == [
+        [], ["shared"], ["host"], ["host", "shared"],
+    ]  # fmt: skip
 
 
 def test_the_curve_is_that_of_the_pool_without_its_tiers(tmp_path: Path, capsys) -> None:

@@ -120,7 +120,7 @@ def test_no_namespace_gets_what_belongs_to_another(llama, tmp_path):
 
 def test_requests_that_come_meanwhile_get_the_same_tokens(llama, tmp_path, monkeypatch):
     """The same prompts are loaded by requests, brought back, and both, a page at a time."""
-    monkeypatch.setattr("coppice.runtime.tiers.warming._PIECE_BYTES", 1)
+    monkeypatch.setattr("coppice.runtime.tiers.loading.warming._PIECE_BYTES", 1)
     prompts = prompts_of(24, (90, 61, 17))
     expected = filled(llama, tmp_path, prompts, kv_cache_tokens=2048)
     for seed in range(2):

@@ -26,9 +26,10 @@ from tiered_engine import engine, loading_pays, serve
 
 from coppice.radix.mirror.names import chain
 from coppice.runtime.engine.core import Engine
-from coppice.runtime.tiers import loads, writer
+from coppice.runtime.tiers import writer
 from coppice.runtime.tiers.disk.folder import content
 from coppice.runtime.tiers.disk.record import VERSION
+from coppice.runtime.tiers.loading import loads
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -152,7 +153,8 @@ from pathlib import Path
 import pytest
 from fake_tiers import written
 from tiered_engine import engine, loading_pays, serve
-from coppice.runtime.tiers import loads, writer
+from coppice.runtime.tiers import writer
+from coppice.runtime.tiers.loading import loads
 
 patch = pytest.MonkeyPatch()
 loading_pays(patch)
@@ -342,7 +344,7 @@ def test_a_server_that_dies_hangs_forgets_or_lies_costs_time_and_no_token(
 ):
     import redis
 
-    monkeypatch.setattr("coppice.runtime.tiers.rates._LEAST_PATIENCE", 0.3)
+    monkeypatch.setattr("coppice.runtime.tiers.loading.rates._LEAST_PATIENCE", 0.3)
     made = engine(llama, shared_cache=redis_server.url)
     client = redis.Redis(port=redis_server.port)
     rng = random.Random(33)

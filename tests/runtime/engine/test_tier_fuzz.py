@@ -18,10 +18,11 @@ from unsteady_store import UnsteadyStore
 
 from coppice.kernels.pages.packing import packed_bytes
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
-from coppice.runtime.tiers import exchange, loads, writer
+from coppice.runtime.tiers import exchange, writer
 from coppice.runtime.tiers.disk.folder import content
 from coppice.runtime.tiers.disk.store import DiskStore
 from coppice.runtime.tiers.host import HostStore
+from coppice.runtime.tiers.loading import loads
 from coppice.runtime.tiers.store import Store
 
 

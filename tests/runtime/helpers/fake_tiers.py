@@ -161,7 +161,7 @@ def add_tiers(
     tiers._writer.share = 1.0
     threads = HandThreads(rng)
     if hand:
-        for pools in (tiers.loads._asking, tiers.loads._reading):
+        for pools in (tiers.loads.finding.threads, tiers.loads.reading):
             for pool in pools:
                 pool.shutdown()
             pools[:] = [threads] * len(pools)  # type: ignore[list-item]

@@ -8,7 +8,7 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.schedule.step_times import StepTimes
-from coppice.runtime.tiers import rates
+from coppice.runtime.tiers.loading import rates
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

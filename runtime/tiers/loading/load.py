@@ -15,7 +15,7 @@ from coppice.kernels.pages.transfers import Staged
 from coppice.radix.accounting.log.loaded import FromTiers
 from coppice.radix.mirror.names import PageKey
 from coppice.runtime.requests.request import Sequence
-from coppice.runtime.tiers.rates import meeting
+from coppice.runtime.tiers.loading.rates import meeting
 from coppice.runtime.tiers.store import Place
 
 

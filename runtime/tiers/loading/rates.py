@@ -10,29 +10,45 @@ _PATIENCE = 4.0  # a tier may take so many times its usual time
 _LEAST_PATIENCE = 0.2  # and so many seconds in any case: threads start late on a busy machine
 _FIRST_PATIENCE = 1.0  # for a tier of which nothing is known: it may have to connect, or to wake up
 
+_HOPE = 1.1  # a tier that is not read is expected to be so much faster, each time it was too slow
+
 #: From this ratio of loading's speed to computing's, computing beside it gains too little.
 TOGETHER = 8.0
 
 
 class Rate:
-    """Bytes a second that a tier reads, of pieces of similar size."""
+    """Bytes a second that a tier reads, of pieces of similar size.
 
-    __slots__ = ("_bytes", "_seconds", "_expected")
+    Only reading measures it. So that a tier that was slow once, since the machine was busy, is not
+    left alone for ever, `declined` raises what is expected of it little by little.
+    """
+
+    __slots__ = ("_bytes", "_seconds", "_expected", "_hope")
 
     def __init__(self, expected: float) -> None:
         """`expected`: bytes a second until something was measured."""
         self._expected = expected
         self._bytes = self._seconds = 0.0
+        self._hope = 1.0
 
     @property
     def value(self) -> float:
         """Bytes a second."""
-        return self._bytes / self._seconds if self._seconds else self._expected
+        if not self._seconds:
+            return self._expected
+        measured = self._bytes / self._seconds
+        return max(measured, min(measured * self._hope, self._expected))
 
     def observe(self, size: int, seconds: float) -> None:
         """Learns from a read of `size` bytes."""
         self._bytes = _KEPT * self._bytes + size
         self._seconds = _KEPT * self._seconds + max(seconds, 1e-9)
+        self._hope = 1.0
+
+    def declined(self) -> None:
+        """Notes that nothing was read since computing was faster."""
+        if self.value < self._expected:
+            self._hope *= _HOPE
 
     def patience(self, size: int) -> float:
         """Seconds after which a read of `size` bytes is slower than can be expected."""

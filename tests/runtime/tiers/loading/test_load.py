@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from coppice.radix.mirror.names import PageKey
-from coppice.runtime.tiers.load import FoundPage, Load, Next
-from coppice.runtime.tiers.rates import Rate, meeting, worth
+from coppice.runtime.tiers.loading.load import FoundPage, Load, Next
+from coppice.runtime.tiers.loading.rates import Rate, meeting, worth
 from coppice.runtime.tiers.sizes import parse_size
 from coppice.runtime.tiers.store import Place
 
@@ -144,6 +144,21 @@ def test_a_rate_follows_what_is_measured():
     for _ in range(30):
         rate.observe(1000, 10.0)
     assert rate.value == pytest.approx(100, rel=0.05)
+
+
+def test_of_a_tier_that_is_not_read_a_little_more_is_expected_each_time():
+    rate = Rate(1000.0)
+    rate.declined()
+    assert rate.value == 1000.0, "nothing is known of it"
+    rate.observe(100, 1.0)
+    for _ in range(5):
+        rate.declined()
+    assert rate.value == pytest.approx(100 * 1.1**5)
+    for _ in range(1000):
+        rate.declined()
+    assert rate.value == 1000.0, "no more than of one of which nothing is known"
+    rate.observe(100, 1.0)
+    assert rate.value == pytest.approx(100), "one measurement says more than hope"
 
 
 @pytest.mark.parametrize(

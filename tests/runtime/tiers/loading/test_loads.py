@@ -16,7 +16,8 @@ from coppice.radix.mirror.leaving import Known
 from coppice.radix.mirror.names import chain
 from coppice.runtime.requests.request import Request, Sequence, Status
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.tiers.loads import Loads
+from coppice.runtime.tiers.loading.loads import Loads
+from coppice.runtime.tiers.loading.rates import Rate
 from coppice.runtime.tiers.told import TierCounts, TiersTold
 
 SIZE, WIDTH = 4, 64
@@ -53,8 +54,8 @@ class Made:
         self.asking = [HandThreads(random.Random(0)) for _ in stores]
         self.reading = [HandThreads(random.Random(0)) for _ in stores]
         for pools, ours in (
-            (self.loads._asking, self.asking),
-            (self.loads._reading, self.reading),
+            (self.loads.finding.threads, self.asking),
+            (self.loads.reading, self.reading),
         ):
             for pool in pools:
                 pool.shutdown()
@@ -112,6 +113,24 @@ def test_the_bonus_is_what_loading_saves():
     made.loads.begin(other, 0)
     made.answer()
     assert not made.loads.found(), "it is computed"
+
+
+def test_a_tier_that_was_slow_once_is_tried_again():
+    store = MemoryStore()
+    fill(store, TOKENS)
+    made = Made(store, compute=1.0)
+    # Two hundred times as slow as computing: a machine that stood still, say.
+    made.loads._rates[0] = Rate(1e9)
+    made.loads._rates[0].observe(WIDTH, 200.0 * SIZE)
+    for number in range(100):
+        mine = sequence(TOKENS, number)
+        made.loads.begin(mine, 0)
+        made.answer()
+        if made.loads.found():
+            break
+        assert made.loads.of(mine).over, "it is computed"
+        made.loads.drop(mine)
+    assert 10 < number < 99
 
 
 def test_a_tier_that_does_not_answer_is_given_up_and_not_what_another_one_said():

@@ -12,11 +12,11 @@ from queue import Empty, SimpleQueue
 
 from coppice.kernels.pages.transfers import PageTransfers, Staged
 from coppice.radix.mirror.leaving import Known
-from coppice.radix.mirror.names import PageKey, chain
 from coppice.radix.tokens import TOKEN_BYTES
 from coppice.runtime.requests.request import Sequence, Status
-from coppice.runtime.tiers.load import FoundPage, Load, LoadedPage, Next, Piece
-from coppice.runtime.tiers.rates import Rate, worth
+from coppice.runtime.tiers.loading.finding import Finding
+from coppice.runtime.tiers.loading.load import FoundPage, Load, LoadedPage, Next, Piece
+from coppice.runtime.tiers.loading.rates import Rate, worth
 from coppice.runtime.tiers.store import Store, TierFailed
 from coppice.runtime.tiers.told import TiersTold
 
@@ -37,7 +37,7 @@ class Loads:
 
     `begin` asks the tiers for a sequence that has entered the queue; `poll` takes their answers,
     and has threads read. A running sequence asks `next` what it may do, and gets its pages by
-    `take`. Only the threads touch the stores, and nothing else.
+    `take`. Only threads touch the stores, those of `finding` and `reading`, and nothing else.
 
     What a sequence of the same prompt is about to bring back is not loaded twice: it is asked for
     when the other runs, and then the scheduler has it wait for that one's pages.
@@ -74,12 +74,20 @@ class Loads:
         self._known, self._told, self._clock = known, told, clock
         self._rates = [Rate(_EXPECTED) for _ in stores]
         self._rested = [0.0 for _ in stores]  # until when each is not asked
-        # Each tier has its own, so that none waits for another: one that asks, others that read.
-        self._asking, self._reading = (
-            [ThreadPoolExecutor(count, f"coppice-{store.name}-{what}") for store in stores]
-            for count, what in ((1, "find"), (_THREADS, "load"))
-        )
         self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.finding = Finding(
+            stores,
+            page_size=page_size,
+            awake=self._awake,
+            failed=self._rest,
+            found=self._found,
+            done=self._done,
+            clock=clock,
+        )
+        # Each tier has its own, so that none waits for another.
+        self.reading = [
+            ThreadPoolExecutor(_THREADS, f"coppice-{each.name}-load") for each in stores
+        ]
         self._loads: dict[Sequence, Load] = {}
         self._coming: dict[Hashable, Load] = {}  # by tokens up to the first new page
         self._behind: dict[Sequence, Load] = {}  # those that another load has wait
@@ -88,8 +96,7 @@ class Loads:
         self._queued: dict[Load, list[tuple[Piece, Future[None]]]] = {}
         self._at_once = [0 for _ in stores]  # threads that read now
         self._counting = threading.Lock()
-        # Of each tier: when it last answered, and brought a piece; the pieces that it has to bring.
-        self._answered = [0.0 for _ in stores]
+        # Of each tier: when it last brought a piece; the pieces that it has to bring.
         self._brought = [0.0 for _ in stores]
         self._pieces = [0 for _ in stores]
         self._new: list[Load] = []  # that were found to be worth it since `found` was called
@@ -125,7 +132,7 @@ class Loads:
         load = Load(sequence, cached, self._size, self._clock(), first, mark)
         self._loads[sequence] = load
         self._coming[mark] = load
-        self._ask(load, root, tokens, 0)
+        self.finding.ask(load, root, tokens)
 
     @property
     def _tiers(self) -> range:
@@ -229,7 +236,8 @@ class Loads:
         """Ends the threads once they have done what they do."""
         for sequence in list(self._loads):
             self.drop(sequence)
-        for threads in (*self._asking, *self._reading):
+        self.finding.close()
+        for threads in self.reading:
             threads.shutdown(cancel_futures=True)
 
     def _check_patience(self) -> None:
@@ -242,10 +250,8 @@ class Loads:
         }
         for load in self._loads.values():
             if load.finding:
-                tier = load.asking
-                since = max(load.asked, self._answered[tier])
-                if now - since > self._rates[tier].patience(0):
-                    self._slow(tier)
+                if self.finding.silent(load) > self._rates[load.asking].patience(0):
+                    self._slow(load.asking)
                     self._found(load, load.answered)
             elif stuck:
                 for tier in load.tiers & stuck:
@@ -303,61 +309,10 @@ class Loads:
                 if not self._pieces[piece.tier]:
                     self._brought[piece.tier] = self._clock()
                 self._pieces[piece.tier] += 1
-                future = self._reading[piece.tier].submit(self._read, load, piece)
+                future = self.reading[piece.tier].submit(self._read, load, piece)
                 self._queued.setdefault(load, []).append((piece, future))
 
     # -- in threads --------------------------------------------------------------------------
-
-    def _ask(self, load: Load, root: bytes, tokens: bytes, tier: int) -> None:
-        """Has a tier asked for the pages of a prompt, or the first one after it that is awake."""
-        while tier < len(self._stores) and not self._awake(tier):
-            tier += 1
-        if tier < len(self._stores):
-            load.asking, load.asked = tier, self._clock()
-            self._asking[tier].submit(self._find, load, root, tokens, tier)
-        else:
-            pages = load.answered
-            self._done.put(lambda: self._found(load, pages))
-
-    def _find(self, load: Load, root: bytes, tokens: bytes, tier: int) -> None:
-        """Finds what a tier has of a prompt and those before it do not; then asks the next one."""
-        if not load.finding:
-            return
-        first, pages = load.begin // self._size, dict(load.answered)
-        try:
-            keys = chain(root, tokens, self._size * TOKEN_BYTES)
-            missing = [
-                index for index in range(first, len(keys))
-                if index not in pages or pages[index].key.length < keys[index].length
-            ]  # fmt: skip
-            places = self._stores[tier].find([keys[index] for index in missing])
-            for index, place in zip(missing, places, strict=True):
-                if place is not None:
-                    pages[index] = FoundPage(tier, keys[index], place)
-            load.answered = pages
-            load.answered = self._with_part(tier, keys, first, pages)
-        except TierFailed as error:
-            logger.warning("%s", error)
-            self._done.put(lambda: self._rest(tier))
-        except BaseException:  # whatever ends this thread's work, the sequence goes on
-            logger.exception("a tier could not be asked")
-        self._answered[tier] = self._clock()
-        self._ask(load, root, tokens, tier + 1)
-
-    def _with_part(
-        self, tier: int, keys: Seq[PageKey], first: int, pages: dict[int, FoundPage]
-    ) -> dict[int, FoundPage]:
-        """Adds a page of which only the first tokens agree, after the last one that is whole."""
-        whole = {at: page for at, page in pages.items() if page.key.length == keys[at].length}
-        index = max(whole, default=first - 1) + 1
-        if index == len(keys):
-            return whole
-        key, part = keys[index], pages.get(index)
-        place = self._stores[tier].find_longest(key)
-        if place is not None and (part is None or place.tokens > part.place.tokens):
-            agreed = PageKey(key.parent, key.tokens[: place.tokens * TOKEN_BYTES])
-            part = FoundPage(tier, agreed, place)
-        return whole if part is None else whole | {index: part}
 
     def _read(self, load: Load, piece: Piece) -> None:
         """Reads a piece into memory."""
@@ -411,6 +366,8 @@ class Loads:
         found = worth(seconds, alone)
         if not found.loads:
             self._told.computed_instead += tokens
+            for tier in {page.tier for page in pages.values()}:
+                self._rates[tier].declined()
             return
         load.together = found.together
         load.load_rate = tokens / max(seconds, 1e-9)
