@@ -153,6 +153,7 @@ def test_the_command_runs(installed: Path, tmp_path: Path, where: str) -> None:
     assert "generate" in run(installed / "coppice", "--help", cwd=cwd)
 
 
+@pytest.mark.slow
 def test_a_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     """The archive holds the rooms as ordinary folders in coppice/, since links do not travel."""
     source = tmp_path / "source"

@@ -224,6 +224,7 @@ def test_a_file_that_is_not_a_report(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_server_without_a_report(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", url + "/elsewhere"]) == 1
     assert "answered 404: GET /elsewhere/cache/report: Not Found" in capsys.readouterr().err

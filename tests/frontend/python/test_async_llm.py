@@ -137,6 +137,7 @@ async def test_sleep(llm: AsyncLLM, level: int) -> None:
     await llm.reset_prefix_cache()
 
 
+@pytest.mark.slow
 async def test_it_is_shut_down_for_good(checkpoint: Path) -> None:
     llm = AsyncLLM(str(checkpoint), kv_cache_tokens=512, max_num_seqs=2)
     running = llm.generate("The key", LONG)  # starts the engine

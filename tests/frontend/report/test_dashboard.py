@@ -333,6 +333,7 @@ def channel(page: Any, selector: str, name: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", value)[:3]]
 
 
+@pytest.mark.slow
 def test_without_text_lengths_and_hashes_are_shown(
     browser: Any, served: Callable[..., str], checkpoint: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_no_text_is_shown_without_the_option_and_no_salt_ever(quiet: Server) -> 
     assert len(names[1]) == 9
 
 
+@pytest.mark.slow
 def test_text_is_shown_with_report_text(served: Callable[..., str], checkpoint: Path) -> None:
     server = Server(served("--report-text"), str(checkpoint))
     for number in range(3):

@@ -202,7 +202,9 @@ def test_the_fitted_machine_has_the_measured_times() -> None:
 # -- the page ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1280, "light"), pytest.param(400, "dark", marks=pytest.mark.slow)]
+)
 def test_the_page_shows_the_jsons_figures(
     browser: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], width: int, scheme: str
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_chain_is_a_chunk(make_batch, branching):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_branches_in_a_graph(make_batch, triton_backend, fine_splits):
     """Plans with trees, with chains, and with neither, one after another in the same places."""
     tails = [[(3, 9), (4, 2), (1, 7)], [(8, 5)], [(1, 3)] * 8, [(6, 30), (2, 1)]]

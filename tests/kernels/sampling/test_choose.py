@@ -82,8 +82,7 @@ CASES = [
         way.values[0],
         kind,
         id=f"{kind}-{way.id}",
-        marks=[pytest.mark.slow]
-        * (way.id == "triton" and INTERPRETED and kind not in ("few values", "banned")),
+        marks=[pytest.mark.slow] * (way.id == "triton" and INTERPRETED and kind != "banned"),
     )
     for kind in KINDS
     for way in ways()

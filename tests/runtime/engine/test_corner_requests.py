@@ -61,7 +61,7 @@ def test_prompts_as_long_as_the_model_allows(checkpoint: Path, size: int, late: 
     assert not engine.has_unfinished()
 
 
-@pytest.mark.parametrize("size", [1, 4, 7])
+@pytest.mark.parametrize("size", [1, 4, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_stop_token_at_any_place_of_a_page(checkpoint: Path, size: int) -> None:
     """What was computed before it is hit by the next request; the token itself never was."""
     engine, model = fake_engine(checkpoint, page_size=size, kv_cache_tokens=280)
@@ -86,6 +86,7 @@ def test_a_stop_token_at_any_place_of_a_page(checkpoint: Path, size: int) -> Non
             assert found[0].cached_tokens == length + count - 1
 
 
+@pytest.mark.slow
 def test_forks_that_are_cancelled_in_any_order(checkpoint: Path) -> None:
     params = SamplingParams(n=4, temperature=1, seed=5, max_tokens=8, ignore_eos=True)
     engine, model = fake_engine(checkpoint, page_size=4, kv_cache_tokens=256)

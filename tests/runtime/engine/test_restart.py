@@ -118,6 +118,7 @@ def test_no_namespace_gets_what_belongs_to_another(llama, tmp_path):
     made.close()
 
 
+@pytest.mark.slow
 def test_requests_that_come_meanwhile_get_the_same_tokens(llama, tmp_path, monkeypatch):
     """The same prompts are loaded by requests, brought back, and both, a page at a time."""
     monkeypatch.setattr("coppice.runtime.tiers.loading.warming._PIECE_BYTES", 1)

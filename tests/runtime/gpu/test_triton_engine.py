@@ -60,7 +60,8 @@ def test_deterministic_is_handed_to_the_backend_and_the_projections(tiny_checkpo
         make_engine(path, device="cpu", deterministic=True)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.slow
 def test_deterministic_answers_have_the_bits_of_a_cold_lone_request(tiny_checkpoint, family):
     """Logprobs of a prompt and of its answer: alone and cold, on a hit, in company, as samples."""
     path = tiny_checkpoint(family)

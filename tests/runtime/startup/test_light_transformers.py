@@ -34,6 +34,7 @@ def run(code: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_a_tokenizer_comes_without_transformers_models() -> None:
     """With those come torch's compiler and its distributed tensors, seconds of a start."""
     run(

@@ -85,6 +85,7 @@ def test_a_server_that_dies_fails_each_call_and_is_used_when_it_is_back(
     assert right(store, numbered(5)) == [True] * 5
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_fails_each_call(server: RedisServer, store: SharedStore) -> None:
     put(store, numbered(5))
     server.pause()
@@ -374,7 +375,9 @@ def test_nonsense_is_a_failure_or_a_miss(answer: bytes) -> None:
         assert all(text.startswith("shared_cache: redis://127.0.0.1") for text in said)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+)
 def test_random_changes_on_the_way_give_no_wrong_page(
     server: RedisServer, store: SharedStore, seed: int
 ) -> None:

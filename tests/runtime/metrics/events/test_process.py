@@ -72,6 +72,7 @@ def snapshot(context: Any, replay: str) -> tuple[str, TreeCopy]:
     return instance, copy
 
 
+@pytest.mark.slow
 def test_another_process_follows_one_that_was_killed(address: Address, context: Any) -> None:
     endpoint, replay = address(), address()
     heard: list[bool] = []

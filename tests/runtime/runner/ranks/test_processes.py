@@ -100,6 +100,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed(tiny_checkpoint: Checkpo
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_ranks_end_with_a_process_that_is_killed(tiny_checkpoint: Checkpoint) -> None:
     code = textwrap.dedent(f"""
         import os, time
