@@ -134,13 +134,12 @@ class DraftModel:
 
     def begin(self, sequence: Sequence) -> Begun | None:
         """As `DraftNetwork.begin`."""
-        follower = self._followers.pop(sequence, None)
+        follower = self._followers.get(sequence)
         if follower is None:
-            follower = _Follower(sequence)
-        self._followers[sequence] = follower
-        tokens, own = sequence.tokens, follower.own
-        length = len(tokens)
+            follower = self._followers[sequence] = _Follower(sequence)
+        own, length = follower.own, len(sequence.tokens)
         if length > self.runner.max_model_len or not self._knows(follower, sequence):
+            self._leave(follower)
             return None
         follower.follow(sequence)
         if own.hold is not None:
@@ -173,7 +172,7 @@ class DraftModel:
         busy = {sequence for sequence, _ in parts}
         placed: dict[Sequence, Sequence] = {}  # by what they are here
         for sequence, count in parts:
-            follower = self._followers[sequence]
+            follower = self._followers[sequence] = self._followers.pop(sequence)
             if self._place(follower, count, schedule, busy):
                 placed[follower.own] = sequence
                 if follower.stale:
@@ -201,9 +200,9 @@ class DraftModel:
     def ended(self, sequence: Sequence) -> None:
         """As `DraftNetwork.ended`."""
         follower = self._followers.pop(sequence, None)
-        if follower is not None and follower.own.hold is not None:
+        if follower is not None:
             follower.follow(sequence)
-            self.paging.leave(follower.own)
+            self._leave(follower)
 
     def check(self) -> None:
         """Recounts every page and lock; raises AssertionError on a mismatch. For tests."""
@@ -238,12 +237,17 @@ class DraftModel:
     def _give_back(self, busy: set[Sequence]) -> bool:
         """Takes the pages of the sequence that was drafted for least lately, if it is not busy."""
         for sequence, follower in self._followers.items():
-            own = follower.own
-            if sequence not in busy and own.hold is not None:
-                own.computed = min(own.computed, follower.confirmed)
-                self.paging.leave(own)
+            if sequence not in busy and follower.own.hold is not None:
+                self._leave(follower)
                 return True
         return False
+
+    def _leave(self, follower: _Follower) -> None:
+        """Gives back a sequence's pages, if it has any; its text stays in the tree."""
+        own = follower.own
+        if own.hold is not None:
+            own.computed = min(own.computed, follower.confirmed)
+            self.paging.leave(own)
 
     def _computed(self, chunk: Chunk, follower: _Follower) -> None:
         """Counts a chunk as computed; what it has of a text enters the tree at once.

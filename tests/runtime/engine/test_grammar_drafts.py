@@ -45,6 +45,16 @@ class FreeRows:
         return np.ones(200) + 0.001 * np.arange(200)
 
 
+class FreePasses:
+    """The same of a draft model's passes."""
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """It knows."""
+
+    def line(self, step: float) -> tuple[float, float]:
+        return 0.01, 0.0001
+
+
 @pytest.fixture(scope="module")
 def checkpoint(
     tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
@@ -121,6 +131,28 @@ def test_beside_the_other_sources_the_text_is_the_same(checkpoint: Path) -> None
     for _ in range(2):
         assert run(engine, *asked)[0] == expected
     assert engine.drafts is not None and engine.drafts.counts.of("grammar").accepted > 40
+    plain.close()
+    engine.close()
+
+
+def test_a_draft_model_keeps_to_the_form(checkpoint: Path) -> None:
+    """Equal to the model and held to the same form, it is nearly always right."""
+    free = StructuredOutputsParams(regex="[a-z]{10,40}( [a-z]{3,9}){2}!")
+    asked: list[dict[str, Any]] = [
+        {"structured_outputs": free, "temperature": 0},
+        {"structured_outputs": free, "seed": 4, "n": 2, "presence_penalty": 0.5},
+        {"structured_outputs": JSON, "seed": 5, "max_tokens": 60},
+    ]
+    plain = start(checkpoint, "off")
+    engine = start(checkpoint, draft_model=str(checkpoint))
+    assert engine.drafts is not None and engine.drafts.model is not None
+    engine.drafts._sources = []
+    engine.drafts.model.passes = FreePasses()  # type: ignore[assignment]
+    expected, _ = run(plain, *asked)
+    assert run(engine, *asked)[0] == expected
+    counts = engine.drafts.counts.of("model")
+    assert counts.accepted > 0.6 * sum(map(len, expected.values()))
+    assert engine.counters.steps < 0.5 * plain.counters.steps
     plain.close()
     engine.close()
 
