@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Seq
 from copy import copy
@@ -282,8 +283,12 @@ class DraftModel:
             if row in sampled.errors:
                 continue
             token, (chosen, *likely) = sampled.tokens[row], shares[row]
+            if math.isnan(chosen):  # its form is to be completed, and has no other token
+                chosen = 1.0
             others = [
-                each for each in zip(tops[row], likely, strict=True) if each[0] != token and each[1]
+                each
+                for each in zip(tops[row], likely, strict=True)
+                if each[0] != token and each[1] > 0
             ]
             found[sequence] = Guess(token, chosen, tuple(others[:_BESIDE]))
         return found
