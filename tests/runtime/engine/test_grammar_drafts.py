@@ -135,6 +135,7 @@ def test_beside_the_other_sources_the_text_is_the_same(checkpoint: Path) -> None
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_draft_model_keeps_to_the_form(checkpoint: Path) -> None:
     """Equal to the model and held to the same form, it is nearly always right."""
     free = StructuredOutputsParams(regex="[a-z]{10,40}( [a-z]{3,9}){2}!")
