@@ -15,6 +15,7 @@ from coppice.kernels.cpu.ranks.memory import RankMemory, region_bytes, shared_fi
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import core
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.runner.cache_size import Beside
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.runner.ranks.shared_group import SharedGroup
 
@@ -38,10 +39,10 @@ def start_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartRanks]:
             failures.append(error)
             group.end(f"rank {group.rank} of the model: {type(error).__name__}: {error}")
 
-    def open_runner(config: EngineConfig) -> ModelRunner:
+    def open_runner(config: EngineConfig, beside: Beside) -> ModelRunner:
         size = config.tensor_parallel_size
         if size == 1:
-            return ModelRunner(config)
+            return ModelRunner(config, beside=beside)
         room = region_bytes(64 * 300)  # fewer numbers than the logits of some steps
         descriptor = shared_file(size, room)
         groups = [
