@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from coppice.kernels.attention.branches import Branches
 
@@ -47,6 +48,14 @@ class LayerCache:
     k: torch.Tensor
     v: torch.Tensor
     scales: KvScales | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorm:
+    """``x / sqrt(mean(x^2) + eps) * weight`` of each head of a row; ``weight`` is ``[H, D]``."""
+
+    weight: torch.Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +305,9 @@ class AttentionBackend(ABC):
     #: Whether it is faster with decoding sequences first, and those that share pages side by side.
     ordered: ClassVar[bool] = False
 
+    #: Whether ``write_normed`` is one pass, and thus faster than a norm and ``write_rotated``.
+    norms_heads: ClassVar[bool] = False
+
     @abstractmethod
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor
@@ -325,6 +337,20 @@ class AttentionBackend(ABC):
         q, k = qk[:, :heads], qk[:, heads:]
         self.write_kv(k, v, cache, slots)
         return q, k
+
+    def write_normed(
+        self,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        norm: HeadNorm,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        cache: LayerCache,
+        slots: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``write_rotated`` of the norms of queries and keys."""
+        normed = F.rms_norm(qk, qk.shape[-1:], eps=norm.eps) * norm.weight
+        return self.write_rotated(normed, v, cos, signed_sin, cache, slots)
 
     @abstractmethod
     def copy_pages(
@@ -390,6 +416,7 @@ class AttentionBackend(ABC):
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
+        lse_read: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend every row of the batch to the keys that it sees.
 
@@ -401,8 +428,8 @@ class AttentionBackend(ABC):
 
         Returns ``[T, Hq, D]`` in the type of ``q``, contiguous, and the natural logarithm of each
         row's sum of exponentials, float32 ``[T, Hq]``, by which results over disjoint keys are
-        merged. Row j of sequence i, which has ``n`` rows, sits at position
-        ``context_len[i] - n + j``, or where ``branches`` say.
+        merged; without ``lse_read`` that may be anything. Row j of sequence i, which has ``n``
+        rows, sits at position ``context_len[i] - n + j``, or where ``branches`` say.
         """
 
 

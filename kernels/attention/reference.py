@@ -64,6 +64,7 @@ class ReferenceBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
+        lse_read: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         plan = prepared
         check_attend(self, plan, q, k, v, cache, sliding_window, logit_softcap)

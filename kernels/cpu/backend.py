@@ -171,6 +171,7 @@ class CpuBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
+        lse_read: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_attend(self, prepared.plan, q, k, v, cache, sliding_window, logit_softcap)
         rows, heads, dim = q.shape

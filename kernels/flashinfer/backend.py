@@ -128,6 +128,7 @@ class FlashInferBackend(GpuBackend):
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
+        lse_read: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_attend(self, prepared.plan, q, k, v, cache, sliding_window, logit_softcap)
         kind = LayerKind(
@@ -135,7 +136,7 @@ class FlashInferBackend(GpuBackend):
             prepared.plan.page_size, q.dtype, cache.k.dtype,
         )  # fmt: skip
         with on(self.device):
-            return self.plan(kind, prepared).run(q, cache)
+            return self.plan(kind, prepared).run(q, cache, lse_read=lse_read)
 
     def plan(self, kind: LayerKind, prepared: PreparedPlan | FlashInferFixedPlan) -> Wrappers:
         """The wrappers of a kind of layers, which hold the plan of this step."""

@@ -139,7 +139,9 @@ class Wrappers:
             self._staged.record()
         self._step = step
 
-    def run(self, q: torch.Tensor, cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, q: torch.Tensor, cache: LayerCache, *, lse_read: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend by the plan that was made last; results as of ``AttentionBackend.attend``."""
         step = self._step
         assert step is not None
@@ -163,9 +165,11 @@ class Wrappers:
             self._library.merge_state_in_place(out[rows], lse[rows], part, part_lse)
         if cache.scales is not None:
             out.mul_(self._of_queries(cache.scales[1]))
-        lse.mul_(math.log(2))
+        if lse_read:
+            lse.mul_(math.log(2))
         if step.places is not None:
-            out, lse = out.index_select(0, step.places), lse.index_select(0, step.places)
+            out = out.index_select(0, step.places)
+            lse = lse.index_select(0, step.places) if lse_read else lse
         return out, lse
 
     def _last(self, step: SentSchedule) -> Iterator[tuple[Any, SentLevel]]:

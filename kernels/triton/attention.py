@@ -1,4 +1,4 @@
-"""The Triton kernels of attention: one walks the keys of work items, one merges partial results.
+"""The Triton kernel of attention, which walks the keys of work items; ``merge`` has the other.
 
 Flash attention over pages (Dao et al. 2022, Kwon et al. 2023): an online softmax in float32, in
 powers of two, over tiles of keys that are found through the page table. A program takes one work
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from coppice.kernels.triton.dependent import begin
 
 #: Columns of ``schedule.items.Launch.items``.
 ITEM_FIELDS = tl.constexpr(8)
@@ -183,7 +185,8 @@ def _walk(
 
 
 @triton.jit
-def attend_items(
+def _attend_item(
+    number: tl.tensor,
     q: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
@@ -221,25 +224,12 @@ def attend_items(
     PHASED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """One item for PACKED of a KV head's GROUP query heads: grid ``(items * KV_HEADS * parts,)``.
-
-    The programs of an item lie side by side: where a group has several parts, all but the first
-    find its keys in the second level cache. A head's elements are those of BLOCK_D and of REST_D.
-
-    ``out [T, Hq, D]`` and ``lse [T, Hq]`` take the rows whose slot is -1; the others go to their
-    slot of ``partial_out`` float32 and ``partial_lse``, whose logarithms are to base 2. PARTIAL
-    is whether there are any. BRANCHED: rows may be those of trees, see ``TreeSchedule.branches``.
-    PHASED walks the tiles that need no mask in a loop of their own. SCALED: the cache is one of
-    8-bit floats, with scales; HALF: and it is multiplied in float16. ``scale`` is not
-    negative.
-    """
+    """The program ``number`` of those that ``attend_items`` describes."""
     parts: tl.constexpr = (GROUP + PACKED - 1) // PACKED
-    unit = tl.program_id(0) % (KV_HEADS * parts)
-    item = items + tl.program_id(0) // (KV_HEADS * parts) * ITEM_FIELDS
+    unit = number % (KV_HEADS * parts)
+    item = items + number // (KV_HEADS * parts) * ITEM_FIELDS
     kv_head = unit // parts
     first_row, rows = tl.load(item), tl.load(item + 1)
-    if rows == 0:  # in a graph, whose grid has room for more items than this step has
-        return
     table = page_table + tl.load(item + 2)
     begin, end = tl.load(item + 3), tl.load(item + 4)
     clear_begin, clear_end = tl.load(item + 5), tl.load(item + 6)
@@ -342,50 +332,85 @@ def attend_items(
         _store_part(out, to * HEAD_DIM, rest, valid, BLOCK_D, HEAD_DIM, REST_D)
 
 
-@triton.jit
-def merge_partials(
-    partial_out: tl.tensor,
-    partial_lse: tl.tensor,
-    merges: tl.tensor,
+@triton.jit(do_not_specialize=["programs"])
+def attend_items(
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
-    HEADS: tl.constexpr,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    items: tl.tensor,
+    item_rows: tl.tensor,
+    item_slots: tl.tensor,
+    positions: tl.tensor,
+    branches: tl.tensor,
+    page_table: tl.tensor,
+    programs: tl.tensor,
+    q_stride: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    GROUP: tl.constexpr,
+    PACKED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,
+    REST_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
+    BRANCHED: tl.constexpr,
+    SCALED: tl.constexpr,
+    HALF: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    PHASED: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
-    """The partial results of one row and head, in the order of their slots: grid ``(rows, Hq)``.
+    """One item for PACKED of a KV head's GROUP query heads: grid ``(items * KV_HEADS * parts,)``.
 
-    ``merges`` int32 ``[rows, 3]``: row, first slot, slots. Weighing by log-sum-exp as in Milakov
-    and Gimelshein 2018; the order is the same in every run, so the result is, bit for bit.
+    The programs of an item lie side by side: where a group has several parts, all but the first
+    find its keys in the second level cache. A head's elements are those of BLOCK_D and of REST_D.
+
+    PERSISTENT: the grid is smaller, a program takes every so many of these ``programs``, and ends
+    at the first item without rows. A graph has room for more items than a step has.
+
+    ``out [T, Hq, D]`` and ``lse [T, Hq]`` take the rows whose slot is -1; the others go to their
+    slot of ``partial_out`` float32 and ``partial_lse``, whose logarithms are to base 2. PARTIAL
+    is whether there are any. BRANCHED: rows may be those of trees, see ``TreeSchedule.branches``.
+    PHASED walks the tiles that need no mask in a loop of their own. SCALED: the cache is one of
+    8-bit floats, with scales; HALF: and it is multiplied in float16. ``scale`` is not
+    negative.
     """
-    head = tl.program_id(1)
-    merge = merges + tl.program_id(0) * 3
-    row, first, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)
-    if count == 0:  # as in `attend_items`
-        return
-    d = tl.arange(0, BLOCK_D)
-    in_head = d < HEAD_DIM
-    accumulator = tl.full([BLOCK_D], 0.0, tl.float32)
-    peak = -float("inf")
-    total = 0.0
-    for start in range(0, count, PARTS):
-        part = start + tl.arange(0, PARTS)
-        real = part < count
-        at = (first + part).to(tl.int64) * HEADS + head
-        log = tl.load(partial_lse + at, mask=real, other=float("-inf"))
-        parts = tl.load(
-            partial_out + at[:, None] * HEAD_DIM + d[None, :],
-            mask=real[:, None] & in_head[None, :],
-            other=0.0,
-        )
-        new_peak = tl.maximum(peak, tl.max(log, 0))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(log - base)
-        shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weights, 0)
-        accumulator = accumulator * shrink + tl.sum(parts * weights[:, None], 0)
-        peak = new_peak
-    to = row.to(tl.int64) * HEADS + head
-    tl.store(lse + to, (peak + tl.log2(total)) * 0.6931471805599453)
-    tl.store(out + to * HEAD_DIM + d, (accumulator / total).to(out.dtype.element_ty), mask=in_head)
+    begin(DEPENDENT)
+    number = tl.program_id(0)
+    if PERSISTENT:
+        units: tl.constexpr = KV_HEADS * ((GROUP + PACKED - 1) // PACKED)
+        rows = tl.load(items + number // units * ITEM_FIELDS + 1)
+        while rows > 0:
+            _attend_item(
+                number, q, k_cache, v_cache, k_scales, v_scales, out, lse,
+                partial_out, partial_lse, items, item_rows, item_slots, positions,
+                branches, page_table, q_stride, scale, softcap, window, GROUP,
+                PACKED, KV_HEADS, HEAD_DIM, BLOCK_D, REST_D, QUERIES, KEYS,
+                PAGE_SIZE, WINDOWED, SOFTCAPPED, BRANCHED, SCALED, HALF, PARTIAL,
+                PHASED, UPCAST,
+            )  # fmt: skip
+            number += tl.num_programs(0)
+            later = items + number // units * ITEM_FIELDS + 1
+            rows = tl.load(later, mask=number < programs, other=0)
+    else:
+        _attend_item(
+            number, q, k_cache, v_cache, k_scales, v_scales, out, lse, partial_out,
+            partial_lse, items, item_rows, item_slots, positions, branches, page_table,
+            q_stride, scale, softcap, window, GROUP, PACKED, KV_HEADS, HEAD_DIM,
+            BLOCK_D, REST_D, QUERIES, KEYS, PAGE_SIZE, WINDOWED, SOFTCAPPED, BRANCHED,
+            SCALED, HALF, PARTIAL, PHASED, UPCAST,
+        )  # fmt: skip

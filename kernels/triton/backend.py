@@ -23,8 +23,10 @@ from coppice.kernels.attention.checks import check_attend
 from coppice.kernels.attention.interface import AttentionPlan, LayerCache
 from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.schedule.tiles import choose_tiles, head_blocks
-from coppice.kernels.triton.attention import attend_items, merge_partials
+from coppice.kernels.triton.attention import attend_items
 from coppice.kernels.triton.base import INTERPRETED, GpuBackend, on
+from coppice.kernels.triton.dependent import dependent
+from coppice.kernels.triton.merge import merge_partials
 from coppice.kernels.triton.plans import PreparedPlan, TritonFixedPlan, fixed_plans
 
 MAX_HEAD_DIM = 256
@@ -97,6 +99,7 @@ class TritonBackend(GpuBackend):
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
+        lse_read: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_attend(self, prepared.plan, q, k, v, cache, sliding_window, logit_softcap)
         rows, heads, head_dim = q.shape
@@ -116,10 +119,13 @@ class TritonBackend(GpuBackend):
         with on(self.device):
             for tile, phased, items in sent.launches:
                 block_d, rest_d = head_blocks(head_dim, tile.queries)
-                attend_items[(len(items) * model.programs,)](
+                programs = len(items) * model.programs
+                persistent = isinstance(prepared, TritonFixedPlan)
+                grid = min(programs, self._multiprocessors * tile.resident)
+                attend_items[(grid if persistent else programs,)](
                     q, cache.k, cache.v, *(cache.scales or (lse, lse)), out, lse, partial_out,
                     partial_lse, items, sent.rows, sent.slots, sent.positions, sent.branches,
-                    sent.page_indices,
+                    sent.page_indices, programs,
                     q.stride(0), float(scale), float(logit_softcap or 0), sliding_window or 0,
                     GROUP=model.group, PACKED=model.packed, KV_HEADS=model.kv_heads,
                     HEAD_DIM=head_dim, BLOCK_D=block_d, REST_D=rest_d, QUERIES=tile.queries,
@@ -128,14 +134,15 @@ class TritonBackend(GpuBackend):
                     SOFTCAPPED=logit_softcap is not None, BRANCHED=len(sent.branches) > 0,
                     SCALED=cache.scales is not None,
                     HALF=cache.scales is not None and q.dtype.itemsize == 2,
-                    PARTIAL=len(sent.slots) > 0, PHASED=phased, UPCAST=upcast,
-                    num_warps=tile.warps, num_stages=tile.stages,
+                    PARTIAL=len(sent.slots) > 0, PHASED=phased, PERSISTENT=persistent,
+                    UPCAST=upcast,
+                    num_warps=tile.warps, num_stages=tile.stages, **dependent(self.device),
                 )  # fmt: skip
             if len(sent.merges):
                 merge_partials[(len(sent.merges), heads)](
                     partial_out, partial_lse, sent.merges, out, lse,
                     HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-                    PARTS=_PARTS, num_warps=4,
+                    PARTS=_PARTS, num_warps=4, **dependent(self.device),
                 )  # fmt: skip
         return out.to(q.dtype), lse
 

@@ -14,10 +14,11 @@ import torch
 import triton
 
 from coppice.kernels.attention.checks import check_cache, check_copy, check_rows
-from coppice.kernels.attention.interface import AttentionBackend, LayerCache
+from coppice.kernels.attention.interface import AttentionBackend, HeadNorm, LayerCache
 from coppice.kernels.schedule.cost import H100_MULTIPROCESSORS
 from coppice.kernels.transfer import send
 from coppice.kernels.triton.cache import copy_page_words, rotate_rows, write_rows
+from coppice.kernels.triton.dependent import dependent
 
 #: Whether Triton runs its kernels in Python. It works on the raw bits of 16-bit floats, so that
 #: kernels must turn them into float32 first.
@@ -26,12 +27,17 @@ INTERPRETED = not isinstance(write_rows, triton.JITFunction)
 # 32-bit words of a page that a program copies.
 _COPY_WORDS = 1024
 
+# Numbers of a row's heads that a program rotates: 16 heads of 128, by four warps.
+_HEAD_NUMBERS = 2048
+
 
 class GpuBackend(AttentionBackend):
     """Cache writes and page copies as Triton kernels, compiled at their first use.
 
     Raises ``ValueError`` for a device that the kernels do not run on.
     """
+
+    norms_heads = True
 
     def __init__(self, device: torch.device) -> None:
         if INTERPRETED and device.type != "cpu":
@@ -63,6 +69,7 @@ class GpuBackend(AttentionBackend):
                 k, v, cache.k, cache.v, *(cache.scales or (k, v)), slots, k.stride(0), v.stride(0),
                 WIDTH=width, BLOCK=block, HEAD_DIM=k.shape[2], SCALED=cache.scales is not None,
                 INTERPRETED=INTERPRETED, num_warps=min(8, max(1, block // 256)),
+                **dependent(self.device),
             )  # fmt: skip
 
     def write_rotated(
@@ -74,21 +81,57 @@ class GpuBackend(AttentionBackend):
         cache: LayerCache,
         slots: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._write_heads(qk, v, None, cos, signed_sin, cache, slots)
+
+    def write_normed(
+        self,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        norm: HeadNorm,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        cache: LayerCache,
+        slots: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = tuple(qk.shape[1:])
+        if tuple(norm.weight.shape) != shape or not norm.weight.is_contiguous():
+            raise ValueError(
+                f"norm.weight has shape {tuple(norm.weight.shape)} and strides "
+                f"{norm.weight.stride()}; it must be {shape}, contiguous"
+            )
+        return self._write_heads(qk, v, norm, cos, signed_sin, cache, slots)
+
+    def _write_heads(
+        self,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        norm: HeadNorm | None,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        cache: LayerCache,
+        slots: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         kv_heads, head_dim = cache.k.shape[2:]
-        heads = qk.shape[1] - kv_heads
+        both = qk.shape[1]
+        heads = both - kv_heads
         check_cache(self, qk[:, heads:], v, cache)
         check_rows(qk=qk, v=v)
         if head_dim % 2:
             raise ValueError(f"qk has heads of {head_dim}; rotation needs an even number")
         rotated = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
         if len(qk):
+            width = triton.next_power_of_2(head_dim)
+            block = min(triton.next_power_of_2(both), max(1, _HEAD_NUMBERS // width))
             with on(self.device):
-                rotate_rows[(len(qk), qk.shape[1])](
-                    qk, v, cos.contiguous(), signed_sin.contiguous(), rotated, cache.k, cache.v,
+                rotate_rows[(len(qk), triton.cdiv(both, block))](
+                    qk, v, cos.contiguous(), signed_sin.contiguous(),
+                    v if norm is None else norm.weight, rotated, cache.k, cache.v,
                     *(cache.scales or (v, v)), slots, qk.stride(0), v.stride(0),
-                    HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
-                    BLOCK_D=triton.next_power_of_2(head_dim), SCALED=cache.scales is not None,
-                    INTERPRETED=INTERPRETED, num_warps=1,
+                    0.0 if norm is None else norm.eps,
+                    HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_H=block,
+                    BLOCK_D=width, NORMED=norm is not None, SCALED=cache.scales is not None,
+                    INTERPRETED=INTERPRETED, num_warps=max(1, block * width // 512),
+                    **dependent(self.device),
                 )  # fmt: skip
         return rotated[:, :heads], rotated[:, heads:]
 

@@ -1,13 +1,15 @@
 """The Triton kernels that write the cache: K and V to slots, with rotation or not, and whole pages.
 
-Keys are rotated where they are written (Su et al. 2021), so that they do not go to memory and back
-for it. Into a cache of 8-bit floats they go divided by their head's scale.
+Keys are normalised and rotated where they are written (Su et al. 2021), so that they do not go to
+memory and back for it. Into a cache of 8-bit floats they go divided by their head's scale.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from coppice.kernels.triton.dependent import begin
 
 #: The greatest finite number of float8 e4m3: what is larger is written as this, not as NaN.
 E4M3_MAX = tl.constexpr(448.0)
@@ -47,8 +49,10 @@ def write_rows(
     HEAD_DIM: tl.constexpr,
     SCALED: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """One row's keys and values to its slot: grid ``(T,)``; WIDTH is all heads together."""
+    begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     at = tl.arange(0, BLOCK)
@@ -73,6 +77,7 @@ def rotate_rows(
     v: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
+    weight: tl.tensor,
     rotated: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
@@ -81,43 +86,63 @@ def rotate_rows(
     slots: tl.tensor,
     heads_stride: tl.tensor,
     v_stride: tl.tensor,
+    eps: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    NORMED: tl.constexpr,
     SCALED: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
-    """One head of one row, grid ``(T, HEADS + KV_HEADS)``: queries first, then keys with values.
+    """BLOCK_H heads of one row, grid ``(T, (HEADS + KV_HEADS) / BLOCK_H)``: queries, then keys.
 
-    ``heads`` and ``rotated`` hold both, ``[T, HEADS + KV_HEADS, HEAD_DIM]``. ``cos`` and ``sin``
-    are ``[T, HEAD_DIM]``, the sine signed: ``x[d] cos[d] + x[d +- HEAD_DIM / 2] sin[d]``.
+    ``heads`` and ``rotated`` hold both, ``[T, HEADS + KV_HEADS, HEAD_DIM]``; values go with the
+    keys. ``cos`` and ``sin`` are ``[T, HEAD_DIM]``, the sine signed: ``x[d] cos[d] + x[d +-
+    HEAD_DIM / 2] sin[d]``. NORMED: of ``x / sqrt(mean(x^2) + eps) * weight[head]``, rounded.
     """
+    begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    first = tl.program_id(1) * BLOCK_H
+    head = first + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    mask = d < HEAD_DIM
+    inside = d < HEAD_DIM
+    mask = (head < HEADS + KV_HEADS)[:, None] & inside[None, :]
     half: tl.constexpr = HEAD_DIM // 2
     partner = tl.where(d < half, d + half, d - half)
-    cosine = tl.load(cos + row * HEAD_DIM + d, mask=mask, other=0.0).to(tl.float32)
-    sine = tl.load(sin + row * HEAD_DIM + d, mask=mask, other=0.0).to(tl.float32)
-    source = heads + row * heads_stride + head * HEAD_DIM
-    x = tl.load(source + d, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(source + partner, mask=mask, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + row * HEAD_DIM + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + row * HEAD_DIM + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+    at = head[:, None] * HEAD_DIM + d[None, :]
+    at_partner = head[:, None] * HEAD_DIM + partner[None, :]
+    source = heads + row * heads_stride
+    x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(source + at_partner, mask=mask, other=0.0).to(tl.float32)
+    if NORMED:
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+        by = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+        x = (x * inverse * by).to(rotated.dtype.element_ty).to(tl.float32)
+        by = tl.load(weight + at_partner, mask=mask, other=0.0).to(tl.float32)
+        y = (y * inverse * by).to(rotated.dtype.element_ty).to(tl.float32)
     turned = (x * cosine + y * sine).to(rotated.dtype.element_ty)
-    tl.store(rotated + (row * (HEADS + KV_HEADS) + head) * HEAD_DIM + d, turned, mask=mask)
-    if head >= HEADS:
+    tl.store(rotated + row * ((HEADS + KV_HEADS) * HEAD_DIM) + at, turned, mask=mask)
+    if first + BLOCK_H > HEADS:
         kv_head = head - HEADS
+        new = mask & (kv_head >= 0)[:, None]
         slot = tl.load(slots + row)
-        values = tl.load(v + row * v_stride + kv_head * HEAD_DIM + d, mask=mask, other=0.0)
-        to = (slot * KV_HEADS + kv_head) * HEAD_DIM + d
+        place = kv_head[:, None] * HEAD_DIM + d[None, :]
+        values = tl.load(v + row * v_stride + place, mask=new, other=0.0)
+        to = slot * (KV_HEADS * HEAD_DIM) + place
         if SCALED:
-            k_scale, v_scale = tl.load(k_scales + kv_head), tl.load(v_scales + kv_head)
-            tl.store(k_cache + to, _to_e4m3(turned, k_scale, INTERPRETED), mask=mask)
-            tl.store(v_cache + to, _to_e4m3(values, v_scale, INTERPRETED), mask=mask)
+            real = (kv_head >= 0) & (kv_head < KV_HEADS)
+            k_scale = tl.load(k_scales + kv_head, mask=real, other=1.0)[:, None]
+            v_scale = tl.load(v_scales + kv_head, mask=real, other=1.0)[:, None]
+            tl.store(k_cache + to, _to_e4m3(turned, k_scale, INTERPRETED), mask=new)
+            tl.store(v_cache + to, _to_e4m3(values, v_scale, INTERPRETED), mask=new)
         else:
-            tl.store(k_cache + to, turned, mask=mask)
-            tl.store(v_cache + to, values, mask=mask)
+            tl.store(k_cache + to, turned, mask=new)
+            tl.store(v_cache + to, values, mask=new)
 
 
 @triton.jit(do_not_specialize=["num_copies"])

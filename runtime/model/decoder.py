@@ -23,11 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from coppice.kernels.attention.interface import AttentionBackend, LayerCache
+from coppice.kernels.attention.interface import AttentionBackend, HeadNorm, LayerCache
 from coppice.kernels.cpu.layer.matmul import float_products
 from coppice.runtime.model.config import LayerSpec, ModelConfig
 from coppice.runtime.model.experts import ExpertMixture
-from coppice.runtime.model.layers import GeluMul, Linear, RMSNorm, SiluMul, Sum, frozen
+from coppice.runtime.model.layers import (
+    GeluMul,
+    Linear,
+    RMSNorm,
+    RowLevels,
+    SiluMul,
+    Sum,
+    frozen,
+)
 from coppice.runtime.model.parallel.division import Share, share_of
 from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.model.parallel.heads import norm_all_heads
@@ -117,7 +125,7 @@ class DecoderLayer(nn.Module):
 
     def attend(
         self,
-        normed: torch.Tensor,
+        normed: torch.Tensor | RowLevels,
         angles: Sequence[tuple[torch.Tensor, torch.Tensor]],
         slots: torch.Tensor,
         cache: LayerCache,
@@ -125,12 +133,18 @@ class DecoderLayer(nn.Module):
         prepared: Any,
         change: Change = unchanged,
     ) -> torch.Tensor:
-        """The heads' results, ``[T, num_heads * head_dim]``; also writes keys and values."""
-        projected = change("qkv", normed, self.qkv(normed))
-        heads = projected.view(normed.shape[0], -1, self.head_dim)
+        """The heads' results, ``[T, num_heads * head_dim]``; also writes keys and values.
+
+        With a ``change``, ``normed`` is a tensor.
+        """
+        projected = change("qkv", cast("torch.Tensor", normed), self.qkv(normed))
+        heads = projected.view(len(projected), -1, self.head_dim)
         qk_heads = self.num_heads + self.num_kv_heads
         qk, v = heads[:, :qk_heads], heads[:, qk_heads:]
-        if self.qk_norm is not None:
+        norm = None
+        if self.qk_norm is not None and attention.norms_heads:
+            norm = HeadNorm(self.qk_norm.weight, self.qk_norm.eps)
+        elif self.qk_norm is not None:
             qk = self.qk_norm(qk)
         elif self.query_norm is not None and self.key_norm is not None:
             queries, keys = qk[:, : self.num_heads].flatten(1), qk[:, self.num_heads :].flatten(1)
@@ -140,7 +154,10 @@ class DecoderLayer(nn.Module):
             else:
                 both = torch.cat((self.query_norm(queries), self.key_norm(keys)), dim=1)
             qk = both.view(qk.shape)
-        q, k = attention.write_rotated(qk, v, *angles[self.rope], cache, slots)
+        if norm is None:
+            q, k = attention.write_rotated(qk, v, *angles[self.rope], cache, slots)
+        else:
+            q, k = attention.write_normed(qk, v, norm, *angles[self.rope], cache, slots)
         gathered, lse = attention.attend(
             q,
             k,
@@ -150,24 +167,33 @@ class DecoderLayer(nn.Module):
             scale=self.scale,
             sliding_window=self.sliding_window,
             logit_softcap=self.softcap,
+            lse_read=self.sinks is not None,
         )
         if self.sinks is not None:
             # The keys' part of the softmax's sum, which the sink makes larger.
             share = torch.sigmoid(lse - self.sinks.float())
             gathered = gathered * share[..., None].to(gathered.dtype)
-        return gathered.view(normed.shape[0], -1)
+        return gathered.view(len(projected), -1)
 
     def mix(self, gathered: torch.Tensor, change: Change = unchanged) -> torch.Tensor:
         """What attention adds, ``[T, hidden]``, of the heads' results."""
         made = self._group.sum(change("output", gathered, self.output(gathered)))
         return self._result(made, self.attention_post_norm)
 
-    def feed_forward(self, normed: torch.Tensor, change: Change = unchanged) -> torch.Tensor:
-        """What the feed-forward part adds: ``down(act(gate) * up)`` of ``normed [T, hidden]``."""
+    def feed_forward(
+        self, normed: torch.Tensor | RowLevels, change: Change = unchanged
+    ) -> torch.Tensor:
+        """What the feed-forward part adds: ``down(act(gate) * up)`` of ``normed [T, hidden]``.
+
+        With a ``change``, ``normed`` is a tensor.
+        """
         if self.experts is not None:
             made = self.experts(normed)
+        elif change is unchanged:
+            made = self.down(self.activation.rows_for(self.down, self.gate_up(normed)))
         else:
-            active = self.activation(change("gate_up", normed, self.gate_up(normed)))
+            rows = cast("torch.Tensor", normed)
+            active = self.activation(change("gate_up", rows, self.gate_up(rows)))
             made = change("down", active, self.down(active))
         return self._result(self._group.sum(made), self.mlp_post_norm)
 
@@ -359,7 +385,10 @@ class Decoder(nn.Module):
         if self.compiled is not None and changes is None:
             return self.compiled.hidden_states(x, angles, slots, kv, prepared, logit_rows)
         layers = cast("Sequence[DecoderLayer]", self.layers)
-        normed: torch.Tensor = layers[0].attention_norm(x)
+        # A projection that an adapter changes, and the head, need the rows themselves.
+        whole = changes is not None
+        first = layers[0]
+        normed = first.attention_norm.rows_for(None if whole else first.qkv, x)
         for index, (layer, cache) in enumerate(zip(layers, kv, strict=True)):
             change = unchanged if changes is None else changes.of_layer(index)
             gathered = layer.attend(normed, angles, slots, cache, attention, prepared, change)
@@ -369,7 +398,12 @@ class Decoder(nn.Module):
                 x, gathered = x[logit_rows], gathered[logit_rows]
                 if changes is not None:
                     change = changes.of_layer(index, chosen=True)
-            normed = layer.mlp_norm(x, layer.mix(gathered, change))
-            following = self.norm if last else layers[index + 1].attention_norm
-            normed = following(x, layer.feed_forward(normed, change))
-        return normed
+            reader = None if whole or layer.experts is not None else layer.gate_up
+            normed = layer.mlp_norm.rows_for(reader, x, layer.mix(gathered, change))
+            made = layer.feed_forward(normed, change)
+            if last:
+                break
+            following = layers[index + 1]
+            reader = None if whole else following.qkv
+            normed = following.attention_norm.rows_for(reader, x, made)
+        return cast("torch.Tensor", self.norm(x, made))

@@ -8,7 +8,7 @@ from the checkpoint, so that no second copy of the weights ever exists.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
+class RowLevels(NamedTuple):
+    """Rows in 8-bit floats ``[T, W]``, and what each is to be multiplied by, ``[T, 1]``."""
+
+    levels: torch.Tensor
+    scales: torch.Tensor
+
+
 class Linear(nn.Module):
     """``x [T, in_features] -> [T, out_features]``, in the type of its weights."""
 
@@ -40,6 +47,8 @@ class Linear(nn.Module):
     stored: ClassVar[tuple[float, str] | None] = None
     #: Whether parts of a weight may come as ``Grouped``.
     takes_groups: ClassVar[bool] = False
+    #: Whether ``x`` may be ``RowLevels``.
+    takes_levels: ClassVar[bool] = False
     #: Whether its weight can be the embedding's own tensor.
     shares_embedding: ClassVar[bool] = True
     #: The type of the weight; None for ``dtype``, the type of results and bias.
@@ -104,7 +113,24 @@ def frozen(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-class RMSNorm(nn.Module):
+class RowPart(nn.Module):
+    """What a layer does between two products with each row by itself."""
+
+    _gpu: ModuleType | None = None
+
+    def levels(self, *rows: torch.Tensor | None) -> RowLevels | None:
+        """Its result in 8-bit floats, if one kernel computes that; None if none does."""
+        return None
+
+    def rows_for(
+        self, reader: Linear | None, *rows: torch.Tensor | None
+    ) -> torch.Tensor | RowLevels:
+        """Its result, as the one that reads it takes it; None: as rows like the given ones."""
+        made = self.levels(*rows) if reader is not None and reader.takes_levels else None
+        return cast("torch.Tensor", self(*rows)) if made is None else made
+
+
+class RMSNorm(RowPart):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, reduced in float32.
 
     ``weight`` is ``[width]``, or ``[heads, width]`` with a row for each head of ``x [T, heads,
@@ -128,8 +154,14 @@ class RMSNorm(nn.Module):
             x.add_(added)
         return F.rms_norm(x, (x.shape[-1],), eps=self.eps) * self.weight
 
+    def levels(self, *rows: torch.Tensor | None) -> RowLevels | None:
+        if self._gpu is None:
+            return None
+        x, *added = rows
+        return RowLevels(*self._gpu.rms_norm_e4m3(x, self.weight, self.eps, *added))
 
-class Sum(nn.Module):
+
+class Sum(RowPart):
     """What stands for a norm in a layer that does not normalise there: only the addition."""
 
     def forward(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,7 +169,7 @@ class Sum(nn.Module):
         return x if added is None else x.add_(added)
 
 
-class SiluMul(nn.Module):
+class SiluMul(RowPart):
     """``silu(gate) * up`` of ``gate | up [T, 2 W]``, a new tensor ``[T, W]``. Shazeer 2020."""
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -153,8 +185,11 @@ class SiluMul(nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def levels(self, *rows: torch.Tensor | None) -> RowLevels | None:
+        return None if self._gpu is None else RowLevels(*self._gpu.silu_mul_e4m3(*rows))
 
-class GeluMul(nn.Module):
+
+class GeluMul(RowPart):
     """``gelu(gate) * up`` as ``SiluMul``, by GELU's approximation with tanh.
 
     Hendrycks and Gimpel 2016, section 2.

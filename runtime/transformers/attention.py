@@ -93,6 +93,7 @@ class PagedStep:
             scale=layer.scale,
             sliding_window=layer.sliding_window,
             logit_softcap=layer.softcap,
+            lse_read=sinks is not None,
         )
         if sinks is not None:
             # The keys' part of the softmax's sum, which the sink makes larger.

@@ -61,7 +61,8 @@ class GatedPart(nn.Module):
             self.down.fill_bias(0, down.bias.data)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = self.activation(self.gate_up(x.reshape(-1, x.shape[-1])))
+        gate_up = self.gate_up(x.reshape(-1, x.shape[-1]))
+        rows = self.activation.rows_for(self.down, gate_up)
         return self.down(rows).view(*x.shape[:-1], -1)
 
 

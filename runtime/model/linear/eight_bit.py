@@ -42,7 +42,7 @@ from torch import nn
 
 from coppice.kernels.cpu.code.hadamard import block_of, transformed
 from coppice.kernels.cpu.layer.matmul import int8_products
-from coppice.runtime.model.layers import Linear, frozen, gpu_rows
+from coppice.runtime.model.layers import Linear, RowLevels, frozen, gpu_rows
 
 if TYPE_CHECKING:
     from coppice.kernels.cpu.layer.matmul.grouped import Grouped
@@ -121,6 +121,7 @@ class Fp8Linear(Linear):
     """
 
     head_kind = Linear
+    takes_levels = True
     stored = 8, "float8_e4m3fn"
 
     def __init__(
@@ -147,16 +148,17 @@ class Fp8Linear(Linear):
         gpu = gpu_rows(device)
         self._quantize = quantize_e4m3 if gpu is None else gpu.quantize_e4m3
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        levels, scale = self._quantize(x)
+    def forward(self, x: torch.Tensor | RowLevels) -> torch.Tensor:
+        levels, scale = x if isinstance(x, RowLevels) else self._quantize(x)
         product: torch.Tensor = torch._scaled_mm(
             levels,
             self._transposed,
             scale_a=scale,
             scale_b=self.weight_scale,
+            bias=self.bias,
             out_dtype=self._dtype,
         )
-        return product if self.bias is None else product.add_(self.bias)
+        return product
 
     def pack(self) -> None:
         """Nothing to do: the product takes the weight as it is."""

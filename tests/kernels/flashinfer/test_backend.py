@@ -310,3 +310,21 @@ def test_a_device_that_flashinfer_does_not_run_on_is_named(library, monkeypatch)
         select_backend("flashinfer", CPU)
     with pytest.raises(ValueError, match=r"deterministic is True.*'flashinfer' takes only False"):
         select_backend("flashinfer", CPU, deterministic=True)
+
+
+@needs_no_gpu
+def test_log_sum_exps_that_nobody_reads_stay_as_they_are(make_batch, backend):
+    """One launch less a layer; results are the same."""
+    batch = make_batch([(1, 9), (3, 2), (1, 30)], dtype=torch.bfloat16, head_dim=64, page_size=16)
+    cache = LayerCache(batch.k_cache.clone(), batch.v_cache.clone())
+    backend.write_kv(batch.k, batch.v, cache, batch.slots)
+    prepared = backend.prepare(batch.plan)
+    found = [
+        backend.attend(batch.q, batch.k, batch.v, cache, prepared, scale=batch.scale, lse_read=read)
+        for read in (True, False)
+    ]
+    assert torch.equal(found[0][0], found[1][0])
+    # To base 2, and in the order in which FlashInfer has the rows.
+    torch.testing.assert_close(
+        found[0][1].sort(dim=0)[0], found[1][1].mul(math.log(2)).sort(dim=0)[0]
+    )

@@ -33,11 +33,18 @@ from coppice.kernels.schedule.tiles import (
     head_blocks,
     product_tile,
 )
-from coppice.kernels.triton.attention import attend_items, merge_partials
+from coppice.kernels.triton.attention import attend_items
 from coppice.kernels.triton.cache import copy_page_words, rotate_rows, write_rows
+from coppice.kernels.triton.dependent import offered
 from coppice.kernels.triton.experts import gate_experts, weigh_experts
-from coppice.kernels.triton.products import multiply_rows
-from coppice.kernels.triton.rows import norm_rows, quantize_rows, silu_mul_rows
+from coppice.kernels.triton.merge import merge_partials
+from coppice.kernels.triton.products import add_parts, multiply_rows, part_inputs
+from coppice.kernels.triton.rows import (
+    norm_rows,
+    quantize_rows,
+    silu_mul_levels,
+    silu_mul_rows,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -59,9 +66,12 @@ class Variant:
 
     def compiled(self) -> Any:
         names = list(self.kernel.arg_names)
+        # Other versions of a kernel may have fewer constants, and are compared with this one.
+        given = {"DEPENDENT": offered(), **self.constants}
+        known = {name: value for name, value in given.items() if name in names}
         signature, attributes = {}, {}
         for at, name in enumerate(names):
-            if name in self.constants:
+            if name in known:
                 signature[name] = "constexpr"
                 continue
             if name in self.scalars:
@@ -76,11 +86,11 @@ class Variant:
                 signature[name] = "*" + (self.cache if name.endswith("_cache") else self.dtype)
             if signature[name][0] == "*" or name.endswith("_stride"):
                 attributes[(at,)] = [["tt.divisibility", 16]]
-        # Other versions of a kernel may have fewer constants, and are compared with this one.
-        known = {name: value for name, value in self.constants.items() if name in names}
         constants = {(names.index(name),): value for name, value in known.items()}
         source = ASTSource(self.kernel, signature=signature, constexprs=constants, attrs=attributes)
         options = {"num_warps": self.warps, "num_stages": self.stages}
+        if known.get("DEPENDENT"):
+            options["launch_pdl"] = True
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -98,6 +108,7 @@ def attention(
     branched: bool = False,
     partial: bool = True,
     phased: bool | None = None,
+    persistent: bool = False,
 ) -> Variant:
     cache = cache or dtype
     block_d, rest_d = head_blocks(head_dim, tile.queries)
@@ -118,9 +129,16 @@ def attention(
         "HALF": cache != dtype and dtype != "fp32",
         "PARTIAL": partial,
         "PHASED": tile.queries > 16 if phased is None else phased,
+        "PERSISTENT": persistent,
         "UPCAST": False,
     }
-    scalars = {"q_stride": "i32", "scale": "fp32", "softcap": "fp32", "window": "i32"}
+    scalars = {
+        "programs": "i32",
+        "q_stride": "i32",
+        "scale": "fp32",
+        "softcap": "fp32",
+        "window": "i32",
+    }
     return Variant(
         attend_items, constants, dtype, cache, tile.warps, tile.stages, scalars, tile.resident
     )
@@ -142,6 +160,8 @@ def variants() -> dict[str, Variant]:
         )
         made[f"{name} bf16 128 branched"] = attention(tile, 128, branched=True)
         made[f"{name} bf16 128 fp8 cache"] = attention(tile, 128, cache="fp8e4nv")
+        made[f"{name} bf16 128 persistent"] = attention(tile, 128, persistent=True)
+        made[f"{name} fp8 128 persistent"] = attention(tile, 128, cache="fp8e4nv", persistent=True)
         made[f"{name} bf16 128 page 1"] = attention(tile, 128, page_size=1)
         made[f"{name} bf16 128 page 256 group 7"] = attention(tile, 128, page_size=256, group=7)
     for group, packed in ((32, 32), (71, 36)):  # one KV head for all, as some models have it
@@ -173,28 +193,50 @@ def variants() -> dict[str, Variant]:
         block = triton.next_power_of_2(head_dim)
         merge = {"HEADS": 32, "HEAD_DIM": head_dim, "BLOCK_D": block, "PARTS": 16}
         made[f"merge {head_dim}"] = Variant(merge_partials, merge)
-    strides = {"k_stride": "i32", "v_stride": "i32", "heads_stride": "i32"}
+    strides = {"k_stride": "i32", "v_stride": "i32", "heads_stride": "i32", "eps": "fp32"}
     for cache in ("bf16", "fp8e4nv"):
         scaled = {"SCALED": cache != "bf16", "INTERPRETED": False}
         write = {"WIDTH": 1024, "BLOCK": 1024, "HEAD_DIM": 128, **scaled}
         made[f"write {cache}"] = Variant(write_rows, write, cache=cache, scalars=strides)
-        turn = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, **scaled}
-        made[f"rotate {cache}"] = Variant(rotate_rows, turn, cache=cache, warps=1, scalars=strides)
+        turn = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_H": 16, "BLOCK_D": 128}
+        for normed in (False, True):
+            made[f"rotate {cache}" + " normed" * normed] = Variant(
+                rotate_rows, {**turn, "NORMED": normed, **scaled}, cache=cache, scalars=strides
+            )
     copy = {"WORDS": 16384, "BLOCK": 1024}
     made["copy"] = Variant(copy_page_words, copy, scalars={"num_copies": "i32"})
     norm = {"HEADS": 1, "WEIGHT_ROWS": 1, "WIDTH": 4096, "BLOCK": 4096, "ADDS": True}
-    made["norm"] = Variant(norm_rows, norm, warps=16, scalars={"x_stride": "i32", "eps": "fp32"})
+    for levels in (False, True):
+        made["norm" + " e4m3" * levels] = Variant(
+            norm_rows,
+            {**norm, "LEVELS": levels, "INTERPRETED": False},
+            warps=16,
+            scalars={"x_stride": "i32", "eps": "fp32", "out": "*fp8e4nv" if levels else "*bf16"},
+        )
+    made["silu e4m3"] = Variant(
+        silu_mul_levels,
+        {"WIDTH": 14336, "BLOCK": 16384, "INTERPRETED": False},
+        warps=16,
+        scalars={"levels": "*fp8e4nv"},
+    )
     made["silu"] = Variant(silu_mul_rows, {"WIDTH": 14336, "BLOCK": 1024})
     for dtype in ("bf16", "fp32"):
         product = product_tile(ITEMSIZE[dtype])
         constants = {
-            "INPUTS": 4096, "OUTPUTS": 14336, "ROWS": product.rows, "COLUMNS": product.columns,
-            "STEP": product.step, "BIASED": True, "UPCAST": False,
+            "INPUTS": 4096, "OUTPUTS": 4096, "ROWS": product.rows, "COLUMNS": product.columns,
+            "STEP": product.step, "PART": part_inputs(4096, 4096, product), "BIASED": True,
+            "UPCAST": False,
         }  # fmt: skip
-        made[f"product {dtype}"] = Variant(
-            multiply_rows, constants, dtype, warps=product.warps, stages=product.stages,
-            scalars={"rows": "i32", "x_stride": "i32"},
-        )  # fmt: skip
+        for divided in (False, True):
+            scalars = {"rows": "i32", "x_stride": "i32"}
+            if divided:
+                scalars["out"] = "*fp32"
+            made[f"product {dtype}" + " divided" * divided] = Variant(
+                multiply_rows, constants | {"DIVIDED": divided}, dtype, warps=product.warps,
+                stages=product.stages, scalars=scalars,
+            )  # fmt: skip
+    adding = {"OUTPUTS": 4096, "PARTS": 4, "BLOCK": 1024, "BIASED": True}
+    made["parts"] = Variant(add_parts, adding, scalars={"parts": "*fp32", "numbers": "i32"})
     for dtype, rows in (("bf16", 1), ("bf16", 64), ("fp32", 64)):
         product = expert_tile(ITEMSIZE[dtype], rows, deterministic=False)
         constants = {
@@ -265,6 +307,7 @@ def measured(name: str, variant: Variant) -> dict[str, Any]:
         "queries": variant.constants.get("QUERIES", variant.constants.get("ROWS")),
         "wgmma": len(re.findall(r"\bHGMMA\b", code)),
         "mma": len(re.findall(r"\bHMMA\b", code)),
+        "dependent": "griddepcontrol.wait" in compiled.asm["ptx"],
         "resident": min(
             65536 // (registers * threads), 228 * 1024 // (compiled.metadata.shared + 1024)
         ),
@@ -302,7 +345,7 @@ SHOWN = (
     "decode bf16 64", "decode bf16 128", "decode bf16 128 fp8 cache", "decode bf16 256",
     "decode bf16 128 group 32", "decode bf16 128 group 64", "deterministic bf16 128",
     "prefill bf16 64", "prefill bf16 128", "prefill bf16 128 fp8 cache", "prefill bf16 256",
-    "product bf16",
+    "product bf16", "product bf16 divided",
 )  # fmt: skip
 
 

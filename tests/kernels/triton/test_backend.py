@@ -16,7 +16,8 @@ from coppice.kernels.attention.reference import ReferenceBackend
 from coppice.kernels.backends import select_backend
 from coppice.kernels.schedule import items as tree_schedule
 from coppice.kernels.schedule.cost import CostModel
-from coppice.kernels.schedule.tiles import head_blocks
+from coppice.kernels.schedule.tiles import head_blocks, product_tile
+from coppice.kernels.triton import products
 from coppice.kernels.triton.products import steady_linear
 from coppice.kernels.triton.rows import quantize_e4m3, rms_norm, silu_mul
 
@@ -367,9 +368,12 @@ def test_deterministic_shares_nothing(make_batch, triton_backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (200, 130)])
-def test_steady_products(triton_backend, dtype, inputs, outputs):
+@pytest.mark.parametrize(("inputs", "outputs", "parts"), [(64, 48, 1), (200, 130, 1), (290, 70, 3)])
+def test_steady_products(triton_backend, monkeypatch, dtype, inputs, outputs, parts):
     """Right, and each row with the bits that it has alone, in a batch and at any place of it."""
+    monkeypatch.setattr(products, "_PART_INPUTS", inputs // parts)
+    tile = product_tile(dtype.itemsize)
+    assert -(-inputs // products.part_inputs(inputs, outputs, tile)) == parts
     device = triton_backend.device
     x = torch.randn(70, 2 * inputs, device=device)[:, :inputs].to(dtype)
     weight = torch.randn(outputs, inputs, device=device).to(dtype)
@@ -379,6 +383,11 @@ def test_steady_products(triton_backend, dtype, inputs, outputs):
     # Triton's interpreter cuts bits off where a GPU rounds.
     tolerance = 2e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance * inputs**0.5)
+    if parts > 1:  # the programs of a large batch add up all parts
+        monkeypatch.setattr(products, "_DIVIDED_BELOW", 1)
+        assert torch.equal(steady_linear(x, weight, bias), out)
+        monkeypatch.undo()
+        monkeypatch.setattr(products, "_PART_INPUTS", inputs // parts)
     for first, last in ((0, 1), (41, 42), (3, 69), (33, 40)):
         assert torch.equal(steady_linear(x[first:last], weight, bias), out[first:last])
     assert steady_linear(x[:0], weight).shape == (0, outputs)

@@ -15,6 +15,8 @@ from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.schedule.items import build_tree_schedule
 from coppice.kernels.schedule.tiles import choose_tiles
 from coppice.kernels.transfer import Landing
+from coppice.kernels.triton import attention
+from coppice.kernels.triton import backend as triton_backend_module
 from coppice.kernels.triton import plans as triton_plans
 
 SIZE = 6
@@ -69,6 +71,29 @@ def test_one_step_after_the_other_is_the_reference(
         arrays += [items for _, _, items in sent.launches]
         places.add(tuple((each.data_ptr(), tuple(each.shape)) for each in arrays))
     assert len(places) == 1, "an array has moved or changed its length"
+
+
+def test_a_graph_launches_what_the_chip_holds(make_batch, backend, monkeypatch):
+    """Its few programs take all items that a step has, and end at the first that it lacks."""
+    grids = []
+
+    class Recorded:
+        def __getitem__(self, grid):
+            grids.append(grid[0])
+            return attention.attend_items[grid]
+
+    monkeypatch.setattr(triton_backend_module, "attend_items", Recorded())
+    monkeypatch.setattr(backend, "_multiprocessors", 1)
+    batch = make_batch(*STEPS[1], seed=1)
+    fixed = fixed_plan(backend, batch.num_pages)
+    assert fixed.load(batch.plan)
+    found = batch.run(backend, prepared=fixed)
+    model = backend.cost_model(4, 2, 16, torch.float32, torch.float32)
+    launches = fixed.schedule(None, model).launches
+    assert grids == [min(tile.resident, len(items) * model.programs) for tile, _, items in launches]
+    assert max(grids) < sum((items[:, 1] > 0).sum() for _, _, items in launches) * model.programs
+    for got, expected in zip(found, batch.run(ReferenceBackend()), strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_layers_of_two_kinds_are_loaded_together(make_batch, backend):
