@@ -21,6 +21,8 @@ MODEL_IMPLS = ("auto", "coppice", "transformers")
 #: Fraction of the available memory that the KV cache gets by default. Other programs need main
 #: memory, too; a GPU belongs to the engine, but allocators and libraries need some of its memory.
 CPU_FRACTION, GPU_FRACTION = 0.4, 0.9
+#: The most sequences and tokens of a step by default, on a CPU. `planning.steps` has a GPU's.
+CPU_SEQS, CPU_TOKENS = 64, 1024
 SPECULATIONS = ("auto", "off")
 QUANTIZATIONS = (None, "int8", "int4", "fp8")
 
@@ -80,8 +82,14 @@ class EngineConfig:
         "bfloat16 halves a float32 cache on a CPU, fp8 (e4m3, one byte a number) needs a GPU",
     )
     max_model_len: int | None = _option(None, "longest prompt and output together, in tokens")
-    max_num_seqs: int = _option(64, "most sequences in one step")
-    max_num_batched_tokens: int = _option(1024, "most tokens in one step")
+    max_num_seqs: int | None = _option(
+        None,
+        f"most sequences in one step; default: {CPU_SEQS} on a CPU, on a GPU by its memory and "
+        "rates (the log tells)",
+    )
+    max_num_batched_tokens: int | None = _option(
+        None, f"most tokens in one step; default: {CPU_TOKENS} on a CPU, on a GPU likewise"
+    )
     enable_prefix_caching: bool = _option(True, "reuse the KV of prefixes seen before")
     scheduling_policy: str = _option(
         "lpm", f"order in which waiting requests are admitted: {', '.join(SCHEDULING_POLICIES)}"
@@ -222,11 +230,12 @@ class EngineConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.most_tokens < self.most_seqs:
             raise ValueError(
-                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), so "
+                f"max_num_batched_tokens must be at least max_num_seqs ({self.most_seqs}), so "
                 f"that every sequence gets its token in a step, got {self.max_num_batched_tokens}"
             )
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
@@ -249,15 +258,16 @@ class EngineConfig:
         if not isinstance(self.pin_budget, (int, float)) or not 0 <= self.pin_budget <= 1:
             raise ValueError(f"pin_budget must be from 0 to 1, got {self.pin_budget!r}")
         if (sizes := self.cuda_graph_sizes) is not None:
-            allowed = range(1, self.max_num_seqs + 1)
+            # Without max_num_seqs a GPU's default grows with these.
+            allowed = range(1, (self.max_num_seqs or 2**20) + 1)
             if (
                 not isinstance(sizes, tuple)
                 or not sizes
                 or any(each not in allowed for each in sizes)
             ):
                 raise ValueError(
-                    f"cuda_graph_sizes must be a tuple of integers from 1 to max_num_seqs "
-                    f"({self.max_num_seqs}), or None, got {sizes!r}"
+                    "cuda_graph_sizes must be a tuple of integers from 1 to max_num_seqs "
+                    f"({allowed[-1]}), or None, got {sizes!r}"
                 )
             if len(set(sizes)) != len(sizes):
                 raise ValueError(f"cuda_graph_sizes must differ from each other, got {sizes!r}")
@@ -297,6 +307,20 @@ class EngineConfig:
                 f"draft_model is {name!r}; with tensor_parallel_size {self.tensor_parallel_size} "
                 "it must be None: a draft model is not divided among ranks"
             )
+
+    @property
+    def most_seqs(self) -> int:
+        """`max_num_seqs`, or a CPU's default."""
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        return CPU_SEQS
+
+    @property
+    def most_tokens(self) -> int:
+        """`max_num_batched_tokens`, or a CPU's default, which has a token for each sequence."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(CPU_TOKENS, self.most_seqs)
 
     def _check_tiers(self) -> None:
         """Raises ValueError for options of tiers that do not fit."""

@@ -57,8 +57,8 @@ class Configured(ABC):
         kv_cache_memory_fraction: float | None = None,
         kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 1024,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "lpm",
         overtaking: float | None = None,
@@ -125,8 +125,10 @@ class Configured(ABC):
             kv_cache_dtype: type of the KV cache: auto, bfloat16, fp8; auto is that of the weights,
                 bfloat16 halves a float32 cache on a CPU, fp8 (e4m3, one byte a number) needs a GPU.
             max_model_len: longest prompt and output together, in tokens.
-            max_num_seqs: most sequences in one step.
-            max_num_batched_tokens: most tokens in one step.
+            max_num_seqs: most sequences in one step; default: 64 on a CPU, on a GPU by its memory
+                and rates (the log tells).
+            max_num_batched_tokens: most tokens in one step; default: 1024 on a CPU, on a GPU
+                likewise.
             enable_prefix_caching: reuse the KV of prefixes seen before.
             scheduling_policy: order in which waiting requests are admitted: lpm, dfs, fcfs,
                 priority.

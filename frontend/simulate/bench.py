@@ -64,19 +64,19 @@ def measure(
     Raises ValueError if an argument does not suit the engine.
     """
     config = engine.config
-    limit = min(config.max_num_batched_tokens, engine.max_model_len - 1)
+    limit = min(config.most_tokens, engine.max_model_len - 1)
     if not 2 <= prompt_tokens <= limit:
         raise ValueError(
             f"prompt-tokens must be from 2 to {limit}, the most of one step, got {prompt_tokens}"
         )
-    if not 1 <= max_batch <= config.max_num_seqs:
+    if not 1 <= max_batch <= config.most_seqs:
         raise ValueError(
-            f"max-batch must be from 1 to max-num-seqs ({config.max_num_seqs}), got {max_batch}"
+            f"max-batch must be from 1 to max-num-seqs ({config.most_seqs}), got {max_batch}"
         )
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     # The prompts of a batch take several steps, in which sequences that are ahead decode.
-    ahead = -(-max_batch * context_tokens // config.max_num_batched_tokens) + 1
+    ahead = -(-max_batch * context_tokens // config.most_tokens) + 1
     decoded = _WARM_UP + rounds + ahead + 1
     length = context_tokens + decoded
     if context_tokens < 1 or length > engine.max_model_len:

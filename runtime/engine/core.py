@@ -30,6 +30,7 @@ from coppice.runtime.requests.request import StepOutput, Unfinished
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.member import open_runner
 from coppice.runtime.runner.ranks.ending import EndingGroup
+from coppice.runtime.runner.step_sizes import sized
 from coppice.runtime.sampling.beam_search import WatchLines
 from coppice.runtime.sampling.drafts.draft import Speculation
 from coppice.runtime.sampling.drafts.policy import TreeSpeculation
@@ -69,7 +70,7 @@ class Engine:
             watch_lines: finds stop strings for beam searches; without it they are refused.
         """
         log_build()
-        self.config = config
+        self.config = config = sized(config)
         source = resolve_model(config.model, config.revision) if tokenizer is None else tokenizer
         with without_collecting():
             self.drafting = Drafting(config, Path(source))
@@ -87,8 +88,8 @@ class Engine:
         )
         self.scheduler = Scheduler(
             paging,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.most_seqs,
+            max_num_batched_tokens=config.most_tokens,
             policy=config.scheduling_policy,
             overtaking=config.overtaking,
             max_step_stretch=config.max_step_stretch,

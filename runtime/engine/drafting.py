@@ -47,7 +47,7 @@ class Drafting:
                 runner.model_config.eos_token_ids,
                 caching=config.enable_prefix_caching,
                 policy=config.eviction_policy,
-                most_rows=config.max_num_batched_tokens,
+                most_rows=config.most_tokens,
             )
             stretch = config.max_step_stretch
             speculation.use_model(

@@ -260,9 +260,9 @@ class Intake:
         self, params: BeamSearchParams, prompt_token_ids: Seq[int], longest: int, pages: int
     ) -> None:
         """Raises ValueError if `beam_width` beams can't run together after this prompt."""
-        if params.beam_width > self._config.max_num_seqs:
+        if params.beam_width > self._config.most_seqs:
             raise ValueError(
-                f"beam_width must be at most max_num_seqs, {self._config.max_num_seqs}, "
+                f"beam_width must be at most max_num_seqs, {self._config.most_seqs}, "
                 f"got {params.beam_width}"
             )
         size = self._config.page_size

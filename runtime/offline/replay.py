@@ -151,7 +151,7 @@ class Replay:
         self._scheduler = Scheduler(
             self._paging,
             max_num_seqs=options.concurrency,
-            max_num_batched_tokens=max(_ENGINE.max_num_batched_tokens, options.concurrency),
+            max_num_batched_tokens=max(_ENGINE.most_tokens, options.concurrency),
             counters=self._counters,
         )
         self.tiers: SimulatedTiers | None = None

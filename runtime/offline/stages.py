@@ -40,7 +40,7 @@ class StageOptions:
     pool_tokens: int = 100_000
     page_size: int = _ENGINE.page_size
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = _ENGINE.max_num_batched_tokens
+    max_num_batched_tokens: int = _ENGINE.most_tokens
     max_model_len: int | None = None
     eviction_policy: str = _ENGINE.eviction_policy
 

@@ -15,6 +15,7 @@ from coppice.runtime.planning.cache import (
 )
 from coppice.runtime.planning.formats import format_bytes
 from coppice.runtime.planning.numbers import Numbers, count
+from coppice.runtime.planning.steps import Rates, StepSizes, step_sizes
 from coppice.runtime.planning.stored import Stored
 from coppice.runtime.planning.weights import WeightBytes, weight_bytes
 
@@ -32,6 +33,7 @@ class PlanOptions:
         fraction: of the memory that the weights leave, the KV cache's part.
         kv_cache_memory: bytes of the KV cache, instead of that part.
         memory_bandwidth: bytes a second that the device reads.
+        product_rate: FLOP a second of its products in 16 bits.
         users: sequences at the same time, of ``context`` tokens each, the first ``shared`` alike.
         max_model_len: tokens that a place for the longest sequence reserves; None: the model's.
         dtype, kv_cache_dtype, quantization, page_size: as the engine's options; "auto" is the type
@@ -44,6 +46,7 @@ class PlanOptions:
     fraction: float = 0.9
     kv_cache_memory: int | None = None
     memory_bandwidth: int | None = None
+    product_rate: int | None = None
     users: int = 64
     context: int | None = None
     shared: int = 0
@@ -56,7 +59,8 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         for name in ("users", "page_size", "tensor_parallel_size", "context", "max_model_len",
-                     "device_memory", "kv_cache_memory", "memory_bandwidth"):  # fmt: skip
+                     "device_memory", "kv_cache_memory", "memory_bandwidth",
+                     "product_rate"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
@@ -99,7 +103,9 @@ class Plan:
     ``numbers`` are the whole model's; weights and KV are those of each device.
     ``stored``: how the checkpoint is stored. ``cpu_weights``: where a CPU keeps it as int8 or int4
     without being asked, what it takes there. ``cpu_formats``: what a CPU keeps of each of
-    ``FORMATS``. ``alone`` and ``together``: the rates of one sequence, and of all users together.
+    ``FORMATS``. ``step``: the most sequences and tokens of a step by default on such a GPU, None
+    where its memory or rates are not known. ``alone`` and ``together``: the rates of one sequence,
+    and of all users together.
     """
 
     options: PlanOptions
@@ -122,12 +128,22 @@ class Plan:
     stored: Stored
     cpu_weights: WeightBytes | None
     cpu_formats: dict[str, int]
+    step: StepSizes | None
 
 
-def _largest_part(model: ModelConfig, size: int) -> ModelConfig:
+def largest_part(model: ModelConfig, size: int) -> ModelConfig:
     """What the rank has that needs most memory."""
     parts = [share_of(model, rank, size).part for rank in range(size)]
     return max(parts, key=lambda part: (part.num_kv_heads, count(part).total))
+
+
+def _step(
+    part: ModelConfig, numbers: Numbers, options: PlanOptions, itemsize: int
+) -> StepSizes | None:
+    memory, bandwidth = options.device_memory, options.memory_bandwidth
+    if memory is None or bandwidth is None or options.product_rate is None:
+        return None
+    return step_sizes(part, numbers, Rates(memory, bandwidth, options.product_rate), itemsize)
 
 
 def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOWN) -> Plan:
@@ -148,7 +164,7 @@ def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOW
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     itemsize = _ITEMSIZE[dtype]
     check_division(model, options.tensor_parallel_size)
-    numbers, part = count(model), _largest_part(model, options.tensor_parallel_size)
+    numbers, part = count(model), largest_part(model, options.tensor_parallel_size)
     own = count(part)
     weights = weight_bytes(own, itemsize, options.quantization)
     on_cpu = None
@@ -193,5 +209,5 @@ def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOW
     return Plan(
         options, model, dtype, context, longest, numbers, weights, each, page, cache, pages,
         reserved, paged(0), paged(options.shared), old, alone, together, stored, on_cpu,
-        format_bytes(numbers, model.dtype),
+        format_bytes(numbers, model.dtype), _step(part, own, options, itemsize),
     )  # fmt: skip

@@ -117,7 +117,7 @@ class EngineLoop:
             model.implementation,
             xxhash.xxh3_64_hexdigest(kind),
             self._weights,
-            config.max_num_seqs,
+            config.most_seqs,
         )
 
     def _reader(self, caller: Caller) -> threading.Thread:

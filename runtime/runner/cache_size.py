@@ -14,6 +14,7 @@ from coppice.runtime.config import CPU_FRACTION, GPU_FRACTION, EngineConfig
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.planning.cache import model_token_bytes, window_saving
+from coppice.runtime.planning.steps import BYTES_A_LOGIT, token_bytes
 from coppice.runtime.sampling.prompt_scores import SLICE_ROWS
 from coppice.runtime.startup.room import (
     TooLittleMemory,
@@ -22,11 +23,6 @@ from coppice.runtime.startup.room import (
     readable,
     room,
 )
-
-# Bytes that a step needs at most for one logit while it samples: logits in the model's type and in
-# float32, divided by their temperature, sorted with their places, as probabilities and their sums
-# in float64.
-_BYTES_A_LOGIT = 48
 
 # An estimate of the driver's memory for CUDA graphs: their kernels' arguments.
 _GRAPH_BYTES = 256 * 2**20
@@ -50,28 +46,22 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
 def step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     """An upper estimate of the bytes that a step takes beside weights and KV cache.
 
-    For each token it counts the activations of a layer that exist at the same time: inputs, norm
-    and residual; queries, keys and values, before and after rotation; the result of attention, with
-    partial results in float32; gate, up and their product; the inputs of 8-bit products. For each
-    sequence it counts the logits.
+    For each token it counts the activations of a layer that exist at the same time, for each
+    sequence the logits.
     """
-    queries = model.num_heads * model.head_dim
-    qkv = queries + 2 * model.num_kv_heads * model.head_dim
     partials = 2
     if config.deterministic:
         partials = -(-(config.max_model_len or model.max_position) // DETERMINISTIC_SPLIT)
-    attention = (2 * qkv + queries) * dtype.itemsize + partials * queries * 4
-    feed_forward = 3 * model.intermediate_size * dtype.itemsize
-    token = 3 * model.hidden_size * dtype.itemsize + max(attention, feed_forward)
-    if config.quantization is not None:
-        token += max(model.hidden_size, queries, model.intermediate_size)
-    logits = (config.max_num_seqs + SLICE_ROWS) * model.vocab_size * _BYTES_A_LOGIT
+    token = token_bytes(
+        model, dtype.itemsize, partials=partials, quantized=config.quantization is not None
+    )
+    logits = (config.most_seqs + SLICE_ROWS) * model.vocab_size * BYTES_A_LOGIT
     graphs = 0
     if not config.enforce_eager:
-        rows = max(config.cuda_graph_sizes or (config.max_num_seqs,))
+        rows = max(config.cuda_graph_sizes or (config.most_seqs,))
         kept = rows * token + fixed_entries(rows) * model.num_heads * (model.head_dim + 1) * 4
         graphs = 2 * kept + _GRAPH_BYTES  # a pool is not filled without gaps
-    return config.max_num_batched_tokens * token + logits + graphs
+    return config.most_tokens * token + logits + graphs
 
 
 def plan_cache(

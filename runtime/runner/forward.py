@@ -180,7 +180,7 @@ class ModelRunner:
                 LayerCache(zeroed(*place), zeroed(*place), each) for each in self._scales
             ]
         if not config.enforce_eager and self.device.type == "cuda":
-            self.capture(CudaRecorder(self.device), config.cuda_graph_sizes, config.max_num_seqs)
+            self.capture(CudaRecorder(self.device), config.cuda_graph_sizes, config.most_seqs)
 
     def expect_drafts(self, expected: bool) -> None:
         """Makes the graphs that steps with drafts need, if there are graphs; or those without."""

@@ -24,6 +24,7 @@ from coppice.runtime.runner.ranks.cores import take_cores
 from coppice.runtime.runner.ranks.ending import EndingGroup
 from coppice.runtime.runner.ranks.starting import Assignment, leave_with_parent, start_ranks
 from coppice.runtime.runner.ranks.torch_group import TorchGroup
+from coppice.runtime.runner.step_sizes import sized
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def open_runner(config: EngineConfig, beside: Beside = NOTHING_BESIDE) -> ModelR
     Raises as `ModelRunner` does; ValueError also if the model can't be divided, RuntimeError with
     the reason if another rank fails. Nothing that was started runs on then.
     """
+    config = sized(config)
     if config.tensor_parallel_size == 1:
         return ModelRunner(config, beside=beside)
     path = resolve_model(config.model, config.revision)
@@ -48,7 +50,7 @@ def open_runner(config: EngineConfig, beside: Beside = NOTHING_BESIDE) -> ModelR
     if launched_rank() is not None:
         group = _joined(config, device)
     else:
-        rows = max(config.max_num_batched_tokens, CALIBRATION_TOKENS)
+        rows = max(config.most_tokens, CALIBRATION_TOKENS)
         group = start_ranks(config, device, rows * model.hidden_size, _MAIN)
     try:
         return ModelRunner(config, group)

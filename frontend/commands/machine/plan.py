@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import partial
 
 from coppice.frontend.commands.foreign import add_foreign_options, flags_of
-from coppice.frontend.commands.machine.planned.units import size
+from coppice.frontend.commands.machine.planned.units import rate, size
 from coppice.frontend.commands.options import Subparsers
 from coppice.frontend.python.foreign_options import same_value
 from coppice.runtime.config import EngineConfig
@@ -50,6 +50,13 @@ def add_to(commands: Subparsers) -> None:
         type=size,
         metavar="SIZE",
         help="bytes that the device reads in a second, such as 3.35TB/s",
+    )
+    group.add_argument(
+        "--product-rate",
+        type=rate,
+        metavar="RATE",
+        help="of its products in 16 bits, such as 990TFLOP/s: with memory and bandwidth it gives "
+        "the sequences and tokens of a step on a GPU",
     )
     group = parser.add_argument_group("load")
     group.add_argument(
@@ -105,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         fraction=arguments.kv_cache_memory_fraction,
         kv_cache_memory=arguments.kv_cache_memory,
         memory_bandwidth=arguments.memory_bandwidth,
+        product_rate=arguments.product_rate,
         users=arguments.users,
         context=arguments.context,
         shared=arguments.shared,

@@ -5,6 +5,8 @@ A few functions of torch are replaced by those of a GPU.
 
 from __future__ import annotations
 
+import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +16,10 @@ from coppice.kernels.triton import base as triton_base
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.weights import resolve_device
+from coppice.runtime.planning.plan import PlanOptions, make_plan
 from coppice.runtime.runner.cache_size import page_bytes, plan_cache, step_bytes
 from coppice.runtime.runner.forward import ModelRunner
+from coppice.runtime.runner.step_sizes import device_rates, sized
 
 CUDA = torch.device("cuda")
 GIB = 2**30
@@ -105,9 +109,7 @@ def test_a_step_takes_more_with_more_tokens_sequences_and_splits(tiny_checkpoint
     # Rows of the widest part of a layer: residual, input and norm; gate, up and their product.
     one = 2 * (3 * 64 + 3 * 128)
     assert taken(max_num_batched_tokens=4096) - taken(max_num_batched_tokens=2048) >= 2048 * one
-    assert (
-        taken(quantization="fp8") - taken() == EngineConfig(model="m").max_num_batched_tokens * 128
-    )
+    assert taken(quantization="fp8") - taken() == EngineConfig(model="m").most_tokens * 128
     assert taken(max_num_seqs=65) - taken() == 320 * 48
     assert taken(deterministic=True, max_model_len=4096) < taken()
     assert taken(deterministic=True, max_model_len=400_000) > taken()
@@ -123,3 +125,68 @@ def test_a_cache_that_does_not_fit_is_refused(gpu, tiny_checkpoint):
     gpu.free = 1000
     with pytest.raises(ValueError, match=r"0 pages = 0 tokens.*room for at least 2 tokens"):
         plan_cache(EngineConfig(model="m"), model, torch.bfloat16, CUDA)
+
+
+# kHz and bits, as the driver tells them.
+CLOCKS = {
+    "H100": {"clock_rate": 1_980_000, "memory_clock_rate": 2_619_000, "memory_bus_width": 5120},
+    "H200": {"clock_rate": 1_980_000, "memory_clock_rate": 3_201_000, "memory_bus_width": 6144},
+}
+LARGE = {
+    "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "vocab_size": 128_256, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+
+
+def large(tiny_checkpoint, tmp_path):
+    """The config of a model of 8 B parameters, without weights."""
+    config = json.loads((tiny_checkpoint("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **LARGE}))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "terabytes", "teraflop"), [("H100", 3.35, 1070), ("H200", 4.92, 1070)]
+)
+def test_a_gpus_steps_follow_from_its_memory_and_rates(
+    gpu, tiny_checkpoint, tmp_path, caplog, name, terabytes, teraflop
+):
+    vars(gpu.chip).update(CLOCKS[name])
+    rates = device_rates(CUDA)
+    assert rates.bandwidth == pytest.approx(terabytes * 1e12, rel=0.01)
+    assert rates.products == pytest.approx(teraflop * 1e12, rel=0.01)
+    path = large(tiny_checkpoint, tmp_path)
+    with caplog.at_level(logging.INFO, logger="coppice.runtime"):
+        made = sized(EngineConfig(model=path))
+    assert (made.max_num_seqs, made.max_num_batched_tokens) == (256, 8192)
+    assert "at most 256 sequences and 8,192 tokens" in caplog.text
+    assert sized(made) is made
+    fewer = sized(EngineConfig(model=path, max_num_batched_tokens=100))
+    assert (fewer.max_num_seqs, fewer.max_num_batched_tokens) == (100, 100)
+    more = sized(EngineConfig(model=path, max_num_seqs=9000))
+    assert (more.max_num_seqs, more.max_num_batched_tokens) == (9000, 9000)
+    graphs = sized(EngineConfig(model=path, cuda_graph_sizes=(300,)))
+    assert graphs.max_num_seqs == 300
+
+
+def test_rates_that_the_driver_does_not_tell_are_assumed(gpu, tiny_checkpoint):
+    assert device_rates(CUDA).balance == 250
+    vars(gpu.chip).update(CLOCKS["H100"], major=99)
+    assert device_rates(CUDA).balance == 250
+
+
+def test_the_plan_has_the_engines_sizes(gpu, tiny_checkpoint, tmp_path):
+    vars(gpu.chip).update(CLOCKS["H100"])
+    path, rates = large(tiny_checkpoint, tmp_path), device_rates(CUDA)
+    made = sized(EngineConfig(model=path, dtype="bfloat16"))
+    options = PlanOptions(
+        device_memory=rates.memory, memory_bandwidth=int(rates.bandwidth),
+        product_rate=int(rates.products), dtype="bfloat16",
+    )  # fmt: skip
+    step = make_plan(load_model_config(tmp_path), options).step
+    assert (step.seqs, step.tokens) == (made.max_num_seqs, made.max_num_batched_tokens)
+
+
+def test_a_cpus_steps_are_as_they_were(tiny_checkpoint):
+    made = sized(EngineConfig(model=str(tiny_checkpoint("llama")), device="cpu"))
+    assert (made.max_num_seqs, made.max_num_batched_tokens) == (64, 1024)

@@ -108,6 +108,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "KV cache", readable(plan.cache_bytes), part
         tokens = f"{plan.pages * options.page_size:,} tokens"
         yield "pages", f"{plan.pages:,}", tokens
+    if plan.step is not None:
+        yield "sequences of a step", f"{plan.step.seqs:,}", "on a GPU, by default"
+        yield "tokens of a step", f"{plan.step.tokens:,}", "on a GPU, by default"
     if plan.alone is not None and plan.together is not None:
         yield "decoding, one sequence", f"{plan.alone:,.0f}", "tokens a second at most"
         yield "decoding, all together", f"{plan.together:,.0f}", "tokens a second at most"
