@@ -7,6 +7,7 @@ from typing import Any
 
 from coppice.radix import POLICIES
 from coppice.runtime.metrics.events.options import ENCODINGS, check_endpoint
+from coppice.runtime.planning.steps import CPU_SEQS, CPU_TOKENS
 from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 from coppice.runtime.tiers.sizes import parse_size
@@ -21,8 +22,6 @@ MODEL_IMPLS = ("auto", "coppice", "transformers")
 #: Fraction of the available memory that the KV cache gets by default. Other programs need main
 #: memory, too; a GPU belongs to the engine, but allocators and libraries need some of its memory.
 CPU_FRACTION, GPU_FRACTION = 0.4, 0.9
-#: The most sequences and tokens of a step by default, on a CPU. `planning.steps` has a GPU's.
-CPU_SEQS, CPU_TOKENS = 64, 1024
 SPECULATIONS = ("auto", "off")
 QUANTIZATIONS = (None, "int8", "int4", "fp8")
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from coppice.runtime.config import CPU_SEQS, CPU_TOKENS
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.planning.numbers import Numbers
+
+#: The most sequences and tokens of a step by default on a CPU.
+CPU_SEQS, CPU_TOKENS = 64, 1024
 
 #: Seconds that the products of a step with prefills may take, at `PRODUCT_PART` of the rate.
 STEP_SECONDS = 0.25
