@@ -33,6 +33,10 @@ GPU_READY  := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
 GPU_PATH   := build/path
 GPU_RUN    := PYTHONPATH=$(GPU_PATH)$${PYTHONPATH:+:$$PYTHONPATH} timeout 590 $(GPU_PYTHON)
 
+# Options for a package that this interpreter has: $(call GPU_HAS,PACKAGE,OPTIONS).
+GPU_HAS = $(shell $(GPU_PYTHON) -c 'import importlib.util as u, sys; \
+	sys.exit(u.find_spec("$(1)") is None)' && echo "$(2)")
+
 # `make lock` installs this version of torch, so that a new one is a decision and not an accident.
 TORCH  := 2.13.0
 
@@ -75,9 +79,9 @@ gpu: gpu-test gpu-kernels gpu-suite
 # Without --strict-config, so that pytest plugins that only other tests need may be missing.
 gpu-test: $(GPU_READY) $(GPU_PATH)/coppice
 	@PYTHONPATH=benchmarks $(GPU_PYTHON) -P -c 'from common.harness import require; require("torch", \
-		"triton", "numpy", "numba", "xxhash", "sortedcontainers", "transformers", "llguidance", \
-		"pytest", "xdist", "pytest_timeout", "hypothesis", gpu=True)'
-	$(GPU_RUN) -P -m pytest -o addopts=--import-mode=importlib -n 8 \
+		"triton", "numpy", "numba", "xxhash", "sortedcontainers", "transformers", "pytest", \
+		"hypothesis", gpu=True)'
+	$(GPU_RUN) -P -m pytest -o addopts=--import-mode=importlib $(call GPU_HAS,xdist,-n 8) \
 		tests/kernels tests/runtime/gpu/test_cuda_engine.py
 
 gpu-kernels: $(GPU_READY) $(GPU_PATH)/coppice

@@ -43,7 +43,7 @@ from typing import Any
 from common.harness import Rows, parser, require
 
 NEEDED = ("torch", "transformers", "safetensors", "huggingface_hub", "numpy", "numba", "xxhash",
-          "sortedcontainers", "llguidance", "coppice")  # fmt: skip
+          "sortedcontainers", "coppice")  # fmt: skip
 LIMIT_SECONDS = 460.0
 
 Row = dict[str, Any]

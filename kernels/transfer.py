@@ -148,7 +148,7 @@ def _torch_type(dtype: np.dtype) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-def take(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def take(tensor: torch.Tensor, rows: Sequence[int] | np.ndarray) -> torch.Tensor:
     """A copy of some rows of a tensor, without waiting as ``tensor[rows]`` does."""
     (index,) = send([np.array(rows, np.int64)], tensor.device)
     return tensor.index_select(0, index)

@@ -302,6 +302,8 @@ class AttentionBackend(ABC):
     softcaps: ClassVar[bool] = False
     #: Whether plans may have ``branches``.
     branches: bool = False
+    #: Whether a fixed plan takes any step of its number of rows, chunks of prompts among them.
+    mixed_plans: ClassVar[bool] = False
     #: Whether it is faster with decoding sequences first, and those that share pages side by side.
     ordered: ClassVar[bool] = False
 

@@ -14,8 +14,8 @@ row's own logits and numbers alone.
 
 FlashInfer's kernels do not serve here. Those that sample draw numbers that depend on the row's
 place in the batch. Those that only filter keep all equals of the last token, more than top-k asks
-for, and do not draw. On a GPU `choose_triton` does all of it in one kernel, on a CPU `choose_numba`
-in few passes. The code here runs where neither does.
+for, and do not draw. On a GPU `choose_triton` finds places by the bits of probabilities, ten at a
+time, and so does `choose_numba` on a CPU. The code here runs where neither does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def choose(logits: torch.Tensor, columns: np.ndarray) -> torch.Tensor:
         from coppice.kernels.sampling.choose_triton import choose_rows
 
         (numbers,) = send([columns], logits.device)
-        return choose_rows(logits, numbers)
+        return choose_rows(logits, numbers, columns)
     rows = np.flatnonzero(columns[:, TOP_K] != 1)
     some = len(rows) < len(columns)
     compiled = compiled_choice() if logits.device.type == "cpu" and len(rows) else None

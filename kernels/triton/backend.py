@@ -46,6 +46,7 @@ class TritonBackend(GpuBackend):
     scaled_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
     softcaps = True
     branches: bool = True
+    mixed_plans = True
 
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
         super().__init__(device)

@@ -17,7 +17,7 @@ from coppice.kernels.schedule.tiles import expert_tile
 from coppice.kernels.triton.base import INTERPRETED, on
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def gate_experts(
     x: tl.tensor,
     weight: tl.tensor,
@@ -86,7 +86,7 @@ def gate_experts(
     tl.store(to, made.to(out.dtype.element_ty), mask=here[:, None] & there[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def weigh_experts(
     active: tl.tensor,
     weight: tl.tensor,

@@ -21,6 +21,8 @@ from coppice.kernels.transfer import Landing, send
 _WAVES = 8  # of programs, for ranges that are split
 _PARTS = 16  # pieces of a row's keys, on average ...
 _MORE_PARTS = 1024  # ... and for few rows, which are split more finely
+_MANY_ROWS = 256  # of rows beyond these, most are of prompts, which make work for many programs ...
+_FEW_PARTS = 4  # ... in few pieces
 _MOST_PAGES = 2**20  # entries of page tables: 4 MiB
 
 Kind = tuple[int | None, CostModel]
@@ -194,8 +196,9 @@ class TritonFixedPlan(FixedPlan):
 
 
 def fixed_entries(size: int) -> int:
-    """Partial results, each of all heads, that a graph of ``size`` sequences has room for."""
-    return _PARTS * size + _MORE_PARTS
+    """Partial results, each of all heads, that a graph of ``size`` rows has room for."""
+    more = max(0, size - _MANY_ROWS)
+    return _PARTS * (size - more) + _FEW_PARTS * more + _MORE_PARTS
 
 
 def fixed_plans(sizes: Sequence[int], **options: Any) -> list[tuple[TritonFixedPlan]]:

@@ -15,6 +15,7 @@ from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.planning.cache import model_token_bytes, window_saving
 from coppice.runtime.planning.steps import BYTES_A_LOGIT, token_bytes
+from coppice.runtime.runner.graphs import mixed_sizes
 from coppice.runtime.sampling.prompt_scores import SLICE_ROWS
 from coppice.runtime.startup.room import (
     TooLittleMemory,
@@ -58,7 +59,8 @@ def step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     logits = (config.most_seqs + SLICE_ROWS) * model.vocab_size * BYTES_A_LOGIT
     graphs = 0
     if not config.enforce_eager:
-        rows = max(config.cuda_graph_sizes or (config.most_seqs,))
+        seqs, tokens = config.most_seqs, config.most_tokens
+        rows = max(config.cuda_graph_sizes or (seqs, *mixed_sizes(seqs, tokens)))
         kept = rows * token + fixed_entries(rows) * model.num_heads * (model.head_dim + 1) * 4
         graphs = 2 * kept + _GRAPH_BYTES  # a pool is not filled without gaps
     return config.most_tokens * token + logits + graphs

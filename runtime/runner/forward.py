@@ -10,12 +10,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from coppice.kernels.attention.interface import FixedPlan, KvScales, LayerCache
+from coppice.kernels.attention.interface import (
+    AttentionPlan,
+    FixedPlan,
+    KvScales,
+    LayerCache,
+)
 from coppice.kernels.cpu.ranks.errors import RanksEnded
 from coppice.kernels.pages.transfers import PageTransfers
-from coppice.kernels.transfer import take
+from coppice.kernels.transfer import send, take
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.window_keys import WindowKeys
 from coppice.runtime.model.adapters.loaded import LoadedAdapters
@@ -38,9 +44,16 @@ from coppice.runtime.runner.cache_size import (
     zeroed,
 )
 from coppice.runtime.runner.compiled_layers import compile_model
-from coppice.runtime.runner.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_sizes
+from coppice.runtime.runner.graphs import (
+    CudaRecorder,
+    DecodeGraphs,
+    Recorder,
+    graph_sizes,
+    mixed_sizes,
+)
 from coppice.runtime.runner.implementation import Model, choose
 from coppice.runtime.runner.kv_scales import measure_scales
+from coppice.runtime.runner.warm_up import warm_steps, warm_up
 from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED
 from coppice.runtime.sampling.prompt_scores import score_prompts
 from coppice.runtime.schedule.chunks import Schedule
@@ -72,6 +85,7 @@ class ModelRunner:
         adapters: those that requests may use; None without `enable_lora`.
         window_keys: what its sliding windows saved; None for a model without any.
         asleep: 0, or the level of its sleep.
+        warmed: what warming up took, as text; empty before, and on a CPU.
         transfers: fill pages with what tiers bring; None: there are no tiers.
 
     Raises ValueError if the model can't be loaded or does not support the options.
@@ -108,6 +122,7 @@ class ModelRunner:
         self._config, self._dtype = config, dtype
         self.asleep = 0
         self.transfers: PageTransfers | None = None
+        self.warmed = ""
         self._load_weights()
         self.page_size = config.page_size
         scales: Sequence[KvScales | None] = [None] * model.num_layers
@@ -179,8 +194,36 @@ class ModelRunner:
             self.kv_cache = [
                 LayerCache(zeroed(*place), zeroed(*place), each) for each in self._scales
             ]
+        if self.device.type == "cuda" and not self.warmed:
+            self.warm_up()
         if not config.enforce_eager and self.device.type == "cuda":
             self.capture(CudaRecorder(self.device), config.cuda_graph_sizes, config.most_seqs)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs every kind of step once; see `runner.warm_up`."""
+        config = self._config
+        drafts = config.speculation != "off" and self.attention.branches
+
+        def compute(plan: AttentionPlan, positions: np.ndarray) -> torch.Tensor:
+            slots = np.full(plan.num_rows, self.num_pages * self.page_size, np.int64)
+            tokens = np.zeros(plan.num_rows, np.int64)
+            lasts = plan.query_start[1:].astype(np.int64) - 1
+            ids, places, sent_slots, rows = send([tokens, positions, slots, lasts], self.device)
+            prepared = self.attention.prepare(plan, num_pages=self.num_pages + 1)
+            return self.decoder.forward(
+                ids, places, sent_slots, self.kv_cache, self.attention, prepared, rows, None
+            )
+
+        self.warmed = warm_up(
+            compute,
+            warm_steps(config.most_tokens, self.max_model_len, drafts=drafts),
+            page_size=self.page_size,
+            page=self.num_pages,
+            vocabulary=self.model_config.vocab_size,
+            device=self.device,
+        )
+        logger.info("%s", self.warmed)
 
     def expect_drafts(self, expected: bool) -> None:
         """Makes the graphs that steps with drafts need, if there are graphs; or those without."""
@@ -243,6 +286,8 @@ class ModelRunner:
         if sizes is None:
             most = max(max_num_seqs, 1 + MOST_DRAFTED) if self._drafts else max_num_seqs
             sizes = graph_sizes(most)
+            if self.attention.mixed_plans:
+                sizes += mixed_sizes(most, self._config.most_tokens)
         sizes = sorted(sizes)
         plans = self.attention.fixed_plans(
             sizes,
@@ -333,19 +378,19 @@ class ModelRunner:
             self.attention.copy_pages(self.kv_cache, sources, targets)
         if late is not None and len(batch.late_rows):
             self.group.share(late.tokens)
-        if self.graphs is not None and batch.decodes:
-            if transfers is not None:
-                transfers.needed(batch.plan.page_indices)
+        kv: Sequence[LayerCache] = self.kv_cache
+        if transfers is not None and batch.decodes and self.graphs is not None:
+            transfers.needed(batch.plan.page_indices)
+        elif transfers is not None:
+            kv = transfers.layers(batch.plan.page_indices)
+        # A step with pages that are still coming takes them layer by layer, as no graph does.
+        mixed = self.attention.mixed_plans and batch.acting is None and kv is self.kv_cache
+        if self.graphs is not None and (batch.decodes or mixed):
             hidden = self.graphs.run(batch, late)
             if hidden is not None:
-                if batch.plan.num_sequences < len(batch.token_ids):  # there are drafts
-                    hidden = take(hidden, batch.logit_rows.tolist())
-                return self.decoder.logits(hidden), None
+                return self._wanted(hidden, batch)
         prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)
         sent = batch.send(self.device, late)
-        kv: Sequence[LayerCache] = self.kv_cache
-        if transfers is not None:
-            kv = transfers.layers(batch.plan.page_indices)
         inputs = (
             sent.token_ids,
             sent.positions,
@@ -363,6 +408,16 @@ class ModelRunner:
         rows = torch.cat((sent.logit_rows, sent.prompt_rows))
         hidden = self.decoder.hidden_states(*inputs, rows, changes)
         return self.decoder.logits(hidden[: len(batch.logit_rows)]), hidden
+
+    def _wanted(
+        self, hidden: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `_run` returns, from the hidden states of all rows of a graph."""
+        prompts = len(batch.prompt_rows) > 0
+        if prompts or not batch.decodes or batch.plan.num_sequences < len(batch.token_ids):
+            hidden = take(hidden, np.concatenate((batch.logit_rows, batch.prompt_rows)))
+        logits = self.decoder.logits(hidden[: len(batch.logit_rows)])
+        return logits, hidden if prompts else None
 
     @torch.inference_mode()
     def move_slots(self, sources: list[int], targets: list[int]) -> None:

@@ -1,9 +1,11 @@
-"""Decoding steps as CUDA graphs: captured at start for some numbers of sequences, then replayed.
+"""Small steps as CUDA graphs: captured at start for some numbers of rows, then replayed.
 
-A decoding step of a small batch is a few hundred short kernels, and launching them takes the CPU
-longer than running them takes the GPU. A graph is launched as one. It repeats what was captured
-with the same addresses and grids, so everything that differs between steps lies in fixed places:
-token ids, positions and slots here, the attention plan where the backend keeps it (``FixedPlan``).
+A step of a small batch is a few hundred short kernels, and launching them takes the CPU longer than
+running them takes the GPU. A graph is launched as one. It repeats what was captured with the same
+addresses and grids, so everything that differs between steps lies in fixed places: token ids,
+positions and slots here, the attention plan where the backend keeps it (``FixedPlan``). In a
+decoding step each sequence has a row. Where the plans take chunks of prompts, too, a mixed
+step of as many rows is replayed by the same graph.
 
 A step is padded to the next captured size. Where there is none, and where its plan has more work
 than a graph has room for, the step runs kernel by kernel like any other, and is counted.
@@ -36,6 +38,13 @@ CAPTURE_FRACTION = 0.5
 #: Replayed; with more sequences than any graph has; with more attention work than a graph has room
 #: for. The last two kinds run kernel by kernel.
 DECODE_STEPS = ("graph", "too_many", "too_much")
+
+#: Steps with rows of prompts: replayed, or not.
+MIXED_STEPS = ("graph", "eager")
+
+# The most rows of a graph for mixed steps alone. A step of more rows takes a GPU longer than
+# launching its kernels takes the CPU.
+_MOST_MIXED = 1024
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FixedPlan], torch.Tensor]
 """Hidden states ``[n, hidden]`` of token ids, positions and slots, int64 ``[n]``, and a plan."""
@@ -85,6 +94,15 @@ def graph_sizes(most: int) -> tuple[int, ...]:
     return tuple(sorted({min(size, most) for size in sizes}))
 
 
+def mixed_sizes(most_seqs: int, most_tokens: int) -> tuple[int, ...]:
+    """Numbers of rows above those of decoding steps that mixed steps are captured with."""
+    sizes, size = [], 2 * most_seqs
+    while size <= min(most_tokens, _MOST_MIXED):
+        sizes.append(size)
+        size *= 2
+    return tuple(sizes)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
     """One captured graph: its plan, the place of its input, its replay and its result."""
@@ -102,6 +120,7 @@ class DecodeGraphs:
         sizes: the numbers of sequences, ascending.
         seconds, bytes: what capturing took.
         steps: decoding steps by how they ran, one of `DECODE_STEPS`.
+        mixed: steps with rows of prompts by how they ran, one of `MIXED_STEPS`.
     """
 
     def __init__(
@@ -123,6 +142,7 @@ class DecodeGraphs:
         self._graphs: dict[int, list[_Graph]] = {}
         self.sizes: list[int] = []
         self.steps = dict.fromkeys(DECODE_STEPS, 0)
+        self.mixed = dict.fromkeys(MIXED_STEPS, 0)
         start, free = time.monotonic(), recorder.free_bytes()
         self.seconds, self.bytes = 0.0, 0
         nothing = build_batch(Schedule(), page_size)
@@ -130,9 +150,7 @@ class DecodeGraphs:
             # The next size is expected to take as long as the others did on average.
             spent = self.seconds / len(self._graphs) if self._graphs else 0.0
             if self.seconds + spent > CAPTURE_SECONDS or self.bytes > CAPTURE_FRACTION * free:
-                logger.warning(
-                    "no CUDA graphs for fewer than %d sequences: %s", self.sizes[0], self
-                )
+                logger.warning("no CUDA graphs for fewer than %d rows: %s", self.sizes[0], self)
                 break
             padded = nothing.padded(size, spare_page)
             self._graphs[size] = [
@@ -168,35 +186,41 @@ class DecodeGraphs:
         return _Graph(plan, landing, replay, hidden)
 
     def run(self, batch: Batch, late: LateTokens | None) -> torch.Tensor | None:
-        """Hidden states of a decoding step's rows, ``[T, hidden]``; None: run it without a graph.
+        """Hidden states of a step's rows, ``[T, hidden]``; None: run it without a graph.
 
-        They are overwritten by the next replay.
+        They are overwritten by the next replay. Only a backend with `mixed_plans` takes steps other
+        than decoding ones.
         """
+        hidden, how = self._run(batch, late)
+        if batch.decodes:
+            self.steps[how] += 1
+        else:
+            self.mixed["graph" if how == "graph" else "eager"] += 1
+        return hidden
+
+    def _run(self, batch: Batch, late: LateTokens | None) -> tuple[torch.Tensor | None, str]:
         rows = len(batch.token_ids)
         place = bisect.bisect_left(self.sizes, rows)
         if place == len(self.sizes):
-            self.steps["too_many"] += 1
-            return None
+            return None, "too_many"
         size = self.sizes[place]
         padded = batch.padded(size, self._spare_page)
         for graph in self._graphs[size]:
             if graph.plan.load(padded.plan):
                 break
         else:
-            self.steps["too_much"] += 1
-            return None
+            return None, "too_much"
         _put(graph.landing, padded)
         if late is not None and len(batch.late_rows):
             token_ids, _, _, late_rows, late_from = graph.landing.arrays
             late.fill(token_ids, *(each[: len(batch.late_rows)] for each in (late_rows, late_from)))
         graph.replay()
-        self.steps["graph"] += 1
-        return graph.hidden[:rows]
+        return graph.hidden[:rows], "graph"
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, self.sizes))
         return (
-            f"{len(self.sizes)} CUDA graphs for decoding {sizes} sequences took "
+            f"{len(self.sizes)} CUDA graphs for steps of {sizes} rows took "
             f"{self.seconds:.1f} s and {self.bytes / 2**20:.0f} MiB"
         )
 

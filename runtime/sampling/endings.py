@@ -11,7 +11,7 @@ import re
 from heapq import heappop, heappush
 from itertools import count
 
-from llguidance import LLMatcher, LLTokenizer
+from coppice.runtime.sampling.grammar_library import LLMatcher, LLTokenizer
 
 _NEAR = 48  # tokens of slack from which each token is checked: one rarely needs more by itself
 _MOST_NODES = 3000  # of one search

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from llguidance import LLMatcher, grammar_from
-
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 from coppice.runtime.sampling.forms.patterns import any_of, with_ascii_classes
 from coppice.runtime.sampling.forms.schemas import Schema
 from coppice.runtime.sampling.forms.trial import TRIALS
+from coppice.runtime.sampling.grammar_library import LLMatcher, grammar_from
 
 # Without a bound, a model that prefers white space would never reach the end.
 _WHITESPACE = r"[ \t\n\r]{0,64}"

@@ -21,8 +21,6 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from coppice.kernels.transfer import send
 from coppice.runtime.requests.request import Sequence
@@ -30,6 +28,15 @@ from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 from coppice.runtime.sampling.endings import Ending
 from coppice.runtime.sampling.forms.trial import LIMITS
 from coppice.runtime.sampling.forms.trial_worker import Bytes
+from coppice.runtime.sampling.grammar_library import (
+    LLExecutor,
+    LLMatcher,
+    LLParserLimits,
+    LLTokenizer,
+    TokenizerWrapper,
+    allocate_token_bitmask,
+    fill_next_token_bitmask_par,
+)
 from coppice.runtime.sampling.grammar_source import source
 from coppice.runtime.startup.light_transformers import load_tokenizer
 

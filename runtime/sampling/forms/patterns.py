@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from llguidance import regex_to_lark
+from coppice.runtime.sampling.grammar_library import regex_to_lark
 
 #: An expression that begins with it means Unicode's digits, letters and white space.
 UNICODE = "(?u)"

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from coppice.kernels.sampling.choose_triton import choose_row
+from coppice.kernels.sampling.choose_triton import count_keys, draw, greatest, keep, weigh_keys
 from coppice.kernels.schedule.tiles import (
     Tile,
     choose_tiles,
@@ -260,13 +260,22 @@ def variants() -> dict[str, Variant]:
     made["quantize"] = Variant(
         quantize_rows, quantize, warps=16, scalars={"x_stride": "i32", "levels": "*fp8e4nv"}
     )
-    made["choice"] = Variant(
-        choose_row,
-        {"COLUMNS": 5, "BLOCK": 4096},
-        warps=8,
-        scalars={"logits": "*fp32", "columns": "*fp64", "tokens": "*i64", "stride": "i32",
-                 "vocabulary": "i32"},
-    )  # fmt: skip
+    choice = {"logits": "*fp32", "columns": "*fp64", "tokens": "*i64", "stride": "i32",
+              "vocabulary": "i32", "best": "*fp32", "places": "*i32", "counts": "*i32",
+              "sums": "*i64", "state": "*i64", "masses": "*i64", "kept": "*i64",
+              "same": "*i32"}  # fmt: skip
+    shape = {"PARTS": 16, "BLOCK": 4096}
+    filters = {"COLUMNS": 5, "FEW_K": True, "FEW_P": True}
+    for name, kernel, constants in (
+        ("greatest", greatest, {}),
+        ("count", count_keys, {"COLUMNS": 5, "LEVEL": 0}),
+        ("count again", count_keys, {"COLUMNS": 5, "LEVEL": 2}),
+        ("weigh", weigh_keys, {"COLUMNS": 5, "FEW_K": False, "LEVEL": 0}),
+        ("weigh again", weigh_keys, {"COLUMNS": 5, "FEW_K": True, "LEVEL": 2}),
+        ("keep", keep, filters),
+        ("draw", draw, {"COLUMNS": 5}),
+    ):
+        made[f"choice {name}"] = Variant(kernel, constants | shape, warps=8, scalars=choice)
     return made
 
 

@@ -29,7 +29,8 @@ COMPILED = (
     "merge 80",
     "rotate fp8e4nv normed",
     "norm e4m3",
-    "choice",
+    "choice count",
+    "choice draw",
 )
 
 

@@ -162,7 +162,7 @@ def test_graphs_and_overlap_give_the_tokens_without(tiny_checkpoint, page_size):
         if sizes is not None:
             stats = make_stats(engine)
             assert (stats.cuda_graphs, stats.decode_steps["graph"] > TOKENS) == (3, True)
-            assert "3 CUDA graphs for decoding 1, 4, 6 sequences took" in engine.memory
+            assert "3 CUDA graphs for steps of 1, 4, 6 rows took" in engine.memory
     scores = [each.pop("scores") for each in found]
     assert all(each == pytest.approx(scores[0], abs=1e-3) for each in scores)
     assert all(each == found[0] for each in found)

@@ -6,7 +6,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from fake_model import FakeFixedPlan, FakeRecorder, fake_checkpoint, fake_engine
+from fake_model import FakeAttention, FakeFixedPlan, FakeRecorder, fake_checkpoint, fake_engine
 from mixed_requests import answers, make_engine
 
 from coppice.kernels.triton import plans as triton_plans
@@ -15,7 +15,7 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner import graphs as graphs_module
-from coppice.runtime.runner.graphs import graph_sizes
+from coppice.runtime.runner.graphs import graph_sizes, mixed_sizes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -82,7 +82,7 @@ def test_a_plan_with_too_much_work_runs_without_a_graph(checkpoint, monkeypatch)
     assert steps["graph"] > 0 and steps["too_much"] > 0
 
 
-def test_mixed_steps_have_no_graph(checkpoint):
+def test_mixed_steps_have_no_graph_where_plans_are_of_decoding_steps(checkpoint):
     engine, _ = fake_engine(checkpoint, graphs=(1, 2), kv_cache_tokens=256, page_size=4)
     engine.add_request("a", [3, 4, 5], GREEDY)
     engine.step()
@@ -95,12 +95,65 @@ def test_mixed_steps_have_no_graph(checkpoint):
     assert make_stats(engine).decode_steps["graph"] == 2
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_small_mixed_steps_are_replayed_where_plans_take_them(checkpoint, monkeypatch, overlap):
+    """Chunks of prompts beside sequences that decode; larger steps run kernel by kernel."""
+    options = {"kv_cache_tokens": 256, "page_size": 4, "max_num_seqs": 6}
+    options |= {"max_num_batched_tokens": 9, "async_scheduling": overlap}
+
+    def answer(engine, model):
+        found = {}
+        for number in range(5):
+            engine.add_request(str(number), [3 + number, *range(4, 7 + 3 * number)], GREEDY)
+            for _ in range(2):
+                for output in engine.step():
+                    assert output.error is None, output.error
+                    found.setdefault(output.request_id, []).extend(output.new_token_ids)
+                engine.check()
+                model.check_cache()
+        while engine.has_unfinished():
+            for output in engine.step():
+                found.setdefault(output.request_id, []).extend(output.new_token_ids)
+            model.check_cache()
+        return found
+
+    expected = answer(*fake_engine(checkpoint, **options))
+    monkeypatch.setattr(FakeAttention, "mixed_plans", True)
+    engine, model = fake_engine(checkpoint, graphs=(1, 2, 4, 6), **options)
+    assert answer(engine, model) == expected
+    mixed = engine.runner.graphs.mixed
+    assert mixed["graph"] > 2 and mixed["eager"] > 0
+    assert engine.runner.graphs.steps["graph"] > 3
+
+
+def test_prompt_logprobs_come_from_a_graph_too(checkpoint, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=1)
+    found = []
+    for graphs in (None, (8,)):
+        monkeypatch.setattr(FakeAttention, "mixed_plans", graphs is not None)
+        engine, _ = fake_engine(checkpoint, graphs=graphs, kv_cache_tokens=256, page_size=4)
+        engine.add_request("a", [3, 4, 5, 6, 7], params)
+        found.append([])
+        while engine.has_unfinished():
+            found[-1] += [(each.new_token_ids, str(each.prompt_logprobs)) for each in engine.step()]
+    assert found[0] == found[1]
+    assert engine.runner.graphs.mixed == {"graph": 1, "eager": 0}
+
+
+@pytest.mark.parametrize(
+    ("seqs", "tokens", "sizes"),
+    [(256, 8192, (512, 1024)), (64, 1024, (128, 256, 512, 1024)), (6, 20, (12,)), (64, 64, ())],
+)
+def test_sizes_of_mixed_steps_lie_above_those_of_decoding(seqs, tokens, sizes):
+    assert mixed_sizes(seqs, tokens) == sizes
+
+
 def test_one_pool_and_the_largest_first(checkpoint, caplog):
     with caplog.at_level(logging.INFO, logger="coppice.runtime"):
         engine, _ = fake_engine(checkpoint, graphs=(2, 1, 4), kv_cache_tokens=256)
     graphs = engine.runner.graphs
     assert graphs.sizes == [1, 2, 4]
-    summary = "3 CUDA graphs for decoding 1, 2, 4 sequences took"
+    summary = "3 CUDA graphs for steps of 1, 2, 4 rows took"
     assert summary in caplog.text and summary in engine.runner.memory
     assert (make_stats(engine).cuda_graph_bytes, graphs.bytes) == (30, 30)
 
@@ -111,7 +164,7 @@ def test_capturing_is_bounded_in_memory_and_time(checkpoint, caplog, monkeypatch
     engine, _ = fake_engine(checkpoint, kv_cache_tokens=256)
     engine.runner.capture(recorder, (1, 2, 4, 6), 6)
     assert engine.runner.graphs.sizes == [4, 6]  # more than half of 1000 bytes are used
-    assert "no CUDA graphs for fewer than 4 sequences" in caplog.text
+    assert "no CUDA graphs for fewer than 4 rows" in caplog.text
     times = iter(range(0, 1000, 25))
     clock = SimpleNamespace(monotonic=lambda: float(next(times)))
     monkeypatch.setattr(graphs_module, "time", clock)

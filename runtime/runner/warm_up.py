@@ -1,0 +1,147 @@
+"""Runs every kind of step once at start, so that no request waits for a kernel to be compiled.
+
+A kernel is compiled at the first launch of each variant: of attention for few and for many rows,
+with and without pieces of keys that are merged, with and without trees of drafts; of the choice of
+tokens for each filter. That takes 0.4 to 1.6 s a variant, less where Triton's cache has it
+(``~/.triton/cache``, or TRITON_CACHE_DIR), which lasts beyond the process. Libraries load their
+kernels at the first call, too. The steps here name one page beyond the pool's, again and again: so
+contexts are as long as the model allows, and no request's KV is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from coppice.kernels.attention.branches import Branches
+from coppice.kernels.attention.interface import AttentionPlan
+from coppice.runtime.requests.request import Request, Sequence
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling.sampler import Sampler
+
+logger = logging.getLogger(__name__)
+
+#: Rows of prompts in a step with a long context; there are more than any tile of few rows has.
+_CHUNK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStep:
+    """A step to run: its name, and of each sequence the rows and the length of its context.
+
+    With ``drafts`` the rows of the first sequence are a tree.
+    """
+
+    name: str
+    sequences: tuple[tuple[int, int], ...]
+    drafts: bool = False
+
+
+def warm_steps(most_tokens: int, longest: int, *, drafts: bool) -> list[WarmStep]:
+    """The kinds of steps that an engine with these bounds can have.
+
+    ``longest``: tokens of a sequence; ``drafts``: whether steps may have trees.
+    """
+    whole = min(most_tokens, longest)
+    chunk = min(_CHUNK, whole)
+    steps = [
+        WarmStep("a prompt", ((whole, whole),)),
+        WarmStep("a token", ((1, min(2, longest)),)),
+        WarmStep("a token after a long context", ((1, longest),)),
+        WarmStep("a chunk after a long context", ((chunk, longest),)),
+        WarmStep("tokens and a prompt", ((1, min(2, longest)), (chunk, chunk))),
+        WarmStep("tokens and a chunk after long contexts", ((1, longest), (chunk, longest))),
+    ]
+    if drafts and whole >= 3:
+        steps += [
+            WarmStep("a draft", ((3, 3),), True),
+            WarmStep("a draft after a long context", ((3, longest),), True),
+            WarmStep("a draft and a prompt", ((3, 3), (chunk, chunk)), True),
+            WarmStep("a draft and a chunk after long contexts", ((3, longest), (chunk, longest)),
+                     True),
+        ]  # fmt: skip
+    return [step for step in steps if sum(rows for rows, _ in step.sequences) <= most_tokens]
+
+
+def warm_plan(step: WarmStep, page_size: int, page: int) -> AttentionPlan:
+    """The plan of a step whose page tables name one page only."""
+    rows = np.array([rows for rows, _ in step.sequences], np.int32)
+    context = np.array([length for _, length in step.sequences], np.int32)
+    pages = -(-context // page_size)
+    query_start = np.concatenate(([0], np.cumsum(rows))).astype(np.int32)
+    branches = None
+    if step.drafts:
+        # The second and third row follow the first, each beside the other.
+        positions = np.repeat(context - query_start[1:], rows) + np.arange(query_start[-1])
+        positions[2] = positions[1]
+        seen = np.zeros(query_start[-1], np.int64)
+        seen[:3] = 0b001, 0b011, 0b101
+        branches = Branches(positions.astype(np.int32), seen)
+    return AttentionPlan(
+        page_size=page_size,
+        query_start=query_start,
+        context_len=context,
+        page_indptr=np.concatenate(([0], np.cumsum(pages))).astype(np.int32),
+        page_indices=np.full(int(pages.sum()), page, np.int32),
+        stretches=(),
+        branches=branches,
+    )
+
+
+def warm_up(
+    compute: Callable[[AttentionPlan, np.ndarray], torch.Tensor],
+    steps: list[WarmStep],
+    *,
+    page_size: int,
+    page: int,
+    vocabulary: int,
+    device: torch.device,
+) -> str:
+    """Runs the steps, then every choice of tokens; returns what it took, as text.
+
+    ``compute`` returns the logits of the last row of each sequence, from a plan and the positions
+    of its rows. Progress is logged.
+    """
+    start = time.monotonic()
+    total = len(steps) + 1
+    for number, step in enumerate(steps):
+        logger.info("warming up, %d of %d: %s", number + 1, total, step.name)
+        plan = warm_plan(step, page_size, page)
+        shift = plan.context_len - plan.query_start[1:]
+        positions = np.repeat(shift, np.diff(plan.query_start)) + np.arange(plan.num_rows)
+        compute(plan, positions.astype(np.int64))
+    logger.info("warming up, %d of %d: the choice of tokens", total, total)
+    warm_choice(vocabulary, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return f"warming up {total} kinds of steps took {time.monotonic() - start:.1f} s"
+
+
+def warm_choice(vocabulary: int, device: torch.device) -> None:
+    """Chooses tokens with every rule and filter, alone and together."""
+    if device.type == "cuda":
+        from coppice.kernels.sampling.choose_triton import warm_up as compile_choice
+
+        compile_choice(vocabulary, device)
+    kinds = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=0.7, top_k=3, top_p=0.9, min_p=0.1),
+        SamplingParams(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
+        SamplingParams(logit_bias={0: 1.0}, allowed_token_ids=[0, 1], min_tokens=5),
+        SamplingParams(temperature=0, bad_words_token_ids=[[0], [0, 1]]),
+        SamplingParams(temperature=0, logprobs=2),
+    ]
+    sequences = []
+    for number, params in enumerate(kinds):
+        request = Request(str(number), array("i", [0, 1]), params, None, 0, 0, 8)
+        sequences.append(Sequence(request))
+    sampler = Sampler(())
+    for chosen in (sequences[:1], sequences):
+        sampler.sample(torch.zeros(len(chosen), vocabulary, device=device), chosen).read()
