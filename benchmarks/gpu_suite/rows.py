@@ -35,10 +35,13 @@ def row_kernels(bench: Bench, deadline: float) -> Iterator[Row]:
         ):
             yield from _measured(bench, deadline, name, count, moved, make(bench, count), absent)
     for count in (4,) if bench.quick else (1, 256):
-        vocabulary = 300 if bench.quick else 151_936
-        ways = _choice(bench, count, vocabulary, flashinfer)
-        moved = 4 * count * vocabulary
-        yield from _measured(bench, deadline, "choice by top-p", count, moved, ways, absent)
+        for vocabulary in (300,) if bench.quick else (32_000, 151_936):
+            for top_k in (vocabulary, 50):
+                ways = _choice(bench, count, vocabulary, top_k, flashinfer)
+                name = "choice by top-p" if top_k == vocabulary else "choice by top-k and top-p"
+                moved = 4 * count * vocabulary
+                for row in _measured(bench, deadline, name, count, moved, ways, absent):
+                    yield row | {"vocabulary": vocabulary}
 
 
 def _measured(
@@ -157,12 +160,14 @@ def _silu(bench: Bench, count: int) -> Ways:
     return ways
 
 
-def _choice(bench: Bench, count: int, vocabulary: int, flashinfer: Any) -> Ways:
-    """Chooses a token of each row by temperature and top-p."""
+def _choice(bench: Bench, count: int, vocabulary: int, top_k: int, flashinfer: Any) -> Ways:
+    """Chooses a token of each row by temperature, top-k and top-p; others by top-p alone."""
     logits = torch.randn(count, vocabulary, device=bench.device) * 3
     columns = np.ones((count, COLUMNS))
-    columns[:, 1:] = vocabulary, 0.95, 0.0, 0.5
+    columns[:, 1:] = top_k, 0.95, 0.0, 0.5
     ways: Ways = {"ours": lambda: choose(logits, columns)}
+    if top_k < vocabulary:
+        return ways
     ways["flashinfer"] = lambda: flashinfer.sampling.top_p_sampling_from_probs(
         logits.softmax(dim=-1), 0.95
     )
