@@ -7,8 +7,8 @@ its keys after a start that takes as long as ``START_KEYS``, and a launch as ``L
 tile says how many of its programs are ``resident`` on a multiprocessor. Here the time of each
 decoding case without sharing is such a sum with unknown rate, start and launch: for each number of
 resident programs they are fitted by least squares of relative errors, and the number with the
-least error is taken. The output is one JSON object: the constants as they are and as fitted, the rate, and the
-median relative error, by which to judge whether to take them.
+least error is taken. The output is one JSON object: the constants as they are and as fitted, the
+rate, and the median relative error, by which to judge whether to take them.
 """
 
 from __future__ import annotations
