@@ -157,7 +157,7 @@ def test_the_kernel_suite_has_all_cases_and_time_for_them(suite):
     ("chosen", "expected"),
     [
         pytest.param([], None, marks=pytest.mark.slow),
-        (
+        pytest.param(
             ["beam", "prefill, 512 of 8704", "decode, 8 x 512"],
             [
                 ("roofs", None),
@@ -169,6 +169,7 @@ def test_the_kernel_suite_has_all_cases_and_time_for_them(suite):
                 ("tree: beam 8 at 4k", "tree"),
                 ("tree: beam 8 at 4k", "torch, contiguous"),
             ],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["all", "some"],

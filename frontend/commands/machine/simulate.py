@@ -9,6 +9,7 @@ from pathlib import Path
 from coppice.frontend.commands.foreign import add_foreign_options
 from coppice.frontend.commands.options import Subparsers
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.planning.steps import CPU_TOKENS
 
 
 def add_to(commands: Subparsers) -> None:
@@ -90,7 +91,14 @@ def add_to(commands: Subparsers) -> None:
         help="tokens that a place reserves where there are no pages (default: those of the longest "
         "request)",
     )
-    for name in ("max_num_batched_tokens", "page_size", "eviction_policy"):
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=CPU_TOKENS,
+        metavar="N",
+        help=f"most tokens in one step (default: {CPU_TOKENS})",
+    )
+    for name in ("page_size", "eviction_policy"):
         option = defaults[name]
         group.add_argument(
             "--" + name.replace("_", "-"),

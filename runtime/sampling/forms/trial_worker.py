@@ -10,9 +10,11 @@ import json
 import resource
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+with suppress(ModuleNotFoundError):  # without it nobody starts this process; see grammar_library
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 # Less than the threads that compile grammars to serve have, so that those have some to spare.
 _STACK_BYTES = 4 * 2**20

@@ -65,7 +65,14 @@ REPEATED = (
 )
 
 
-@pytest.mark.parametrize("name", [*registry.FORMATS, *(f"{each} reasons" for each in REASONING)])
+_NAMES = [*registry.FORMATS, *(f"{each} reasons" for each in REASONING)]
+_QUICK = ("hermes", "llama", "qwen3_coder")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.slow][: each not in _QUICK]) for each in _NAMES],
+)
 def test_readers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a model writes is read once, though it comes in small pieces."""
     for module in _modules("frontend/chat"):

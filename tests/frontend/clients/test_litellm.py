@@ -66,6 +66,7 @@ async def test_litellm(tool_server: LiveServer) -> None:
         litellm.completion(messages=HELLO, **common | {"model": "openai/other"})
 
 
+@pytest.mark.slow
 @pytest.mark.client("litellm", "/v1/chat/completions", "errors")
 def test_litellm_falls_back_when_a_prompt_is_too_long(tool_server: LiveServer) -> None:
     import litellm

@@ -17,6 +17,9 @@ import pytest
 
 from coppice.kernels.triton.dependent import offered
 
+# The compiler takes half a minute for a choice of variants.
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 COMPILED = (
     "prefill bf16 128",

@@ -47,7 +47,7 @@ def test_ranks_may_share_heads_and_have_parts_of_different_sizes(
     {"quantization": "int8"},
     {"quantization": "int4"},
     {"dtype": "bfloat16"},
-    {"kv_cache_dtype": "bfloat16"},
+    pytest.param({"kv_cache_dtype": "bfloat16"}, marks=pytest.mark.slow),
     {"attention_backend": "reference"},
     {"attention_backend": "reference", "dtype": "bfloat16"},
 ])  # fmt: skip
