@@ -283,6 +283,13 @@ def _steps(stats: EngineStats) -> Iterator[Metric]:
         "how",
         dict(stats.decode_steps),
     )
+    yield _counters(
+        "coppice_mixed_steps",
+        "Steps with prompt tokens of an engine with CUDA graphs for them. graph: replayed; eager: "
+        "run kernel by kernel, since no graph has as many rows, or as much attention work",
+        "how",
+        dict(stats.mixed_steps),
+    )
     yield GaugeMetricFamily(
         "coppice_cuda_graphs", "CUDA graphs that were captured at start", stats.cuda_graphs
     )

@@ -118,7 +118,7 @@ def check_rows(**tensors: torch.Tensor) -> None:
 
 
 def check_fixed(plan: AttentionPlan, size: int, page_size: int, num_pages: int) -> None:
-    """Refuse a plan other than that of a decoding step of ``size`` rows: ``ValueError``."""
+    """Refuse a plan other than that of a step of ``size`` rows: ``ValueError``."""
     plan.check(num_pages)
     for name, found, needed in (
         ("query_start", plan.num_rows, size),

@@ -119,6 +119,7 @@ def _stats(engine: Engine) -> dict[str, Any]:
             "cuda_graph_seconds": graphs.seconds,
             "cuda_graph_bytes": graphs.bytes,
             "decode_steps": dict(graphs.steps),
+            "mixed_steps": dict(graphs.mixed),
         }
     return stats
 

@@ -117,6 +117,7 @@ class EngineStats:
         cuda_graphs: how many were captured at start, which took cuda_graph_seconds and
             cuda_graph_bytes of the GPU's memory.
         decode_steps: steps of an engine with graphs by how they ran, one of `DECODE_STEPS`.
+        mixed_steps: its steps with rows of prompts likewise, one of `MIXED_STEPS`.
         resident_bytes: memory of the engine's process; None where the system does not report it.
         adapters: what the requests of each loaded adapter took from the cache.
         window_keys: keys, each of a token in a layer, that layers with a sliding window have
@@ -169,6 +170,7 @@ class EngineStats:
     cuda_graph_seconds: float = 0.0
     cuda_graph_bytes: int = 0
     decode_steps: dict[str, int] = field(default_factory=dict)
+    mixed_steps: dict[str, int] = field(default_factory=dict)
     resident_bytes: int | None = None
     adapters: tuple[AdapterReport, ...] = ()
     window_keys: dict[str, int] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for sm_90, without spills and with the instructions it is meant for.
 
-A compilation takes seconds, so the variants are a choice: each kernel, type and feature that brings
-in other code; `make test-slow` compiles the others.
+A compilation takes seconds. Most tests are of a choice of variants: each kernel, type and feature
+that brings in other code; the last one is of all.
 """
 
 from __future__ import annotations

@@ -73,6 +73,38 @@ def test_one_step_after_the_other_is_the_reference(
     assert len(places) == 1, "an array has moved or changed its length"
 
 
+@pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.slow), 8])
+def test_mixed_steps_take_the_places_of_decoding_ones(
+    make_batch, backend, fine_splits, size, group
+):
+    """Chunks of prompts beside decoding sequences, in as many rows as a graph has."""
+    mixed = [
+        ([(4, 9), (1, 3), (1, 12)], []),
+        STEPS[1],
+        ([(3, 2), (1, 0), (2, 5)], [(range(3), 7)]),
+        ([(SIZE, 30)], []),
+        ([(SIZE, 0)], []),
+    ]
+    batches = [
+        make_batch(
+            [(rows, cached * size) for rows, cached in tails], levels, seed=seed, group=group
+        )
+        for seed, (tails, levels) in enumerate(mixed)
+    ]
+    fixed = fixed_plan(backend, max(each.num_pages for each in batches), max_pages=64 * size)
+    loaded = 0
+    for batch in [batches[1], *batches]:
+        if not fixed.load(batch.plan):
+            assert backend.deterministic, "only its fixed parts may need more room"
+            continue
+        loaded += 1
+        for got, expected in zip(
+            batch.run(backend, prepared=fixed), batch.run(ReferenceBackend()), strict=True
+        ):
+            torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+    assert loaded > 3
+
+
 def test_a_graph_launches_what_the_chip_holds(make_batch, backend, monkeypatch):
     """Its few programs take all items that a step has, and end at the first that it lacks."""
     grids = []

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from adapter_files import load, save_adapter
+from free_costs import make_free
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
@@ -23,26 +23,6 @@ from coppice.runtime.sampling.drafts.suffixes import SuffixDrafts
 
 VOCABULARY = 320
 Texts = dict[tuple[str, int], list[int]]
-
-
-class FreeRows:
-    """Steps whose rows cost nothing, so that what is drafted does not depend on the machine."""
-
-    def observe(self, tokens: int, drafted: int, seconds: float) -> None:
-        """It knows."""
-
-    def curve(self, tokens: int) -> np.ndarray:
-        return np.ones(200) + 0.001 * np.arange(200)
-
-
-class FreePasses:
-    """The same of the draft model's passes."""
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """It knows."""
-
-    def line(self, step: float) -> tuple[float, float]:
-        return 0.01, 0.0001
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +41,7 @@ def start(path: Path, draft: Path | None = None, **options: Any) -> Engine:
     if draft is not None:
         options |= {"speculation": "auto", "draft_model": str(draft)}
     engine = Engine(EngineConfig(model=str(path), device="cpu", **(limits | options)))
-    if engine.drafts is not None and engine.drafts.model is not None:
-        engine.drafts.costs = FreeRows()  # type: ignore[assignment]
-        engine.drafts.model.passes = FreePasses()  # type: ignore[assignment]
+    make_free(engine)
     return engine
 
 

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_model import VOCABULARY, fake_checkpoint, fake_engine
+from free_costs import make_free
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
@@ -16,16 +16,6 @@ from coppice.runtime.report.gather import make_report, make_stats
 from coppice.runtime.report.merged import merged_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.drafts.suffixes import SuffixDrafts
-
-
-class FreeRows:
-    """Steps whose rows cost nothing, so that what is drafted does not depend on the machine."""
-
-    def observe(self, tokens: int, drafted: int, seconds: float) -> None:
-        """It knows."""
-
-    def curve(self, tokens: int) -> np.ndarray:
-        return np.ones(200) + 0.001 * np.arange(200)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(checkpoint: Path, speculation: str) -> Engine:
     engine, _ = fake_engine(checkpoint, speculation=speculation, kv_cache_tokens=2000, page_size=4)
-    if engine.drafts is not None:
-        engine.drafts.costs = FreeRows()  # type: ignore[assignment]
+    make_free(engine)
     return engine
 
 

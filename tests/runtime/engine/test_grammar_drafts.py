@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from free_costs import make_free
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -35,26 +35,6 @@ JSON = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
 REGEX = StructuredOutputsParams(regex="Dear (Sir|Madam), this text has no choice, (yes|no)!")
 
 
-class FreeRows:
-    """Steps whose rows cost nothing, so that what is drafted does not depend on the machine."""
-
-    def observe(self, tokens: int, drafted: int, seconds: float) -> None:
-        """It knows."""
-
-    def curve(self, tokens: int) -> np.ndarray:
-        return np.ones(200) + 0.001 * np.arange(200)
-
-
-class FreePasses:
-    """The same of a draft model's passes."""
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """It knows."""
-
-    def line(self, step: float) -> tuple[float, float]:
-        return 0.01, 0.0001
-
-
 @pytest.fixture(scope="module")
 def checkpoint(
     tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
@@ -76,8 +56,7 @@ def start(checkpoint: Path, speculation: str = "auto", **options: Any) -> Engine
         model=str(checkpoint), device="cpu", speculation=speculation, **(limits | options)
     )
     engine = Engine(config)
-    if engine.drafts is not None:
-        engine.drafts.costs = FreeRows()  # type: ignore[assignment]
+    make_free(engine)
     return engine
 
 
@@ -148,7 +127,6 @@ def test_a_draft_model_keeps_to_the_form(checkpoint: Path) -> None:
     engine = start(checkpoint, draft_model=str(checkpoint))
     assert engine.drafts is not None and engine.drafts.model is not None
     engine.drafts._sources = []
-    engine.drafts.model.passes = FreePasses()  # type: ignore[assignment]
     expected, _ = run(plain, *asked)
     assert run(engine, *asked)[0] == expected
     counts = engine.drafts.counts.of("model")

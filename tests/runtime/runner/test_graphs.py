@@ -121,7 +121,7 @@ def test_small_mixed_steps_are_replayed_where_plans_take_them(checkpoint, monkey
     monkeypatch.setattr(FakeAttention, "mixed_plans", True)
     engine, model = fake_engine(checkpoint, graphs=(1, 2, 4, 6), **options)
     assert answer(engine, model) == expected
-    mixed = engine.runner.graphs.mixed
+    mixed = make_stats(engine).mixed_steps
     assert mixed["graph"] > 2 and mixed["eager"] > 0
     assert engine.runner.graphs.steps["graph"] > 3
 
@@ -137,7 +137,7 @@ def test_prompt_logprobs_come_from_a_graph_too(checkpoint, monkeypatch):
         while engine.has_unfinished():
             found[-1] += [(each.new_token_ids, str(each.prompt_logprobs)) for each in engine.step()]
     assert found[0] == found[1]
-    assert engine.runner.graphs.mixed == {"graph": 1, "eager": 0}
+    assert make_stats(engine).mixed_steps == {"graph": 1, "eager": 0}
 
 
 @pytest.mark.parametrize(

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import pytest
+from followed_texts import FollowedTexts, Text, all_rows_alike, weights_once
 
 from coppice.radix.mirror.suffixes.index import SuffixIndex
-from coppice.runtime.requests.request import Request, Sequence, Status
-from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.requests.request import Sequence
 from coppice.runtime.sampling.drafts.modelled import DEEPEST
 from coppice.runtime.sampling.drafts.network import Begun, Guess
 from coppice.runtime.sampling.drafts.passes import PassCosts
 from coppice.runtime.sampling.drafts.policy import TreeSpeculation
 from coppice.runtime.sampling.drafts.suffixes import SuffixDrafts
-
-Text = tuple[list[int], list[int]]
-
-
-def weights_once(n: int, drafted: int) -> float:
-    """A step that reads weights: rows cost little until they are many."""
-    return 0.020 + 0.0005 * (n + drafted) + 0.004 * max(0, n + drafted - 32)
-
-
-def all_rows_alike(n: int, drafted: int) -> float:
-    """A step whose time is that of its rows."""
-    return 0.010 * (n + drafted)
 
 
 class Scripted:
@@ -86,73 +73,20 @@ class Scripted:
         self.have.clear()
 
 
-class Following:
-    """Sequences that are made to follow given texts, beside a scripted draft model."""
+class Following(FollowedTexts):
+    """Texts beside a scripted draft model."""
 
     def __init__(
         self, seconds: Callable[[int, int], float], network: Scripted, most: int = 24
     ) -> None:
-        self.seconds, self.network = seconds, network
         index = SuffixDrafts(SuffixIndex(1 << 16))
-        self.speculation = TreeSpeculation([index], most, clock=network.clock)
+        speculation = TreeSpeculation([index], most, clock=network.clock)
+        super().__init__(seconds, speculation, network.clock)
+        self.network = network
         self.speculation.use_model(network, share=0.2)
-        self.time = self.plain = 0.0
-        self.tokens = self.rows = 0
-        self.drafted: list[int] = []
-        self._arrivals = 0
 
-    def run(self, texts: list[Text]) -> None:
-        running = []
-        for prompt, output in texts:
-            request = Request(
-                str(self._arrivals), array("i", prompt), SamplingParams(max_tokens=len(output)),
-                None, self._arrivals, 0, len(prompt) + len(output),
-            )  # fmt: skip
-            self._arrivals += 1
-            sequence = Sequence(request)
-            sequence.status = Status.RUNNING
-            sequence.tokens.append(output[0])
-            self.network.answers[sequence] = output
-            running.append((sequence, output))
-        while running:
-            self._step(running)
-            for sequence, _ in [r for r in running if r[0].num_generated == len(r[1])]:
-                self.speculation.ended(sequence)
-            running = [each for each in running if each[0].num_generated < len(each[1])]
-
-    def _step(self, running: list[tuple[Sequence, list[int]]]) -> None:
-        asked = [(s, len(o) - s.num_generated - 1) for s, o in running]
-        asked = [each for each in asked if each[1] > 0]
-        others = len(running) - len(asked)
-        begun = self.network.now
-        drafts = self.speculation.propose(asked, others) if asked else []
-        given = dict(zip((s for s, _ in asked), drafts, strict=True))
-        drafted = sum(map(len, drafts))
-        seconds = self.seconds(len(running), drafted) + self.network.now - begun
-        self.time += seconds
-        self.drafted.append(drafted)
-        self.rows += len(running)
-        for sequence, output in running:
-            draft, path = given.get(sequence), []
-            number, at = sequence.num_generated, -1
-            if draft:
-                for index, each in enumerate(draft.tokens):
-                    if each.parent == at and each.token == output[number + len(path)]:
-                        path.append(index)
-                        at = index
-            new = output[number : number + len(path) + 1]
-            sequence.tokens.extend(new)
-            self.tokens += len(new)
-            self.plain += len(new) * self.seconds(len(running), 0) / len(running)
-            if draft:
-                self.speculation.verified(sequence, draft, path)
-        if given:
-            self.speculation.stepped(len(given), drafted, others, seconds)
-
-    @property
-    def gain(self) -> float:
-        """How much faster than without drafts."""
-        return self.plain / self.time
+    def begins(self, sequence: Sequence, output: list[int]) -> None:
+        self.network.answers[sequence] = output
 
 
 def unforeseen(rng: random.Random, count: int, prompt: int = 20, length: int = 150) -> list[Text]:

@@ -3,96 +3,23 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Callable
 
 import pytest
+from followed_texts import FollowedTexts, all_rows_alike, weights_once
 
 from coppice.radix.mirror.suffixes.index import SuffixIndex
-from coppice.runtime.requests.request import Request, Sequence, Status
-from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.drafts.policy import TreeSpeculation
 from coppice.runtime.sampling.drafts.predicted import PredictedDrafts
 from coppice.runtime.sampling.drafts.suffixes import SuffixDrafts
 
 
-def weights_once(n: int, drafted: int) -> float:
-    """A step that reads weights: rows cost little until they are many."""
-    return 0.020 + 0.0005 * (n + drafted) + 0.004 * max(0, n + drafted - 32)
-
-
-def all_rows_alike(n: int, drafted: int) -> float:
-    """A step whose time is that of its rows."""
-    return 0.010 * (n + drafted)
-
-
-class Following:
-    """Sequences that are made to follow given texts, in steps that take a given time."""
+class Following(FollowedTexts):
+    """Texts with drafts from text and predictions."""
 
     def __init__(self, seconds: Callable[[int, int], float], most: int = 24) -> None:
-        self.seconds = seconds
-        self.speculation = TreeSpeculation(
-            [PredictedDrafts(), SuffixDrafts(SuffixIndex(1 << 16))], most, clock=lambda: 0.0
-        )
-        self.time = 0.0
-        self.plain = 0.0
-        self.tokens = self.rows = 0
-        self.drafted: list[int] = []
-        self._arrivals = 0
-
-    def run(self, texts: list[tuple[list[int], list[int]]], **params: object) -> None:
-        """Follows texts of (prompt, output) together."""
-        running = []
-        for prompt, output in texts:
-            request = Request(
-                str(self._arrivals), array("i", prompt),
-                SamplingParams(max_tokens=len(output), **params),  # type: ignore[arg-type]
-                None, self._arrivals, 0, len(prompt) + len(output),
-            )  # fmt: skip
-            self._arrivals += 1
-            sequence = Sequence(request)
-            sequence.status = Status.RUNNING
-            sequence.tokens.append(output[0])
-            running.append((sequence, output))
-        while running:
-            self._step([(s, o) for s, o in running])
-            for sequence, _ in [r for r in running if r[0].num_generated == len(r[1])]:
-                self.speculation.ended(sequence)
-            running = [each for each in running if each[0].num_generated < len(each[1])]
-
-    def _step(self, running: list[tuple[Sequence, list[int]]]) -> None:
-        asked = [(s, len(o) - s.num_generated - 1) for s, o in running]
-        asked = [each for each in asked if each[1] > 0]
-        others = len(running) - len(asked)
-        drafts = self.speculation.propose(asked, others) if asked else []
-        given = dict(zip((s for s, _ in asked), drafts, strict=True))
-        drafted = sum(map(len, drafts))
-        seconds = self.seconds(len(running), drafted)
-        self.time += seconds
-        self.drafted.append(drafted)
-        self.rows += len(running)
-        for sequence, output in running:
-            draft, path = given.get(sequence), []
-            number, at = sequence.num_generated, -1
-            if draft:
-                assert len(draft) <= len(output) - number - 1
-                for index, each in enumerate(draft.tokens):
-                    if each.parent == at and each.token == output[number + len(path)]:
-                        path.append(index)
-                        at = index
-            new = output[number : number + len(path) + 1]
-            sequence.tokens.extend(new)
-            self.tokens += len(new)
-            self.plain += len(new) * self.seconds(len(running), 0) / len(running)
-            if draft:
-                self.speculation.verified(sequence, draft, path)
-        if given:
-            self.speculation.stepped(len(given), drafted, others, seconds)
-
-    @property
-    def gain(self) -> float:
-        """How much faster than without drafts."""
-        return self.plain / self.time
+        sources = [PredictedDrafts(), SuffixDrafts(SuffixIndex(1 << 16))]
+        super().__init__(seconds, TreeSpeculation(sources, most, clock=lambda: 0.0))
 
 
 def quoting(rng: random.Random, count: int) -> list[tuple[list[int], list[int]]]:
