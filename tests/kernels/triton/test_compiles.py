@@ -105,7 +105,8 @@ def assert_loads_overlap(compiled: dict[str, dict]) -> None:
         if kind not in ("prefill", "decode", "deterministic") or "fp32" in name:
             continue
         assert row["buffers"] >= 2, row
-        if name != "prefill bf16 256":  # it has two buffers, and no room for more
+        # Heads above 128 in tiles of many rows have two buffers, and no room for more.
+        if name not in ("prefill bf16 192", "prefill bf16 256", "decode bf16 256 group 64"):
             assert row["wait"] >= 2, row
         assert row["resident"] >= row["planned"], row
 
