@@ -1,6 +1,7 @@
-"""The processor time of a decoding step: what the engine does on the host when the model is free.
+"""The processor time of a step: what the engine does on the host when the model is free.
 
-    python benchmarks/step_host.py [--quick] [--json FILE] [--rounds N]
+    python benchmarks/step_host.py [--quick] [--json FILE] [--rounds N] [--chunk TOKENS]
+    python benchmarks/step_host.py --beside FOLDER ...
 
 The engine is the real one, with asynchronous scheduling and graphs: scheduling, batch, attention
 plans in the shape of Qwen3-0.6B's heads, choice of tokens, commit. Forward passes are left out, and
@@ -12,12 +13,19 @@ parts of a step. On a GPU a step of Qwen3-0.6B takes 3 to 5 ms; the host must ne
     system    all sequences share a system prompt
     levels    they share a system prompt, and groups of them documents
     samples   each prompt is continued in 16 sequences
+
+With `--chunk` a new prompt of so many tokens is a part of each step. `--beside` measures checkouts
+of other commits and this one in turn, with this script; `over_first` are the multiples of the first
+one in the same round.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +37,7 @@ import numpy as np
 import torch
 
 from common.harness import Rows, machine, parser, spread
+from common.trees import HERE, INSIDE, in_turn
 from coppice import Engine, EngineConfig, SamplingParams
 from coppice.kernels.attention.reference import ReferenceBackend
 from coppice.kernels.schedule.cost import CostModel
@@ -61,6 +70,11 @@ class PlansOnly(ReferenceBackend):
     """Makes the plans that Triton's kernels would get on a GPU, and computes no attention."""
 
     ordered = False
+    mixed_plans = True
+
+    def prepare(self, plan: Any, *, num_pages: int | None = None) -> Any:
+        plan.check(num_pages)
+        return triton_plans.PreparedPlan(plan, torch.device("cpu"), False)
 
     def fixed_plans(self, sizes: Any, **options: Any) -> Any:
         return triton_plans.fixed_plans(
@@ -87,21 +101,21 @@ class NoModel:
     def forward(self, *inputs: Any) -> torch.Tensor:
         return self.logits(self.hidden_states(*inputs))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._logits[: len(hidden)]
 
 
 class NoDevice:
     """Replaces a GPU that captures graphs; a replay does nothing."""
 
-    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         return (lambda: None), run()
 
     def free_bytes(self) -> int:
         return 2**40
 
 
-def make_engine(folder: Path, batch: int) -> Engine:
+def make_engine(folder: Path, batch: int, chunk: int) -> Engine:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     engine = Engine(
         EngineConfig(
@@ -111,13 +125,14 @@ def make_engine(folder: Path, batch: int) -> Engine:
             device="cpu",
             max_num_seqs=256,
             max_num_batched_tokens=8192,
-            kv_cache_tokens=batch * (PROMPT + 256) + 8192,
+            kv_cache_tokens=batch * (PROMPT + 256) + 8192 + 64 * chunk,
             async_scheduling=True,
         )
     )
     engine.runner.decoder = NoModel(8192)  # type: ignore[assignment]
     engine.runner.attention = PlansOnly()
-    engine.runner.capture(NoDevice(), (batch,), 256)
+    sizes = (batch, batch + chunk) if chunk else (batch,)
+    engine.runner.capture(NoDevice(), sizes, 256)
     return engine
 
 
@@ -180,9 +195,10 @@ def timed(parts: dict[str, float]) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-def decode(engine: Engine, tree: str, batch: int, temperature: float) -> list[float]:
-    """Seconds of each of `STEPS` steps in which all sequences decode."""
+def decode(engine: Engine, tree: str, batch: int, temperature: float, chunk: int) -> list[float]:
+    """Seconds of each of `STEPS` steps in which all sequences decode, and a chunk is computed."""
     engine.reset_cache()
+    rng = np.random.default_rng(1)
     for number, prompt in enumerate(prompts(tree, batch)):
         params = SamplingParams(
             n=min(16, batch) if tree == "samples" else 1,
@@ -195,14 +211,44 @@ def decode(engine: Engine, tree: str, batch: int, temperature: float) -> list[fl
     while graphs.steps["graph"] < begun + WARM:
         engine.step()
     seconds = []
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        if chunk:
+            prompt = rng.integers(10, VOCABULARY, chunk).tolist()
+            one = SamplingParams(temperature=temperature, max_tokens=1, ignore_eos=True)
+            engine.add_request(f"prompt {step}", prompt, one)
         start = time.perf_counter()
         outputs = engine.step()
         seconds.append(time.perf_counter() - start)
-        assert len(outputs) == batch
+        assert len(outputs) >= batch
     for number in range(batch):
         engine.abort(str(number))
+    while engine.has_unfinished():
+        engine.step()
     return seconds
+
+
+def beside(arguments: argparse.Namespace, given: list[str]) -> None:
+    """Measures the trees in turn, and writes a row for each of them and each kind of step."""
+    rows = Rows(arguments.json)
+    folders = [*arguments.beside, HERE]
+    found: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
+    # The last of options that are given twice holds.
+    told = [*given, "--rounds", "1", "--json", os.devnull]
+    for row in in_turn(__file__, folders, told, 1 if arguments.quick else arguments.rounds):
+        key = tuple(
+            row.get(name) for name in ("benchmark", "batch", "chunk", "tree", "temperature")
+        )
+        found.setdefault(key, {}).setdefault(row["commit"], []).append(row)
+    for commits in found.values():
+        first = next(iter(commits.values()))
+        for each in commits.values():
+            ms = [row["times"]["step_ms"]["median"] for row in each]
+            ratios = [a / b["times"]["step_ms"]["median"] for a, b in zip(ms, first, strict=True)]
+            times = {"step_ms": spread(ms), "parts_ms": each[-1]["times"]["parts_ms"]}
+            multiples = spread([row["multiples"]["median"] for row in each])
+            rows.add(**{
+                **each[-1], "over_first": spread(ratios), "multiples": multiples, "times": times
+            })  # fmt: skip
 
 
 def main() -> None:
@@ -210,27 +256,35 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     options.add_argument("--trees", nargs="+", default=["alone", "system", "levels", "samples"])
+    options.add_argument("--chunk", type=int, default=0, metavar="TOKENS")
+    options.add_argument("--beside", type=Path, nargs="+", default=[], metavar="FOLDER")
     arguments = options.parse_args()
+    if arguments.beside and INSIDE not in os.environ:
+        beside(arguments, sys.argv[1:])
+        return
+    chunk = arguments.chunk
     torch.set_num_threads(1)
     rows = Rows(arguments.json)
     where = machine()
     batches = [1, 16] if arguments.quick else arguments.batches
     for batch in batches:
         with tempfile.TemporaryDirectory() as folder:
-            engine = make_engine(Path(folder), batch)
+            engine = make_engine(Path(folder), batch, chunk)
         for tree in arguments.trees:
             for temperature in (0.0, 1.0):
                 steps, units = [], []
                 for _ in range(1 if arguments.quick else arguments.rounds):
                     units.append(unit())
-                    steps.append(statistics.median(decode(engine, tree, batch, temperature)))
+                    found = decode(engine, tree, batch, temperature, chunk)
+                    steps.append(statistics.median(found))
                 parts: dict[str, float] = {}
                 with timed(parts):
-                    decode(engine, tree, batch, temperature)
+                    decode(engine, tree, batch, temperature, chunk)
                 calls = WARM + STEPS
                 rows.add(
-                    benchmark="host part of a decoding step",
+                    benchmark=f"host part of a {'mixed' if chunk else 'decoding'} step",
                     batch=batch,
+                    **({"chunk": chunk} if chunk else {}),
                     tree=tree,
                     temperature=temperature,
                     multiples=spread([s / u for s, u in zip(steps, units, strict=True)]),

@@ -68,6 +68,18 @@ def choose(logits: torch.Tensor, columns: np.ndarray) -> torch.Tensor:
     return tokens.index_copy_(0, index, chosen)
 
 
+def choose_by(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """``choose`` for a graph: the columns are where the logits are, and only known when it runs.
+
+    So all is launched that columns can ask for.
+    """
+    if logits.is_cuda:
+        from coppice.kernels.sampling.choose_triton import choose_rows
+
+        return choose_rows(logits, columns)
+    return choose(logits, columns.numpy())
+
+
 @cache
 def compiled_choice() -> ModuleType | None:
     """``choose_numba``, compiled or loaded from numba's cache; None where it does not work."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 from coppice.kernels.sampling.choose import compiled_choice
@@ -22,7 +23,7 @@ from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.requests.logprobs import Logprobs
 from coppice.runtime.requests.request import LATE, DeviceLost, Sequence, Status, StepOutput
 from coppice.runtime.runner.batch import Batch
-from coppice.runtime.runner.forward import ModelRunner
+from coppice.runtime.runner.forward import Computed, ModelRunner
 from coppice.runtime.sampling.drafts.draft import Speculation
 from coppice.runtime.sampling.logit_rules import was_cut
 from coppice.runtime.sampling.sampler import Sampled, Sampler
@@ -120,7 +121,8 @@ class Steps:
         failure: BaseException | None = schedule.failure
         if failure is None:
             try:
-                batch, logits = self._runner.run(schedule, None if before is None else before.late)
+                late = None if before is None else before.late
+                computed = self._runner.run(schedule, late, self._columns)
             except BaseException as error:
                 failure = error
         self._accounts.settle_batch()  # while the device computes
@@ -132,7 +134,7 @@ class Steps:
                 raise
         if failure is None:
             try:
-                step = self._sample(schedule, start, batch, logits)
+                step = self._sample(schedule, start, computed)
             except BaseException as error:
                 failure = error
         if failure is not None:
@@ -193,11 +195,20 @@ class Steps:
             self._pause -= 1
         return not self._pause
 
+    def _columns(self, batch: Batch) -> np.ndarray | None:
+        """The parameters of the choice of a batch's tokens, if they suffice for it."""
+        sequences, ahead = batch.sampled, None
+        if batch.drafts:
+            sequences, ahead = list(sequences), [0] * len(sequences)
+            for each in batch.drafts:
+                sequences += [each.sequence] * len(each.draft)
+                ahead += each.draft.depths()
+        return self._sampler.columns(sequences, self._runner.model_config.vocab_size, ahead)
+
     @torch.inference_mode()
-    def _sample(
-        self, schedule: Schedule, start: float, batch: Batch, logits: torch.Tensor
-    ) -> Step | None:
+    def _sample(self, schedule: Schedule, start: float, computed: Computed) -> Step | None:
         """Chooses tokens for the sequences that have not ended meanwhile; None if all have."""
+        batch, logits, tokens = computed
         chunks = schedule.running()
         self._counters.late_rows += len(schedule.chunks) - len(chunks)
         if not chunks:
@@ -222,9 +233,10 @@ class Steps:
             logits, sequences = take(logits, others), [sequences[row] for row in others]
         pooled = [each.sequence for each in batch.pooled if each.prompt.complete]
         if verification is None:
-            sampling = self._sampler.sample(logits, sequences)
+            sampling = self._sampler.sample(logits, sequences, chosen=tokens)
         else:
-            sampling = self._sampler.sample(*verification.with_drafts(logits, sequences))
+            all_rows = verification.with_drafts(logits, sequences)
+            sampling = self._sampler.sample(*all_rows, chosen=tokens)
         return Step(schedule, start, sequences, sampling, pooled, verification)
 
     def _enter(self, step: Step) -> None:

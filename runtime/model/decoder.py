@@ -324,13 +324,17 @@ class Decoder(nn.Module):
             return float_products.rows_of(cast("PackedFloat", self.head.packed), token_ids)
         return F.embedding(token_ids, self.embedding)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 ``[R, vocab_size]``, of hidden states ``[R, hidden]``.
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits, float32 ``[R, vocab_size]``, of hidden states ``[R, hidden]``; in ``out`` if any.
 
         Of a model that is divided the first rank has them, and the others those of their words.
         """
         logits: torch.Tensor = self.head(hidden)
-        logits = self.group.gather(logits.float(), self.share.word_counts)
+        if out is None:
+            logits = self.group.gather(logits.float(), self.share.word_counts)
+        else:
+            assert self.group.size == 1
+            logits = out.copy_(logits)
         scale, softcap = self.config.logit_scale, self.config.logit_softcap
         if scale != 1.0:
             logits = logits.mul_(scale)

@@ -62,7 +62,9 @@ def step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
         seqs, tokens = config.most_seqs, config.most_tokens
         rows = max(config.cuda_graph_sizes or (seqs, *mixed_sizes(seqs, tokens)))
         kept = rows * token + fixed_entries(rows) * model.num_heads * (model.head_dim + 1) * 4
-        graphs = 2 * kept + _GRAPH_BYTES  # a pool is not filled without gaps
+        # Logits of all graphs have one place; their product is in the pool.
+        head = min(rows, seqs) * model.vocab_size * (4 + dtype.itemsize)
+        graphs = 2 * kept + head + _GRAPH_BYTES  # a pool is not filled without gaps
     return config.most_tokens * token + logits + graphs
 
 

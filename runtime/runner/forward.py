@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from coppice.kernels.attention.interface import (
 )
 from coppice.kernels.cpu.ranks.errors import RanksEnded
 from coppice.kernels.pages.transfers import PageTransfers
+from coppice.kernels.sampling.choose import choose_by
 from coppice.kernels.transfer import send, take
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.window_keys import WindowKeys
@@ -47,7 +48,9 @@ from coppice.runtime.runner.compiled_layers import compile_model
 from coppice.runtime.runner.graphs import (
     CudaRecorder,
     DecodeGraphs,
+    Head,
     Recorder,
+    Replayed,
     graph_sizes,
     mixed_sizes,
 )
@@ -62,6 +65,19 @@ from coppice.runtime.startup.memory import give_back_memory
 from coppice.runtime.startup.room import explained
 
 logger = logging.getLogger(__name__)
+
+
+class Computed(NamedTuple):
+    """What a forward pass gives.
+
+    ``logits`` are float32 ``[R, vocabulary]`` of the batch's R `sampled` sequences, then of its
+    `drafts`; the next pass may overwrite them. ``tokens`` int64 ``[R]`` were chosen for these rows
+    by a graph; None: they are to be chosen.
+    """
+
+    batch: Batch
+    logits: torch.Tensor
+    tokens: torch.Tensor | None
 
 
 class ModelRunner:
@@ -280,11 +296,12 @@ class ModelRunner:
     def capture(self, recorder: Recorder, sizes: Sequence[int] | None, max_num_seqs: int) -> None:
         """Captures graphs of decoding steps, for each of ``sizes``, if the backend has plans.
 
-        With drafts a step has more rows than sequences: one of these may have a whole draft.
+        With drafts a step has more rows than sequences: one of these may have a whole draft. Of a
+        model that is divided the head is not captured, since its parts are gathered.
         """
         self._captured = recorder, sizes, max_num_seqs
+        most = max(max_num_seqs, 1 + MOST_DRAFTED) if self._drafts else max_num_seqs
         if sizes is None:
-            most = max(max_num_seqs, 1 + MOST_DRAFTED) if self._drafts else max_num_seqs
             sizes = graph_sizes(most)
             if self.attention.mixed_plans:
                 sizes += mixed_sizes(most, self._config.most_tokens)
@@ -315,17 +332,24 @@ class ModelRunner:
             page_size=self.page_size,
             spare_page=self.num_pages,
             device=self.device,
+            head=Head(self.decoder.logits, choose_by, most) if self.group.size == 1 else None,
         )
         logger.info("%s", self.graphs)
         if not self.asleep:
             self.memory += f"; {self.graphs}"
 
     @torch.inference_mode()
-    def run(self, schedule: Schedule, late: LateTokens | None = None) -> tuple[Batch, torch.Tensor]:
+    def run(
+        self,
+        schedule: Schedule,
+        late: LateTokens | None = None,
+        columns: Callable[[Batch], np.ndarray | None] | None = None,
+    ) -> Computed:
         """Copies pages, computes the chunks, and scores prompts where that was asked for.
 
-        `late` has the tokens that have not come back from the device. Returns the batch and the
-        logits float32 [R, vocabulary] of its R `sampled` sequences, then those of `drafts`.
+        `late` has the tokens that have not come back from the device. If the step is replayed, its
+        graph chooses the tokens of the rows with logits by `columns`, the parameters of the choice,
+        unless these are None.
         """
         copies = [
             ([copy.source for copy in batch], [copy.target for copy in batch])
@@ -348,7 +372,7 @@ class ModelRunner:
             arrays = replace(batch, sampled=[], scored=[], pooled=[], drafts=())
             self._tell("_compute", copies, arrays, 0 if late is None else len(late.tokens))
         try:
-            logits, hidden = self._run(copies, batch, late)
+            logits, tokens, hidden = self._run(copies, batch, late, columns)
             if hidden is not None:
                 sampled = len(batch.logit_rows)
                 scored = sum(len(each.tokens) for each in batch.scored)
@@ -359,17 +383,19 @@ class ModelRunner:
             # The others wait within this step for what will not come.
             self.group.end(f"rank 0 of the model: {type(error).__name__}: {error}")
             raise
-        return batch, logits
+        return Computed(batch, logits, tokens)
 
     def _run(
         self,
         copies: Sequence[tuple[list[int], list[int]]],
         batch: Batch,
         late: LateTokens | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        columns: Callable[[Batch], np.ndarray | None] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Copies pages, computes a batch, and makes the logits of its rows that are sampled.
 
-        Returns these, and the hidden states of all wanted rows if others are wanted, too.
+        Returns these, their tokens if a graph has chosen them, and the hidden states of all wanted
+        rows if others are wanted, too.
         """
         transfers = self.transfers
         for sources, targets in copies:
@@ -386,9 +412,9 @@ class ModelRunner:
         # A step with pages that are still coming takes them layer by layer, as no graph does.
         mixed = self.attention.mixed_plans and batch.acting is None and kv is self.kv_cache
         if self.graphs is not None and (batch.decodes or mixed):
-            hidden = self.graphs.run(batch, late)
-            if hidden is not None:
-                return self._wanted(hidden, batch)
+            made = self.graphs.run(batch, late, lambda: columns(batch) if columns else None)
+            if made is not None:
+                return self._wanted(made, batch)
         prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)
         sent = batch.send(self.device, late)
         inputs = (
@@ -404,20 +430,24 @@ class ModelRunner:
             assert self.adapters is not None
             changes = self.adapters.changes(batch.acting, (batch.logit_rows, batch.prompt_rows))
         if not len(batch.prompt_rows):
-            return self.decoder.forward(*inputs, sent.logit_rows, changes), None
+            return self.decoder.forward(*inputs, sent.logit_rows, changes), None, None
         rows = torch.cat((sent.logit_rows, sent.prompt_rows))
         hidden = self.decoder.hidden_states(*inputs, rows, changes)
-        return self.decoder.logits(hidden[: len(batch.logit_rows)]), hidden
+        return self.decoder.logits(hidden[: len(batch.logit_rows)]), None, hidden
 
     def _wanted(
-        self, hidden: torch.Tensor, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `_run` returns, from the hidden states of all rows of a graph."""
+        self, made: Replayed, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What `_run` returns, from the results of a graph."""
         prompts = len(batch.prompt_rows) > 0
+        if made.logits is not None and not prompts:
+            return made.logits, made.tokens, None
+        hidden, logits = made.hidden, made.logits
         if prompts or not batch.decodes or batch.plan.num_sequences < len(batch.token_ids):
             hidden = take(hidden, np.concatenate((batch.logit_rows, batch.prompt_rows)))
-        logits = self.decoder.logits(hidden[: len(batch.logit_rows)])
-        return logits, hidden if prompts else None
+        if logits is None:
+            logits = self.decoder.logits(hidden[: len(batch.logit_rows)])
+        return logits, made.tokens, hidden if prompts else None
 
     @torch.inference_mode()
     def move_slots(self, sources: list[int], targets: list[int]) -> None:
@@ -452,7 +482,7 @@ class ModelRunner:
         late = None
         if num_late:
             late = LateTokens(torch.zeros(num_late, dtype=torch.int64, device=self.device), {})
-        return self._run(copies, batch, late)[1]
+        return self._run(copies, batch, late)[-1]
 
     def _tell(self, method: str, *args: Any) -> None:
         """Has the other ranks call a method of theirs, as this one does now."""

@@ -7,6 +7,10 @@ positions and slots here, the attention plan where the backend keeps it (``Fixed
 decoding step each sequence has a row. Where the plans take chunks of prompts, too, a mixed
 step of as many rows is replayed by the same graph.
 
+A graph goes on to the logits of the rows that have them and to the choice of their tokens, with
+temperatures, filters and random numbers in a fixed place, too (``Head``). Where a row needs more,
+rules for example, its step takes the logits of the graph and chooses outside of it.
+
 A step is padded to the next captured size. Where there is none, and where its plan has more work
 than a graph has room for, the step runs kernel by kernel like any other, and is counted.
 """
@@ -18,12 +22,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 
 from coppice.kernels.attention.interface import FixedPlan
+from coppice.kernels.sampling.columns import COLUMNS, MOST_PROBABLE
 from coppice.kernels.transfer import Landing
 from coppice.runtime.runner.batch import Batch, LateTokens, build_batch
 from coppice.runtime.schedule.chunks import Schedule
@@ -49,12 +55,48 @@ _MOST_MIXED = 1024
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FixedPlan], torch.Tensor]
 """Hidden states ``[n, hidden]`` of token ids, positions and slots, int64 ``[n]``, and a plan."""
 
+Results = tuple[torch.Tensor, ...]
+
+Columns = Callable[[], np.ndarray | None]
+"""Makes the parameters of the choice of a step's tokens, float64 ``[R, COLUMNS]``; None: they do
+not suffice."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """What follows the hidden states within a graph.
+
+    Attributes:
+        logits: float32 ``[r, vocabulary]`` of hidden states ``[r, hidden]``, in the tensor that is
+            given, or in a new one.
+        choose: tokens int64 ``[r]`` of logits and parameters float64 ``[r, COLUMNS]``, both on the
+            device.
+        most: rows with logits that a graph has room for.
+    """
+
+    logits: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    most: int
+
+
+class Replayed(NamedTuple):
+    """The results of a graph, of which the next replay overwrites all but the tokens.
+
+    ``hidden`` ``[T, hidden]`` of a step's rows; ``logits`` float32 ``[R, vocabulary]`` of those
+    that have some, None if the graph has no room for them; ``tokens`` int64 ``[R]`` that were
+    chosen, None if they were not.
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+
 
 class Recorder(Protocol):
     """Captures graphs: on a GPU, or in tests without one."""
 
-    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """A function that repeats `run`, and the tensor that then has the result."""
+    def record(self, run: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
+        """A function that repeats `run`, and the tensors that then have the results."""
 
     def free_bytes(self) -> int:
         """Free memory of the device."""
@@ -67,12 +109,12 @@ class CudaRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    def record(self, run: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
         with torch.cuda.device(self._device):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                result = run()
-            return graph.replay, result
+                results = run()
+            return graph.replay, results
 
     def free_bytes(self) -> int:
         torch.cuda.synchronize(self._device)
@@ -105,12 +147,16 @@ def mixed_sizes(most_seqs: int, most_tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
-    """One captured graph: its plan, the place of its input, its replay and its result."""
+    """One captured graph: its plan, the place of its input, its replay and its results.
+
+    It makes the logits of `rows` rows; 0: of none.
+    """
 
     plan: FixedPlan
     landing: Landing
+    rows: int
     replay: Callable[[], None]
-    hidden: torch.Tensor
+    results: Results
 
 
 class DecodeGraphs:
@@ -121,6 +167,7 @@ class DecodeGraphs:
         seconds, bytes: what capturing took.
         steps: decoding steps by how they ran, one of `DECODE_STEPS`.
         mixed: steps with rows of prompts by how they ran, one of `MIXED_STEPS`.
+        chosen: steps whose tokens a graph has chosen.
     """
 
     def __init__(
@@ -133,16 +180,23 @@ class DecodeGraphs:
         page_size: int,
         spare_page: int,
         device: torch.device,
+        head: Head | None = None,
     ) -> None:
         """Captures `forward`, from the largest of `sizes` on, with each of its `plans`.
 
-        `spare_page` is outside the pool: padded rows write their KV there.
+        `spare_page` is outside the pool: padded rows write their KV there. Without a `head` graphs
+        end with the hidden states.
         """
         self._spare_page = spare_page
+        self._head = head
+        # One for all graphs, since only the last step's logits are read: of one size they take up
+        # to hundreds of megabytes.
+        self._logits: torch.Tensor | None = None
         self._graphs: dict[int, list[_Graph]] = {}
         self.sizes: list[int] = []
         self.steps = dict.fromkeys(DECODE_STEPS, 0)
         self.mixed = dict.fromkeys(MIXED_STEPS, 0)
+        self.chosen = 0
         start, free = time.monotonic(), recorder.free_bytes()
         self.seconds, self.bytes = 0.0, 0
         nothing = build_batch(Schedule(), page_size)
@@ -168,37 +222,51 @@ class DecodeGraphs:
         recorder: Recorder,
         device: torch.device,
     ) -> _Graph:
-        size = len(batch.token_ids)
-        places = [((size,), np.int64)] * 5
+        size, head = len(batch.token_ids), self._head
+        rows = 0 if head is None else min(size, head.most)
+        line: tuple[tuple[int, ...], DTypeLike] = (size,), np.int64
+        places = [line] * 3 + [((rows,), np.int64), ((rows, COLUMNS), np.float64)] + [line] * 2
         landing = Landing(
             places, torch.zeros(Landing.size(places), dtype=torch.uint8, device=device)
         )
-        token_ids, positions, slots, _, _ = landing.arrays
+        token_ids, positions, slots, logit_rows, columns, _, _ = landing.arrays
         if not plan.load(batch.plan):
             raise ValueError(f"a plan of {size} sequences of one token does not fit a graph")
-        _put(landing, batch)
+        _put(landing, batch, rows, None)
 
-        def run() -> torch.Tensor:
-            return forward(token_ids, positions, slots, plan)
+        def run() -> Results:
+            hidden = forward(token_ids, positions, slots, plan)
+            if head is None:
+                return (hidden,)
+            place = None if self._logits is None else self._logits[:rows]
+            logits = head.logits(hidden.index_select(0, logit_rows), place)
+            if self._logits is None:  # the largest graph comes first
+                self._logits = logits
+            return hidden, head.choose(logits, columns)
 
         run()  # compiles what is not compiled yet, which a capture must not
-        replay, hidden = recorder.record(run)
-        return _Graph(plan, landing, replay, hidden)
+        replay, results = recorder.record(run)
+        return _Graph(plan, landing, rows, replay, results)
 
-    def run(self, batch: Batch, late: LateTokens | None) -> torch.Tensor | None:
-        """Hidden states of a step's rows, ``[T, hidden]``; None: run it without a graph.
+    def run(
+        self, batch: Batch, late: LateTokens | None, columns: Columns = lambda: None
+    ) -> Replayed | None:
+        """The results of a step's rows; None: run it without a graph.
 
-        They are overwritten by the next replay. Only a backend with `mixed_plans` takes steps other
-        than decoding ones.
+        Tokens are chosen by `columns`. Only a backend with `mixed_plans` takes steps other than
+        decoding ones.
         """
-        hidden, how = self._run(batch, late)
+        made, how = self._run(batch, late, columns)
         if batch.decodes:
             self.steps[how] += 1
         else:
             self.mixed["graph" if how == "graph" else "eager"] += 1
-        return hidden
+        self.chosen += made is not None and made.tokens is not None
+        return made
 
-    def _run(self, batch: Batch, late: LateTokens | None) -> tuple[torch.Tensor | None, str]:
+    def _run(
+        self, batch: Batch, late: LateTokens | None, columns: Columns
+    ) -> tuple[Replayed | None, str]:
         rows = len(batch.token_ids)
         place = bisect.bisect_left(self.sizes, rows)
         if place == len(self.sizes):
@@ -210,12 +278,19 @@ class DecodeGraphs:
                 break
         else:
             return None, "too_much"
-        _put(graph.landing, padded)
+        wanted = len(batch.logit_rows)
+        known = columns() if wanted <= graph.rows else None
+        _put(graph.landing, padded, graph.rows, known)
         if late is not None and len(batch.late_rows):
-            token_ids, _, _, late_rows, late_from = graph.landing.arrays
+            token_ids, *_, late_rows, late_from = graph.landing.arrays
             late.fill(token_ids, *(each[: len(batch.late_rows)] for each in (late_rows, late_from)))
         graph.replay()
-        return graph.hidden[:rows], "graph"
+        hidden, *tokens = graph.results
+        if self._logits is None or wanted > graph.rows:
+            return Replayed(hidden[:rows]), "graph"
+        # A copy, since the next step reads these tokens, and may have to be repeated.
+        chosen = None if known is None else tokens[0][:wanted].clone()
+        return Replayed(hidden[:rows], self._logits[:wanted], chosen), "graph"
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, self.sizes))
@@ -225,7 +300,15 @@ class DecodeGraphs:
         )
 
 
-def _put(landing: Landing, batch: Batch) -> None:
-    arrays = [batch.token_ids, batch.positions, batch.slots, batch.late_rows, batch.late_from]
-    fits = landing.put(arrays)  # not within the assertion, which `python -O` leaves out
-    assert fits
+def _put(landing: Landing, batch: Batch, rows: int, known: np.ndarray | None) -> None:
+    """Puts a step in its place, of which `rows` may have logits; `known` are their parameters.
+
+    Rows without parameters take the most probable token, for which one look at each logit does.
+    """
+    columns = np.tile(MOST_PROBABLE, (rows, 1))
+    if known is not None:
+        columns[: len(known)] = known
+    wanted = batch.logit_rows if len(batch.logit_rows) <= rows else batch.logit_rows[:0]
+    arrays = [batch.token_ids, batch.positions, batch.slots, wanted, columns]
+    fits = landing.put([*arrays, batch.late_rows, batch.late_from])
+    assert fits  # not with the call in it, which `python -O` leaves out

@@ -73,13 +73,15 @@ class _Rows:
 
     Attributes:
         sequences: one for each row of logits.
+        alone: whether the tokens follow from logits and columns alone: no row has rules, stands for
+            several samples, or is a beam.
         asked: rows with logprobs, by the number of alternatives.
         ruled: rows that may have rules (see `change_logits`).
         greedy: whether all rows are.
         columns, keys: parameters and random states of the rows.
     """
 
-    __slots__ = ("asked", "columns", "greedy", "keys", "ruled", "sequences")
+    __slots__ = ("alone", "asked", "columns", "greedy", "keys", "ruled", "sequences")
 
     def __init__(self, sequences: Seq[Sequence], vocabulary: int) -> None:
         self.sequences = list(sequences)
@@ -89,6 +91,10 @@ class _Rows:
             if each.logprobs is not None:
                 self.asked.setdefault(each.logprobs, []).append(row)
         self.ruled = [row for row, sequence in enumerate(sequences) if may_have_rules(sequence)]
+        self.alone = not self.ruled and not any(
+            each.request.beam_search or (each.request.params.n > 1 and not each.forked)
+            for each in sequences
+        )
         self.greedy = all(each.greedy for each in params)
         self.columns = np.empty((len(params), COLUMNS))
         self.columns[:, TEMPERATURE] = [1 if each.greedy else each.temperature for each in params]
@@ -120,8 +126,23 @@ class Sampler:
         self._eos = tuple(eos_token_ids)
         self._rows = _Rows((), 0)
 
+    def columns(
+        self, sequences: Seq[Sequence], vocabulary: int, ahead: Seq[int] | None = None
+    ) -> np.ndarray | None:
+        """The parameters by which `choose` gives the tokens of rows as `sample` would.
+
+        None if more is needed, rules for example. For `ahead` see there.
+        """
+        if self._rows.sequences != sequences:
+            self._rows = _Rows(sequences, vocabulary)
+        return self._rows.with_numbers(ahead) if self._rows.alone else None
+
     def sample(
-        self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Seq[int] | None = None
+        self,
+        logits: torch.Tensor,
+        sequences: Seq[Sequence],
+        ahead: Seq[int] | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> Sampling:
         """One token a row. `logits` float32 [R, vocabulary], which may be changed in place.
 
@@ -132,13 +153,18 @@ class Sampler:
 
         A row may stand for a place in a draft, this many tokens `ahead` of the end of its sequence,
         if its sequence has no rules: these need the tokens before it.
+
+        `chosen` are tokens int64 [R] that were chosen by the last `columns`. They are taken unless
+        the rows are others now.
         """
         if self._rows.sequences != sequences:
-            self._rows = _Rows(sequences, logits.shape[1])
+            self._rows, chosen = _Rows(sequences, logits.shape[1]), None
         rows = self._rows
         raw = {top: log_probabilities(_rows(logits, each)) for top, each in rows.asked.items()}
         errors, strict, choice = apply_rules(logits, sequences, self._eos, rows.ruled)
-        if rows.greedy:
+        if chosen is not None:
+            tokens = chosen
+        elif rows.greedy:
             tokens = logits.argmax(dim=-1)
         else:
             tokens = choose(logits, rows.with_numbers(ahead))

@@ -91,11 +91,12 @@ class ForeignModel(nn.Module):
             running.step = None
         return states if logit_rows is None else states[logit_rows]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See ``Decoder.logits``."""
         if not len(hidden):
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        return self.network.results(hidden)
+        logits = self.network.results(hidden)
+        return logits if out is None else out.copy_(logits)
 
     def scores(self, hidden: torch.Tensor, tokens: tuple[int, int | None] | None) -> torch.Tensor:
         """See ``Decoder.scores``."""

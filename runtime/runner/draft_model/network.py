@@ -181,7 +181,7 @@ class DraftModel:
                     follower.stale = False
         if not schedule.chunks:
             return [None] * len(parts)
-        batch, logits = self.runner.run(schedule)
+        batch, logits, _ = self.runner.run(schedule)
         for chunk in schedule.chunks:
             self._computed(chunk, self._followers[placed[chunk.sequence]])
         self.counts.passes += 1

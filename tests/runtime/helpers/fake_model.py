@@ -227,12 +227,13 @@ class FakeModel:
         chosen = slice(None) if rows is None else rows.numpy()
         return torch.from_numpy(states.view(np.int64)[chosen].reshape(-1, 1))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Float32 [R, VOCABULARY], from -5 to 5."""
         self.stumble("logits")
         tokens = np.arange(1, VOCABULARY + 1, dtype=np.uint64) * np.uint64(0xA0761D6478BD642F)
         mixed = _mix(hidden.numpy().view(np.uint64) ^ tokens)
-        return torch.from_numpy((mixed >> np.uint64(40)).astype(np.float32) * (10 / 2**24) - 5)
+        made = torch.from_numpy((mixed >> np.uint64(40)).astype(np.float32) * (10 / 2**24) - 5)
+        return made if out is None else out.copy_(made)
 
     def scores(self, hidden: torch.Tensor, tokens: tuple[int, int | None] | None) -> torch.Tensor:
         """Float32 [R, 3]: stands for a classifier's head."""
@@ -354,22 +355,25 @@ class FakeModel:
 
 
 class FakeRecorder:
-    """Stands for graph capture on a GPU: a replay runs the function again, into the same tensor."""
+    """Stands for graph capture on a GPU: a replay runs the function again, to the same tensors."""
 
     def __init__(self) -> None:
         self.free = 1000
-        self.recorded: list[torch.Tensor] = []
+        self.recorded: list[tuple[torch.Tensor, ...]] = []
         self.each = 10  # bytes of a graph
 
-    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        result = run()
-        self.recorded.append(result)
+    def record(
+        self, run: Callable[[], tuple[torch.Tensor, ...]]
+    ) -> tuple[Callable[[], None], tuple[torch.Tensor, ...]]:
+        results = run()
+        self.recorded.append(results)
         self.free -= self.each
 
         def replay() -> None:
-            result.copy_(run())
+            for place, made in zip(results, run(), strict=True):
+                place.copy_(made)
 
-        return replay, result
+        return replay, results
 
     def free_bytes(self) -> int:
         return self.free

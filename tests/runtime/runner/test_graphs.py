@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fake_model import FakeAttention, FakeFixedPlan, FakeRecorder, fake_checkpoint, fake_engine
 from mixed_requests import answers, make_engine
+from scripted_drafts import ScriptedDrafts
 
 from coppice.kernels.triton import plans as triton_plans
 from coppice.kernels.triton.backend import INTERPRETED
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.report.gather import make_stats
+from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.runner import forward as forward_module
 from coppice.runtime.runner import graphs as graphs_module
 from coppice.runtime.runner.graphs import graph_sizes, mixed_sizes
 
@@ -124,6 +129,157 @@ def test_small_mixed_steps_are_replayed_where_plans_take_them(checkpoint, monkey
     mixed = make_stats(engine).mixed_steps
     assert mixed["graph"] > 2 and mixed["eager"] > 0
     assert engine.runner.graphs.steps["graph"] > 3
+
+
+COMMON = {"max_tokens": 6, "ignore_eos": True}
+SAMPLED = [
+    SamplingParams(temperature=0.9, seed=1, **COMMON),
+    SamplingParams(temperature=0, logprobs=2, **COMMON),
+    SamplingParams(temperature=1.3, top_k=3, seed=2, logprobs=0, **COMMON),
+    SamplingParams(temperature=1.1, top_p=0.6, min_p=0.01, seed=3, **COMMON),
+    SamplingParams(temperature=1.2, top_k=7, top_p=0.9, seed=4, **COMMON),
+]
+OUTSIDE = {
+    "penalty": SamplingParams(temperature=0.9, presence_penalty=1.0, seed=5, **COMMON),
+    "early end": SamplingParams(temperature=0, min_tokens=2, max_tokens=6),
+    "bias": SamplingParams(temperature=0, logit_bias={3: 50.0}, **COMMON),
+}
+
+
+def answered(engine, model, asked):
+    """Tokens and logprobs of each sequence; a request begins in every second step."""
+    found, waiting = {}, list(enumerate(asked))
+    while waiting or engine.has_unfinished():
+        if waiting:
+            number, params = waiting.pop(0)
+            prompt = [3 + number, *range(4, 9 + 2 * number)]
+            if isinstance(params, BeamSearchParams):
+                engine.add_beam_search(str(number), prompt, params)
+            else:
+                engine.add_request(str(number), prompt, params)
+        for _ in range(2):
+            for output in engine.step():
+                assert output.error is None, output.error
+                key, logprobs = (output.request_id, output.index), output.logprobs
+                tokens = [*output.new_token_ids]
+                best = [] if logprobs is None else logprobs.top_ids.tolist()
+                found.setdefault(key, []).append((tokens, best))
+            engine.check()
+            model.check_cache()
+            model.poison()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("others", "mixed", "overlap"),
+    [
+        (None, False, False),
+        (None, True, False),
+        (None, False, True),
+        *((each, True, True) for each in (None, *OUTSIDE, "samples", "beams")),
+    ],
+)
+def test_tokens_are_chosen_in_graphs_as_outside(checkpoint, monkeypatch, others, mixed, overlap):
+    """And outside where a row needs more than its logits and columns: until that request ends."""
+    asked = list(SAMPLED)
+    if others == "samples":
+        asked.insert(1, SamplingParams(temperature=0.9, n=3, seed=6, **COMMON))
+    elif others == "beams":
+        asked.insert(1, BeamSearchParams(2, 5, ignore_eos=True))
+    elif others is not None:
+        asked.insert(1, OUTSIDE[others])
+    options = {"kv_cache_tokens": 512, "page_size": 4, "max_num_seqs": 8}
+    options |= {"async_scheduling": overlap}
+    monkeypatch.setattr(FakeFixedPlan, "most_pages", 100)
+    expected = answered(*fake_engine(checkpoint, **options), asked)
+    monkeypatch.setattr(FakeAttention, "mixed_plans", mixed)
+    engine, model = fake_engine(checkpoint, graphs=(1, 2, 4, 8, 32), **options)
+    assert answered(engine, model, asked) == expected
+    graphs = engine.runner.graphs
+    replayed = graphs.steps["graph"] + graphs.mixed["graph"]
+    assert graphs.chosen > 3 and (graphs.mixed["graph"] > 3) == mixed
+    if others is None:
+        assert graphs.chosen == replayed
+    else:
+        assert graphs.chosen < replayed
+
+
+def test_tokens_of_drafts_are_chosen_in_graphs(checkpoint, monkeypatch):
+    """Those that were drafted, in one replay with the last tokens of all sequences."""
+    asked, options = [GREEDY, *SAMPLED], {"kv_cache_tokens": 512, "page_size": 4}
+    monkeypatch.setattr(FakeFixedPlan, "most_pages", 100)
+
+    def joined(found):
+        return {
+            key: (
+                [token for got, _ in each for token in got],
+                [row for _, got in each for row in got],
+            )
+            for key, each in found.items()
+        }
+
+    expected = joined(answered(*fake_engine(checkpoint, **options), asked))
+
+    def following(sequence):
+        tokens, _ = expected[sequence.request.request_id, sequence.index]
+        return tokens[sequence.num_generated :]
+
+    engine, model = fake_engine(checkpoint, graphs=(4, 16, 64), **options)
+    engine.speculate(drafts := ScriptedDrafts(random.Random(2), following))
+    verified = []
+
+    def chosen(batch, *others):
+        made = usual(batch, *others)
+        if batch.drafts and made is not None:
+            verified.append(made.tokens is not None)
+        return made
+
+    usual = engine.runner.graphs.run
+    monkeypatch.setattr(engine.runner.graphs, "run", chosen)
+    assert joined(answered(engine, model, asked)) == expected
+    assert drafts.accepted > 8 and len(verified) > 5 and all(verified)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="with a GPU test_cuda_graphs.py does this")
+def test_the_kernels_choose_by_columns_that_are_in_place(checkpoint, monkeypatch):
+    """Triton's, interpreted: every launch of a graph, whatever the rows of a step ask for."""
+    from coppice.kernels.sampling.choose_triton import choose_rows
+
+    options = {"kv_cache_tokens": 256, "page_size": 4, "max_num_seqs": 4}
+    asked = [SAMPLED[1], SAMPLED[4]]
+    expected = answered(*fake_engine(checkpoint, **options), asked)
+    monkeypatch.setattr(forward_module, "choose_by", choose_rows)
+    engine, model = fake_engine(checkpoint, graphs=(1, 2), **options)
+    assert answered(engine, model, asked) == expected
+    assert engine.runner.graphs.chosen > 5
+
+
+def test_rows_that_a_graph_has_no_logits_for_get_them_outside(checkpoint, monkeypatch):
+    """A mixed step with more sequences at their ends than any decoding step has."""
+    monkeypatch.setattr(FakeAttention, "mixed_plans", True)
+    options = {"kv_cache_tokens": 256, "page_size": 4, "max_num_seqs": 6}
+    plain, model = fake_engine(checkpoint, **options)
+    expected = run(plain, model, [5])
+    engine, model = fake_engine(checkpoint, **options)
+    engine.runner.capture(FakeRecorder(), (2, 32), 2)
+    assert run(engine, model, [5]) == expected
+    assert engine.runner.graphs.mixed["graph"] == 1
+
+
+def test_a_graphs_tokens_outlast_the_next_replay(checkpoint):
+    """So a step that is interrupted after its replay can be made again."""
+    options = {"kv_cache_tokens": 256, "page_size": 4}
+    engine, _ = fake_engine(checkpoint, graphs=(1,), async_scheduling=True, **options)
+    engine.add_request("a", [3, 4, 5], GREEDY)
+    engine.step()
+    engine.step()
+    late = engine._steps._before.late.tokens
+    before = late.clone()
+    graph = engine.runner.graphs._graphs[1][0]
+    with torch.inference_mode():
+        graph.results[-1].fill_(7)
+    assert torch.equal(late, before)
 
 
 def test_prompt_logprobs_come_from_a_graph_too(checkpoint, monkeypatch):
