@@ -11,6 +11,8 @@
 #                gpu-test     the tests of kernels and engine on the GPU
 #                gpu-kernels  the kernel suite, into benchmarks/results/kernels-gpu.jsonl
 #                gpu-suite    the engine, into benchmarks/results/gpu.jsonl
+#                gpu-compare  tiles, graphs and kernels that only a GPU can choose among, into
+#                             benchmarks/results/gpu-compare.jsonl
 #                FlashInfer is included if it can be imported; docs/gpu.md describes what a machine
 #                without network needs: PYTHONPATH=FOLDER FLASHINFER_DISABLE_JIT=1 make gpu ...
 #   make lock    renew requirements.lock from pyproject.toml, in a fresh environment
@@ -44,7 +46,7 @@ TORCH  := 2.13.0
 # and each would compile torch again if an inherited PYTHONDONTWRITEBYTECODE forbade keeping it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow clients models gpu gpu-test gpu-kernels gpu-suite lint types lock clean
+.PHONY: demo test test-slow clients models gpu gpu-test gpu-kernels gpu-suite gpu-compare lint types lock clean
 .DELETE_ON_ERROR:
 
 demo: $(TREE)
@@ -74,7 +76,7 @@ models: $(TREE)
 	$(BIN)/pytest -n 2 -m model --models-table docs/models.md \
 		tests/runtime/model tests/runtime/engine tests/runtime/transformers tests/runtime/gpu
 
-gpu: gpu-test gpu-kernels gpu-suite
+gpu: gpu-test gpu-kernels gpu-suite gpu-compare
 
 # Without --strict-config, so that pytest plugins that only other tests need may be missing.
 gpu-test: $(GPU_READY) $(GPU_PATH)/coppice
@@ -89,6 +91,9 @@ gpu-kernels: $(GPU_READY) $(GPU_PATH)/coppice
 
 gpu-suite: $(GPU_READY) $(GPU_PATH)/coppice
 	$(GPU_RUN) benchmarks/gpu.py --json benchmarks/results/gpu.jsonl
+
+gpu-compare: $(GPU_READY) $(GPU_PATH)/coppice
+	$(GPU_RUN) benchmarks/gpu_compare.py --json benchmarks/results/gpu-compare.jsonl
 
 $(GPU_PATH)/coppice:
 	mkdir -p $(GPU_PATH)

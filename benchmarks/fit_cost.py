@@ -74,24 +74,34 @@ def fit(rows: Sequence[dict[str, Any]], multiprocessors: int) -> dict[str, Any]:
     return best
 
 
+def fitted_row(file: Path, multiprocessors: int = H100_MULTIPROCESSORS) -> dict[str, Any]:
+    """The constants as they are and as fitted to the rows of a file; `left_out` says why not."""
+    row: dict[str, Any] = {
+        "benchmark": "cost model",
+        "now": {
+            "resident": WHOLE.model.tiles.few.resident,
+            "START_KEYS": START_KEYS,
+            "LAUNCH_BYTES": LAUNCH_BYTES,
+        },
+    }
+    if not file.exists():
+        return {**row, "left_out": f"{file.name} is not there: make gpu-kernels writes it on a GPU"}
+    try:
+        made = [json.loads(line) for line in file.read_text().splitlines()]
+        return {**row, "fitted": fit(made, multiprocessors)}
+    except ValueError as error:
+        return {**row, "left_out": str(error)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("rows", nargs="?", type=Path, default=RESULTS)
     parser.add_argument("--multiprocessors", type=int, default=H100_MULTIPROCESSORS)
     arguments = parser.parse_args()
-    if not arguments.rows.exists():
-        sys.exit(f"{arguments.rows} is not there: make gpu-kernels writes it on a GPU")
-    rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
-    try:
-        fitted = fit(rows, arguments.multiprocessors)
-    except ValueError as error:
-        sys.exit(str(error))
-    now = {
-        "resident": WHOLE.model.tiles.few.resident,
-        "START_KEYS": START_KEYS,
-        "LAUNCH_BYTES": LAUNCH_BYTES,
-    }
-    print(json.dumps({"benchmark": "cost model", "now": now, "fitted": fitted}))
+    row = fitted_row(arguments.rows, arguments.multiprocessors)
+    if "left_out" in row:
+        sys.exit(row["left_out"])
+    print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from gpu_suite.trace import ON_CPU, ON_GPU, busy
 from gpu_suite.worker import Plan, Row, serve_parts
 
 #: Steps under the profiler.
-_PROFILED = 8
+PROFILED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,50 +130,63 @@ def decode(bench: Bench, deadline: float, model: str, **options: Any) -> Iterato
     """Measures steady decoding beside its floor, then the gaps between its kernels."""
     for batch in bench.sizes.batches:
         engine = bench.engine(model, **options)
-        steps, context = bench.sizes.steps, bench.sizes.context
-        out = 4 * (steps + _PROFILED)  # no request may end while steps are measured
-        for number in range(batch):
-            engine.add_request(str(number), bench.prompt(context), line_params(out))
-        begun: set[str] = set()
-        while len(begun) < batch and time.perf_counter() < deadline:
-            begun.update(output.request_id for output in _stepped(engine))
-        if len(begun) < batch:
-            yield {"benchmark": "decode", "batch": batch, "cut": True, **options}
+        row = steady(bench, deadline, engine, batch, bench.sizes.context)
+        yield row | options
+        if "times" not in row:
             return
-        for _ in range(4):
-            _stepped(engine)
-        before = make_stats(engine).decode_steps
-        lengths = [len(sequence.tokens) for sequence in engine.scheduler.running]
-        bench.synchronize()
-        began, done, tokens = time.perf_counter(), 0, 0
-        while not done or (done < steps and time.perf_counter() < deadline):
-            tokens += sum(len(output.new_token_ids) for output in _stepped(engine))
-            done += 1
-        bench.synchronize()
-        seconds = (time.perf_counter() - began) / done
-        cached = sum(lengths) + batch * done / 2
-        floor = (weight_bytes(engine) + cached * token_bytes(engine)) / bench.roofs["copy"]
-        yield {
-            "benchmark": "decode",
-            "batch": batch,
-            "context": context,
-            **options,
-            **({"cut": True} if done < steps else {}),
-            # Steps as graphs, and kernel by kernel by reason; empty without graphs.
-            "steps": {how: n - before[how] for how, n in make_stats(engine).decode_steps.items()},
-            "of_floor": float(f"{floor / seconds:.3g}"),
-            "goal": 0.85,
-            "times": {
-                "tokens_per_s": round(tokens / done / seconds, 1),
-                "step_ms": round(seconds * 1e3, 3),
-                "floor_ms": round(floor * 1e3, 3),
-            },
-        }
     if time.perf_counter() < deadline:
-        yield _gaps(bench, engine, batch, seconds) | options
+        yield _gaps(bench, engine, batch, row["times"]["step_ms"] / 1e3) | options
 
 
-def _stepped(engine: Engine) -> list[Any]:
+def begin(
+    bench: Bench, engine: Engine, batch: int, context: int, out: int, deadline: float
+) -> bool:
+    """Starts requests of `out` tokens; returns whether all decode before the deadline."""
+    for number in range(batch):
+        engine.add_request(str(number), bench.prompt(context), line_params(out))
+    begun: set[str] = set()
+    while len(begun) < batch and time.perf_counter() < deadline:
+        begun.update(output.request_id for output in stepped(engine))
+    return len(begun) == batch
+
+
+def steady(bench: Bench, deadline: float, engine: Engine, batch: int, context: int) -> Row:
+    """Decodes with as many sequences, beside the time of reading weights and KV."""
+    steps = bench.sizes.steps
+    # No request may end while steps are measured.
+    if not begin(bench, engine, batch, context, 4 * (steps + PROFILED), deadline):
+        return {"benchmark": "decode", "batch": batch, "context": context, "cut": True}
+    for _ in range(4):
+        stepped(engine)
+    before = make_stats(engine).decode_steps
+    lengths = [len(sequence.tokens) for sequence in engine.scheduler.running]
+    bench.synchronize()
+    began, done, tokens = time.perf_counter(), 0, 0
+    while not done or (done < steps and time.perf_counter() < deadline):
+        tokens += sum(len(output.new_token_ids) for output in stepped(engine))
+        done += 1
+    bench.synchronize()
+    seconds = (time.perf_counter() - began) / done
+    cached = sum(lengths) + batch * done / 2
+    floor = (weight_bytes(engine) + cached * token_bytes(engine)) / bench.roofs["copy"]
+    return {
+        "benchmark": "decode",
+        "batch": batch,
+        "context": context,
+        **({"cut": True} if done < steps else {}),
+        # Steps as graphs, and kernel by kernel by reason; empty without graphs.
+        "steps": {how: n - before[how] for how, n in make_stats(engine).decode_steps.items()},
+        "of_floor": float(f"{floor / seconds:.3g}"),
+        "goal": 0.85,
+        "times": {
+            "tokens_per_s": round(tokens / done / seconds, 1),
+            "step_ms": round(seconds * 1e3, 3),
+            "floor_ms": round(floor * 1e3, 3),
+        },
+    }
+
+
+def stepped(engine: Engine) -> list[Any]:
     outputs = engine.step()
     for output in outputs:
         if output.error is not None:
@@ -191,8 +204,8 @@ def _gaps(bench: Bench, engine: Engine, batch: int, step_seconds: float) -> Row:
     activity = torch.profiler.ProfilerActivity
     activities = [activity.CUDA if on_gpu else activity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(_PROFILED):
-            _stepped(engine)
+        for _ in range(PROFILED):
+            stepped(engine)
         bench.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(str(Path(folder) / "trace.json"))
@@ -200,12 +213,12 @@ def _gaps(bench: Bench, engine: Engine, batch: int, step_seconds: float) -> Row:
     return {
         "benchmark": "gaps",
         "batch": batch,
-        "kernels_a_step": round(found.pieces / _PROFILED, 1),
-        "busy": round(min(1.0, found.busy / _PROFILED / 1e6 / step_seconds), 3),
+        "kernels_a_step": round(found.pieces / PROFILED, 1),
+        "busy": round(min(1.0, found.busy / PROFILED / 1e6 / step_seconds), 3),
         "busy_under_profiler": round(found.busy / found.span, 3),
         "goal": 0.97,
         "times": {
-            "busy_us_a_step": round(found.busy / _PROFILED, 1),
+            "busy_us_a_step": round(found.busy / PROFILED, 1),
             "median_gap_us": round(found.median_gap, 2),
             "longest_gap_us": round(max(found.gaps, default=0.0), 1),
         },

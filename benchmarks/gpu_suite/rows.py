@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from coppice.kernels.attention.interface import LayerCache
-from coppice.kernels.sampling.choose import choose
-from coppice.kernels.sampling.columns import COLUMNS
+from coppice.kernels.sampling.choose import choose, choose_by
+from coppice.kernels.sampling.columns import COLUMNS, MOST_PROBABLE
+from coppice.kernels.transfer import send
 from gpu_suite.bench import Bench
 from gpu_suite.worker import Row, reason
 
@@ -26,7 +27,7 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, PAGE = 4096, 32, 8, 128, 14336, 16
 
 def row_kernels(bench: Bench, deadline: float) -> Iterator[Row]:
     """Measures each way of each kernel, beside the first way and the rate of a copy."""
-    flashinfer, absent = _flashinfer()
+    _, absent = _flashinfer()
     for count in (16,) if bench.quick else (256, 8192):
         for name, moved, make in (
             ("residual and norm", 4 * 2 * count * WIDTH, _norm),
@@ -34,12 +35,23 @@ def row_kernels(bench: Bench, deadline: float) -> Iterator[Row]:
             ("silu", 6 * count * INNER, _silu),
         ):
             yield from _measured(bench, deadline, name, count, moved, make(bench, count), absent)
+    yield from choices(bench, deadline)
+
+
+def choices(bench: Bench, deadline: float) -> Iterator[Row]:
+    """Measures the choice of tokens at two vocabularies, by itself and as graphs have it."""
+    flashinfer, absent = _flashinfer()
     for count in (4,) if bench.quick else (1, 256):
         for vocabulary in (300,) if bench.quick else (32_000, 151_936):
+            moved = 4 * count * vocabulary
+            for row in _measured(
+                bench, deadline, "greedy choice", count, moved, _greedy(bench, count, vocabulary),
+                absent,
+            ):  # fmt: skip
+                yield row | {"vocabulary": vocabulary}
             for top_k in (vocabulary, 50):
                 ways = _choice(bench, count, vocabulary, top_k, flashinfer)
                 name = "choice by top-p" if top_k == vocabulary else "choice by top-k and top-p"
-                moved = 4 * count * vocabulary
                 for row in _measured(bench, deadline, name, count, moved, ways, absent):
                     yield row | {"vocabulary": vocabulary}
 
@@ -160,12 +172,36 @@ def _silu(bench: Bench, count: int) -> Ways:
     return ways
 
 
+def _captured(bench: Bench, logits: torch.Tensor, columns: np.ndarray) -> Callable[[], object]:
+    """The choice with all launches that a graph has, whatever the columns ask for."""
+    (numbers,) = send([columns], bench.device)
+    if bench.device.type != "cuda":
+        return lambda: choose_by(logits, numbers)
+    choose_by(logits, numbers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        choose_by(logits, numbers)
+    return graph.replay
+
+
+def _greedy(bench: Bench, count: int, vocabulary: int) -> Ways:
+    """The most probable token of each row."""
+    logits = torch.randn(count, vocabulary, device=bench.device) * 3
+    return {
+        "ours": lambda: logits.argmax(dim=-1),
+        "ours, in a graph": _captured(bench, logits, np.tile(MOST_PROBABLE, (count, 1))),
+    }
+
+
 def _choice(bench: Bench, count: int, vocabulary: int, top_k: int, flashinfer: Any) -> Ways:
     """Chooses a token of each row by temperature, top-k and top-p; others by top-p alone."""
     logits = torch.randn(count, vocabulary, device=bench.device) * 3
     columns = np.ones((count, COLUMNS))
     columns[:, 1:] = top_k, 0.95, 0.0, 0.5
-    ways: Ways = {"ours": lambda: choose(logits, columns)}
+    ways: Ways = {
+        "ours": lambda: choose(logits, columns),
+        "ours, in a graph": _captured(bench, logits, columns),
+    }
     if top_k < vocabulary:
         return ways
     ways["flashinfer"] = lambda: flashinfer.sampling.top_p_sampling_from_probs(

@@ -48,6 +48,10 @@ MODELS = {
         "tie_word_embeddings": True,
     },
 }
+#: A model whose KV of long contexts leaves room on one GPU.
+FEW_LAYERS = "Llama-3.1-8B, 4 layers"
+MODELS[FEW_LAYERS] = MODELS["Llama-3.1-8B"] | {"num_hidden_layers": 4}
+
 #: With `--quick`, each model has these sizes instead, and the same parts.
 _QUICK = {
     "vocab_size": 320,

@@ -35,6 +35,17 @@ def busy(trace: Path, categories: Iterable[str]) -> Busy:
     return of_intervals([(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in found])
 
 
+def longest(trace: Path, categories: Iterable[str], most: int) -> list[tuple[str, int, float]]:
+    """The names of the work that takes most time, how often it ran, and its microseconds."""
+    wanted = set(categories)
+    found: dict[str, list[float]] = {}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") in wanted:
+            found.setdefault(event["name"][:80], []).append(float(event["dur"]))
+    ordered = sorted(found.items(), key=lambda each: -sum(each[1]))
+    return [(name, len(times), sum(times)) for name, times in ordered[:most]]
+
+
 def of_intervals(intervals: list[tuple[float, float]]) -> Busy:
     """From (begin, end) in microseconds, which may overlap, in any order."""
     if not intervals:
