@@ -76,6 +76,11 @@ models: $(TREE)
 	$(BIN)/pytest -n 2 -m model --models-table docs/models.md \
 		tests/runtime/model tests/runtime/engine tests/runtime/transformers tests/runtime/gpu
 
+# Of the engine; those of kernels are all in tests/kernels. Each case of a fake device is among them:
+# tests/runtime/gpu/test_same_cases.py says which.
+GPU_TESTS := $(addprefix tests/runtime/gpu/test_,cuda_engine.py cuda_tiers.py cuda_warm_up.py \
+	fake_gpu.py graph_steps.py)
+
 gpu: gpu-test gpu-kernels gpu-suite gpu-compare
 
 # Without --strict-config, so that pytest plugins that only other tests need may be missing.
@@ -84,7 +89,7 @@ gpu-test: $(GPU_READY) $(GPU_PATH)/coppice
 		"triton", "numpy", "numba", "xxhash", "sortedcontainers", "transformers", "pytest", \
 		"hypothesis", gpu=True)'
 	$(GPU_RUN) -P -m pytest -o addopts=--import-mode=importlib $(call GPU_HAS,xdist,-n 8) \
-		tests/kernels tests/runtime/gpu/test_cuda_engine.py
+		tests/kernels $(GPU_TESTS)
 
 gpu-kernels: $(GPU_READY) $(GPU_PATH)/coppice
 	$(GPU_RUN) benchmarks/kernels_gpu.py --json benchmarks/results/kernels-gpu.jsonl

@@ -231,6 +231,7 @@ class ModelRunner:
                 ids, places, sent_slots, self.kv_cache, self.attention, prepared, rows, None
             )
 
+        self.attention.copy_pages(self.kv_cache, [0], [self.num_pages])
         self.warmed = warm_up(
             compute,
             warm_steps(config.most_tokens, self.max_model_len, drafts=drafts),

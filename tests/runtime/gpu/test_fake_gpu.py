@@ -2,6 +2,7 @@
 
 Tensors on torch's device ``meta`` have a shape but no values, so reading a value fails.
 An operation on tensors of two devices, and a copy from the host that is not queued, fail here too.
+With a GPU the same steps run on it, and torch reports what would wait.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from coppice.runtime.sampling.sampler import Sampler
 from coppice.runtime.schedule.chunks import Chunk, Schedule
 
 FAKE = torch.device("meta")
+GPU = pytest.param(
+    torch.device("cuda", 0),
+    marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+)
 
 
 class Copies(TorchDispatchMode):
@@ -56,7 +61,7 @@ class NoKernels(AttentionBackend):
     dtypes = (torch.float32,)
 
     def write_kv(self, k, v, cache, slots):
-        assert {each.device for each in (k, v, cache.k, slots)} == {FAKE}
+        assert len({each.device for each in (k, v, cache.k, slots)}) == 1
 
     def copy_pages(self, caches, src, dst):
         raise NotImplementedError
@@ -68,9 +73,28 @@ class NoKernels(AttentionBackend):
         return torch.empty_like(q, memory_format=torch.contiguous_format), q[..., 0].float()
 
 
+class Waits:
+    """While it is entered, torch fails for what makes the host wait for the GPU."""
+
+    sent = None
+
+    def __enter__(self) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(params=[FAKE, GPU], ids=["meta", "cuda"])
+def device(request):
+    return request.param
+
+
 @pytest.fixture
-def copies(monkeypatch):
-    """To be entered; pinning, which needs a GPU, is left out."""
+def copies(request, monkeypatch):
+    """To be entered; pinning, which needs a GPU, is left out without one."""
+    if "device" in request.fixturenames and request.getfixturevalue("device") != FAKE:
+        return Waits()
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     return Copies()
 
@@ -85,30 +109,36 @@ def sequence(params, tokens, computed=0, prompt=3):
 
 @torch.inference_mode()
 def test_one_transfer_takes_a_batch_over_and_the_model_waits_for_nothing(
-    tiny_checkpoint, family, copies
+    tiny_checkpoint, family, copies, device
 ):
     config = load_model_config(tiny_checkpoint(family))
-    decoder = Decoder(config, dtype=torch.bfloat16, device=FAKE)
+    decoder = Decoder(config, dtype=torch.bfloat16, device=device)
     shape = (5, 4, config.num_kv_heads, config.head_dim)
-    cache = LayerCache(*torch.empty(2, *shape, dtype=torch.bfloat16, device=FAKE))
+    cache = LayerCache(*torch.empty(2, *shape, dtype=torch.bfloat16, device=device))
     greedy = SamplingParams(temperature=0)
     decode, chunk = sequence(greedy, [5] * 9, computed=8), sequence(greedy, [5] * 9, prompt=9)
     decode.tokens[-1] = LATE
-    late = LateTokens(torch.empty(3, dtype=torch.int64, device=FAKE), {decode: 2})
-    with copies:
+    late = LateTokens(torch.zeros(3, dtype=torch.int64, device=device), {decode: 2})
+
+    def step():
         batch = build_batch(Schedule([Chunk(decode, 1), Chunk(chunk, 6)]), 4, late)
-        sent = batch.send(FAKE, late)
-        logits = decoder(
+        sent = batch.send(device, late)
+        return decoder(
             sent.token_ids, sent.positions, sent.slots, [cache] * config.num_layers,
             NoKernels(), batch.plan, sent.logit_rows,
         )  # fmt: skip
-    assert (logits.device, logits.dtype) == (FAKE, torch.float32)
+
+    if device != FAKE:
+        step()  # compiles
+    with copies:
+        logits = step()
+    assert (logits.device, logits.dtype) == (device, torch.float32)
     assert logits.shape == (1, config.vocab_size)
-    assert copies.sent == 1
+    assert copies.sent == (1 if device == FAKE else None)
 
 
 @torch.inference_mode()
-def test_rules_and_choice_of_tokens_wait_for_nothing(copies):
+def test_rules_and_choice_of_tokens_wait_for_nothing(copies, device):
     sequences = [
         sequence(params, [5, 6, 7, 8])
         for params in (
@@ -121,11 +151,16 @@ def test_rules_and_choice_of_tokens_wait_for_nothing(copies):
             SamplingParams(temperature=0, logprobs=3),
         )
     ]
-    logits = torch.empty(len(sequences), 40, device=FAKE)
+    logits = torch.zeros(len(sequences), 40, device=device)
+    if device != FAKE:
+        Sampler((2,)).sample(logits.clone(), sequences)  # compiles
     with copies:
         sampling = Sampler((2,)).sample(logits, sequences)
     tokens = sampling.tokens
-    assert (tokens.device, tokens.dtype, tokens.shape) == (FAKE, torch.int64, (7,))
+    assert (tokens.device, tokens.dtype, tokens.shape) == (device, torch.int64, (7,))
+    if device != FAKE:
+        assert all(0 <= token < 40 for token in sampling.read().tokens)
+        return
     # Biases, penalties, what is allowed, what is banned; rows that may have no token left; rows and
     # numbers of the random choice; the rows with logprobs, before the choice and after.
     assert copies.sent == 8

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_model import FakeAttention, FakeFixedPlan, FakeRecorder, fake_checkpoint, fake_engine
+from graph_requests import OUTSIDE, SAMPLED, answered
 from mixed_requests import answers, make_engine
 from scripted_drafts import ScriptedDrafts
 
@@ -16,7 +17,6 @@ from coppice.kernels.triton import plans as triton_plans
 from coppice.kernels.triton.backend import INTERPRETED
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.report.gather import make_stats
-from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner import forward as forward_module
 from coppice.runtime.runner import graphs as graphs_module
@@ -131,43 +131,15 @@ def test_small_mixed_steps_are_replayed_where_plans_take_them(checkpoint, monkey
     assert engine.runner.graphs.steps["graph"] > 3
 
 
-COMMON = {"max_tokens": 6, "ignore_eos": True}
-SAMPLED = [
-    SamplingParams(temperature=0.9, seed=1, **COMMON),
-    SamplingParams(temperature=0, logprobs=2, **COMMON),
-    SamplingParams(temperature=1.3, top_k=3, seed=2, logprobs=0, **COMMON),
-    SamplingParams(temperature=1.1, top_p=0.6, min_p=0.01, seed=3, **COMMON),
-    SamplingParams(temperature=1.2, top_k=7, top_p=0.9, seed=4, **COMMON),
-]
-OUTSIDE = {
-    "penalty": SamplingParams(temperature=0.9, presence_penalty=1.0, seed=5, **COMMON),
-    "early end": SamplingParams(temperature=0, min_tokens=2, max_tokens=6),
-    "bias": SamplingParams(temperature=0, logit_bias={3: 50.0}, **COMMON),
-}
+def checked(checkpoint, **options):
+    """An engine, and what checks its cache after a step."""
+    engine, model = fake_engine(checkpoint, **options)
 
+    def check():
+        model.check_cache()
+        model.poison()
 
-def answered(engine, model, asked):
-    """Tokens and logprobs of each sequence; a request begins in every second step."""
-    found, waiting = {}, list(enumerate(asked))
-    while waiting or engine.has_unfinished():
-        if waiting:
-            number, params = waiting.pop(0)
-            prompt = [3 + number, *range(4, 9 + 2 * number)]
-            if isinstance(params, BeamSearchParams):
-                engine.add_beam_search(str(number), prompt, params)
-            else:
-                engine.add_request(str(number), prompt, params)
-        for _ in range(2):
-            for output in engine.step():
-                assert output.error is None, output.error
-                key, logprobs = (output.request_id, output.index), output.logprobs
-                tokens = [*output.new_token_ids]
-                best = [] if logprobs is None else logprobs.top_ids.tolist()
-                found.setdefault(key, []).append((tokens, best))
-            engine.check()
-            model.check_cache()
-            model.poison()
-    return found
+    return engine, check
 
 
 @pytest.mark.parametrize(
@@ -176,25 +148,21 @@ def answered(engine, model, asked):
         (None, False, False),
         (None, True, False),
         (None, False, True),
-        *((each, True, True) for each in (None, *OUTSIDE, "samples", "beams")),
+        *((each, True, True) for each in (None, *OUTSIDE)),
     ],
 )
 def test_tokens_are_chosen_in_graphs_as_outside(checkpoint, monkeypatch, others, mixed, overlap):
     """And outside where a row needs more than its logits and columns: until that request ends."""
     asked = list(SAMPLED)
-    if others == "samples":
-        asked.insert(1, SamplingParams(temperature=0.9, n=3, seed=6, **COMMON))
-    elif others == "beams":
-        asked.insert(1, BeamSearchParams(2, 5, ignore_eos=True))
-    elif others is not None:
+    if others is not None:
         asked.insert(1, OUTSIDE[others])
     options = {"kv_cache_tokens": 512, "page_size": 4, "max_num_seqs": 8}
     options |= {"async_scheduling": overlap}
     monkeypatch.setattr(FakeFixedPlan, "most_pages", 100)
-    expected = answered(*fake_engine(checkpoint, **options), asked)
+    expected = answered(fake_engine(checkpoint, **options)[0], asked)
     monkeypatch.setattr(FakeAttention, "mixed_plans", mixed)
-    engine, model = fake_engine(checkpoint, graphs=(1, 2, 4, 8, 32), **options)
-    assert answered(engine, model, asked) == expected
+    engine, check = checked(checkpoint, graphs=(1, 2, 4, 8, 32), **options)
+    assert answered(engine, asked, check) == expected
     graphs = engine.runner.graphs
     replayed = graphs.steps["graph"] + graphs.mixed["graph"]
     assert graphs.chosen > 3 and (graphs.mixed["graph"] > 3) == mixed
@@ -209,22 +177,13 @@ def test_tokens_of_drafts_are_chosen_in_graphs(checkpoint, monkeypatch):
     asked, options = [GREEDY, *SAMPLED], {"kv_cache_tokens": 512, "page_size": 4}
     monkeypatch.setattr(FakeFixedPlan, "most_pages", 100)
 
-    def joined(found):
-        return {
-            key: (
-                [token for got, _ in each for token in got],
-                [row for _, got in each for row in got],
-            )
-            for key, each in found.items()
-        }
-
-    expected = joined(answered(*fake_engine(checkpoint, **options), asked))
+    expected = answered(fake_engine(checkpoint, **options)[0], asked)
 
     def following(sequence):
         tokens, _ = expected[sequence.request.request_id, sequence.index]
         return tokens[sequence.num_generated :]
 
-    engine, model = fake_engine(checkpoint, graphs=(4, 16, 64), **options)
+    engine, check = checked(checkpoint, graphs=(4, 16, 64), **options)
     engine.speculate(drafts := ScriptedDrafts(random.Random(2), following))
     verified = []
 
@@ -236,22 +195,22 @@ def test_tokens_of_drafts_are_chosen_in_graphs(checkpoint, monkeypatch):
 
     usual = engine.runner.graphs.run
     monkeypatch.setattr(engine.runner.graphs, "run", chosen)
-    assert joined(answered(engine, model, asked)) == expected
+    assert answered(engine, asked, check) == expected
     assert drafts.accepted > 8 and len(verified) > 5 and all(verified)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INTERPRETED, reason="with a GPU test_cuda_graphs.py does this")
+@pytest.mark.skipif(not INTERPRETED, reason="with a GPU test_graph_steps.py does this")
 def test_the_kernels_choose_by_columns_that_are_in_place(checkpoint, monkeypatch):
     """Triton's, interpreted: every launch of a graph, whatever the rows of a step ask for."""
     from coppice.kernels.sampling.choose_triton import choose_rows
 
     options = {"kv_cache_tokens": 256, "page_size": 4, "max_num_seqs": 4}
     asked = [SAMPLED[1], SAMPLED[4]]
-    expected = answered(*fake_engine(checkpoint, **options), asked)
+    expected = answered(fake_engine(checkpoint, **options)[0], asked)
     monkeypatch.setattr(forward_module, "choose_by", choose_rows)
-    engine, model = fake_engine(checkpoint, graphs=(1, 2), **options)
-    assert answered(engine, model, asked) == expected
+    engine, check = checked(checkpoint, graphs=(1, 2), **options)
+    assert answered(engine, asked, check) == expected
     assert engine.runner.graphs.chosen > 5
 
 
