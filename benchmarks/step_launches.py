@@ -8,8 +8,6 @@ transfers of a step's arrays are counted; kernels do not run, and a graph that i
 one launch. Tokens are meaningless then, the numbers of launches are not. The medians of some steps:
 
     launches     all of these; `kernels`, `graphs`, `operations` and `transfers` are its parts
-    host_ms      the processor's time of a step, as `times`: with the operations of torch, which
-                 are tiny here, in the place of their launches
 
 Kinds of steps: `rows` sequences that decode, greedily, by top-p, with logprobs or with penalties;
 and the same beside a prompt of `chunk` tokens, a new one in each step.
@@ -25,7 +23,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -211,15 +208,12 @@ def steps(engine: Any, launches: Launches, kind: str, chunk: int) -> dict[str, A
     while len(begun) < ROWS:
         begun |= {output.request_id for output in step()}
     found: list[Counter[str]] = []
-    seconds = []
     for number in range(WARM + STEPS):
         if chunk:
             add(f"prompt {number}", chunk, 1)
         launches.counts.clear()
         with launches:
-            start = time.perf_counter()
             step()
-            seconds.append(time.perf_counter() - start)
         found.append(Counter(launches.counts))
     for number in range(ROWS):
         engine.abort(str(number))
@@ -229,9 +223,7 @@ def steps(engine: Any, launches: Launches, kind: str, chunk: int) -> dict[str, A
         name: int(statistics.median([each[name] for each in found[WARM:]]))
         for name in ("kernels", "graphs", "operations", "transfers")
     }
-    total = int(statistics.median([each.total() for each in found[WARM:]]))
-    ms = round(1e3 * statistics.median(seconds[WARM:]), 2)
-    return {"launches": total, **parts, "times": {"host_ms": ms}}
+    return {"launches": int(statistics.median([each.total() for each in found[WARM:]])), **parts}
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What test_graphs.py shows on a fake device, with a real model, kernels and graphs of a GPU.
 
-Without a GPU kernels are interpreted, and a replay runs them again: that is slow, and shows only
-that the tests themselves are right.
+Without a GPU kernels are interpreted, and a replay runs them again. That takes minutes, so only
+some of the cases run then.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ pytestmark = [
     pytest.mark.skipif(not GPU and not INTERPRETED, reason="needs a GPU, or the interpreter"),
     *([] if GPU else [pytest.mark.slow]),
 ]
+COMPILED = pytest.mark.skipif(not GPU, reason="takes minutes where kernels are interpreted")
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
-    """Interpreted kernels choose tokens as compiled ones do; empty programs take them time."""
+def few_programs(monkeypatch):
+    """Where kernels are interpreted empty programs take time."""
     if not GPU:
-        monkeypatch.setattr(forward, "choose_by", choose_rows)
         monkeypatch.setattr(triton_plans, "_WAVES", 0)
 
 
@@ -96,7 +96,7 @@ def test_a_plan_with_too_much_work_runs_without_a_graph(engine_of, monkeypatch):
     assert steps["graph"] > 0 and steps["too_much"] > 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=COMPILED), True])
 def test_small_mixed_steps_are_replayed_where_plans_take_them(engine_of, overlap):
     """Chunks of prompts beside sequences that decode; larger steps run kernel by kernel."""
 
@@ -123,13 +123,25 @@ def test_small_mixed_steps_are_replayed_where_plans_take_them(engine_of, overlap
 
 
 @pytest.mark.parametrize(
-    ("others", "overlap"), [(None, False), *((each, True) for each in (None, *OUTSIDE))]
+    ("others", "overlap"),
+    [
+        (None, True),
+        ("penalty", True),
+        *(
+            pytest.param(others, overlap, marks=COMPILED)
+            for others in (None, *OUTSIDE)
+            for overlap in (False, True)
+            if (others, overlap) not in ((None, True), ("penalty", True))
+        ),
+    ],
 )
-def test_tokens_are_chosen_in_graphs_as_outside(engine_of, others, overlap):
+def test_tokens_are_chosen_in_graphs_as_outside(engine_of, monkeypatch, others, overlap):
     asked = list(SAMPLED)
     if others is not None:
         asked.insert(1, OUTSIDE[others])
     expected = answered(engine_of(async_scheduling=overlap), asked)
+    if not GPU:  # as on a GPU
+        monkeypatch.setattr(forward, "choose_by", choose_rows)
     engine = engine_of((2, 4, 8, 32), async_scheduling=overlap)
     assert answered(engine, asked) == expected
     graphs = engine.runner.graphs
@@ -137,6 +149,7 @@ def test_tokens_are_chosen_in_graphs_as_outside(engine_of, others, overlap):
     assert graphs.chosen > 3 and (graphs.chosen == replayed) == (others is None)
 
 
+@COMPILED
 def test_tokens_of_drafts_are_chosen_in_graphs(engine_of):
     asked = [GREEDY, *SAMPLED[:3]]
     expected = answered(engine_of(), asked)
