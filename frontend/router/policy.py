@@ -9,7 +9,9 @@ The expected time at a replica is a sum of seconds:
     what it costs      the time for which sequences that run there are held back by these tokens,
                        by their share of the places that it has; and for which those will wait that
                        come later: in a queue of use u, work delays them by u / (1 - u) of its own
-                       length (Pollaczek and Khinchine)
+                       length (Pollaczek and Khinchine). A copy of what n replicas hold counts
+                       1 + 2 / n times: what one holds is mostly one conversation, and nobody else
+                       will use the copy; what many hold is asked for by many
 
 A prefix that many ask for goes to a second replica as soon as waiting for the first one takes
 longer than computing it again, and a miss goes to where least is ahead; of replicas that are equal,
@@ -36,6 +38,11 @@ from coppice.radix.tokens import TOKEN_BYTES, Tokens, token_bytes
 _UNKNOWN_RATE = 1000.0
 # Seconds after which a token counts a third as much as one now; the most use that is believed.
 _LATELY, _MOST_USE = 20.0, 0.9
+# In the use of a replica, the part of its own; the rest is that of all, since requests go anywhere.
+_OWN = 0.25
+# How much more a copy costs those that come, if only one replica holds what is copied; and from
+# which share of the longest hit on a replica holds it.
+_ALONE, _HELD = 2.0, 0.9
 # Of an older rate, when a request was answered.
 _KEPT = 0.8
 
@@ -200,8 +207,9 @@ class Router:
         own = (count - hits) / rate
         held_back = own * np.minimum(self._running / self._places, 1.0)
         seconds = ahead / rate + np.maximum(overdue, 0.0) + own
-        use = self._use(now, float(rate[present].sum()))
-        costs = seconds + held_back + own * use / (1 - use)
+        use = self._use(now, rate)
+        holders = max(int((hits >= _HELD * hits.max()).sum()), 1)
+        costs = seconds + held_back + own * use / (1 - use) * (1 + _ALONE / holders)
         costs[~present] = np.inf
         equal = np.flatnonzero(costs == costs.min())
         best = int(equal[np.argmin(self._recent[equal])])
@@ -269,9 +277,12 @@ class Router:
         """What each was sent to compute lately; the older it is, the less it counts."""
         return self._recent * math.exp((self._faded_at - now) / _LATELY)
 
-    def _use(self, now: float, rate: float) -> float:
-        """The share of all replicas' time that prompts took lately, below 1."""
-        return min(float(self._faded(now).sum()) / _LATELY / rate, _MOST_USE)
+    def _use(self, now: float, rate: np.ndarray) -> np.ndarray:
+        """The share of time that prompts took lately, below 1: mostly of all replicas, partly of
+        each its own, so that work goes to those that had less."""
+        tokens = self._faded(now) / _LATELY
+        every = float(tokens.sum()) / float(rate[self._present].sum())
+        return np.minimum((1 - _OWN) * every + _OWN * tokens / rate, _MOST_USE)
 
     def _answered(self, request: str, flight: _Flight) -> None:
         if self._waiting[flight.replica].pop(request, None) is not None:

@@ -83,6 +83,34 @@ def test_a_hit_is_worth_a_short_wait_and_not_a_long_one() -> None:
     assert 1 in where[first + 1 :], "what is on its way to the other one counts as a hit there"
 
 
+@pytest.mark.parametrize(("holders", "copied"), [(1, False), (3, True)])
+def test_what_many_hold_is_copied_sooner_than_what_one_holds(holders: int, copied: bool) -> None:
+    cluster = Cluster(4)
+    for seed in range(16):  # with what follows, half of the 20 seconds that count
+        name, replica = cluster.send(prompt(1000 + seed, 1000))
+        assert replica == seed % 4
+        cluster.router.end(name)
+    document = prompt(0, 2000)
+    for replica in range(holders):
+        cluster.keep(replica, document)
+    for seed in range(4):
+        cluster.send(prompt(seed + 1, 6000))  # each has 6 seconds ahead
+    cluster.router.end("20")  # but the last one, which is idle now
+    # A copy takes 2 seconds, and costs those that come 2 times (1 + 2 / holders) more.
+    assert (cluster.send(document)[1] == 3) is copied
+
+
+def test_it_is_the_use_of_each_that_decides_between_equals_that_hold_something() -> None:
+    cluster = Cluster(2)
+    document = prompt(0, 1000)
+    for replica in range(2):
+        cluster.keep(replica, document)
+    busy, replica = cluster.send(prompt(1, 9000))
+    cluster.router.end(busy)
+    longer = document + prompt(2, 1000)
+    assert cluster.send(longer)[1] == 1 - replica
+
+
 def test_replicas_that_are_idle_share_the_misses() -> None:
     cluster, sent = Cluster(4), [0, 0, 0, 0]
     for number in range(40):
