@@ -4,10 +4,12 @@
     python benchmarks/step_host.py --beside FOLDER ...
 
 The engine is the real one, with asynchronous scheduling and graphs: scheduling, batch, attention
-plans in the shape of Qwen3-0.6B's heads, choice of tokens, commit. Forward passes are left out, and
-so is what a GPU adds: launches, pinned memory, events. Rows give milliseconds a step for each batch
-and tree, as multiples of a fixed loop of numpy and Python that is timed in the same rounds, and the
-parts of a step. On a GPU a step of Qwen3-0.6B takes 3 to 5 ms; the host must need less.
+plans in the shape of Qwen3-0.6B's heads, packing of what is sent, choice of tokens, commit. Forward
+passes are left out, and so is what a GPU adds: launches, pinned memory, events. Rows give
+milliseconds a step for each batch and tree, as multiples of a fixed loop of numpy and Python that
+is timed in the same rounds, and the parts of a step; and how many transfers of how many KiB go to
+the device before a step's forward pass. On a GPU a step of Qwen3-0.6B takes 3 to 5 ms; the host
+must need less.
 
     alone     no sequence shares anything
     system    all sequences share a system prompt
@@ -31,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,7 +44,9 @@ from coppice import Engine, EngineConfig, SamplingParams
 from coppice.kernels.attention.reference import ReferenceBackend
 from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.schedule.tiles import choose_tiles
+from coppice.kernels.transfer import Outbox
 from coppice.kernels.triton import plans as triton_plans
+from coppice.kernels.triton.delivery import Blocks
 from coppice.runtime.runner import batch as batch_module
 from coppice.runtime.runner.graphs import DecodeGraphs
 
@@ -66,19 +70,52 @@ CONFIG = {
 }
 
 
+class NoLaunch(Blocks):
+    """Makes the table of the kernel that puts what was sent to its places, and does not run it."""
+
+    def launch(self, words: torch.Tensor, table: torch.Tensor) -> None:
+        pass
+
+
+class Packed(Outbox):
+    """Packs as for a GPU."""
+
+    sent: ClassVar[list[int]] = []  # bytes of each transfer
+
+    def _packed(self, arrays: Any, starts: Any) -> torch.Tensor:
+        packed = super()._packed(arrays, starts)
+        self.sent.append(packed.nbytes)
+        return packed
+
+    packs = True
+
+
 class PlansOnly(ReferenceBackend):
     """Makes the plans that Triton's kernels would get on a GPU, and computes no attention."""
 
     ordered = False
     mixed_plans = True
+    resident_tables = True
 
-    def prepare(self, plan: Any, *, num_pages: int | None = None) -> Any:
+    def outbox(self, device: torch.device) -> Outbox:
+        return Packed(device, NoLaunch(device))
+
+    def prepare(
+        self, plan: Any, *, num_pages: int | None = None, outbox: Outbox | None = None
+    ) -> Any:
         plan.check(num_pages)
-        return triton_plans.PreparedPlan(plan, torch.device("cpu"), False)
+        made = triton_plans.PreparedPlan(plan, torch.device("cpu"), False, self.tables)
+        if outbox is not None:
+            made.expect([(None, MODEL)], outbox)
+        return made
 
     def fixed_plans(self, sizes: Any, **options: Any) -> Any:
         return triton_plans.fixed_plans(
-            sizes, device=torch.device("cpu"), deterministic=False, **options
+            sizes,
+            device=torch.device("cpu"),
+            deterministic=False,
+            tables=self.tables,
+            **options,
         )
 
     def copy_pages(self, caches: Any, src: Any, dst: Any) -> None:
@@ -281,12 +318,15 @@ def main() -> None:
                 with timed(parts):
                     decode(engine, tree, batch, temperature, chunk)
                 calls = WARM + STEPS
+                sent = Packed.sent[-STEPS:]
                 rows.add(
                     benchmark=f"host part of a {'mixed' if chunk else 'decoding'} step",
                     batch=batch,
                     **({"chunk": chunk} if chunk else {}),
                     tree=tree,
                     temperature=temperature,
+                    transfers=round(len(sent) / STEPS, 2),
+                    kib_sent=spread([each / 1024 for each in sent]),
                     multiples=spread([s / u for s, u in zip(steps, units, strict=True)]),
                     times={
                         "step_ms": spread([1e3 * each for each in steps]),

@@ -138,7 +138,8 @@ ORDER: dict[str, str] = {
         pins upkeep accounting mirror
     """,
     "kernels": """
-        attention transfer
+        transfer
+        attention
         pages schedule
         cpu triton
         rounding

@@ -54,12 +54,17 @@ class FlashInferWays:
             ways["flashinfer, tree"] = attend(self._tree, plan)
             whole = all(level.num_rows == plan.num_rows for level in schedule.levels)
             if whole and schedule.rows is None:
-                made = self._cascade(schedule, tensors[0], cache, plan.page_size)
+                made = self._cascade(schedule, tensors[0], cache, plan.page_size, plan.page_indices)
                 ways["flashinfer, cascade"] = made
         return ways
 
     def _cascade(
-        self, schedule: LevelSchedule, q: torch.Tensor, cache: LayerCache, page_size: int
+        self,
+        schedule: LevelSchedule,
+        q: torch.Tensor,
+        cache: LayerCache,
+        page_size: int,
+        tables: np.ndarray,
     ) -> Callable[[], torch.Tensor]:
         import flashinfer
 
@@ -76,7 +81,7 @@ class FlashInferWays:
         wrapper.plan(
             arrays("query_indptr"),
             arrays("page_indptr"),
-            [each.to(q.device) for each in arrays("page_indices")],
+            [torch.from_numpy(each.page_ids(tables)).to(q.device) for each in schedule.levels],
             arrays("last_page_len"),
             case.num_heads,
             case.num_kv_heads,

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from coppice.kernels.attention.branches import Branches
+from coppice.kernels.transfer import Outbox
 
 #: What stored keys and values are multiplied by, each float32 ``[num_kv_heads]``.
 KvScales = tuple[torch.Tensor, torch.Tensor]
@@ -106,6 +107,9 @@ class AttentionPlan:
     pages that lie wholly below every member's cached length, ``context_len`` less its rows.
 
     ``branches``: the rows that are trees; None: no sequence has any.
+
+    ``table_start`` int32 ``[B]``: where in a backend's ``tables`` on the device the page table of
+    each sequence begins, with the same entries; None: the page tables are not there.
     """
 
     page_size: int
@@ -115,6 +119,12 @@ class AttentionPlan:
     page_indices: np.ndarray
     stretches: tuple[SharedStretch, ...] = ()
     branches: Branches | None = None
+    table_start: np.ndarray | None = None
+
+    @property
+    def table_starts(self) -> np.ndarray:
+        """Where page tables begin: in ``tables`` if they are there, else in ``page_indices``."""
+        return self.page_indptr[:-1] if self.table_start is None else self.table_start
 
     @property
     def num_sequences(self) -> int:
@@ -181,6 +191,11 @@ class AttentionPlan:
             )
         if self.branches is not None:
             self.branches.check(self.query_start, self.context_len)
+        if self.table_start is not None and len(self.table_start) != batch:
+            raise ValueError(
+                f"table_start has {len(self.table_start)} entries; it must have {batch}, one for "
+                "each sequence"
+            )
         return self._check_stretches((self.context_len - rows) // self.page_size)
 
     def _check_stretches(self, cached_pages: np.ndarray) -> np.ndarray:
@@ -274,8 +289,10 @@ class FixedPlan(ABC):
         return self._plan
 
     @abstractmethod
-    def load(self, plan: AttentionPlan) -> bool:
+    def load(self, plan: AttentionPlan, outbox: Outbox | None = None) -> bool:
         """Have the next replay attend by this plan; False if it does not fit: do not replay then.
+
+        What is sent goes with ``outbox``, which the caller sends if the plan fits, else alone.
 
         ``plan`` has as many rows as there is room for, and is checked as by
         ``AttentionBackend.prepare``. Sequences of several rows, and branches, may not fit. Waits
@@ -306,6 +323,12 @@ class AttentionBackend(ABC):
     mixed_plans: ClassVar[bool] = False
     #: Whether it is faster with decoding sequences first, and those that share pages side by side.
     ordered: ClassVar[bool] = False
+
+    #: Page tables on the device, int32 in one line, to which plans with ``table_start`` point.
+    #: Whoever makes plans gives them, and keeps them up to date; None: no plan may point there.
+    tables: torch.Tensor | None = None
+    #: Whether plans may have ``table_start``.
+    resident_tables: ClassVar[bool] = False
 
     #: Whether ``write_normed`` is one pass, and thus faster than a norm and ``write_rotated``.
     norms_heads: ClassVar[bool] = False
@@ -379,9 +402,19 @@ class AttentionBackend(ABC):
                 flat = pages.flatten(0, 1)
                 flat[target] = flat[source]
 
+    def outbox(self, device: torch.device) -> Outbox:
+        """An empty one, for what a step needs on that device."""
+        return Outbox(device)
+
     @abstractmethod
-    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> Any:
+    def prepare(
+        self, plan: AttentionPlan, *, num_pages: int | None = None, outbox: Outbox | None = None
+    ) -> Any:
         """Check the plan (``ValueError``) and turn it into what ``attend`` takes, once a step.
+
+        What layers like those of the step before need on the device goes with ``outbox``, if one is
+        given, which the caller sends before the first layer; what others need is sent when they
+        ask.
 
         Page ids are checked only if ``num_pages``, the size of the cache, is given: without it, a
         kernel that is sent to a page beyond the cache reads other memory.

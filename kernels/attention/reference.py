@@ -13,6 +13,7 @@ import torch
 from coppice.kernels.attention.branches import Branches
 from coppice.kernels.attention.checks import check_attend, check_cache, check_copy
 from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan, LayerCache
+from coppice.kernels.transfer import Outbox
 
 
 class ReferenceBackend(AttentionBackend):
@@ -49,7 +50,9 @@ class ReferenceBackend(AttentionBackend):
                 for source, destination in zip(src, dst, strict=True):
                     pages[destination] = pages[source]
 
-    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> AttentionPlan:
+    def prepare(
+        self, plan: AttentionPlan, *, num_pages: int | None = None, outbox: Outbox | None = None
+    ) -> AttentionPlan:
         plan.check(num_pages)
         return plan
 

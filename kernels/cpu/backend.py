@@ -27,6 +27,7 @@ from coppice.kernels.schedule.cpu import (
     build_cpu_schedule,
     cpu_cost_model,
 )
+from coppice.kernels.transfer import Outbox
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +157,9 @@ class CpuBackend(AttentionBackend):
         size = caches[0].k.stride(0) * caches[0].k.element_size()
         self._rows.copy_pages(addresses, size, src, dst)
 
-    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
+    def prepare(
+        self, plan: AttentionPlan, *, num_pages: int | None = None, outbox: Outbox | None = None
+    ) -> PreparedPlan:
         plan.check(num_pages)
         return PreparedPlan(plan, self._grown)
 

@@ -5,18 +5,20 @@ wrapper and its fa2 kernels, which pack the query heads of a KV head with the qu
 ranges of keys; fa3 does neither. The last level of decoding sequences runs through the decode
 wrapper where few query heads share a KV head, else through the prefill wrapper: its fa2 kernels are
 what the decode wrapper calls for tensor cores, and it copies no array from pageable memory, for
-which the host would wait. Partial results are merged in place.
+which the host would wait. A kernel of ours merges all partial
+results of a row, in float32.
 
-FlashInfer's log-sum-exps are to base 2 and are converted here. Our own Triton kernels write, rotate
-and copy K and V: FlashInfer rotates and appends to the cache by two kernels, so that keys go to
-memory and back between them (its one fused kernel for 16-bit caches is for two head counts only).
+FlashInfer's log-sum-exps are to base 2 and are converted in the merge. Our own Triton kernels
+write, rotate and copy K and V: FlashInfer rotates and appends to the cache by two kernels, so that
+keys go to memory and back between them (its one fused kernel for 16-bit caches is for two head
+counts only).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -33,30 +35,49 @@ from coppice.kernels.flashinfer.levels import SharedLevel, build_levels, choose_
 from coppice.kernels.flashinfer.wrappers import WORKSPACE_BYTES, LayerKind, SentSchedule, Wrappers
 from coppice.kernels.schedule.cost import CostModel, SharedRange
 from coppice.kernels.schedule.tiles import choose_tiles
+from coppice.kernels.transfer import Outbox
 from coppice.kernels.triton.base import GpuBackend, on
 
 _log = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 
+_Asked = tuple[int | None, CostModel]
+
 
 class PreparedPlan:
-    """A checked plan with its schedules, made when the first layer of that window asks."""
+    """A checked plan with its schedules.
 
-    __slots__ = ("_device", "_schedules", "plan")
+    That of each window is made when the first such layer asks, or beforehand (``expect``), so that
+    it goes with other things to the device. ``asked``: what layers asked for.
+    """
 
-    def __init__(self, plan: AttentionPlan, device: torch.device) -> None:
+    __slots__ = ("_device", "_schedules", "_tables", "asked", "plan")
+
+    def __init__(
+        self, plan: AttentionPlan, device: torch.device, tables: torch.Tensor | None
+    ) -> None:
         self.plan = plan
         self._device = device
-        self._schedules: dict[tuple[int | None, CostModel], SentSchedule] = {}
+        self._tables = tables
+        self._schedules: dict[_Asked, SentSchedule] = {}
+        self.asked: set[_Asked] = set()
 
     def schedule(self, window: int | None, model: CostModel) -> SentSchedule:
         key = (window, model)
+        self.asked.add(key)
         if key not in self._schedules:
+            outbox = Outbox(self._device)
+            self.expect([key], outbox)
+            outbox.send()
+        return self._schedules[key]
+
+    def expect(self, asked: Iterable[_Asked], outbox: Outbox) -> None:
+        """Make these schedules, which go with ``outbox``."""
+        for window, model in asked:
             shared = choose_levels(self.plan, window, model)
             made = build_levels(self.plan, window, shared)
-            self._schedules[key] = SentSchedule.of(made, self._device)
-        return self._schedules[key]
+            self._schedules[window, model] = SentSchedule(made, self.plan, outbox, self._tables)
 
 
 class FlashInferBackend(GpuBackend):
@@ -87,16 +108,25 @@ class FlashInferBackend(GpuBackend):
         # The decode wrapper wants zeros at its first use.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[LayerKind, Wrappers] = {}
+        self._before: PreparedPlan | None = None  # of the last step
         if case is not None:
             self._cover(case)
 
-    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
+    def prepare(
+        self, plan: AttentionPlan, *, num_pages: int | None = None, outbox: Outbox | None = None
+    ) -> PreparedPlan:
         plan.check(num_pages)
+        self._check_tables(plan)
         if plan.branches is not None:
             raise ValueError(
                 "branches of the plan are given; the flashinfer backend takes only None"
             )
-        return PreparedPlan(plan, self.device)
+        made = PreparedPlan(plan, self.device, self.tables)
+        if outbox is not None:
+            if self._before is not None:
+                made.expect(self._before.asked, outbox)
+            self._before = made
+        return made
 
     def fixed_plans(
         self,
@@ -115,6 +145,7 @@ class FlashInferBackend(GpuBackend):
             library=self._library,
             workspace=self._workspace,
             cost_model=self.cost_model,
+            tables=self.tables,
         )
 
     def attend(
@@ -212,7 +243,10 @@ class FlashInferBackend(GpuBackend):
         q = torch.ones(4, kind.heads, kind.head_dim, dtype=kind.dtype, device=device) / 8
         wrappers = Wrappers(self._library, self._workspace, kind)
         with on(device):
-            wrappers.plan(SentSchedule.of(schedule, device))
+            outbox = Outbox(device)
+            sent = SentSchedule(schedule, plan, outbox)
+            outbox.send()
+            wrappers.plan(sent)
             out, lse = wrappers.run(q, LayerCache(ones, ones, scales))
         score = kind.head_dim / 8 * kind.scale
         if kind.softcap is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from coppice.kernels.flashinfer.levels import (
 )
 from coppice.kernels.flashinfer.wrappers import LayerKind, SentSchedule, Wrappers
 from coppice.kernels.schedule.cost import CostModel
+from coppice.kernels.transfer import Outbox
 
 #: Shared levels of the graphs of a size, and the least size of each: fewer sequences seldom make so
 #: deep a tree, and each graph takes time at start.
@@ -113,6 +115,11 @@ class FixedWrappers(Wrappers):
         super().__init__(library, memory.workspace, kind)
         self._memory = memory
         self._size = size
+        most = max(LEVELS) + 1
+        self._whole = torch.tensor([[0, size]] * most, dtype=torch.int32, device=self.device)
+
+    def _bounds(self, step: SentSchedule) -> torch.Tensor:
+        return self._whole  # which stays where it is
 
     def _shared_wrapper(self, number: int) -> Any:
         return self._prefill_wrapper(f"shared {number}", num_groups(self._size))
@@ -191,14 +198,20 @@ class FlashInferFixedPlan(FixedPlan):
     library: Any
     workspace: torch.Tensor
     cost_model: Callable[[LayerKind], CostModel]
+    tables: torch.Tensor | None = None
     _kinds: dict[LayerKind, FixedWrappers] = field(default_factory=dict, init=False)
 
-    def load(self, plan: AttentionPlan) -> bool:
+    def load(self, plan: AttentionPlan, outbox: Outbox | None = None) -> bool:
         self.choices.load(plan, self.size, self.page_size, self.num_pages)
         self._plan = plan
         if plan.num_sequences < self.size:  # a sequence has several rows
             return False
-        return all(self._fill(kind) for kind in self._kinds)
+        box = outbox or Outbox(self.workspace.device)
+        if not all(self._fill(kind, box) for kind in self._kinds):
+            return False
+        if outbox is None:
+            box.send()
+        return True
 
     def wrappers(self, kind: LayerKind) -> FixedWrappers:
         """Those of a kind of layers, planned; made when the first layer of that kind asks."""
@@ -209,21 +222,23 @@ class FlashInferFixedPlan(FixedPlan):
                 memory = FixedMemory(kind, self.largest, pages, model, self.workspace)
                 self.memory[kind] = memory
             self._kinds[kind] = FixedWrappers(self.library, kind, self.memory[kind], self.size)
-            if not self._fill(kind):
+            outbox = Outbox(self.workspace.device)
+            if not self._fill(kind, outbox):
                 raise ValueError("the first plan that a graph attends by must fit, and does not")
+            outbox.send()
         return self._kinds[kind]
 
-    def _fill(self, kind: LayerKind) -> bool:
+    def _fill(self, kind: LayerKind, outbox: Outbox) -> bool:
         plan = self.plan
         shared = self.choices.shared(kind, self.cost_model(kind))
         if len(shared) > self.levels and not self.deepest:
             return False
         schedule = self._fit(plan, kind.window, shared)
         room = self.memory[kind].pages
-        if schedule.rows is not None or any(len(e.page_indices) > room for e in schedule.levels):
+        if schedule.rows is not None or any(each.num_pages > room for each in schedule.levels):
             return False
-        wrappers = self._kinds[kind]
-        wrappers.plan(SentSchedule.of(schedule, wrappers.device))
+        sent = SentSchedule(schedule, plan, outbox, self.tables)
+        outbox.then(partial(self._kinds[kind].plan, sent))
         return True
 
     def _fit(
@@ -243,11 +258,11 @@ class FlashInferFixedPlan(FixedPlan):
                 _better_half(level) if len(each.kv_len) > most else level
                 for level, each in zip(levels, wide, strict=True)
             ]
-        nothing = np.zeros(0, np.int32)
+        nothing = (np.zeros(0, np.int32),) * 2
         while len(wide) < self.levels:
             all_rows = np.array([0, self.size], np.int32)
             zero = np.zeros(1, np.int32)
-            wide.append(Level(0, all_rows, np.zeros(2, np.int32), nothing, zero, zero, False))
+            wide.append(Level(0, all_rows, np.zeros(2, np.int32), *nothing, zero, zero, False))
         padded = tuple(_with_groups(level, most) for level in wide)
         return replace(schedule, shared=padded)
 
@@ -263,7 +278,8 @@ class FlashInferFixedPlan(FixedPlan):
             first_row=0,
             query_indptr=np.concatenate(ends).astype(np.int32),
             page_indptr=np.pad(level.page_indptr, (before, after), mode="edge"),
-            page_indices=level.page_indices,
+            run_starts=level.run_starts,
+            run_counts=level.run_counts,
             last_page_len=np.pad(level.last_page_len, (before, after)),
             kv_len=np.pad(level.kv_len, (before, after)),
             causal=False,

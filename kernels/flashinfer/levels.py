@@ -42,15 +42,18 @@ class Level:
     """One launch over the rows from ``first_row`` on, all arrays int32.
 
     ``query_indptr [G + 1]``: rows of each group, counted from ``first_row``. ``page_indptr
-    [G + 1]`` and ``page_indices``: its pages. ``last_page_len [G]``: tokens of its last page, 0
-    where it has none. ``kv_len [G]``: its tokens. ``causal``: the last of its rows sees the last of
-    its tokens, the one before it one less; otherwise all rows see all tokens.
+    [G + 1]``: its pages among those of the level, which are ``run_counts [n]`` entries each from
+    ``run_starts [n]`` on, in the page tables of the plan (``AttentionPlan.table_starts``).
+    ``last_page_len [G]``: tokens of its last page, 0 where it has none. ``kv_len [G]``: its tokens.
+    ``causal``: the last of its rows sees the last of its tokens, the one before it one less;
+    otherwise all rows see all tokens.
     """
 
     first_row: int
     query_indptr: np.ndarray
     page_indptr: np.ndarray
-    page_indices: np.ndarray
+    run_starts: np.ndarray
+    run_counts: np.ndarray
     last_page_len: np.ndarray
     kv_len: np.ndarray
     causal: bool
@@ -58,6 +61,15 @@ class Level:
     @property
     def num_rows(self) -> int:
         return int(self.query_indptr[-1])
+
+    @property
+    def num_pages(self) -> int:
+        return int(self.page_indptr[-1])
+
+    def page_ids(self, tables: np.ndarray) -> np.ndarray:
+        """The ids of its pages; ``tables`` is what the runs point to."""
+        runs = zip(self.run_starts, self.run_counts, strict=True)
+        return np.concatenate([tables[:0], *(tables[at : at + count] for at, count in runs)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,8 +139,7 @@ def build_levels(
 ) -> LevelSchedule:
     """What each launch of a checked plan is given, for layers with that sliding window.
 
-    ``shared`` is as ``choose_levels`` has it. O(rows + pages that are read), with Python loops over
-    ranges.
+    ``shared`` is as ``choose_levels`` has it. O(rows), with Python loops over ranges.
     """
     counts = np.diff(plan.query_start)
     everyone = np.arange(plan.num_sequences)
@@ -170,34 +181,37 @@ def _shared_level(
     cuts = np.flatnonzero(which[first + 1 : stop] != which[first : stop - 1]) + first + 1
     heads = np.array([first, *cuts])
     kv_len = np.zeros(len(heads), np.int64)
-    pages = []
+    runs = []
     for place, head in enumerate(heads):
         if which[head] < 0:
             continue
         each = level[which[head]]
-        at = int(plan.page_indptr[each.members[0]])
         size = plan.page_size
-        pages.append(plan.page_indices[at + each.begin // size : at + each.end // size])
+        at = int(plan.table_starts[each.members[0]]) + each.begin // size
+        runs.append((at, (each.end - each.begin) // size))
         kv_len[place] = each.end - each.begin
-    return _level(plan, starts[[*heads, stop]], kv_len, np.concatenate(pages), causal=False)
+    found = np.array(runs, np.int64).reshape(-1, 2).T
+    return _level(plan, starts[[*heads, stop]], kv_len, *found, causal=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OwnPages:
-    """What no level shares of each sequence, in the order of places."""
+    """What no level shares of each sequence, in the order of places; and whose each run is."""
 
     plan: AttentionPlan
     kv_len: np.ndarray
-    page_indptr: np.ndarray
-    page_indices: np.ndarray
+    run_places: np.ndarray
+    run_starts: np.ndarray
+    run_counts: np.ndarray
 
     def part(self, first: int, stop: int, starts: np.ndarray, *, causal: bool) -> Level:
-        pages = slice(int(self.page_indptr[first]), int(self.page_indptr[stop]))
+        runs = slice(*np.searchsorted(self.run_places, (first, stop)))
         return _level(
             self.plan,
             starts[first : stop + 1],
             self.kv_len[first:stop],
-            self.page_indices[pages],
+            self.run_starts[runs],
+            self.run_counts[runs],
             causal=causal,
         )
 
@@ -228,19 +242,17 @@ def _own_pages(
     place[order] = everyone
     sort = np.argsort(place[owner], kind="stable")
     owner, begin, counts = owner[sort], begin[sort], (end - begin)[sort]
-    ends = np.cumsum(counts)
-    shift = plan.page_indptr[owner] + begin - (ends - counts)
-    indices = plan.page_indices[np.arange(int(ends[-1])) + np.repeat(shift, counts)]
     own = context - left_out
-    page_indptr = np.cumsum([0, *-(-own[order] // size)])
-    return _OwnPages(plan, own[order], page_indptr, indices)
+    at = plan.table_starts[owner] + begin
+    return _OwnPages(plan, own[order], place[owner], at, counts)
 
 
 def _level(
     plan: AttentionPlan,
     starts: np.ndarray,
     kv_len: np.ndarray,
-    page_indices: np.ndarray,
+    run_starts: np.ndarray,
+    run_counts: np.ndarray,
     *,
     causal: bool,
 ) -> Level:
@@ -250,7 +262,8 @@ def _level(
         first_row=int(starts[0]),
         query_indptr=(starts - starts[0]).astype(np.int32),
         page_indptr=np.cumsum([0, *pages]).astype(np.int32),
-        page_indices=np.ascontiguousarray(page_indices, np.int32),
+        run_starts=run_starts.astype(np.int32),
+        run_counts=run_counts.astype(np.int32),
         last_page_len=last.astype(np.int32),
         kv_len=kv_len.astype(np.int32),
         causal=causal,

@@ -8,7 +8,6 @@ on one stream.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from coppice.kernels.attention.interface import LayerCache
+from coppice.kernels.attention.interface import AttentionPlan, LayerCache
 from coppice.kernels.flashinfer.levels import Level, LevelSchedule
-from coppice.kernels.transfer import send, stage
+from coppice.kernels.transfer import Outbox, stage
+from coppice.kernels.triton.levels import gather_runs, merge_parts
 
 #: What FlashInfer's documentation recommends for the partial results of one launch.
 WORKSPACE_BYTES = 128 * 2**20
@@ -26,6 +26,9 @@ WORKSPACE_BYTES = 128 * 2**20
 # From this number of query heads of a KV head on, decoding is faster on tensor cores; below, the
 # decode wrapper's own kernel serves any number of them.
 _TENSOR_CORE_GROUP = 4
+
+# The page ids of each level begin at a multiple of 16 bytes.
+_PAGE_ALIGNMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,39 +66,81 @@ class SentLevel:
         return slice(self.level.first_row, self.level.first_row + self.level.num_rows)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SentSchedule:
-    """A schedule as wrappers take it.
+    """A schedule as wrappers take it, after ``arrive``; until then it is in an outbox.
 
     ``rows``, int64 ``[T]``, is the batch row of each place, ``places`` the place of each batch row;
-    both are None where all rows keep their places.
+    both are None where all rows keep their places. ``bounds`` int32 ``[levels, 2]``: the places of
+    the last level, which are all, and of each shared one.
     """
 
-    schedule: LevelSchedule
     shared: tuple[SentLevel, ...]
     decode: SentLevel | None
     prefill: SentLevel | None
-    rows: torch.Tensor | None
-    places: torch.Tensor | None
+    bounds: torch.Tensor
+    rows: torch.Tensor | None = None
+    places: torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, schedule: LevelSchedule, device: torch.device) -> SentSchedule:
-        """Of all levels, in one transfer and one piece of staged memory."""
+    def __init__(
+        self,
+        schedule: LevelSchedule,
+        plan: AttentionPlan,
+        outbox: Outbox,
+        tables: torch.Tensor | None = None,
+    ) -> None:
+        """``tables``: page tables on the device, to which a plan with ``table_start`` points."""
+        self.schedule = schedule
+        self._tables = tables if plan.table_start is not None else None
+        self._arrived = False
         levels = schedule.levels
-        names = ("query_indptr", "page_indptr", "last_page_len", "kv_len")
-        read = iter(stage([getattr(each, name) for each in levels for name in names], device))
-        arrays = [each.page_indices for each in levels]
+        ends = np.cumsum(
+            [-(-each.num_pages // _PAGE_ALIGNMENT) * _PAGE_ALIGNMENT for each in levels]
+        )
+        self._firsts = [0, *ends.tolist()]
+        counts = np.concatenate([each.run_counts for each in levels])
+        begins = [
+            first + np.cumsum(each.run_counts) - each.run_counts
+            for each, first in zip(levels, self._firsts, strict=False)
+        ]
+        self._longest = int(counts.max())
+        bounds = [(0, plan.num_rows)]
+        bounds += [(each.first_row, each.first_row + each.num_rows) for each in schedule.shared]
+        arrays = [
+            np.concatenate([each.run_starts for each in levels]),
+            counts,
+            np.concatenate(begins).astype(np.int32),
+            np.array(bounds, np.int32),
+        ]
+        if self._tables is None:
+            arrays.append(plan.page_indices)
         if schedule.rows is not None:
             arrays += [schedule.rows, np.argsort(schedule.rows)]
-        sent = iter(send(arrays, device))
+        self._parcel = outbox.add(arrays)
+
+    def arrive(self, device: torch.device) -> None:
+        """Gather the page ids of all levels, in one launch; call it when the outbox is sent."""
+        if self._arrived:
+            return
+        self._arrived = True
+        starts, counts, begins, self.bounds, *rest = self._parcel.tensors
+        tables = rest.pop(0) if self._tables is None else self._tables
+        if rest:
+            self.rows, self.places = rest
+        pages = torch.empty(max(self._firsts[-1], 1), dtype=torch.int32, device=device)
+        gather_runs(tables, starts, counts, begins, pages, self._longest)
+        levels = self.schedule.levels
+        names = ("query_indptr", "page_indptr", "last_page_len", "kv_len")
+        read = iter(stage([getattr(each, name) for each in levels for name in names], device))
         made = [
-            SentLevel(each, next(read), next(read), next(read), next(read), next(sent))
-            for each in levels
-        ]
-        rows, places = next(sent, None), next(sent, None)
-        prefill = made.pop() if schedule.prefill is not None else None
-        decode = made.pop() if schedule.decode is not None else None
-        return cls(schedule, tuple(made), decode, prefill, rows, places)
+            SentLevel(
+                each, next(read), next(read), next(read), next(read),
+                pages[first : first + each.num_pages],
+            )
+            for each, first in zip(levels, self._firsts, strict=False)
+        ]  # fmt: skip
+        self.prefill = made.pop() if self.schedule.prefill is not None else None
+        self.decode = made.pop() if self.schedule.decode is not None else None
+        self.shared = tuple(made)
 
 
 class Wrappers:
@@ -121,6 +166,7 @@ class Wrappers:
         """Plan this step, unless that is what was planned last."""
         if self._step is step:
             return
+        step.arrive(self.device)
         if self._staged is not None:
             self._staged.synchronize()
         self._step = None
@@ -149,34 +195,35 @@ class Wrappers:
             q = q.index_select(0, step.rows)
         if cache.scales is not None:
             # FlashInfer has one scale for all heads: so those of keys multiply the queries, and
-            # those of values the result.
+            # those of values the merged result.
             scaled = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             q = torch.mul(q, self._of_queries(cache.scales[0]), out=scaled)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         pages = cache.k, cache.v
-        for wrapper, level in self._last(step):
+        count = 1 + len(step.shared)
+        parts = torch.empty((count, *q.shape), dtype=q.dtype, device=q.device)
+        parts_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+        for number, wrapper, level in self._launches(step):
             rows = level.rows
-            wrapper.run(q[rows], pages, out=out[rows], lse=lse[rows], return_lse=True)
-        for wrapper, level in zip(self._shared, step.shared, strict=False):
-            rows = level.rows
-            part, part_lse = torch.empty_like(out[rows]), torch.empty_like(lse[rows])
-            wrapper.run(q[rows], pages, out=part, lse=part_lse, return_lse=True)
-            self._library.merge_state_in_place(out[rows], lse[rows], part, part_lse)
-        if cache.scales is not None:
-            out.mul_(self._of_queries(cache.scales[1]))
-        if lse_read:
-            lse.mul_(math.log(2))
-        if step.places is not None:
-            out = out.index_select(0, step.places)
-            lse = lse.index_select(0, step.places) if lse_read else lse
-        return out, lse
+            out, lse = parts[number, rows], parts_lse[number, rows]
+            wrapper.run(q[rows], pages, out=out, lse=lse, return_lse=True)
+        plain = count == 1 and step.places is None and cache.scales is None
+        if plain and not lse_read:
+            return parts[0], parts_lse[0]
+        v_scales = None if cache.scales is None else cache.scales[1]
+        bounds = self._bounds(step)
+        return merge_parts(parts, parts_lse, bounds, step.places, v_scales, self._kind.group)
 
-    def _last(self, step: SentSchedule) -> Iterator[tuple[Any, SentLevel]]:
+    def _bounds(self, step: SentSchedule) -> torch.Tensor:
+        return step.bounds
+
+    def _launches(self, step: SentSchedule) -> Iterator[tuple[int, Any, SentLevel]]:
+        """Of each launch: its place among the partial results, its wrapper and its level."""
         if step.decode is not None:
-            yield self._decode, step.decode
+            yield 0, self._decode, step.decode
         if step.prefill is not None:
-            yield self._prefill, step.prefill
+            yield 0, self._prefill, step.prefill
+        for number, (wrapper, level) in enumerate(zip(self._shared, step.shared, strict=False)):
+            yield 1 + number, wrapper, level
 
     def _of_queries(self, scales: torch.Tensor) -> torch.Tensor:
         """The scale of each query head's KV head, ``[Hq, 1]``."""

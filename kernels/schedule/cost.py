@@ -124,7 +124,8 @@ class Tasks:
     """Rows and the keys they walk, before either is cut; all but ``rows`` int64 of one length.
 
     Task t's rows are the next ``counts[t]`` of ``rows`` (int32), its page table begins at
-    ``table[t]``, its keys are ``begin[t] .. end[t]``, less what causality hides.
+    ``table[t]`` (of ``table_starts`` of the plan), its keys are ``begin[t] .. end[t]``, less what
+    causality hides.
     """
 
     rows: np.ndarray
@@ -168,7 +169,7 @@ class Tasks:
         return cls(
             plan.rows_of(sequences).astype(np.int32),
             np.add.reduceat(size[sequences], np.cumsum(lengths) - lengths),
-            plan.page_indptr[heads[sort]].astype(np.int64),
+            plan.table_starts[heads[sort]].astype(np.int64),
             begins[sort],
             np.concatenate([ends, begin[after]])[sort],
         )

@@ -46,7 +46,7 @@ NO_TREE = 2**31 - 1
 class Launch:
     """``items`` int32 ``[n, 8]``, the longest first, for one run of the kernel with ``tile``.
 
-    Columns: first entry in ``rows``, number of rows, offset of the page table in ``page_indices``,
+    Columns: first entry in ``rows``, number of rows, start of its page table (``table_starts``),
     first key, end of keys, first and end of the keys that need no mask (whole tiles that all its
     rows see), first entry in ``slots``. ``many``: whether it is the launch of wide items.
     """

@@ -332,7 +332,7 @@ def _attend_item(
         _store_part(out, to * HEAD_DIM, rest, valid, BLOCK_D, HEAD_DIM, REST_D)
 
 
-@triton.jit(do_not_specialize=["programs"])
+@triton.jit
 def attend_items(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -349,7 +349,7 @@ def attend_items(
     positions: tl.tensor,
     branches: tl.tensor,
     page_table: tl.tensor,
-    programs: tl.tensor,
+    count: tl.tensor,
     q_stride: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
@@ -379,8 +379,8 @@ def attend_items(
     The programs of an item lie side by side: where a group has several parts, all but the first
     find its keys in the second level cache. A head's elements are those of BLOCK_D and of REST_D.
 
-    PERSISTENT: the grid is smaller, a program takes every so many of these ``programs``, and ends
-    at the first item without rows. A graph has room for more items than a step has.
+    PERSISTENT: the grid is any, and a program takes every so many of these places, up to those of
+    ``count`` int32 ``[1]`` items. A graph has room for more items than a step has.
 
     ``out [T, Hq, D]`` and ``lse [T, Hq]`` take the rows whose slot is -1; the others go to their
     slot of ``partial_out`` float32 and ``partial_lse``, whose logarithms are to base 2. PARTIAL
@@ -393,8 +393,8 @@ def attend_items(
     number = tl.program_id(0)
     if PERSISTENT:
         units: tl.constexpr = KV_HEADS * ((GROUP + PACKED - 1) // PACKED)
-        rows = tl.load(items + number // units * ITEM_FIELDS + 1)
-        while rows > 0:
+        end = tl.load(count) * units
+        while number < end:
             _attend_item(
                 number, q, k_cache, v_cache, k_scales, v_scales, out, lse,
                 partial_out, partial_lse, items, item_rows, item_slots, positions,
@@ -404,8 +404,6 @@ def attend_items(
                 PHASED, UPCAST,
             )  # fmt: skip
             number += tl.num_programs(0)
-            later = items + number // units * ITEM_FIELDS + 1
-            rows = tl.load(later, mask=number < programs, other=0)
     else:
         _attend_item(
             number, q, k_cache, v_cache, k_scales, v_scales, out, lse, partial_out,

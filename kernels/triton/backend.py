@@ -23,6 +23,7 @@ from coppice.kernels.attention.checks import check_attend
 from coppice.kernels.attention.interface import AttentionPlan, LayerCache
 from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.schedule.tiles import choose_tiles, head_blocks
+from coppice.kernels.transfer import Outbox
 from coppice.kernels.triton.attention import attend_items
 from coppice.kernels.triton.base import INTERPRETED, GpuBackend, on
 from coppice.kernels.triton.dependent import dependent
@@ -32,6 +33,8 @@ from coppice.kernels.triton.plans import PreparedPlan, TritonFixedPlan, fixed_pl
 MAX_HEAD_DIM = 256
 # Partial results merged at a time; more are taken in further rounds.
 _PARTS = 16
+# Programs of a merge on a multiprocessor: of four warps each, half of what it holds.
+_MERGING = 8
 
 
 class TritonBackend(GpuBackend):
@@ -51,6 +54,7 @@ class TritonBackend(GpuBackend):
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
         super().__init__(device)
         self.deterministic = deterministic
+        self._before: PreparedPlan | None = None  # of the last step
         # The tiles of a row's keys would depend on the branches before it.
         self.branches = not deterministic
         if device.type == "cuda":
@@ -61,14 +65,22 @@ class TritonBackend(GpuBackend):
             if capability < (8, 9):
                 self.scaled_dtypes = ()
 
-    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> PreparedPlan:
+    def prepare(
+        self, plan: AttentionPlan, *, num_pages: int | None = None, outbox: Outbox | None = None
+    ) -> PreparedPlan:
         plan.check(num_pages)
+        self._check_tables(plan)
         if plan.branches is not None and self.deterministic:
             raise ValueError(
                 "branches of the plan are given; with deterministic the triton backend takes only "
                 "None"
             )
-        return PreparedPlan(plan, self.device, self.deterministic)
+        made = PreparedPlan(plan, self.device, self.deterministic, self.tables)
+        if outbox is not None:
+            if self._before is not None:
+                made.expect(self._before.asked, outbox)
+            self._before = made
+        return made
 
     def fixed_plans(
         self,
@@ -87,6 +99,7 @@ class TritonBackend(GpuBackend):
             max_pages=max_pages,
             deterministic=self.deterministic,
             branches=branches,
+            tables=self.tables,
         )
 
     def attend(
@@ -118,7 +131,7 @@ class TritonBackend(GpuBackend):
         partial_out = torch.empty((partials, heads, head_dim), **place)
         partial_lse = torch.empty((partials, heads), **place)
         with on(self.device):
-            for tile, phased, items in sent.launches:
+            for tile, phased, items, count in sent.launches:
                 block_d, rest_d = head_blocks(head_dim, tile.queries)
                 programs = len(items) * model.programs
                 persistent = isinstance(prepared, TritonFixedPlan)
@@ -126,7 +139,7 @@ class TritonBackend(GpuBackend):
                 attend_items[(grid if persistent else programs,)](
                     q, cache.k, cache.v, *(cache.scales or (lse, lse)), out, lse, partial_out,
                     partial_lse, items, sent.rows, sent.slots, sent.positions, sent.branches,
-                    sent.page_indices, programs,
+                    sent.page_indices, count,
                     q.stride(0), float(scale), float(logit_softcap or 0), sliding_window or 0,
                     GROUP=model.group, PACKED=model.packed, KV_HEADS=model.kv_heads,
                     HEAD_DIM=head_dim, BLOCK_D=block_d, REST_D=rest_d, QUERIES=tile.queries,
@@ -140,8 +153,9 @@ class TritonBackend(GpuBackend):
                     num_warps=tile.warps, num_stages=tile.stages, **dependent(self.device),
                 )  # fmt: skip
             if len(sent.merges):
-                merge_partials[(len(sent.merges), heads)](
-                    partial_out, partial_lse, sent.merges, out, lse,
+                grid = min(len(sent.merges) * heads, self._multiprocessors * _MERGING)
+                merge_partials[(grid,)](
+                    partial_out, partial_lse, sent.merges, sent.num_merges, out, lse,
                     HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
                     PARTS=_PARTS, num_warps=4, **dependent(self.device),
                 )  # fmt: skip

@@ -14,10 +14,17 @@ import torch
 import triton
 
 from coppice.kernels.attention.checks import check_cache, check_copy, check_rows
-from coppice.kernels.attention.interface import AttentionBackend, HeadNorm, LayerCache
+from coppice.kernels.attention.interface import (
+    AttentionBackend,
+    AttentionPlan,
+    HeadNorm,
+    LayerCache,
+    brief,
+)
 from coppice.kernels.schedule.cost import H100_MULTIPROCESSORS
-from coppice.kernels.transfer import send
+from coppice.kernels.transfer import Outbox, send
 from coppice.kernels.triton.cache import copy_page_words, rotate_rows, write_rows
+from coppice.kernels.triton.delivery import Blocks
 from coppice.kernels.triton.dependent import dependent
 
 #: Whether Triton runs its kernels in Python. It works on the raw bits of 16-bit floats, so that
@@ -38,6 +45,7 @@ class GpuBackend(AttentionBackend):
     """
 
     norms_heads = True
+    resident_tables = True
 
     def __init__(self, device: torch.device) -> None:
         if INTERPRETED and device.type != "cpu":
@@ -54,6 +62,26 @@ class GpuBackend(AttentionBackend):
         self._multiprocessors = H100_MULTIPROCESSORS
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._blocks = Blocks(device)
+
+    def outbox(self, device: torch.device) -> Outbox:
+        return Outbox(device, self._blocks)
+
+    def _check_tables(self, plan: AttentionPlan) -> None:
+        """Refuse a plan that points to page tables which are not there."""
+        start = plan.table_start
+        if start is None:
+            return
+        if self.tables is None:
+            raise ValueError(
+                "table_start of the plan is given; without tables on the device it must be None"
+            )
+        ends = start + np.diff(plan.page_indptr)
+        if int(start.min()) < 0 or int(ends.max()) > len(self.tables):
+            raise ValueError(
+                f"table_start of the plan is {brief(start)}; page tables must lie within the "
+                f"{len(self.tables)} entries on the device"
+            )
 
     def write_kv(
         self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slots: torch.Tensor

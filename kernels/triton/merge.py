@@ -12,29 +12,21 @@ from coppice.kernels.triton.dependent import begin
 
 
 @triton.jit
-def merge_partials(
+def _merge_row(
+    row: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    head: tl.tensor,
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
-    merges: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ) -> None:
-    """The partial results of one row and head, in the order of their slots: grid ``(rows, Hq)``.
-
-    ``merges`` int32 ``[rows, 3]``: row, first slot, slots. Weighing by log-sum-exp as in Milakov
-    and Gimelshein 2018; the order is the same in every run, so the result is, bit for bit.
-    """
-    begin(DEPENDENT)
-    head = tl.program_id(1)
-    merge = merges + tl.program_id(0) * 3
-    row, first, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)
-    if count == 0:  # as in `attend_items`
-        return
+    """One head of one row, from ``count`` slots from ``first`` on."""
     d = tl.arange(0, BLOCK_D)
     in_head = d < HEAD_DIM
     accumulator = tl.full([BLOCK_D], 0.0, tl.float32)
@@ -60,3 +52,38 @@ def merge_partials(
     to = row.to(tl.int64) * HEADS + head
     tl.store(lse + to, (peak + tl.log2(total)) * 0.6931471805599453)
     tl.store(out + to * HEAD_DIM + d, (accumulator / total).to(out.dtype.element_ty), mask=in_head)
+
+
+@triton.jit
+def merge_partials(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    merges: tl.tensor,
+    count: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    """The partial results of each row and head, in the order of their slots: any grid of one axis.
+
+    ``merges`` int32 ``[rows, 3]``: row, first slot, slots; of these ``count`` int32 ``[1]`` are
+    merged. A program takes every so many of the rows and heads. A graph has room for more rows
+    than a step merges.
+
+    Weighing by log-sum-exp as in Milakov and Gimelshein 2018; the order is the same in every run,
+    so the result is, bit for bit.
+    """
+    begin(DEPENDENT)
+    number = tl.program_id(0)
+    end = tl.load(count) * HEADS
+    while number < end:
+        merge = merges + number // HEADS * 3
+        _merge_row(
+            tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), number % HEADS, partial_out,
+            partial_lse, out, lse, HEADS, HEAD_DIM, BLOCK_D, PARTS,
+        )  # fmt: skip
+        number += tl.num_programs(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from coppice.kernels.attention.interface import AttentionPlan, FixedPlan
 from coppice.kernels.schedule.cost import CostModel, Limits
 from coppice.kernels.schedule.items import NO_TREE, TreeSchedule, build_tree_schedule
 from coppice.kernels.schedule.tiles import Tile
-from coppice.kernels.transfer import Landing, send
+from coppice.kernels.transfer import Landing, Outbox, Parcel
 
 # What a graph has room for, beside the rows of its step. A program that finds no item costs about a
 # nanosecond, a partial result memory: 16 KiB for 32 heads of 128.
@@ -25,6 +25,8 @@ _MANY_ROWS = 256  # of rows beyond these, most are of prompts, which make work f
 _FEW_PARTS = 4  # ... in few pieces
 _MOST_PAGES = 2**20  # entries of page tables: 4 MiB
 
+_NO_PAGES = np.zeros(0, np.int32)
+
 Kind = tuple[int | None, CostModel]
 """Layers with the same window and shape of heads have one schedule."""
 
@@ -33,12 +35,11 @@ Kind = tuple[int | None, CostModel]
 class DeviceSchedule:
     """A schedule with its arrays on the device; see ``TreeSchedule``.
 
-    Grids follow from the lengths of arrays, which may be filled in part: an item without rows, and
-    a merge without slots, is no work. ``launches``: the tile of each, whether it walks in phases,
-    and its items.
+    Arrays may be filled in part. ``launches``: the tile of each, whether it walks in phases, its
+    items, and how many these are, as int32 ``[1]``; ``num_merges`` is the same of ``merges``.
     """
 
-    launches: tuple[tuple[Tile, bool, torch.Tensor], ...]
+    launches: tuple[tuple[Tile, bool, torch.Tensor, torch.Tensor], ...]
     num_partials: int
     rows: torch.Tensor
     slots: torch.Tensor
@@ -46,35 +47,72 @@ class DeviceSchedule:
     branches: torch.Tensor
     merges: torch.Tensor
     page_indices: torch.Tensor
+    num_merges: torch.Tensor
+
+
+def _counts(few: int, many: int, merges: int) -> np.ndarray:
+    """Numbers that kernels read, each at an address of 16 bytes: they are compiled for such."""
+    return np.array([[each, 0, 0, 0] for each in (few, many, merges)], np.int32)
 
 
 class PreparedPlan:
-    """A checked plan with its schedules, made when the first layer of that kind asks."""
+    """A checked plan with its schedules.
 
-    __slots__ = ("_deterministic", "_device", "_schedules", "plan")
+    That of each kind of layer is made when the first layer of that kind asks, or beforehand
+    (``expect``), so that it goes with other things to the device. ``asked``: the kinds that asked.
+    """
 
-    def __init__(self, plan: AttentionPlan, device: torch.device, deterministic: bool) -> None:
+    __slots__ = ("_deterministic", "_device", "_schedules", "_tables", "asked", "plan")
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        device: torch.device,
+        deterministic: bool,
+        tables: torch.Tensor | None = None,
+    ) -> None:
+        """``tables``: page tables on the device, to which a plan with ``table_start`` points."""
         self.plan = plan
         self._device = device
         self._deterministic = deterministic
-        self._schedules: dict[Kind, DeviceSchedule] = {}
+        self._tables = tables if plan.table_start is not None else None
+        self._schedules: dict[Kind, tuple[TreeSchedule, Parcel] | DeviceSchedule] = {}
+        self.asked: set[Kind] = set()
 
     def schedule(self, window: int | None, model: CostModel) -> DeviceSchedule:
         key = (window, model)
+        self.asked.add(key)
         if key not in self._schedules:
-            made = build_tree_schedule(self.plan, window, model, deterministic=self._deterministic)
-            self._schedules[key] = self._send(made)
-        return self._schedules[key]
+            outbox = Outbox(self._device)
+            self.expect([key], outbox)
+            outbox.send()
+        found = self._schedules[key]
+        if not isinstance(found, DeviceSchedule):
+            found = self._schedules[key] = self._sent(*found)
+        return found
 
-    def _send(self, made: TreeSchedule) -> DeviceSchedule:
-        arrays = [made.rows, made.slots, made.positions, made.branches, made.merges]
-        arrays.append(self.plan.page_indices)
-        parts = send([*arrays, *(launch.items for launch in made.launches)], self._device)
+    def expect(self, kinds: Iterable[Kind], outbox: Outbox) -> None:
+        """Make the schedules of these kinds, which go with ``outbox``."""
+        for window, model in kinds:
+            made = build_tree_schedule(self.plan, window, model, deterministic=self._deterministic)
+            arrays = [made.rows, made.slots, made.positions, made.branches, made.merges]
+            lengths = {launch.many: len(launch.items) for launch in made.launches}
+            arrays.append(_counts(lengths.get(False, 0), lengths.get(True, 0), len(made.merges)))
+            arrays += [launch.items for launch in made.launches]
+            if self._tables is None:
+                arrays.append(self.plan.page_indices)
+            self._schedules[window, model] = made, outbox.add(arrays)
+
+    def _sent(self, made: TreeSchedule, parcel: Parcel) -> DeviceSchedule:
+        parts = parcel.tensors
+        tables = self._tables if self._tables is not None else parts[-1]
+        counts = parts[5]
         launches = tuple(
-            (launch.tile, launch.many and not self._deterministic, items)
-            for launch, items in zip(made.launches, parts[6:], strict=True)
+            (launch.tile, launch.many and not self._deterministic, items, counts[launch.many])
+            for launch, items in zip(made.launches, parts[6:], strict=False)
         )
-        return DeviceSchedule(launches, made.num_partials, *parts[:6])
+        arrays = [*parts[:5], tables, counts[2]]
+        return DeviceSchedule(launches, made.num_partials, *arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +123,7 @@ class _Room:
     many: int  # the others; 0: no launch
     entries: int  # rows of items
     rows: int
-    pages: int
+    pages: int  # 0: page tables lie elsewhere
 
     @classmethod
     def of(cls, size: int, max_pages: int, model: CostModel, deterministic: bool) -> _Room:
@@ -108,12 +146,13 @@ class _Room:
         return Limits(self.few, self.many, self.entries)
 
     def arrays(self, branches: bool) -> list[tuple[tuple[int, ...], type]]:
-        """Shapes and types; the page table comes last, since it is seldom full."""
+        """Shapes and types, the page tables last."""
         items: list[tuple[int, ...]] = [(self.few, 8)]
         if self.many:
             items.append((self.many, 8))
         entries = (self.entries,)
-        first, last = [*items, entries, entries, (self.rows,)], [(self.rows, 3), (self.pages,)]
+        first = [(3, 4), *items, entries, entries, (self.rows,)]
+        last = [(self.rows, 3), (self.pages,)]
         trees = ((self.rows if branches else 0, 2), np.int64)
         return [*((each, np.int32) for each in first), trees, *((e, np.int32) for e in last)]
 
@@ -125,7 +164,8 @@ class TritonFixedPlan(FixedPlan):
     ``size`` is the number of its rows, ``largest`` the greatest of all plans, which share
     ``memory``. The graph contains all launches already, so the choice of sharing and splitting
     leaves out their cost, and splits less finely where there are more items than it has room for.
-    With ``branches`` its kernels look for rows of trees in every step.
+    With ``branches`` its kernels look for rows of trees in every step. With ``tables``, page tables
+    on the device, it takes the plans that point there, otherwise those that do not.
     """
 
     size: int
@@ -137,40 +177,53 @@ class TritonFixedPlan(FixedPlan):
     max_pages: int
     deterministic: bool
     branches: bool = False
+    tables: torch.Tensor | None = None
     _kinds: dict[Kind, tuple[Landing, DeviceSchedule, Limits]] = field(
         default_factory=dict, init=False
     )
 
-    def load(self, plan: AttentionPlan) -> bool:
+    def load(self, plan: AttentionPlan, outbox: Outbox | None = None) -> bool:
         check_fixed(plan, self.size, self.page_size, self.num_pages)
         self._plan = plan
         if plan.branches is not None and not self.branches:
             return False
-        return all(self._fill(kind) for kind in self._kinds)
+        if (plan.table_start is None) != (self.tables is None):
+            return False
+        box = outbox or Outbox(self.device)
+        if not all(self._fill(kind, box) for kind in self._kinds):
+            return False
+        if outbox is None:
+            box.send()
+        return True
 
     def schedule(self, window: int | None, model: CostModel) -> DeviceSchedule:
         kind = (window, model)
         if kind not in self._kinds:
             self._kinds[kind] = self._place(kind)
-            if not self._fill(kind):
+            outbox = Outbox(self.device)
+            if not self._fill(kind, outbox):
                 raise ValueError("the first plan that a graph attends by must fit, and does not")
+            outbox.send()
         return self._kinds[kind][1]
 
     def _place(self, kind: Kind) -> tuple[Landing, DeviceSchedule, Limits]:
         model = kind[1]
-        options = self.max_pages, model, self.deterministic
+        pages = self.max_pages if self.tables is None else 0
+        options = pages, model, self.deterministic
         if kind not in self.memory:
             size = Landing.size(_Room.of(self.largest, *options).arrays(self.branches))
             self.memory[kind] = torch.zeros(size, dtype=torch.uint8, device=self.device)
         room = _Room.of(self.size, *options)
         landing = Landing(room.arrays(self.branches), self.memory[kind])
-        few, *many = landing.arrays[:-6]
-        launches = [(model.tiles.few, False, few)]
-        launches += [(model.tiles.many, True, items) for items in many]
-        sent = DeviceSchedule(tuple(launches), room.entries, *landing.arrays[-6:])
+        counts, few, *many = landing.arrays[:-6]
+        tables = landing.arrays[-1] if self.tables is None else self.tables
+        launches = [(model.tiles.few, False, few, counts[0])]
+        launches += [(model.tiles.many, True, items, counts[1]) for items in many]
+        arrays = [*landing.arrays[-6:-1], tables, counts[2]]
+        sent = DeviceSchedule(tuple(launches), room.entries, *arrays)
         return landing, sent, room.limits
 
-    def _fill(self, kind: Kind) -> bool:
+    def _fill(self, kind: Kind, outbox: Outbox) -> bool:
         window, model = kind
         landing, sent, limits = self._kinds[kind]
         made = build_tree_schedule(
@@ -191,8 +244,11 @@ class TritonFixedPlan(FixedPlan):
         branches = made.branches
         if self.branches and not len(branches):
             branches = np.full((self.size, 2), NO_TREE, np.int64)
-        arrays = [*items, made.rows, slots, made.positions, branches, made.merges]
-        return landing.put([*arrays, self.plan.page_indices])
+        few, many = items[0], items[1:]
+        counts = _counts(len(few), sum(map(len, many)), len(made.merges))
+        arrays = [counts, *items, made.rows, slots, made.positions, branches, made.merges]
+        pages = self.plan.page_indices if self.tables is None else _NO_PAGES
+        return outbox.put(landing, [*arrays, pages])
 
 
 def fixed_entries(size: int) -> int:

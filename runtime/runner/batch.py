@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 from coppice.kernels.attention.branches import Branches
 from coppice.kernels.attention.interface import AttentionPlan, SharedStretch
-from coppice.kernels.transfer import send
+from coppice.kernels.transfer import Outbox
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.model.adapters.changes import ActingRows
 from coppice.runtime.requests.pooled_prompt import PooledPrompt
@@ -29,8 +29,13 @@ from coppice.runtime.runner.drafts import (
     lay_drafts,
     tokens_of,
 )
+from coppice.runtime.runner.page_tables import PADDING, PageTables
 from coppice.runtime.sampling.prompt_scores import PromptRows
 from coppice.runtime.schedule.chunks import Schedule
+
+
+def _nothing() -> np.ndarray:
+    return np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +86,9 @@ class Batch:
     plan: AttentionPlan
     acting: ActingRows | None = None  # rows on which adapters act
     drafts: tuple[DraftRows, ...] = ()  # what the D rows with logits are for
+    # int32 [C]: entries of page tables on the device that change, and what they become.
+    table_places: np.ndarray = field(default_factory=_nothing)
+    table_pages: np.ndarray = field(default_factory=_nothing)
 
     @property
     def decodes(self) -> bool:
@@ -88,10 +96,12 @@ class Batch:
         alone = not len(self.prompt_rows) and self.acting is None
         return alone and len(self.logit_rows) == len(self.token_ids)
 
-    def send(self, device: torch.device, late: LateTokens | None = None) -> Inputs:
-        """Sends the batch to the device in one transfer."""
+    def send(self, outbox: Outbox, late: LateTokens | None = None) -> Inputs:
+        """Sends the batch, and all else that is in the outbox, to the device in one transfer."""
         arrays = [self.token_ids, self.positions, self.slots, self.logit_rows, self.prompt_rows]
-        *sent, rows, sources = send([*arrays, self.late_rows, self.late_from], device)
+        parcel = outbox.add([*arrays, self.late_rows, self.late_from])
+        outbox.send()
+        *sent, rows, sources = parcel.tensors
         if late is not None and len(self.late_rows):
             late.fill(sent[0], rows, sources)
         return Inputs(*sent)
@@ -129,6 +139,9 @@ class Batch:
                 page_indices=np.concatenate((plan.page_indices, ones * np.int32(page))),
                 stretches=plan.stretches,
                 branches=branches,
+                table_start=None
+                if plan.table_start is None
+                else np.concatenate((plan.table_start, np.full(more, PADDING, np.int32))),
             ),
         )
 
@@ -171,10 +184,12 @@ def build_batch(
     tree: BatchTree | None = None,
     *,
     adapters: bool = False,
+    resident: PageTables | None = None,
 ) -> Batch:
     """Lays out the chunks of a schedule one after the other; `late` has tokens that are `LATE`.
 
-    `tree` keeps the stretches of the last batch; `adapters`: whether any may act. In a step in
+    `tree` keeps the stretches of the last batch; `adapters`: whether any may act; `resident`: what
+    the device has of page tables. In a step in
     which all sequences decode, little Python runs for each: there may be hundreds, and the device
     waits.
     """
@@ -224,6 +239,7 @@ def build_batch(
     logit_rows = lasts[ends].astype(np.int64)
     if drafted.drafts:
         logit_rows = np.concatenate([logit_rows, drafted.rows])
+    placed = resident.place(sequences, tables) if resident is not None else None
     plan = AttentionPlan(
         page_size=page_size,
         query_start=query_start,
@@ -232,6 +248,7 @@ def build_batch(
         page_indices=page_indices,
         stretches=(tree or BatchTree()).stretches(sequences, tables, starts // page_size),
         branches=drafted.branches,
+        table_start=placed.start if placed is not None else None,
     )
     return Batch(
         token_ids=token_ids,
@@ -247,6 +264,8 @@ def build_batch(
         plan=plan,
         acting=_acting_rows(schedule, query_start) if adapters else None,
         drafts=drafted.drafts,
+        table_places=_nothing() if placed is None else placed.places,
+        table_pages=_nothing() if placed is None else placed.pages,
     )
 
 

@@ -22,7 +22,7 @@ from coppice.kernels.attention.interface import (
 from coppice.kernels.cpu.ranks.errors import RanksEnded
 from coppice.kernels.pages.transfers import PageTransfers
 from coppice.kernels.sampling.choose import choose_by
-from coppice.kernels.transfer import send, take
+from coppice.kernels.transfer import Outbox
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.window_keys import WindowKeys
 from coppice.runtime.model.adapters.loaded import LoadedAdapters
@@ -50,12 +50,12 @@ from coppice.runtime.runner.graphs import (
     DecodeGraphs,
     Head,
     Recorder,
-    Replayed,
     graph_sizes,
     mixed_sizes,
 )
 from coppice.runtime.runner.implementation import Model, choose
 from coppice.runtime.runner.kv_scales import measure_scales
+from coppice.runtime.runner.page_tables import PADDING, PageTables, entries_for
 from coppice.runtime.runner.warm_up import warm_steps, warm_up
 from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED
 from coppice.runtime.sampling.prompt_scores import score_prompts
@@ -161,6 +161,7 @@ class ModelRunner:
         self.window_keys = WindowKeys.of(model.sliding_windows, self.beside.page, self.page_size)
         self._scales, self._cache_dtype = scales, cache_dtype
         self._tree = BatchTree()
+        self._tables: PageTables | None = None  # what the device has of page tables
         self._drafts = False  # whether graphs are for steps with drafts, too
         self._captured: tuple[Recorder, Sequence[int] | None, int] | None = None
         self.graphs: DecodeGraphs | None = None
@@ -210,10 +211,28 @@ class ModelRunner:
             self.kv_cache = [
                 LayerCache(zeroed(*place), zeroed(*place), each) for each in self._scales
             ]
+        self._make_tables()
         if self.device.type == "cuda" and not self.warmed:
             self.warm_up()
         if not config.enforce_eager and self.device.type == "cuda":
             self.capture(CudaRecorder(self.device), config.cuda_graph_sizes, config.most_seqs)
+
+    def _make_tables(self) -> None:
+        """Makes room on the device for page tables, if the backend reads them there."""
+        if not self.attention.resident_tables:
+            return
+        entries = entries_for(self._config.most_seqs, -(-self.max_model_len // self.page_size))
+        self._tables = PageTables(entries)
+        self.attention.tables = torch.full(
+            (entries,), self.num_pages, dtype=torch.int32, device=self.device
+        )
+
+    def _outbox(self, batch: Batch) -> Outbox:
+        """One with what the batch changes in page tables on the device."""
+        outbox = self.attention.outbox(self.device)
+        if self.attention.tables is not None:
+            outbox.write(self.attention.tables, batch.table_places, batch.table_pages)
+        return outbox
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -225,8 +244,14 @@ class ModelRunner:
             slots = np.full(plan.num_rows, self.num_pages * self.page_size, np.int64)
             tokens = np.zeros(plan.num_rows, np.int64)
             lasts = plan.query_start[1:].astype(np.int64) - 1
-            ids, places, sent_slots, rows = send([tokens, positions, slots, lasts], self.device)
-            prepared = self.attention.prepare(plan, num_pages=self.num_pages + 1)
+            outbox = self.attention.outbox(self.device)
+            if self.attention.tables is not None:
+                one = np.ones(1, np.int32)
+                outbox.write(self.attention.tables, one * PADDING, one * self.num_pages)
+            prepared = self.attention.prepare(plan, num_pages=self.num_pages + 1, outbox=outbox)
+            parcel = outbox.add([tokens, positions, slots, lasts])
+            outbox.send()
+            ids, places, sent_slots, rows = parcel.tensors
             return self.decoder.forward(
                 ids, places, sent_slots, self.kv_cache, self.attention, prepared, rows, None
             )
@@ -266,6 +291,7 @@ class ModelRunner:
         self._tell("sleep", level)
         self.asleep = level
         self.graphs = None
+        self._tables = self.attention.tables = None
         self.decoder.compiled = None  # it holds addresses of weights and caches
         self.kv_cache.clear()
         if self.adapters is not None:
@@ -307,6 +333,8 @@ class ModelRunner:
             if self.attention.mixed_plans:
                 sizes += mixed_sizes(most, self._config.most_tokens)
         sizes = sorted(sizes)
+        if self.attention.tables is None:
+            self._make_tables()
         plans = self.attention.fixed_plans(
             sizes,
             page_size=self.page_size,
@@ -334,6 +362,8 @@ class ModelRunner:
             spare_page=self.num_pages,
             device=self.device,
             head=Head(self.decoder.logits, choose_by, most) if self.group.size == 1 else None,
+            outbox=self._outbox,
+            resident=self.attention.tables is not None,
         )
         logger.info("%s", self.graphs)
         if not self.asleep:
@@ -365,7 +395,12 @@ class ModelRunner:
             )
         adapters = self.adapters
         batch = build_batch(
-            schedule, self.page_size, late, self._tree, adapters=bool(adapters and adapters.numbers)
+            schedule,
+            self.page_size,
+            late,
+            self._tree,
+            adapters=bool(adapters and adapters.numbers),
+            resident=self._tables,
         )
         if self.window_keys is not None:
             self.window_keys.step(batch.plan.context_len, batch.plan.query_start)
@@ -381,6 +416,8 @@ class ModelRunner:
                 score_prompts(hidden[sampled : sampled + scored], batch.scored, head)
                 self._pool(hidden[sampled + scored :], batch.pooled, head)
         except BaseException as error:
+            if self._tables is not None:
+                self._tables.forget()  # what was to be written may not have been sent
             # The others wait within this step for what will not come.
             self.group.end(f"rank 0 of the model: {type(error).__name__}: {error}")
             raise
@@ -415,9 +452,13 @@ class ModelRunner:
         if self.graphs is not None and (batch.decodes or mixed):
             made = self.graphs.run(batch, late, lambda: columns(batch) if columns else None)
             if made is not None:
-                return self._wanted(made, batch)
-        prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages)
-        sent = batch.send(self.device, late)
+                hidden, logits, tokens = made
+                if logits is None:
+                    logits = self.decoder.logits(hidden[: len(batch.logit_rows)])
+                return logits, tokens, hidden if len(batch.prompt_rows) else None
+        outbox = self._outbox(batch)
+        prepared = self.attention.prepare(batch.plan, num_pages=self.num_pages, outbox=outbox)
+        sent = batch.send(outbox, late)
         inputs = (
             sent.token_ids,
             sent.positions,
@@ -435,20 +476,6 @@ class ModelRunner:
         rows = torch.cat((sent.logit_rows, sent.prompt_rows))
         hidden = self.decoder.hidden_states(*inputs, rows, changes)
         return self.decoder.logits(hidden[: len(batch.logit_rows)]), None, hidden
-
-    def _wanted(
-        self, made: Replayed, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """What `_run` returns, from the results of a graph."""
-        prompts = len(batch.prompt_rows) > 0
-        if made.logits is not None and not prompts:
-            return made.logits, made.tokens, None
-        hidden, logits = made.hidden, made.logits
-        if prompts or not batch.decodes or batch.plan.num_sequences < len(batch.token_ids):
-            hidden = take(hidden, np.concatenate((batch.logit_rows, batch.prompt_rows)))
-        if logits is None:
-            logits = self.decoder.logits(hidden[: len(batch.logit_rows)])
-        return logits, made.tokens, hidden if prompts else None
 
     @torch.inference_mode()
     def move_slots(self, sources: list[int], targets: list[int]) -> None:

@@ -30,8 +30,9 @@ from numpy.typing import DTypeLike
 
 from coppice.kernels.attention.interface import FixedPlan
 from coppice.kernels.sampling.columns import COLUMNS, MOST_PROBABLE
-from coppice.kernels.transfer import Landing
+from coppice.kernels.transfer import Landing, Outbox
 from coppice.runtime.runner.batch import Batch, LateTokens, build_batch
+from coppice.runtime.runner.page_tables import PageTables
 from coppice.runtime.schedule.chunks import Schedule
 
 logger = logging.getLogger(__name__)
@@ -82,9 +83,10 @@ class Head:
 class Replayed(NamedTuple):
     """The results of a graph, of which the next replay overwrites all but the tokens.
 
-    ``hidden`` ``[T, hidden]`` of a step's rows; ``logits`` float32 ``[R, vocabulary]`` of those
-    that have some, None if the graph has no room for them; ``tokens`` int64 ``[R]`` that were
-    chosen, None if they were not.
+    ``hidden`` of the rows with logits, then of prompts' rows; of all rows where there are none of
+    prompts and ``logits`` are given. ``logits`` float32 ``[R, vocabulary]`` of those that have
+    some, None if the graph has no room for them; ``tokens`` int64 ``[R]`` that were chosen, None if
+    they were not.
     """
 
     hidden: torch.Tensor
@@ -180,13 +182,17 @@ class DecodeGraphs:
         page_size: int,
         spare_page: int,
         device: torch.device,
+        outbox: Callable[[Batch], Outbox],
+        resident: bool = False,
         head: Head | None = None,
     ) -> None:
         """Captures `forward`, from the largest of `sizes` on, with each of its `plans`.
 
-        `spare_page` is outside the pool: padded rows write their KV there. Without a `head` graphs
-        end with the hidden states.
+        `spare_page` is outside the pool: padded rows write their KV there. `outbox` makes one that
+        sends what changes in page tables; `resident`: whether plans point to these. Without a
+        `head` graphs end with the hidden states.
         """
+        self._outbox = outbox
         self._spare_page = spare_page
         self._head = head
         # One for all graphs, since only the last step's logits are read: of one size they take up
@@ -199,7 +205,8 @@ class DecodeGraphs:
         self.chosen = 0
         start, free = time.monotonic(), recorder.free_bytes()
         self.seconds, self.bytes = 0.0, 0
-        nothing = build_batch(Schedule(), page_size)
+        tables = PageTables(0) if resident else None
+        nothing = build_batch(Schedule(), page_size, resident=tables)
         for size, kinds in sorted(zip(sizes, plans, strict=True), key=lambda each: -each[0]):
             # The next size is expected to take as long as the others did on average.
             spent = self.seconds / len(self._graphs) if self._graphs else 0.0
@@ -232,7 +239,9 @@ class DecodeGraphs:
         token_ids, positions, slots, logit_rows, columns, _, _ = landing.arrays
         if not plan.load(batch.plan):
             raise ValueError(f"a plan of {size} sequences of one token does not fit a graph")
-        _put(landing, batch, rows, None)
+        outbox = Outbox(device)
+        _put(landing, batch, rows, None, outbox)
+        outbox.send()
 
         def run() -> Results:
             hidden = forward(token_ids, positions, slots, plan)
@@ -274,23 +283,31 @@ class DecodeGraphs:
         size = self.sizes[place]
         padded = batch.padded(size, self._spare_page)
         for graph in self._graphs[size]:
-            if graph.plan.load(padded.plan):
+            outbox = self._outbox(padded)
+            if graph.plan.load(padded.plan, outbox):
                 break
         else:
             return None, "too_much"
         wanted = len(batch.logit_rows)
         known = columns() if wanted <= graph.rows else None
-        _put(graph.landing, padded, graph.rows, known)
+        _put(graph.landing, padded, graph.rows, known, outbox)
+        headed = self._logits is not None and wanted <= graph.rows
+        some = None
+        alone = wanted == batch.plan.num_sequences == rows  # each row is a sequence's last
+        if len(batch.prompt_rows) or not (headed or alone):
+            some = outbox.add([np.concatenate((batch.logit_rows, batch.prompt_rows))])
+        outbox.send()
         if late is not None and len(batch.late_rows):
             token_ids, *_, late_rows, late_from = graph.landing.arrays
             late.fill(token_ids, *(each[: len(batch.late_rows)] for each in (late_rows, late_from)))
         graph.replay()
         hidden, *tokens = graph.results
-        if self._logits is None or wanted > graph.rows:
-            return Replayed(hidden[:rows]), "graph"
+        hidden = hidden[:rows] if some is None else hidden.index_select(0, some.tensors[0])
+        if self._logits is None or not headed:
+            return Replayed(hidden), "graph"
         # A copy, since the next step reads these tokens, and may have to be repeated.
         chosen = None if known is None else tokens[0][:wanted].clone()
-        return Replayed(hidden[:rows], self._logits[:wanted], chosen), "graph"
+        return Replayed(hidden, self._logits[:wanted], chosen), "graph"
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, self.sizes))
@@ -300,7 +317,9 @@ class DecodeGraphs:
         )
 
 
-def _put(landing: Landing, batch: Batch, rows: int, known: np.ndarray | None) -> None:
+def _put(
+    landing: Landing, batch: Batch, rows: int, known: np.ndarray | None, outbox: Outbox
+) -> None:
     """Puts a step in its place, of which `rows` may have logits; `known` are their parameters.
 
     Rows without parameters take the most probable token, for which one look at each logit does.
@@ -310,5 +329,5 @@ def _put(landing: Landing, batch: Batch, rows: int, known: np.ndarray | None) ->
         columns[: len(known)] = known
     wanted = batch.logit_rows if len(batch.logit_rows) <= rows else batch.logit_rows[:0]
     arrays = [batch.token_ids, batch.positions, batch.slots, wanted, columns]
-    fits = landing.put([*arrays, batch.late_rows, batch.late_from])
+    fits = outbox.put(landing, [*arrays, batch.late_rows, batch.late_from])
     assert fits  # not with the call in it, which `python -O` leaves out

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_flashinfer import Library
+from fake_flashinfer import Library, without_interpreter
 
 from coppice.kernels.attention.branches import Branches
 from coppice.kernels.attention.interface import (
@@ -184,6 +184,12 @@ TRITON_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.fixture(scope="session")
 def triton_backend() -> AttentionBackend:
     return select_backend("triton", TRITON_DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    if TRITON_DEVICE.type != "cuda":
+        without_interpreter(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -39,9 +39,10 @@ def read_slots(plan: AttentionPlan, schedule: LevelSchedule, window: int | None)
     for level in schedule.levels:
         assert level.query_indptr[0] == level.page_indptr[0] == 0
         assert (np.diff(level.query_indptr) > 0).all() and (np.diff(level.page_indptr) >= 0).all()
-        assert level.page_indptr[-1] == len(level.page_indices)
+        page_ids = level.page_ids(plan.page_indices)
+        assert level.page_indptr[-1] == level.num_pages == len(page_ids)
         for group, length in enumerate(level.kv_len.tolist()):
-            pages = level.page_indices[level.page_indptr[group] : level.page_indptr[group + 1]]
+            pages = page_ids[level.page_indptr[group] : level.page_indptr[group + 1]]
             last = int(level.last_page_len[group])
             assert length == max(len(pages) - 1, 0) * size + last
             assert 1 <= last <= size if len(pages) else last == 0

@@ -35,8 +35,10 @@ from coppice.kernels.schedule.tiles import (
 )
 from coppice.kernels.triton.attention import attend_items
 from coppice.kernels.triton.cache import copy_page_words, rotate_rows, write_rows
+from coppice.kernels.triton.delivery import deliver_words
 from coppice.kernels.triton.dependent import offered
 from coppice.kernels.triton.experts import gate_experts, weigh_experts
+from coppice.kernels.triton.levels import gather_pages, merge_levels
 from coppice.kernels.triton.merge import merge_partials
 from coppice.kernels.triton.products import add_parts, multiply_rows, part_inputs
 from coppice.kernels.triton.rows import (
@@ -48,7 +50,7 @@ from coppice.kernels.triton.rows import (
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-INTS = ("items", "item_rows", "item_slots", "positions", "page_table", "merges")
+INTS = ("items", "item_rows", "item_slots", "positions", "page_table", "merges", "count")
 FLOATS = ("lse", "partial_out", "partial_lse", "k_scales", "v_scales", "scales")
 LONGS = ("slots", "caches", "pages", "branches")
 
@@ -133,7 +135,6 @@ def attention(
         "UPCAST": False,
     }
     scalars = {
-        "programs": "i32",
         "q_stride": "i32",
         "scale": "fp32",
         "softcap": "fp32",
@@ -193,6 +194,17 @@ def variants() -> dict[str, Variant]:
         block = triton.next_power_of_2(head_dim)
         merge = {"HEADS": 32, "HEAD_DIM": head_dim, "BLOCK_D": block, "PARTS": 16}
         made[f"merge {head_dim}"] = Variant(merge_partials, merge)
+    levels = {
+        "HEADS": 32, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_H": 16, "BLOCK_D": 128, "PLACED": True,
+        "SCALED": True,
+    }  # fmt: skip
+    numbers = {"rows": "i32", "levels": "i32", "bounds": "*i32", "places": "*i64"}
+    numbers |= {"parts_lse": "*fp32", "v_scales": "*fp32"}
+    made["levels"] = Variant(merge_levels, levels, scalars=numbers)
+    runs = dict.fromkeys(("tables", "starts", "counts", "begins", "pages"), "*i32")
+    made["gather"] = Variant(gather_pages, {"BLOCK": 512}, scalars=runs)
+    delivered = {"words": "*i32", "blocks": "*i64"}
+    made["deliver"] = Variant(deliver_words, {"BLOCK": 1024}, scalars=delivered)
     strides = {"k_stride": "i32", "v_stride": "i32", "heads_stride": "i32", "eps": "fp32"}
     for cache in ("bf16", "fp8e4nv"):
         scaled = {"SCALED": cache != "bf16", "INTERPRETED": False}

@@ -30,6 +30,9 @@ COMPILED = (
     "decode bf16 128 fp8 cache",
     "decode fp32 64",
     "merge 80",
+    "levels",
+    "gather",
+    "deliver",
     "rotate fp8e4nv normed",
     "norm e4m3",
     "choice count",
@@ -82,7 +85,7 @@ def assert_tensor_cores(compiled: dict[str, dict]) -> None:
 def assert_launches_overlap(compiled: dict[str, dict]) -> None:
     """Where Triton offers it, kernels wait for the one before them themselves."""
     for name, row in compiled.items():
-        apart = name.split()[0] in ("choice", "copy", "expert")
+        apart = name.split()[0] in ("choice", "copy", "expert", "gather", "deliver")
         assert row["dependent"] == (offered() and not apart), row
 
 

@@ -15,7 +15,6 @@ from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.schedule.items import build_tree_schedule
 from coppice.kernels.schedule.tiles import choose_tiles
 from coppice.kernels.transfer import Landing
-from coppice.kernels.triton import attention
 from coppice.kernels.triton import backend as triton_backend_module
 from coppice.kernels.triton import plans as triton_plans
 
@@ -68,7 +67,7 @@ def test_one_step_after_the_other_is_the_reference(
         sent = fixed.schedule(window, model)
         assert len(sent.launches) == (2 if group >= 8 and not backend.deterministic else 1)
         arrays = [sent.rows, sent.slots, sent.positions, sent.merges, sent.page_indices]
-        arrays += [items for _, _, items in sent.launches]
+        arrays += [each for _, _, *both in sent.launches for each in both]
         places.add(tuple((each.data_ptr(), tuple(each.shape)) for each in arrays))
     assert len(places) == 1, "an array has moved or changed its length"
 
@@ -105,16 +104,25 @@ def test_mixed_steps_take_the_places_of_decoding_ones(
     assert loaded > 3
 
 
-def test_a_graph_launches_what_the_chip_holds(make_batch, backend, monkeypatch):
-    """Its few programs take all items that a step has, and end at the first that it lacks."""
-    grids = []
+def test_a_graph_launches_what_the_chip_holds(make_batch, backend, fine_splits, monkeypatch):
+    """Its few programs take all items that a step has, and end at the first that it lacks.
+
+    So do those of the merge with rows and heads.
+    """
+    grids, merging = [], []
 
     class Recorded:
-        def __getitem__(self, grid):
-            grids.append(grid[0])
-            return attention.attend_items[grid]
+        def __init__(self, kernel, grids):
+            self.kernel, self.grids = kernel, grids
 
-    monkeypatch.setattr(triton_backend_module, "attend_items", Recorded())
+        def __getitem__(self, grid):
+            self.grids.append(grid[0])
+            return self.kernel[grid]
+
+    for kernel, kept in (("attend_items", grids), ("merge_partials", merging)):
+        recorded = Recorded(getattr(triton_backend_module, kernel), kept)
+        monkeypatch.setattr(triton_backend_module, kernel, recorded)
+    monkeypatch.setattr(triton_backend_module, "_MERGING", 3)
     monkeypatch.setattr(backend, "_multiprocessors", 1)
     batch = make_batch(*STEPS[1], seed=1)
     fixed = fixed_plan(backend, batch.num_pages)
@@ -122,8 +130,11 @@ def test_a_graph_launches_what_the_chip_holds(make_batch, backend, monkeypatch):
     found = batch.run(backend, prepared=fixed)
     model = backend.cost_model(4, 2, 16, torch.float32, torch.float32)
     launches = fixed.schedule(None, model).launches
-    assert grids == [min(tile.resident, len(items) * model.programs) for tile, _, items in launches]
-    assert max(grids) < sum((items[:, 1] > 0).sum() for _, _, items in launches) * model.programs
+    rooms = [(tile.resident, len(items)) for tile, _, items, _ in launches]
+    assert grids == [min(resident, room * model.programs) for resident, room in rooms]
+    assert max(grids) < sum(int(count[0]) for *_, count in launches) * model.programs
+    merged = int(fixed.schedule(None, model).num_merges[0]) * 4
+    assert merging == [3] and (backend.deterministic or merged > 3)
     for got, expected in zip(found, batch.run(ReferenceBackend()), strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 
@@ -316,11 +327,11 @@ def test_a_landing_is_filled_in_part_by_one_transfer():
     first, second, last = landing.arrays
     assert (first.shape, second.dtype, last.shape) == ((3, 2), torch.int64, (4,))
     assert landing.put([np.ones((2, 2), np.int32), np.arange(5), np.ones(1, np.int32)])
-    assert first.tolist() == [[1, 1], [1, 1], [0, 0]]
+    assert first.tolist() == [[1, 1], [1, 1], [0x07070707] * 2]
     assert second.tolist() == [0, 1, 2, 3, 4]
     assert last[0] == 1 and (last[1:] == 0x07070707).all()
     assert not landing.put([np.ones((4, 2), np.int32), np.arange(5), np.ones(1, np.int32)])
-    assert first.tolist() == [[1, 1], [1, 1], [0, 0]]
+    assert first.tolist() == [[1, 1], [1, 1], [0x07070707] * 2]
     assert [array.data_ptr() % 16 for array in landing.arrays] == [memory.data_ptr() % 16] * 3
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from coppice.kernels.attention.interface import AttentionBackend, LayerCache
+from coppice.kernels.transfer import Outbox
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.decoder import Decoder
 from coppice.runtime.requests.request import LATE, Request, Sequence
@@ -66,7 +67,7 @@ class NoKernels(AttentionBackend):
     def copy_pages(self, caches, src, dst):
         raise NotImplementedError
 
-    def prepare(self, plan, *, num_pages=None):
+    def prepare(self, plan, *, num_pages=None, outbox=None):
         return plan
 
     def attend(self, q, k, v, cache, prepared, **options):
@@ -122,7 +123,7 @@ def test_one_transfer_takes_a_batch_over_and_the_model_waits_for_nothing(
 
     def step():
         batch = build_batch(Schedule([Chunk(decode, 1), Chunk(chunk, 6)]), 4, late)
-        sent = batch.send(device, late)
+        sent = batch.send(Outbox(device), late)
         return decoder(
             sent.token_ids, sent.positions, sent.slots, [cache] * config.num_layers,
             NoKernels(), batch.plan, sent.logit_rows,

@@ -27,6 +27,7 @@ import xxhash
 
 from coppice.kernels.attention.interface import AttentionPlan, FixedPlan, LayerCache
 from coppice.kernels.attention.reference import ReferenceBackend
+from coppice.kernels.transfer import Outbox
 from coppice.radix import Namespace
 from coppice.radix.node import Root
 from coppice.runtime.config import EngineConfig
@@ -108,7 +109,9 @@ class FakeAttention(ReferenceBackend):
         self._model.stumble("copy")
         super().copy_pages(caches, src, dst)
 
-    def prepare(self, plan: AttentionPlan, *, num_pages: int | None = None) -> AttentionPlan:
+    def prepare(
+        self, plan: AttentionPlan, *, num_pages: int | None = None, outbox: Outbox | None = None
+    ) -> AttentionPlan:
         self._model.stumble("prepare")
         return super().prepare(plan, num_pages=num_pages)
 
@@ -132,7 +135,7 @@ class FakeFixedPlan(FixedPlan):
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
 
-    def load(self, plan: AttentionPlan) -> bool:
+    def load(self, plan: AttentionPlan, outbox: Outbox | None = None) -> bool:
         plan.check(self._num_pages)
         self._plan = plan
         return len(plan.page_indices) <= self.most_pages

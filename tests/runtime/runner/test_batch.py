@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coppice.kernels.transfer import Outbox
 from coppice.runtime.requests.request import LATE, Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner import batch as batch_module
@@ -134,7 +135,7 @@ def test_a_token_that_is_still_on_the_device_is_taken_there():
     late = LateTokens(torch.tensor([11, 12, 13]), {known: 0, waits: 2})
     batch = build_batch(Schedule([Chunk(known, 1), Chunk(waits, 1)]), 4, late)
     assert (batch.late_rows.tolist(), batch.late_from.tolist()) == ([1], [2])
-    assert batch.send(torch.device("cpu"), late).token_ids.tolist() == [6, 13]
+    assert batch.send(Outbox(torch.device("cpu")), late).token_ids.tolist() == [6, 13]
 
 
 def test_padding_is_of_sequences_in_a_page_of_their_own():
