@@ -20,12 +20,14 @@ def select_backend(
     *,
     deterministic: bool = False,
     case: AttentionCase | None = None,
+    flashinfer_kernels: str = "auto",
 ) -> AttentionBackend:
     """The backend of that name for that device; ``auto`` is the fastest one that works there.
 
     Names: ``auto``, ``cpu``, ``triton``, ``flashinfer``, ``reference`` (slow, for tests). On a GPU
     ``auto`` is ``flashinfer`` where that covers the ``case``, if one is given, else ``triton``, and
-    the log gives the reason. ``deterministic`` asks for results that depend neither on the rest of
+    the log gives the reason. ``flashinfer_kernels`` are the ``kernels`` of ``FlashInferBackend``.
+    ``deterministic`` asks for results that depend neither on the rest of
     the batch nor on what was cached; ``triton`` offers it. Other names, a device that the backend
     does not run on, a case that it does not cover, and a backend that cannot be deterministic raise
     ``ValueError``.
@@ -38,9 +40,15 @@ def select_backend(
         if case is not None:
             try:
                 backend = select_backend(
-                    "flashinfer", device, deterministic=deterministic, case=case
+                    "flashinfer",
+                    device,
+                    deterministic=deterministic,
+                    case=case,
+                    flashinfer_kernels=flashinfer_kernels,
                 )
             except ValueError as error:
+                if flashinfer_kernels != "auto":
+                    raise
                 _log.info("attention runs on Triton, not on FlashInfer: %s", error)
             else:
                 _log.info("attention runs on FlashInfer, which covers %s", case)
@@ -48,6 +56,11 @@ def select_backend(
         name = "triton"
     elif name == "auto":
         name = "cpu"
+    if flashinfer_kernels != "auto" and name != "flashinfer":
+        raise ValueError(
+            f"flashinfer_kernels is {flashinfer_kernels!r}; attention_backend {name!r} takes only "
+            "'auto'"
+        )
     if deterministic and name != "triton":
         raise ValueError(
             f"deterministic is True; attention_backend {name!r} takes only False, 'triton' both"
@@ -62,7 +75,7 @@ def select_backend(
                 "install the extra 'gpu', or take 'cpu' for device cpu"
             ) from error
         if name == "flashinfer":
-            return FlashInferBackend(device, case)
+            return FlashInferBackend(device, case, kernels=flashinfer_kernels)
         return TritonBackend(device, deterministic=deterministic)
     if name == "reference":
         from coppice.kernels.attention.reference import ReferenceBackend

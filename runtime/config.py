@@ -14,6 +14,7 @@ from coppice.runtime.tiers.sizes import parse_size
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+FLASHINFER_KERNELS = ("auto", "fa2", "fa3")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
 #: Of KV that is kept beyond the cache.
 TIER_DTYPES = ("auto", "int8", "fp8")
@@ -155,6 +156,11 @@ class EngineConfig:
         "attention kernels: auto, cpu, triton, flashinfer or reference; auto is cpu on a CPU, on a "
         "GPU flashinfer where it covers the model, else triton",
     )
+    flashinfer_kernels: str = _option(
+        "auto",
+        "FlashInfer's kernels for prompts and shared levels: auto, fa2 or fa3; auto is fa3 where "
+        "that is built and takes less time, else fa2; fa3 is built if it is not, for minutes",
+    )
     deterministic: bool = _option(
         False,
         "answers that depend neither on the rest of the batch nor on cache hits, bit for bit; with "
@@ -227,6 +233,7 @@ class EngineConfig:
                 f"kv_cache_memory_fraction must be above 0 and at most 1, got {fraction!r}"
             )
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _one_of("flashinfer_kernels", self.flashinfer_kernels, FLASHINFER_KERNELS)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         for name in ("max_num_seqs", "max_num_batched_tokens"):

@@ -22,7 +22,7 @@ _GROUPS: Mapping[str, str] = {
     "steps and the queue": "max_num_seqs max_num_batched_tokens scheduling_policy overtaking "
     "max_step_stretch max_queued_requests max_queued_tokens async_scheduling",
     "drafts": "speculation max_draft_tokens draft_model",
-    "kernels": "attention_backend deterministic enforce_eager cuda_graph_sizes",
+    "kernels": "attention_backend flashinfer_kernels deterministic enforce_eager cuda_graph_sizes",
     "events for routers": "kv_events_endpoint kv_events_replay_endpoint kv_events_topic "
     "kv_events_block_size kv_events_encoding kv_events_exact_topic",
     "who may ask, and how much": "api_key api_key_file admin_api_key isolate_keys cors_origin "

@@ -77,6 +77,7 @@ class Configured(ABC):
         max_draft_tokens: int = 24,
         draft_model: str | None = None,
         attention_backend: str = "auto",
+        flashinfer_kernels: str = "auto",
         deterministic: bool = False,
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
@@ -162,6 +163,9 @@ class Configured(ABC):
                 default: none.
             attention_backend: attention kernels: auto, cpu, triton, flashinfer or reference; auto
                 is cpu on a CPU, on a GPU flashinfer where it covers the model, else triton.
+            flashinfer_kernels: FlashInfer's kernels for prompts and shared levels: auto, fa2 or
+                fa3; auto is fa3 where that is built and takes less time, else fa2; fa3 is built if
+                it is not, for minutes.
             deterministic: answers that depend neither on the rest of the batch nor on cache hits,
                 bit for bit; with the triton backend only, slower: attention shares no reads,
                 products have one tile size.

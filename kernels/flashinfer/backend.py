@@ -1,11 +1,10 @@
 """The attention backend for an NVIDIA GPU that calls FlashInfer's kernels (Ye et al. 2025, MLSys).
 
-``levels`` cuts a step into levels. Each shared level runs through FlashInfer's prefill
-wrapper and its fa2 kernels, which pack the query heads of a KV head with the queries and split long
-ranges of keys; fa3 does neither. The last level of decoding sequences runs through the decode
-wrapper where few query heads share a KV head, else through the prefill wrapper: its fa2 kernels are
-what the decode wrapper calls for tensor cores, and it copies no array from pageable memory, for
-which the host would wait. A kernel of ours merges all partial
+``levels`` cuts a step into levels. Each shared level runs through FlashInfer's prefill wrapper, by
+fa2's kernels or by fa3's (``choice``), and so do the chunks of prompts. The last level of decoding
+sequences runs through the decode wrapper where few query heads share a KV head, else through the
+prefill wrapper: its fa2 kernels are what the decode wrapper calls for tensor cores, and it copies
+no array from pageable memory, for which the host would wait. A kernel of ours merges all partial
 results of a row, in float32.
 
 FlashInfer's log-sum-exps are to base 2 and are converted in the merge. Our own Triton kernels
@@ -18,7 +17,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,17 +32,29 @@ from coppice.kernels.attention.interface import (
     LayerCache,
     SharedStretch,
 )
+from coppice.kernels.flashinfer.choice import CHOICES, most_split, prefers_fa3, without_fa3
 from coppice.kernels.flashinfer.fixed import FlashInferFixedPlan, fixed_plans
-from coppice.kernels.flashinfer.levels import SharedLevel, build_levels, choose_levels
-from coppice.kernels.flashinfer.wrappers import WORKSPACE_BYTES, LayerKind, SentSchedule, Wrappers
+from coppice.kernels.flashinfer.levels import Level, SharedLevel, build_levels, choose_levels
+from coppice.kernels.flashinfer.wrappers import (
+    WORKSPACE_BYTES,
+    Fa3,
+    LayerKind,
+    SentSchedule,
+    Wrappers,
+    never,
+)
 from coppice.kernels.schedule.cost import CostModel, SharedRange
 from coppice.kernels.schedule.tiles import choose_tiles
 from coppice.kernels.transfer import Outbox
+from coppice.kernels.triton.backend import TritonBackend
 from coppice.kernels.triton.base import GpuBackend, on
+from coppice.kernels.triton.plans import TritonFixedPlan
 
 _log = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
+
+_NO_BUILDING = "FLASHINFER_DISABLE_JIT"
 
 _Asked = tuple[int | None, CostModel]
 
@@ -94,9 +108,18 @@ class FlashInferBackend(GpuBackend):
     scaled_dtypes = (torch.float8_e4m3fn,)
     softcaps = True
     ordered = True
+    _on_cuda = False
 
-    def __init__(self, device: torch.device, case: AttentionCase | None = None) -> None:
+    def __init__(
+        self, device: torch.device, case: AttentionCase | None = None, *, kernels: str = "auto"
+    ) -> None:
+        """``kernels``: one of ``choice.CHOICES``."""
         super().__init__(device)
+        if kernels not in CHOICES:
+            allowed = ", ".join(map(repr, CHOICES[:-1]))
+            raise ValueError(
+                f"flashinfer_kernels is {kernels!r}; it must be {allowed} or {CHOICES[-1]!r}"
+            )
         try:
             import flashinfer
         except Exception as error:  # it raises types of its own where versions do not match
@@ -109,6 +132,11 @@ class FlashInferBackend(GpuBackend):
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[LayerKind, Wrappers] = {}
         self._before: PreparedPlan | None = None  # of the last step
+        self._kernels = kernels
+        self._on_cuda = self._on_cuda or device.type == "cuda"
+        self._with_fa3: set[LayerKind] = set()
+        self._ours = TritonBackend(device)
+        self._case = case
         if case is not None:
             self._cover(case)
 
@@ -136,9 +164,21 @@ class FlashInferBackend(GpuBackend):
         num_pages: int,
         max_pages: int,
         branches: bool = False,
-    ) -> Sequence[Sequence[FlashInferFixedPlan]]:
+    ) -> Sequence[Sequence[FlashInferFixedPlan | TritonFixedPlan]]:
+        self._ours.tables = self.tables
+        unsplit = []
+        if self._case is not None:
+            split = most_split(self._case.num_kv_heads, self._multiprocessors)
+            unsplit = [size for size in sizes if size > split]
+        ours = {}
+        if unsplit:
+            made = self._ours.fixed_plans(
+                unsplit, page_size=page_size, num_pages=num_pages, max_pages=max_pages
+            )
+            ours = {size: plan for size, (plan,) in zip(unsplit, made, strict=True)}
         return fixed_plans(
             sizes,
+            ours,
             page_size=page_size,
             num_pages=num_pages,
             max_pages=max_pages,
@@ -154,13 +194,18 @@ class FlashInferBackend(GpuBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         cache: LayerCache,
-        prepared: PreparedPlan | FlashInferFixedPlan,
+        prepared: PreparedPlan | FlashInferFixedPlan | TritonFixedPlan,
         *,
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
         lse_read: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(prepared, TritonFixedPlan):
+            return self._ours.attend(
+                q, k, v, cache, prepared, scale=scale, sliding_window=sliding_window,
+                logit_softcap=logit_softcap, lse_read=lse_read,
+            )  # fmt: skip
         check_attend(self, prepared.plan, q, k, v, cache, sliding_window, logit_softcap)
         kind = LayerKind(
             sliding_window, logit_softcap, float(scale), q.shape[1], cache.k.shape[2], q.shape[2],
@@ -175,7 +220,8 @@ class FlashInferBackend(GpuBackend):
         if isinstance(prepared, FlashInferFixedPlan):
             return prepared.wrappers(kind)
         if kind not in self._wrappers:
-            self._wrappers[kind] = Wrappers(self._library, self._workspace, kind)
+            fa3 = self._fa3_for(kind) if kind in self._with_fa3 else never
+            self._wrappers[kind] = Wrappers(self._library, self._workspace, kind, fa3)
         wrappers = self._wrappers[kind]
         wrappers.plan(prepared.schedule(kind.window, self.cost_model(kind)))
         return wrappers
@@ -190,6 +236,12 @@ class FlashInferBackend(GpuBackend):
             2 * kind.head_dim * kind.cache_dtype.itemsize,
             self._multiprocessors,
         )
+
+    def _fa3_for(self, kind: LayerKind) -> Fa3:
+        """Which levels fa3 computes where it works."""
+        if self._kernels == "fa3":
+            return always
+        return partial(prefers_fa3, model=self.cost_model(kind))
 
     def _cover(self, case: AttentionCase) -> None:
         """Try every kind of layer of the case with every kind of level; ``ValueError``, by name."""
@@ -212,15 +264,55 @@ class FlashInferBackend(GpuBackend):
                     case.head_dim, case.page_size, case.dtype, cache_dtype,
                 )  # fmt: skip
                 try:
-                    self._try_out(kind)
+                    self._try_out(kind, never)
                 except Exception as error:  # of FlashInfer, its compiler, CUDA, or a wrong result
+                    self._check_device(error)
                     raise ValueError(
                         f"attention_backend 'flashinfer' does not cover {kind.dtype} queries over "
                         f"a cache of {cache_dtype} with heads of {kind.head_dim}, sliding_window "
                         f"{window} and logit_softcap {kind.softcap} here ({_summary(error)})"
                     ) from error
+                self._try_fa3(kind)
+        if self._with_fa3:
+            _log.info("FlashInfer's fa3 computes the rows of prompts where it takes less time")
 
-    def _try_out(self, kind: LayerKind) -> None:
+    def _try_fa3(self, kind: LayerKind) -> None:
+        """Try fa3, unless it is not asked for; ``ValueError`` where nothing else is."""
+        if self._kernels == "fa2":
+            return
+        reason = without_fa3(self._capability, kind.head_dim, kind.dtype, kind.cache_dtype)
+        if reason is None:
+            try:
+                # Building takes up to half an hour: only who asks for fa3 waits for it.
+                with nullcontext() if self._kernels == "fa3" else _nothing_built():
+                    self._try_out(kind, always)
+                self._with_fa3.add(kind)
+                del self._wrappers[kind]  # those in use choose level by level
+                return
+            except Exception as error:
+                self._check_device(error)
+                reason = _summary(error)
+        if self._kernels == "fa3":
+            raise ValueError(
+                f"flashinfer_kernels is 'fa3', which does not cover {kind.dtype} queries over a "
+                f"cache of {kind.cache_dtype} with heads of {kind.head_dim} here ({reason}); take "
+                "'auto' or 'fa2'"
+            )
+        _log.info("FlashInfer's fa2 computes everything, not its fa3: %s", reason)
+
+    def _check_device(self, error: Exception) -> None:
+        """Raise ``RuntimeError`` if the device does not compute any more: no backend would then."""
+        if not self._on_cuda:
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+        except Exception as lost:
+            raise RuntimeError(
+                f"{self.device} failed when FlashInfer was tried ({_summary(error)}), and does not "
+                f"compute any more ({_summary(lost)}); start again with attention_backend 'triton'"
+            ) from error
+
+    def _try_out(self, kind: LayerKind, fa3: Fa3) -> None:
         """Attend to keys and values of ones: three sequences below a shared page, one a chunk."""
         size, device = kind.page_size, self.device
         plan = AttentionPlan(
@@ -241,7 +333,7 @@ class FlashInferBackend(GpuBackend):
         if kind.cache_dtype in self.scaled_dtypes:
             scales = (torch.ones(kind.kv_heads, device=device),) * 2
         q = torch.ones(4, kind.heads, kind.head_dim, dtype=kind.dtype, device=device) / 8
-        wrappers = Wrappers(self._library, self._workspace, kind)
+        wrappers = Wrappers(self._library, self._workspace, kind, fa3)
         with on(device):
             outbox = Outbox(device)
             sent = SentSchedule(schedule, plan, outbox)
@@ -259,6 +351,25 @@ class FlashInferBackend(GpuBackend):
         ):
             raise ArithmeticError("its results are wrong on a batch of ones")
         self._wrappers[kind] = wrappers
+
+
+def always(level: Level) -> bool:
+    """fa3's kernels compute all that may be theirs."""
+    return True
+
+
+@contextmanager
+def _nothing_built() -> Iterator[None]:
+    """While it is open, FlashInfer loads what is built, and builds nothing."""
+    before = os.environ.get(_NO_BUILDING)
+    os.environ[_NO_BUILDING] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_BUILDING]
+        else:
+            os.environ[_NO_BUILDING] = before
 
 
 def _check_head_dim(head_dim: int) -> None:

@@ -7,6 +7,7 @@ one group without pages. The launches of such a level take time all the same, he
 every size: one without shared levels, for steps in which sharing does not pay, and others with
 some. A step takes the plan with the fewest levels that has all of its own. Of a tree with more
 levels than any plan, the levels that save the most are shared, and each sequence reads the rest.
+From the sizes on that FlashInfer does not split, there is a plan for our own kernels, too.
 
 All plans share their memory: only one is loaded at a time, and a load is queued after the last
 replay.
@@ -14,7 +15,7 @@ replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 
 from coppice.kernels.attention.checks import check_fixed
 from coppice.kernels.attention.interface import AttentionPlan, FixedPlan
+from coppice.kernels.flashinfer.choice import waits_for_the_longest
 from coppice.kernels.flashinfer.levels import (
     Level,
     LevelSchedule,
@@ -34,6 +36,7 @@ from coppice.kernels.flashinfer.levels import (
 from coppice.kernels.flashinfer.wrappers import LayerKind, SentSchedule, Wrappers
 from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.transfer import Outbox
+from coppice.kernels.triton.plans import TritonFixedPlan
 
 #: Shared levels of the graphs of a size, and the least size of each: fewer sequences seldom make so
 #: deep a tree, and each graph takes time at start.
@@ -121,13 +124,8 @@ class FixedWrappers(Wrappers):
     def _bounds(self, step: SentSchedule) -> torch.Tensor:
         return self._whole  # which stays where it is
 
-    def _shared_wrapper(self, number: int) -> Any:
-        return self._prefill_wrapper(f"shared {number}", num_groups(self._size))
-
     def _decode_wrapper(self) -> Any:
-        if self._tensor_cores:
-            return self._prefill_wrapper("last", self._size)
-        place = self._memory.place("last")
+        place = self._memory.place("decode")
         wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
@@ -141,7 +139,8 @@ class FixedWrappers(Wrappers):
         wrapper.reset_workspace_buffer(self._workspace, place["plan"])
         return wrapper
 
-    def _prefill_wrapper(self, name: str = "last", groups: int = 0) -> Any:
+    def _prefill_wrapper(self, name: str, kernels: str) -> Any:
+        groups = self._size if name == "decode" else num_groups(self._size)
         place = self._memory.place(name)
         wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace,
@@ -151,7 +150,7 @@ class FixedWrappers(Wrappers):
             paged_kv_indptr_buf=place["page_indptr"][: groups + 1],
             paged_kv_indices_buf=place["page_indices"],
             paged_kv_last_page_len_buf=place["last_page_len"][:groups],
-            backend="fa2",
+            backend=kernels,
         )
         wrapper.reset_workspace_buffer(self._workspace, place["plan"])
         return wrapper
@@ -164,11 +163,12 @@ class _Choices:
         self._plan: AttentionPlan | None = None
         self._size = 0
         self._shared: dict[LayerKind, tuple[SharedLevel, ...]] = {}
+        self._skewed: dict[LayerKind, bool] = {}
 
     def load(self, plan: AttentionPlan, size: int, page_size: int, num_pages: int) -> None:
         if plan is not self._plan or size != self._size:
             check_fixed(plan, size, page_size, num_pages)
-            self._plan, self._size, self._shared = plan, size, {}
+            self._plan, self._size, self._shared, self._skewed = plan, size, {}, {}
 
     def shared(self, kind: LayerKind, model: CostModel) -> tuple[SharedLevel, ...]:
         assert self._plan is not None
@@ -176,14 +176,25 @@ class _Choices:
             self._shared[kind] = choose_levels(self._plan, kind.window, model)
         return self._shared[kind]
 
+    def skewed(self, kind: LayerKind, model: CostModel) -> bool:
+        """Whether FlashInfer would wait for the longest sequence; see ``choice``."""
+        assert self._plan is not None
+        if kind not in self._skewed:
+            made = build_levels(self._plan, kind.window, self.shared(kind, model))
+            alone = made.decode
+            self._skewed[kind] = alone is not None and waits_for_the_longest(alone, model)
+        return self._skewed[kind]
+
 
 @dataclass(eq=False)
 class FlashInferFixedPlan(FixedPlan):
     """A plan in fixed places, for each kind of layer, with a number of shared ``levels``.
 
     It takes the steps that would share at most as many, and the ``deepest`` of its size all steps
-    whose sequences lie in depth-first order. ``size`` is the number of its sequences, ``largest``
-    the greatest of all plans; plans of all sizes share ``memory`` and ``choices``.
+    whose sequences lie in depth-first order. Where there is one of ``ours`` for the size, after all
+    of these, it gets the steps in which FlashInfer would wait for the longest sequence. ``size`` is
+    the number of its sequences, ``largest`` the greatest of all plans; plans of all sizes share
+    ``memory`` and ``choices``.
     """
 
     size: int
@@ -198,6 +209,7 @@ class FlashInferFixedPlan(FixedPlan):
     library: Any
     workspace: torch.Tensor
     cost_model: Callable[[LayerKind], CostModel]
+    ours: bool
     tables: torch.Tensor | None = None
     _kinds: dict[LayerKind, FixedWrappers] = field(default_factory=dict, init=False)
 
@@ -229,9 +241,11 @@ class FlashInferFixedPlan(FixedPlan):
         return self._kinds[kind]
 
     def _fill(self, kind: LayerKind, outbox: Outbox) -> bool:
-        plan = self.plan
-        shared = self.choices.shared(kind, self.cost_model(kind))
+        plan, model = self.plan, self.cost_model(kind)
+        shared = self.choices.shared(kind, model)
         if len(shared) > self.levels and not self.deepest:
+            return False
+        if self.ours and self.choices.skewed(kind, model):
             return False
         schedule = self._fit(plan, kind.window, shared)
         room = self.memory[kind].pages
@@ -286,16 +300,25 @@ class FlashInferFixedPlan(FixedPlan):
         )
 
 
-def fixed_plans(sizes: Sequence[int], **options: Any) -> list[tuple[FlashInferFixedPlan, ...]]:
-    """See ``AttentionBackend.fixed_plans``; ``options`` are fields of ``FlashInferFixedPlan``."""
+def fixed_plans(
+    sizes: Sequence[int], ours: Mapping[int, TritonFixedPlan], **options: Any
+) -> list[tuple[FlashInferFixedPlan | TritonFixedPlan, ...]]:
+    """See ``AttentionBackend.fixed_plans``; ``options`` are fields of ``FlashInferFixedPlan``.
+
+    ``ours``: plans of some of the sizes for our own kernels.
+    """
     memory: dict[LayerKind, FixedMemory] = {}
     choices = _Choices()
 
-    def of_size(size: int) -> Iterator[FlashInferFixedPlan]:
+    def of_size(size: int) -> Iterator[FlashInferFixedPlan | TritonFixedPlan]:
         depths = [levels for levels, least in LEVELS.items() if size >= least]
+        given = memory, choices
         for levels in depths:
-            deepest = levels == depths[-1]
-            yield FlashInferFixedPlan(size, levels, memory, choices, deepest, max(sizes), **options)
+            yield FlashInferFixedPlan(
+                size, levels, *given, levels == depths[-1], max(sizes), ours=size in ours, **options
+            )
+        if size in ours:
+            yield ours[size]
 
     return [tuple(of_size(size)) for size in sizes]
 

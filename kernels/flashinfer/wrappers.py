@@ -8,7 +8,7 @@ on one stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,13 @@ import numpy as np
 import torch
 
 from coppice.kernels.attention.interface import AttentionPlan, LayerCache
+from coppice.kernels.flashinfer.choice import tensor_cores
 from coppice.kernels.flashinfer.levels import Level, LevelSchedule
 from coppice.kernels.transfer import Outbox, stage
 from coppice.kernels.triton.levels import gather_runs, merge_parts
 
 #: What FlashInfer's documentation recommends for the partial results of one launch.
 WORKSPACE_BYTES = 128 * 2**20
-
-# From this number of query heads of a KV head on, decoding is faster on tensor cores; below, the
-# decode wrapper's own kernel serves any number of them.
-_TENSOR_CORE_GROUP = 4
 
 # The page ids of each level begin at a multiple of 16 bytes.
 _PAGE_ALIGNMENT = 4
@@ -143,24 +140,37 @@ class SentSchedule:
         self.shared = tuple(made)
 
 
+Fa3 = Callable[[Level], bool]
+"""Whether fa3's kernels compute a level."""
+
+
+def never(level: Level) -> bool:
+    """fa2's compute all."""
+    return False
+
+
 class Wrappers:
     """FlashInfer's wrappers for layers of one kind, which hold the plan of one step at a time."""
 
-    def __init__(self, library: Any, workspace: torch.Tensor, kind: LayerKind) -> None:
+    def __init__(
+        self, library: Any, workspace: torch.Tensor, kind: LayerKind, fa3: Fa3 = never
+    ) -> None:
+        """``fa3``: which levels, of those that do not decode alone, fa3's kernels compute."""
         self._library = library
         self._workspace = workspace
         self._kind = kind
-        self._shared: list[Any] = []
-        self._prefill: Any = None
-        self._decode: Any = None
+        self._fa3 = fa3
+        self._made: dict[tuple[str, str], Any] = {}  # wrappers by what they are for, and by kernels
         self._step: SentSchedule | None = None
+        self._launches: list[tuple[int, Any, SentLevel]] = []
         self.device = workspace.device
         self._on_gpu = self.device.type == "cuda"
         self._staged: torch.cuda.Event | None = None
 
     @property
     def _tensor_cores(self) -> bool:
-        return self._kind.group >= _TENSOR_CORE_GROUP or self._kind.cache_dtype.itemsize == 1
+        kind = self._kind
+        return tensor_cores(kind.group, eight_bits=kind.cache_dtype.itemsize == 1)
 
     def plan(self, step: SentSchedule) -> None:
         """Plan this step, unless that is what was planned last."""
@@ -170,15 +180,13 @@ class Wrappers:
         if self._staged is not None:
             self._staged.synchronize()
         self._step = None
-        while len(self._shared) < len(step.shared):
-            self._shared.append(self._shared_wrapper(len(self._shared)))
-        for wrapper, level in zip(self._shared, step.shared, strict=False):
-            self._plan_rows(wrapper, level)
+        # Of each launch: its place among the partial results, its wrapper and its level.
+        self._launches = []
+        for number, level in enumerate(step.shared):
+            self._plan_rows(1 + number, f"shared {number}", level)
         if step.prefill is not None:
-            self._prefill = self._prefill or self._prefill_wrapper()
-            self._plan_rows(self._prefill, step.prefill)
+            self._plan_rows(0, "prefill", step.prefill)
         if step.decode is not None:
-            self._decode = self._decode or self._decode_wrapper()
             self._plan_decode(step.decode)
         if self._on_gpu:
             self._staged = torch.cuda.Event()
@@ -202,7 +210,7 @@ class Wrappers:
         count = 1 + len(step.shared)
         parts = torch.empty((count, *q.shape), dtype=q.dtype, device=q.device)
         parts_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
-        for number, wrapper, level in self._launches(step):
+        for number, wrapper, level in self._launches:
             rows = level.rows
             out, lse = parts[number, rows], parts_lse[number, rows]
             wrapper.run(q[rows], pages, out=out, lse=lse, return_lse=True)
@@ -216,44 +224,44 @@ class Wrappers:
     def _bounds(self, step: SentSchedule) -> torch.Tensor:
         return step.bounds
 
-    def _launches(self, step: SentSchedule) -> Iterator[tuple[int, Any, SentLevel]]:
-        """Of each launch: its place among the partial results, its wrapper and its level."""
-        if step.decode is not None:
-            yield 0, self._decode, step.decode
-        if step.prefill is not None:
-            yield 0, self._prefill, step.prefill
-        for number, (wrapper, level) in enumerate(zip(self._shared, step.shared, strict=False)):
-            yield 1 + number, wrapper, level
-
     def _of_queries(self, scales: torch.Tensor) -> torch.Tensor:
         """The scale of each query head's KV head, ``[Hq, 1]``."""
         return scales.repeat_interleave(self._kind.group, output_size=self._kind.heads)[:, None]
 
-    def _shared_wrapper(self, number: int) -> Any:
-        return self._prefill_wrapper()
+    def _wrapper(self, name: str, kernels: str) -> Any:
+        key = name, kernels
+        if key not in self._made:
+            if kernels == "decode":
+                self._made[key] = self._decode_wrapper()
+            else:
+                self._made[key] = self._prefill_wrapper(name, kernels)
+        return self._made[key]
 
-    def _prefill_wrapper(self) -> Any:
+    def _prefill_wrapper(self, name: str, kernels: str) -> Any:
         make = self._library.BatchPrefillWithPagedKVCacheWrapper
-        return make(self._workspace, "NHD", backend="fa2")
+        return make(self._workspace, "NHD", backend=kernels)
 
     def _decode_wrapper(self) -> Any:
-        if self._tensor_cores:
-            return self._prefill_wrapper()
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "NHD", use_tensor_cores=False, backend="fa2"
         )
 
-    def _plan_rows(self, wrapper: Any, level: SentLevel) -> None:
+    def _plan_rows(self, number: int, name: str, level: SentLevel) -> None:
+        kernels = "fa3" if name != "decode" and self._fa3(level.level) else "fa2"
+        wrapper = self._wrapper(name, kernels)
         wrapper.plan(
             level.query_indptr, *self._pages(level), causal=level.level.causal,
             seq_lens=level.kv_len, **self._constants(),
         )  # fmt: skip
+        self._launches.append((number, wrapper, level))
 
     def _plan_decode(self, level: SentLevel) -> None:
         if self._tensor_cores:
-            self._plan_rows(self._decode, level)
+            self._plan_rows(0, "decode", level)
             return
-        self._decode.plan(*self._pages(level), seq_lens=level.kv_len, **self._constants())
+        wrapper = self._wrapper("decode", "decode")
+        wrapper.plan(*self._pages(level), seq_lens=level.kv_len, **self._constants())
+        self._launches.append((0, wrapper, level))
 
     def _pages(self, level: SentLevel) -> tuple[Any, ...]:
         kind = self._kind

@@ -59,6 +59,7 @@ class GpuBackend(AttentionBackend):
                 "'cpu' where TRITON_INTERPRET=1 is set before triton is imported, for tests)"
             )
         self.device = device
+        self._capability = capability_of(device)
         self._multiprocessors = H100_MULTIPROCESSORS
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -185,6 +186,11 @@ class GpuBackend(AttentionBackend):
             copy_page_words[(len(src), len(tensors), triton.cdiv(words, block))](
                 addresses, pages, len(src), WORDS=words, BLOCK=block, num_warps=4
             )
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU; (0, 0) of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -42,7 +42,11 @@ def choose_attention(
         sliding_windows=tuple(dict.fromkeys(model.sliding_windows)),
     )
     backend = select_backend(
-        config.attention_backend, device, deterministic=config.deterministic, case=case
+        config.attention_backend,
+        device,
+        deterministic=config.deterministic,
+        case=case,
+        flashinfer_kernels=config.flashinfer_kernels,
     )
     if dtype not in backend.dtypes:
         allowed = ", ".join(map(_name, backend.dtypes))

@@ -65,7 +65,8 @@ def test_one_step_after_the_other_is_the_reference(make_batch, backend, group):
         assert found == [levels == 0, levels <= 2, True]
     for fixed, levels in zip((plain, shared, deep), LEVELS, strict=True):
         (wrappers,) = fixed._kinds.values()
-        assert len(wrappers._shared) == levels
+        names = {name for name, _ in wrappers._made}
+        assert names == {"decode", *(f"shared {number}" for number in range(levels))}
         assert all(level.rows == slice(0, SIZE) for level in wrappers._step.shared)
 
 

@@ -36,6 +36,7 @@ class Case:
     head_dim: int
     windowed: bool
     softcapped: bool
+    kernels: str = "fa2"
 
 
 @dataclass(eq=False)
@@ -65,10 +66,13 @@ class Plan:
 
 
 class _Wrapper:
-    def __init__(self, library, workspace, kv_layout, use_cuda_graph, **buffers) -> None:
+    def __init__(
+        self, library, workspace, kv_layout, use_cuda_graph, kernels="fa2", **buffers
+    ) -> None:
         assert workspace.dtype == torch.uint8 and workspace.data_ptr() % 16 == 0
         assert kv_layout == "NHD"
         self.library = library
+        self.kernels = kernels
         self.workspace = workspace
         self.plans: list[Plan] = []
         self.buffers = buffers if use_cuda_graph else None
@@ -140,8 +144,11 @@ class _Wrapper:
         assert plan.kv in (plan.q, torch.float8_e4m3fn)
         case = Case(
             type(self).__name__, plan.q, plan.kv, plan.head_dim, plan.window_left >= 0,
-            plan.softcap > 0,
+            plan.softcap > 0, self.kernels,
         )  # fmt: skip
+        if self.kernels == "fa3":
+            assert plan.kv == plan.q, "fa3 reads no 8-bit cache with queries of 16 bits"
+            assert self.buffers is None, "graphs are of decoding steps"
         if not self.library.compiled(case):
             raise MissingJITCacheError("JIT compilation is disabled\nand the module is missing")
         self.plans.append(self._place(plan))
@@ -210,9 +217,9 @@ class Library(ModuleType):
                 qo_indptr_buf=None, paged_kv_indptr_buf=None, paged_kv_indices_buf=None,
                 paged_kv_last_page_len_buf=None, backend="auto",
             ) -> None:  # fmt: skip
-                assert backend == "fa2", "fa3 packs no query heads and splits no keys"
+                assert backend in ("fa2", "fa3")
                 super().__init__(
-                    library, float_workspace_buffer, kv_layout, use_cuda_graph,
+                    library, float_workspace_buffer, kv_layout, use_cuda_graph, backend,
                     query_indptr=qo_indptr_buf, page_indptr=paged_kv_indptr_buf,
                     page_indices=paged_kv_indices_buf, last_page_len=paged_kv_last_page_len_buf,
                 )  # fmt: skip
