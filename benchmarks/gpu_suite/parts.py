@@ -153,8 +153,9 @@ def begin(
 def steady(bench: Bench, deadline: float, engine: Engine, batch: int, context: int) -> Row:
     """Decodes with as many sequences, beside the time of reading weights and KV."""
     steps = bench.sizes.steps
-    # No request may end while steps are measured.
-    if not begin(bench, engine, batch, context, 4 * (steps + PROFILED), deadline):
+    # No request may end while others begin, or while steps are measured.
+    beginning = 2 * batch * context // bench.sizes.max_num_batched_tokens
+    if not begin(bench, engine, batch, context, beginning + 4 * (steps + PROFILED), deadline):
         return {"benchmark": "decode", "batch": batch, "context": context, "cut": True}
     for _ in range(4):
         stepped(engine)

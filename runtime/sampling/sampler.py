@@ -96,7 +96,7 @@ class _Rows:
             for each in sequences
         )
         self.greedy = all(each.greedy for each in params)
-        self.columns = np.empty((len(params), COLUMNS))
+        self.columns = np.zeros((len(params), COLUMNS))
         self.columns[:, TEMPERATURE] = [1 if each.greedy else each.temperature for each in params]
         self.columns[:, TOP_K] = [
             1 if each.greedy else each.top_k if each.top_k > 0 else vocabulary for each in params
@@ -106,7 +106,9 @@ class _Rows:
         self.keys = np.array([_key(sequence) for sequence in sequences], np.uint64)
 
     def with_numbers(self, ahead: Seq[int] | None) -> np.ndarray:
-        """The columns, with a new uniform number in each row."""
+        """The columns, with a new uniform number in each row, unless all are greedy."""
+        if self.greedy:
+            return self.columns
         lengths = np.array([len(sequence.tokens) for sequence in self.sequences], np.uint64)
         if ahead is not None:
             lengths += np.array(ahead, np.uint64)
