@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -99,17 +99,36 @@ _SERVED = {
 }
 
 
+# They have few tests, which take long: at the end one process would have them to itself, while the
+# other has nothing to do.
+_FIRST = {
+    "cluster/test_cluster",
+    "server/test_faults",
+    "tests/test_package",
+    "demo/test_run",
+    "client/test_engine",
+    "startup/test_light_transformers",
+    "sampling/test_grammar_library",
+    "engine/test_tier_fuzz",
+}
+
+
+def _file(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
 @pytest.hookimpl(optionalhook=True)  # there without pytest-xdist too
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``--dist loadfile``, gives files that share servers to one process, as one file."""
     if config.getoption("dist") != "loadfile":
         return None
+    config.option.loadscopereorder = False  # they are in order; see below
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = Path(nodeid.partition("::")[0])
-            return "served" if f"{path.parent.name}/{path.stem}" in _SERVED else str(path)
+            return "served" if _file(path) in _SERVED else str(path)
 
     return Scheduling(config, log)
 
@@ -121,7 +140,12 @@ settings.load_profile("coppice")
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``pairwise``, marks as slow all that is not needed to try every pair."""
+    """Of a test marked ``pairwise``, marks as slow all that is not needed to try every pair.
+
+    Files that take long come first, then those with most tests.
+    """
+    sizes = Counter(item.path for item in items)
+    items.sort(key=lambda item: (_file(item.path) not in _FIRST, -sizes[item.path]))
     tests: defaultdict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("pairwise"):

@@ -566,7 +566,7 @@ def random_step(world: World, rng: random.Random, max_lines: int) -> None:
 
 @pytest.mark.parametrize("tidy_forks", [True, False], ids=["tidy_forks", "loose_forks"])
 @pytest.mark.parametrize(
-    "page_size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)), 16]
+    "page_size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 4)), 16]
 )
 def test_long_random_runs_agree_with_the_naive_model(
     page_size: int, tidy_forks: bool, monkeypatch: pytest.MonkeyPatch

@@ -54,8 +54,9 @@ def test_16_bit_types(make_batch, triton_backend, size, dtype):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("group", "kv_heads", "dtype"),
-    [(32, 1, torch.bfloat16), (71, 1, torch.bfloat16), (71, 1, torch.float32),
-     (20, 2, torch.float32)],
+    [(32, 1, torch.bfloat16), (20, 2, torch.float32),
+     *(pytest.param(71, 1, dtype, marks=pytest.mark.slow)
+       for dtype in (torch.bfloat16, torch.float32))],
 )  # fmt: skip
 def test_more_heads_than_a_tile_has_rows(
     make_batch, triton_backend, fine_splits, group, kv_heads, dtype, deterministic
@@ -71,8 +72,10 @@ def test_more_heads_than_a_tile_has_rows(
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("head_dim", [80, 96, 20])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [80, pytest.param(96, marks=pytest.mark.slow), 20])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_heads_between_powers_of_two(make_batch, triton_backend, size, head_dim, dtype):
     """Multiplied in two blocks by wide tiles: chunks of prefill, alone and below a stretch."""
     tails = [(70, 40 * size), (1, 5), (3, 0), (1, 33)]
@@ -336,7 +339,7 @@ def attend_parts(backend, parts, page_size, window, shared_pages=0, seed=0):
     return [(a, b) for a, b in zip(out.cpu().split(counts), lse.cpu().split(counts), strict=True)]
 
 
-@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 21])
 def test_deterministic_is_bit_for_bit(triton_backend, size, monkeypatch, window):
     """A row's bits do not change with chunks, hits, company, sharing, pages or page ids."""
     monkeypatch.setattr(tree_schedule, "DETERMINISTIC_SPLIT", 64 if size > 1 else 32)

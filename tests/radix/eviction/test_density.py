@@ -113,7 +113,7 @@ WORKLOADS: dict[str, Callable[[], list[Request]]] = {
 }
 
 
-@pytest.mark.parametrize("capacity", [200, 700, 2000])
+@pytest.mark.parametrize("capacity", [200, 700, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_lru_does_not_beat_it(workload: str, capacity: int) -> None:
     requests = WORKLOADS[workload]()

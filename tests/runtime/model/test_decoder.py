@@ -230,7 +230,9 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.model("logits")
-@pytest.mark.parametrize("backend", ["reference", "cpu", COMPILED])
+@pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("cpu", marks=pytest.mark.slow), COMPILED]
+)
 @pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=IDS)
 def test_agrees_with_transformers(
     models: Callable[..., tuple[Decoder, Any]], family: str, changes: dict[str, Any], backend: str

@@ -156,7 +156,7 @@ def test_others_tokens_do_not_depend_on_logprobs(tiny_checkpoint) -> None:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
     "options",

@@ -33,7 +33,11 @@ def test_two_ranks_are_one_cold_and_warm(
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.parametrize("family", ["llama", "olmo2", "glm4", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3_moe", *(pytest.param(each, marks=pytest.mark.slow)
+                             for each in ("olmo2", "glm4", "gpt_oss"))],
+)  # fmt: skip
 def test_ranks_may_share_heads_and_have_parts_of_different_sizes(
     tiny_checkpoint: Checkpoint, start_threads: StartRanks, family: str, ranks: int
 ) -> None:
