@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,12 +41,11 @@ import torch
 from common.harness import Rows, machine, parser, spread
 from common.trees import HERE, INSIDE, in_turn
 from coppice import Engine, EngineConfig, SamplingParams
+from coppice.kernels import transfer
 from coppice.kernels.attention.reference import ReferenceBackend
 from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.schedule.tiles import choose_tiles
-from coppice.kernels.transfer import Outbox
 from coppice.kernels.triton import plans as triton_plans
-from coppice.kernels.triton.delivery import Blocks
 from coppice.runtime.runner import batch as batch_module
 from coppice.runtime.runner.graphs import DecodeGraphs
 
@@ -70,24 +69,30 @@ CONFIG = {
 }
 
 
-class NoLaunch(Blocks):
-    """Makes the table of the kernel that puts what was sent to its places, and does not run it."""
+#: Bytes of each transfer to the device; and of those in the steps that were measured last.
+sent: list[int] = []
+sent_in_steps: list[int] = []
+_pack = transfer._packed
 
-    def launch(self, words: torch.Tensor, table: torch.Tensor) -> None:
-        pass
+
+def _packed(*given: Any) -> torch.Tensor:
+    packed = _pack(*given)
+    sent.append(packed.nbytes)
+    return packed
 
 
-class Packed(Outbox):
-    """Packs as for a GPU."""
+transfer._packed = _packed
 
-    sent: ClassVar[list[int]] = []  # bytes of each transfer
+if hasattr(transfer, "Outbox"):  # else this script measures an earlier commit
+    from coppice.kernels.triton.delivery import Blocks
 
-    def _packed(self, arrays: Any, starts: Any) -> torch.Tensor:
-        packed = super()._packed(arrays, starts)
-        self.sent.append(packed.nbytes)
-        return packed
+    transfer.Outbox.packs = True  # as for a GPU
 
-    packs = True
+    class NoLaunch(Blocks):
+        """Makes the table of the kernel that puts what was sent to its places; does not run it."""
+
+        def launch(self, words: torch.Tensor, table: torch.Tensor) -> None:
+            pass
 
 
 class PlansOnly(ReferenceBackend):
@@ -97,26 +102,26 @@ class PlansOnly(ReferenceBackend):
     mixed_plans = True
     resident_tables = True
 
-    def outbox(self, device: torch.device) -> Outbox:
-        return Packed(device, NoLaunch(device))
+    def outbox(self, device: torch.device) -> Any:
+        return transfer.Outbox(device, NoLaunch(device))
 
-    def prepare(
-        self, plan: Any, *, num_pages: int | None = None, outbox: Outbox | None = None
-    ) -> Any:
+    def prepare(self, plan: Any, *, num_pages: int | None = None, outbox: Any = None) -> Any:
         plan.check(num_pages)
+        if outbox is None:
+            return triton_plans.PreparedPlan(plan, torch.device("cpu"), False)
         made = triton_plans.PreparedPlan(plan, torch.device("cpu"), False, self.tables)
-        if outbox is not None:
-            made.expect([(None, MODEL)], outbox)
+        made.expect([(None, MODEL)], outbox)
         return made
 
     def fixed_plans(self, sizes: Any, **options: Any) -> Any:
         return triton_plans.fixed_plans(
-            sizes,
-            device=torch.device("cpu"),
-            deterministic=False,
-            tables=self.tables,
-            **options,
+            sizes, device=torch.device("cpu"), deterministic=False, **self._tables, **options
         )
+
+    @property
+    def _tables(self) -> dict[str, Any]:
+        found = getattr(self, "tables", None)
+        return {} if found is None else {"tables": found}
 
     def copy_pages(self, caches: Any, src: Any, dst: Any) -> None:
         pass
@@ -248,6 +253,7 @@ def decode(engine: Engine, tree: str, batch: int, temperature: float, chunk: int
     while graphs.steps["graph"] < begun + WARM:
         engine.step()
     seconds = []
+    sent.clear()
     for step in range(STEPS):
         if chunk:
             prompt = rng.integers(10, VOCABULARY, chunk).tolist()
@@ -257,6 +263,7 @@ def decode(engine: Engine, tree: str, batch: int, temperature: float, chunk: int
         outputs = engine.step()
         seconds.append(time.perf_counter() - start)
         assert len(outputs) >= batch
+    sent_in_steps[:] = sent
     for number in range(batch):
         engine.abort(str(number))
     while engine.has_unfinished():
@@ -318,15 +325,14 @@ def main() -> None:
                 with timed(parts):
                     decode(engine, tree, batch, temperature, chunk)
                 calls = WARM + STEPS
-                sent = Packed.sent[-STEPS:]
                 rows.add(
                     benchmark=f"host part of a {'mixed' if chunk else 'decoding'} step",
                     batch=batch,
                     **({"chunk": chunk} if chunk else {}),
                     tree=tree,
                     temperature=temperature,
-                    transfers=round(len(sent) / STEPS, 2),
-                    kib_sent=spread([each / 1024 for each in sent]),
+                    transfers=round(len(sent_in_steps) / STEPS, 2),
+                    kib_sent=round(sum(sent_in_steps) / STEPS / 1024, 1),
                     multiples=spread([s / u for s, u in zip(steps, units, strict=True)]),
                     times={
                         "step_ms": spread([1e3 * each for each in steps]),

@@ -187,7 +187,7 @@ class Outbox:
         if deliveries and self._deliverer is not None:
             arrays.append(self._deliverer.table(deliveries))
             starts.append(starts[-1] + arrays[-1].nbytes)
-        packed = self._packed(arrays, starts).to(self._device, non_blocking=True)
+        packed = _packed(arrays, starts, self._device).to(self._device, non_blocking=True)
         views = _views(packed, starts, arrays)
         for parcel in self._parcels:
             parcel.tensors = [views.pop(0) for _ in parcel.arrays]
@@ -197,9 +197,6 @@ class Outbox:
         else:
             for each in deliveries:
                 _deliver(words, each)
-
-    def _packed(self, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> torch.Tensor:
-        return _packed(arrays, starts, self._device)
 
 
 def _deliver(words: torch.Tensor, delivery: Delivery) -> None:
