@@ -54,12 +54,12 @@ CONFIG = {
     "eos_token_id": 2,
     "tie_word_embeddings": True,
 }
-#: What launches nothing: new tensors, and other views of the same numbers.
+#: What launches nothing: new tensors, other views of the same numbers, and tensors that are there.
 NO_KERNELS = {
     "empty", "empty_like", "empty_strided", "new_empty", "view", "_unsafe_view", "slice", "select",
     "t", "transpose", "unsqueeze", "squeeze", "detach", "alias", "as_strided", "expand", "split",
     "split_with_sizes", "unbind", "permute", "_local_scalar_dense", "lift_fresh", "reshape",
-    "resolve_conj", "resolve_neg",
+    "resolve_conj", "resolve_neg", "to",
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
