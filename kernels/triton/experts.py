@@ -15,6 +15,7 @@ import triton.language as tl
 
 from coppice.kernels.schedule.tiles import expert_tile
 from coppice.kernels.triton.base import INTERPRETED, on
+from coppice.kernels.triton.dependent import begin, dependent
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -38,6 +39,7 @@ def gate_experts(
     BIASED: tl.constexpr,
     BOUNDED: tl.constexpr,
     UPCAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """``act(gate) * up`` of a block's rows, COLUMNS of them: grid ``(blocks * column tiles,)``.
 
@@ -46,6 +48,7 @@ def gate_experts(
     each pair. ``out [P, INNER]`` is in that order. BOUNDED: ``(up + 1) * gate * sigmoid(alpha *
     gate)``, with ``gate`` up to ``limit`` and ``up`` from ``-limit`` to it.
     """
+    begin(DEPENDENT)
     block = blocks + tl.program_id(0) % num_blocks * 3
     expert = tl.load(block)
     if expert < 0:
@@ -103,12 +106,14 @@ def weigh_experts(
     STEP: tl.constexpr,
     BIASED: tl.constexpr,
     UPCAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Each pair's result times its share: grid ``(blocks * column tiles,)``.
 
     ``active [P, INNER]`` is in the order of ``order``; ``weight [experts, HIDDEN, INNER]``;
     ``shares`` float32 ``[P]`` and ``out [P, HIDDEN]`` are in the order of the pairs' numbers.
     """
+    begin(DEPENDENT)
     block = blocks + tl.program_id(0) % num_blocks * 3
     expert = tl.load(block)
     if expert < 0:
@@ -199,7 +204,7 @@ def mix_experts(
     active = torch.empty((pairs, inner), dtype=made, device=x.device)
     results = torch.empty((pairs, hidden), dtype=made, device=x.device)
     alpha, limit = gate or (0.0, 0.0)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, **dependent(x.device)}
     sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step, "UPCAST": upcast}
     with on(x.device):
         gate_experts[(len(blocks) * triton.cdiv(inner, tile.columns),)](
