@@ -100,7 +100,12 @@ def _salt(namespace: Hashable) -> int:
 
 
 class FakeAttention(ReferenceBackend):
-    """Checks plans and copies pages as the real ones do; `FakeModel` does the reading."""
+    """Checks plans and copies pages as the real ones do; `FakeModel` does the reading.
+
+    Page tables are on the device, too, and in each step compared with those of its plan.
+    """
+
+    resident_tables = True
 
     def __init__(self, model: FakeModel) -> None:
         self._model = model
@@ -142,6 +147,18 @@ class FakeFixedPlan(FixedPlan):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plan, name)
+
+
+def check_tables(attention: FakeAttention, plan: AttentionPlan) -> None:
+    """Raises WrongKV if the page tables on the device are not those of the plan."""
+    if plan.table_start is None:
+        return
+    assert attention.tables is not None
+    there = attention.tables.numpy()
+    for index, start in enumerate(plan.table_start):
+        table = plan.page_indices[plan.page_indptr[index] : plan.page_indptr[index + 1]]
+        if not np.array_equal(there[start : start + len(table)], table):
+            raise WrongKV(f"the device has another page table of sequence {index}")
 
 
 class FakeModel:
@@ -196,6 +213,7 @@ class FakeModel:
         assert changes is None
         self.steps += 1
         self.stumble("begin")
+        check_tables(attention, plan)
         written = slots.numpy()
         real = int(plan.query_start[len(self._running)])
         if len(np.unique(written[:real])) != real:
@@ -397,6 +415,7 @@ def fake_engine(
     engine.runner.decoder = model  # type: ignore[assignment]
     engine.runner.attention = FakeAttention(model)
     engine.runner.kv_cache = model.cache
+    engine.runner._make_tables()
     engine.runner.sleep = model.sleep  # type: ignore[method-assign]
     engine.runner.wake_up = model.wake_up  # type: ignore[method-assign]
     if graphs is not None:
