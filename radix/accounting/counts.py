@@ -213,7 +213,7 @@ class RollingCounts:
         """
         if not len(rows):
             return
-        slots = [self._slot(name, at) for name, at in zip(namespaces, seconds, strict=True)]
+        slots = self._slots_of(namespaces, seconds)
         slot, second = np.array(slots, np.int64), np.array(seconds, np.int64)
         order = np.argsort(slot << 40 | second, kind="stable")
         places = np.zeros((len(rows), len(ESTIMATED)), np.int64)
@@ -238,7 +238,7 @@ class RollingCounts:
             idle: for each row, the idle seconds of its places that were evicted, summed.
             namespaces, seconds: of each row.
         """
-        slots = [self._slot(name, at) for name, at in zip(namespaces, seconds, strict=True)]
+        slots = self._slots_of(namespaces, seconds)
         slot, second = np.array(slots, np.int64), np.array(seconds, np.int64)
         order = np.argsort(slot << 40 | second, kind="stable")
         slot, second = slot[order], second[order]
@@ -264,6 +264,16 @@ class RollingCounts:
         self._ten_minutes.add(slot, second, rows)
         begins = np.flatnonzero(np.diff(slot, prepend=-1))
         self._start[slot[begins]] += np.add.reduceat(rows, begins, axis=0)
+
+    def _slots_of(self, namespaces: Iterable[Hashable], seconds: Sequence[int]) -> list[int]:
+        """The slot of each row; that of one like the row before is not looked up again."""
+        slots: list[int] = []
+        before: tuple[Hashable, int] | None = None
+        for row in zip(namespaces, seconds, strict=True):
+            if row != before:
+                slot, before = self._slot(*row), row
+            slots.append(slot)
+        return slots
 
     def _slot(self, namespace: Hashable, second: int) -> int:
         slot = self._slots.get(namespace)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable
-from typing import get_args
+from typing import Final, get_args
 
 from coppice.radix.accounting.accounts import CacheAccounts
 from coppice.radix.accounting.counts import Counts
@@ -27,7 +27,7 @@ from coppice.radix.tokens import TOKEN_BYTES
 # A batch has at most this many requests, and about this many tokens: it takes a few milliseconds.
 # Of skipped requests it has more, since each takes little.
 _BATCH_REQUESTS = 256
-_WORK = 4
+_WORK: Final = 4
 _BATCH_WORK = _WORK * _BATCH_REQUESTS
 _BATCH_TOKENS = 1 << 19
 _LEAST_BATCH_TOKENS = 1 << 16
@@ -99,7 +99,9 @@ class Accounting:
         self._until_exact = 0
         self.block_tokens = self._settler.block_tokens
         self._start = self._now = now
-        self._waiting: deque[tuple[RequestAccount | Growth | Abandonment, int]] = deque()
+        self._settle_all = self.settle  # made once, not for each account
+        self._waiting: list[RequestAccount | Growth | Abandonment] = []
+        self._sizes: list[int] = []  # tokens to be hashed of each
         self._waiting_tokens = 0
         self._loaded: deque[tuple[RequestAccount, float]] = deque()  # settled, and not counted
         self._waiting_work = 0
@@ -168,21 +170,21 @@ class Accounting:
             self._pass(now)
         self._now = now
         fresh = prompt if node is None else prompt - hit_tokens
-        skipped = False
+        work, skipped = _WORK, False
         if tiers is not None:
             self._sample, self._until_exact = None, 0
         if self._sample is not None:
             if not self._pace.allows(fresh, now):
                 self._until_exact = self._remembered
-                skipped = True
+                work, skipped, node = 1, True, None
             elif self._until_exact > 0:
                 self._until_exact -= prompt
         account = RequestAccount(
             namespace, kind, prompt, hit_tokens, in_flight_tokens, hit_limit,
-            held_elsewhere, theirs, now, tokens, node, 0, self.settle, tiers,
+            held_elsewhere, theirs, now, tokens, node, 0, self._settle_all, tiers,
             self._until_exact > 0, skipped,
         )  # fmt: skip
-        self._log(account, fresh)
+        self._log(account, fresh, work)
         return account
 
     def loaded(self, account: RequestAccount, *, now: float) -> None:
@@ -220,7 +222,7 @@ class Accounting:
             if account.place < 0:
                 account.prompt = b""
         else:
-            self._log(Growth(account, added, now), len(added) // TOKEN_BYTES)
+            self._log(Growth(account, added, now), len(added) // TOKEN_BYTES, _work_of(account))
             account.prompt = b""
 
     def abandoned(
@@ -246,7 +248,7 @@ class Accounting:
         self._pass(now)
         account.finished = True
         account.prompt = b""
-        self._log(Abandonment(account, tokens, computed), account.prompt_tokens)
+        self._log(Abandonment(account, tokens, computed), account.prompt_tokens, _WORK)
 
     def evicted(self, last_used: float, *, now: float) -> None:
         """Tokens that were last used at `last_used` have been evicted.
@@ -273,10 +275,11 @@ class Accounting:
             raise ValueError(f"now must not go backwards, got {now} after {self._now}")
         self._now = now
 
-    def _log(self, item: RequestAccount | Growth | Abandonment, tokens: int) -> None:
-        self._waiting.append((item, tokens))
+    def _log(self, item: RequestAccount | Growth | Abandonment, tokens: int, work: int) -> None:
+        self._waiting.append(item)
+        self._sizes.append(tokens)
         self._waiting_tokens += tokens
-        self._waiting_work += _work(item)
+        self._waiting_work += work
         # Memory is bounded: without calls of `settle`, one that fills the log processes a batch.
         if self._waiting_tokens >= self._most_tokens or self._waiting_work >= _MOST_WORK:
             self._settle_batch()
@@ -351,20 +354,22 @@ class Accounting:
     def _settle_batch(self) -> None:
         waiting = self._waiting
         items: list[RequestAccount | Growth] = []
-        left, work = self._batch_tokens, 0
-        while waiting and left > 0 and work < _BATCH_WORK:
-            item, tokens = waiting[0]
+        tokens = work = taken = 0
+        for item in waiting:
             if isinstance(item, Abandonment):
-                if items:
-                    break
-                left, work = 0, _WORK
-                self._undo(item)
-            else:
-                items.append(item)
-                left -= tokens
-                work += _work(item)
-            waiting.popleft()
-            self._waiting_tokens -= tokens
+                if not items:
+                    tokens, work, taken = self._sizes[0], _WORK, 1
+                    self._undo(item)
+                break
+            items.append(item)
+            tokens += self._sizes[taken]
+            work += _work(item)
+            taken += 1
+            if tokens >= self._batch_tokens or work >= _BATCH_WORK:
+                break
+        del waiting[:taken]
+        del self._sizes[:taken]
+        self._waiting_tokens -= tokens
         self._waiting_work -= work
         # They are counted in the order of their times, as all others.
         loaded: list[tuple[RequestAccount, float]] = []
@@ -396,13 +401,17 @@ class Accounting:
             self._settler.undo(item)
 
 
-def _account(item: RequestAccount | Growth | Abandonment) -> RequestAccount:
+def _account(item: RequestAccount | Growth) -> RequestAccount:
     return item if isinstance(item, RequestAccount) else item.account
 
 
-def _work(item: RequestAccount | Growth | Abandonment) -> int:
-    """What a batch has less room for with this item."""
-    return 1 if _account(item).skipped else _WORK
+def _work(item: RequestAccount | Growth) -> int:
+    """How much of the room of a batch an item takes."""
+    return _work_of(_account(item))
+
+
+def _work_of(account: RequestAccount) -> int:
+    return 1 if account.skipped else _WORK
 
 
 def _check(

@@ -170,9 +170,9 @@ def _latest_from(stamps: Hashes, piece: Ints) -> Hashes:
 
 def _every(pool_tokens: int) -> int:
     """Tokens for each chosen place: fewer in small pools, where more places cost little memory."""
-    if pool_tokens > 1 << 18:
+    if pool_tokens > 1 << 16:
         return 1024
-    if pool_tokens > 1 << 15:
+    if pool_tokens > 1 << 14:
         return 256
     return 64 if pool_tokens > 1 << 12 else 16
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-SHARE = 0.005
+from typing import Final
+
+SHARE: Final = 0.005
 """The part of the time that settling may take."""
 
-BURST = 0.01
+BURST: Final = 0.01
 """Seconds of settling that may be spent at once, after a time with few requests."""
 
 # What settling takes, about, on a slow core.
-_REQUEST_SECONDS = 30e-6
-_TOKEN_SECONDS = 20e-9
+_REQUEST_SECONDS: Final = 30e-6
+_TOKEN_SECONDS: Final = 20e-9
 
 
 class Pace:
@@ -23,9 +25,12 @@ class Pace:
 
     def allows(self, tokens: int, now: float) -> bool:
         """Whether a request with `tokens` tokens to be hashed may be settled; takes its part."""
-        self._seconds = min(BURST, self._seconds + (now - self._now) * SHARE)
+        seconds = self._seconds + (now - self._now) * SHARE
         self._now = now
-        if self._seconds <= 0.0:
+        if seconds <= 0.0:
+            self._seconds = seconds
             return False
-        self._seconds -= _REQUEST_SECONDS + tokens * _TOKEN_SECONDS
+        if seconds > BURST:
+            seconds = BURST
+        self._seconds = seconds - _REQUEST_SECONDS - tokens * _TOKEN_SECONDS
         return True
