@@ -3,7 +3,7 @@
 Usage:
     .venv/bin/python benchmarks/speculation.py [--json FILE] [--quick] [--texts-only]
         [--model S --model M] [--quantization none --quantization int8] [--batch 1 --batch 4 ...]
-        [--passes N] [--cache DIR] [--draft-model] [--right 0.8 ...]
+        [--passes N] [--texts N] [--cache DIR] [--draft-model] [--right 0.8 ...]
 
 A model with random weights is made to follow given texts: its logits are computed in full, then the
 given token is taken. So the cost of steps is real, and what is accepted is that of the texts
@@ -101,7 +101,7 @@ def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
             drafts = engine.drafts
             for batch in args.batch:
                 for workload in names:
-                    texts = texts_of(workload, 4 if args.quick else max(8, batch), args.cache)
+                    texts = texts_of(workload, max(args.texts, batch), args.cache)
                     times: dict[bool, list[float]] = {True: [], False: []}
                     told = None
                     if right is not None:
@@ -168,6 +168,7 @@ def main() -> None:
     options.add_argument("--draft-model", action="store_true")
     options.add_argument("--right", action="append", type=float)
     options.add_argument("--passes", type=int, default=5)
+    options.add_argument("--texts", type=int, help="at least; 8 if not given")
     options.add_argument("--cache", type=Path, default=CACHE)
     args = options.parse_args()
     if args.right and not args.draft_model:
@@ -180,6 +181,7 @@ def main() -> None:
         args.workload = args.workload or ["quotes", "chat", "random"]
     else:
         args.right = [None]
+    args.texts = args.texts or (4 if args.quick else 8)
     args.cache.mkdir(parents=True, exist_ok=True)
     names = args.workload or [*WORKLOADS, "random"]
     rows = Rows(args.json)

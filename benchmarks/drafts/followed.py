@@ -23,7 +23,11 @@ class _GivenTokens(Sampler):
         self._answers = answers
 
     def sample(
-        self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Seq[int] | None = None
+        self,
+        logits: torch.Tensor,
+        sequences: Seq[Sequence],
+        ahead: Seq[int] | None = None,
+        chosen: torch.Tensor | None = None,  # by a graph, from logits that do not follow a text
     ) -> Sampling:
         tokens = []
         for row, sequence in enumerate(sequences):
@@ -49,7 +53,11 @@ class _GivenGuesses(Sampler):
         self._answers, self._right = answers, right
 
     def sample(
-        self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Seq[int] | None = None
+        self,
+        logits: torch.Tensor,
+        sequences: Seq[Sequence],
+        ahead: Seq[int] | None = None,
+        chosen: torch.Tensor | None = None,  # by a graph, from logits that do not follow a text
     ) -> Sampling:
         for row, sequence in enumerate(sequences):
             name = sequence.request.request_id

@@ -100,6 +100,8 @@ class Plan:
 
     ``window_bytes``: KV of a sequence that is older than its layer's window; a decoding step does
     not read it, and it is kept.
+    ``draft_weights``, ``draft_token_bytes``: of the draft model, None and 0 without one; its cache
+    has as many pages, and ``cache_bytes``, ``pages`` and what users take are of both.
     ``numbers`` are the whole model's; weights and KV are those of each device.
     ``stored``: how the checkpoint is stored. ``cpu_weights``: where a CPU keeps it as int8 or int4
     without being asked, what it takes there. ``cpu_formats``: what a CPU keeps of each of
@@ -129,6 +131,8 @@ class Plan:
     cpu_weights: WeightBytes | None
     cpu_formats: dict[str, int]
     step: StepSizes | None
+    draft_weights: WeightBytes | None = None
+    draft_token_bytes: int = 0
 
 
 def largest_part(model: ModelConfig, size: int) -> ModelConfig:
@@ -146,10 +150,19 @@ def _step(
     return step_sizes(part, numbers, Rates(memory, bandwidth, options.product_rate), itemsize)
 
 
-def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOWN) -> Plan:
+def make_plan(
+    model: ModelConfig,
+    options: PlanOptions,
+    stored: Stored = _UNKNOWN,
+    draft: ModelConfig | None = None,
+) -> Plan:
     """The plan of a model that is ``stored`` so, or of the largest part of one that is divided.
 
-    Raises ValueError for lengths that the model does not have, and memory that is too little.
+    Args:
+        draft: the model that proposes drafts. That both have the same tokens is not looked at.
+
+    Raises ValueError for lengths that the model does not have, for memory that is too little, and
+    for a draft model of a model that is divided.
     """
     longest = options.max_model_len or model.max_position
     context = options.context or min(8192, longest)
@@ -170,28 +183,30 @@ def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOW
     on_cpu = None
     if stored.on_cpu is not None and options.quantization is None:
         on_cpu = weight_bytes(own, itemsize, stored.on_cpu)
-    kept = {"fp8": 1, "bfloat16": 2}.get(options.kv_cache_dtype, itemsize)
-    each, size, users = model_token_bytes(part, kept), options.page_size, options.users
+    kept = {"fp8": 1, "bfloat16": 2}.get(options.kv_cache_dtype)
+    each, size, users = model_token_bytes(part, kept or itemsize), options.page_size, options.users
+    draft_weights, draft_each = _draft_bytes(draft, options, kept)
     cache = options.kv_cache_memory
     if cache is None and options.device_memory is not None:
-        left = options.device_memory - weights.total
+        taken = weights.total + (0 if draft_weights is None else draft_weights.total)
+        left = options.device_memory - taken
         if left <= 0:
             raise ValueError(
                 f"device_memory is {options.device_memory:,} bytes, and the weights take "
-                f"{weights.total:,}: give a larger one, or a smaller dtype or quantization"
+                f"{taken:,}: give a larger one, or a smaller dtype or quantization"
             )
         cache = int(left * options.fraction)
-    page = each * size
-    pages = None if cache is None else cache // page
+    page, both = each * size, (each + draft_each) * size
+    pages = None if cache is None else cache // both
 
     def paged(shared: int) -> Needs:
         common, own = pages_each(context, shared, size)
         taken = common + users * own
         tokens = common * size + users * (context - common * size)
         fit = None if pages is None else sequences_that_fit(pages, common, own)
-        return Needs(taken * page, fit, 1 - tokens / (taken * size), taken)
+        return Needs(taken * both, fit, 1 - tokens / (taken * size), taken)
 
-    whole = longest * each
+    whole = longest * (each + draft_each)
     reserved = Needs(
         users * whole, None if cache is None else cache // whole, reserved_waste(longest, context)
     )
@@ -210,4 +225,20 @@ def make_plan(model: ModelConfig, options: PlanOptions, stored: Stored = _UNKNOW
         options, model, dtype, context, longest, numbers, weights, each, page, cache, pages,
         reserved, paged(0), paged(options.shared), old, alone, together, stored, on_cpu,
         format_bytes(numbers, model.dtype), _step(part, own, options, itemsize),
+        draft_weights, draft_each,
     )  # fmt: skip
+
+
+def _draft_bytes(
+    draft: ModelConfig | None, options: PlanOptions, kept: int | None
+) -> tuple[WeightBytes | None, int]:
+    """What a draft model's weights and the KV of a token take."""
+    if draft is None:
+        return None, 0
+    if options.tensor_parallel_size > 1:
+        raise ValueError(
+            f"draft_model must be left out with tensor_parallel_size {options.tensor_parallel_size}"
+        )
+    itemsize = _ITEMSIZE[draft.dtype if options.dtype == "auto" else options.dtype]
+    weights = weight_bytes(count(draft), itemsize, options.quantization)
+    return weights, model_token_bytes(draft, kept or itemsize)

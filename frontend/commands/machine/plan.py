@@ -79,6 +79,7 @@ def add_to(commands: Subparsers) -> None:
          "type that the config declares)"),
         ("kv_cache_dtype", "type of the KV: auto, bfloat16, fp8 (default: auto, the weights' own)"),
         ("quantization", "weights of fewer bits: int8, int4 or fp8"),
+        ("draft_model", "a model that proposes drafts: a folder or a hub id"),
     ):  # fmt: skip
         group.add_argument(
             *flags_of(name),
@@ -129,7 +130,15 @@ def run(arguments: argparse.Namespace) -> int:
 
         source = model_source(source)
     folder = find_config(source, arguments.revision)
-    plan = make_plan(read_model(folder), options, read_stored(folder))
+    model, draft = read_model(folder), None
+    if arguments.draft_model is not None:
+        try:
+            draft = read_model(find_config(arguments.draft_model, None))
+        except ValueError as error:
+            raise ValueError(
+                f"draft_model {arguments.draft_model!r} cannot be used: {error}"
+            ) from error
+    plan = make_plan(model, options, read_stored(folder), draft)
     if arguments.json:
         print(json.dumps(encode_plan(plan, arguments.model), indent=1))
         return 0

@@ -159,6 +159,37 @@ def test_what_is_refused(words: list[str], error: str, capsys: pytest.CaptureFix
     assert error in capsys.readouterr().err
 
 
+def test_a_draft_model_takes_memory_and_a_part_of_each_page(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tmp_path_factory.mktemp("small")
+    changes = {"num_hidden_layers": 4, "hidden_size": 1024, "head_dim": 128}
+    (small / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+
+    def planned(*words: str) -> dict[str, Any]:
+        assert main(["plan", str(folder), "--device-memory", "80GiB", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    alone, both = planned(), planned("--draft-model", str(small))
+    kv = alone["kv_bytes_a_token"]
+    assert both["kv_bytes_a_token"] == kv
+    assert both["draft_model_kv_bytes_a_token"] == 2 * 4 * 8 * 128 * 2 == kv // 8
+    weights = both["draft_model_weight_bytes"]
+    assert 2 * 2 * 128256 * 1024 < weights < 2 * 2 * 128256 * 1024 + 4 * 200_000_000
+    assert both["kv_cache_bytes"] == pytest.approx(alone["kv_cache_bytes"] - 0.9 * weights, abs=2)
+    assert both["pages"] == both["kv_cache_bytes"] // (16 * (kv + kv // 8))
+    assert both["paged"]["bytes"] == alone["paged"]["bytes"] * 9 // 8
+    assert (alone["draft_model_weight_bytes"], alone["draft_model_kv_bytes_a_token"]) == (0, 0)
+    assert main(["plan", str(folder), "--draft-model", str(small)]) == 0
+    assert "draft model's weights" in capsys.readouterr().out
+    for words, error in (
+        (["/no/such"], "draft_model '/no/such' cannot be used: model is '/no/such'"),
+        ([str(small), "--tensor-parallel-size", "2"], "draft_model must be left out with"),
+    ):
+        assert main(["plan", str(folder), "--draft-model", *words]) == 2
+        assert error in capsys.readouterr().err
+
+
 def test_sizes() -> None:
     assert size("80GiB") == 80 * 2**30
     assert size("60GB") == size("60 g") == 60 * 10**9

@@ -41,6 +41,8 @@ def encode_plan(plan: Plan, name: str) -> dict[str, Any]:
         "weight_bytes_read_a_token": plan.weights.read,
         "kv_bytes_a_token": plan.token_bytes,
         "page_bytes": plan.page_bytes,
+        "draft_model_weight_bytes": 0 if plan.draft_weights is None else plan.draft_weights.total,
+        "draft_model_kv_bytes_a_token": plan.draft_token_bytes,
         "kv_cache_bytes": plan.cache_bytes,
         "pages": plan.pages,
         "reserved": asdict(plan.reserved),

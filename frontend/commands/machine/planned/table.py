@@ -101,10 +101,17 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         readable(plan.page_bytes),
         f"{plan.page_bytes:,} bytes",
     )
+    if plan.draft_weights is not None:
+        yield "draft model's weights", readable(plan.draft_weights.total), ""
+        yield (
+            "  its KV of a token",
+            readable(plan.draft_token_bytes),
+            "for each token of the model's cache",
+        )
     if plan.cache_bytes is not None and plan.pages is not None:
-        part = ""
+        part = "" if plan.draft_weights is None else "of both models"
         if options.kv_cache_memory is None:
-            part = f"{options.fraction:g} of what the weights leave"
+            part = " ".join((f"{options.fraction:g} of what the weights leave", part)).strip()
         yield "KV cache", readable(plan.cache_bytes), part
         tokens = f"{plan.pages * options.page_size:,} tokens"
         yield "pages", f"{plan.pages:,}", tokens
