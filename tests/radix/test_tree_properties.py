@@ -506,7 +506,9 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("tidy_forks", [True, False], ids=["tidy_forks", "loose_forks"])
-@pytest.mark.parametrize("page_size", [1, pytest.param(4, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize(
+    "page_size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4)), 16]
+)
 def test_interleavings_agree_with_the_naive_model(page_size: int, tidy_forks: bool) -> None:
     run_state_machine_as_test(
         lambda: TreeMachine(page_size, tidy_forks),

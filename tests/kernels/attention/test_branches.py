@@ -56,7 +56,12 @@ def test_the_reference_is_brute_force(make_batch, window):
 @pytest.mark.parametrize("shared", [-(10**9), 10**9], ids=["shared", "alone"])
 @pytest.mark.parametrize(
     ("window", "group", "page_size"),
-    [(None, 1, 4), pytest.param(None, 5, 1, marks=pytest.mark.slow), (2, 2, 16), (30, 2, 4)],
+    [
+        (None, 1, 4),
+        pytest.param(None, 5, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, 16, marks=pytest.mark.slow),
+        (30, 2, 4),
+    ],
 )
 def test_every_backend_is_the_reference(
     make_batch, branching, monkeypatch, window, group, page_size, shared
