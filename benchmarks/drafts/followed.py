@@ -35,7 +35,7 @@ class _GivenTokens(Sampler):
             place = sequence.num_generated + (0 if ahead is None else ahead[row])
             tokens.append(answer[min(place, len(answer) - 1)])
         rows = torch.arange(len(tokens), device=logits.device)
-        logits[rows, torch.tensor(tokens, device=logits.device)] = 1e30
+        logits[rows, torch.tensor(tokens, dtype=torch.long, device=logits.device)] = 1e30
         return super().sample(logits, sequences, ahead)
 
 
