@@ -113,7 +113,7 @@ class PlansOnly(ReferenceBackend):
         made.expect([(None, MODEL)], outbox)
         return made
 
-    def fixed_plans(self, sizes: Any, **options: Any) -> Any:
+    def fixed_plans(self, sizes: Any, *, most_sequences: Any = None, **options: Any) -> Any:
         return triton_plans.fixed_plans(
             sizes, device=torch.device("cpu"), deterministic=False, **self._tables, **options
         )

@@ -319,7 +319,7 @@ class AttentionBackend(ABC):
     softcaps: ClassVar[bool] = False
     #: Whether plans may have ``branches``.
     branches: bool = False
-    #: Whether a fixed plan takes any step of its number of rows, chunks of prompts among them.
+    #: Whether fixed plans take any step of their number of rows, chunks of prompts among them.
     mixed_plans: ClassVar[bool] = False
     #: Whether it is faster with decoding sequences first, and those that share pages side by side.
     ordered: ClassVar[bool] = False
@@ -428,6 +428,7 @@ class AttentionBackend(ABC):
         num_pages: int,
         max_pages: int,
         branches: bool = False,
+        most_sequences: int | None = None,
     ) -> Sequence[Sequence[FixedPlan]] | None:
         """Plans for graphs of decoding steps, for each number of rows in ``sizes``.
 
@@ -435,7 +436,8 @@ class AttentionBackend(ABC):
         step uses the first that can load its plan. A page table has at most ``max_pages`` of the
         ``num_pages`` of the cache. ``attend`` takes a fixed plan in place of the result of
         ``prepare``. The plans may share memory, since only one is loaded at a time. With
-        ``branches`` they take such plans, too, if the backend does.
+        ``branches`` they take such plans, too, if the backend does. With ``most_sequences`` no step
+        has more of them, so sizes beyond the first that holds as many are of mixed steps alone.
         """
         return None
 

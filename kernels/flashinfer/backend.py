@@ -108,6 +108,7 @@ class FlashInferBackend(GpuBackend):
     scaled_dtypes = (torch.float8_e4m3fn,)
     softcaps = True
     ordered = True
+    mixed_plans = True
     _on_cuda = False
 
     def __init__(
@@ -164,21 +165,20 @@ class FlashInferBackend(GpuBackend):
         num_pages: int,
         max_pages: int,
         branches: bool = False,
+        most_sequences: int | None = None,
     ) -> Sequence[Sequence[FlashInferFixedPlan | TritonFixedPlan]]:
         self._ours.tables = self.tables
-        unsplit = []
+        made = self._ours.fixed_plans(
+            sizes, page_size=page_size, num_pages=num_pages, max_pages=max_pages
+        )
+        split = None
         if self._case is not None:
             split = most_split(self._case.num_kv_heads, self._multiprocessors)
-            unsplit = [size for size in sizes if size > split]
-        ours = {}
-        if unsplit:
-            made = self._ours.fixed_plans(
-                unsplit, page_size=page_size, num_pages=num_pages, max_pages=max_pages
-            )
-            ours = {size: plan for size, (plan,) in zip(unsplit, made, strict=True)}
         return fixed_plans(
             sizes,
-            ours,
+            {size: plan for size, (plan,) in zip(sizes, made, strict=True)},
+            split=split,
+            most_sequences=most_sequences,
             page_size=page_size,
             num_pages=num_pages,
             max_pages=max_pages,
@@ -313,20 +313,15 @@ class FlashInferBackend(GpuBackend):
             ) from error
 
     def _try_out(self, kind: LayerKind, fa3: Fa3) -> None:
-        """Attend to keys and values of ones: three sequences below a shared page, one a chunk."""
+        """Attend to keys and values of ones: three sequences below a shared page, one a chunk.
+
+        First the chunk is the last, then the first: so all variants of our own kernels around
+        FlashInfer's are compiled, too.
+        """
         size, device = kind.page_size, self.device
-        plan = AttentionPlan(
-            page_size=size,
-            query_start=np.array([0, 1, 2, 4], np.int32),
-            context_len=np.array([size + 1, size + 1, size + 2], np.int32),
-            page_indptr=np.array([0, 2, 4, 7], np.int32),
-            page_indices=np.array([0, 1, 0, 2, 0, 3, 4], np.int32),
-            stretches=(SharedStretch(0, 1, np.arange(3, dtype=np.int32)),),
-        )
         shared: tuple[SharedLevel, ...] = ()
         if kind.window is None or kind.window >= size + 2:
             shared = ((SharedRange(0, size, np.arange(3)),),)
-        schedule = build_levels(plan, kind.window, shared)
         shape = (5, size, kind.kv_heads, kind.head_dim)
         ones = torch.ones(shape, device=device).to(kind.cache_dtype)
         scales = None
@@ -334,22 +329,34 @@ class FlashInferBackend(GpuBackend):
             scales = (torch.ones(kind.kv_heads, device=device),) * 2
         q = torch.ones(4, kind.heads, kind.head_dim, dtype=kind.dtype, device=device) / 8
         wrappers = Wrappers(self._library, self._workspace, kind, fa3)
-        with on(device):
-            outbox = Outbox(device)
-            sent = SentSchedule(schedule, plan, outbox)
-            outbox.send()
-            wrappers.plan(sent)
-            out, lse = wrappers.run(q, LayerCache(ones, ones, scales))
         score = kind.head_dim / 8 * kind.scale
         if kind.softcap is not None:
             score = kind.softcap * math.tanh(score / kind.softcap)
-        seen = [min(size + more, kind.window or size + more) for more in (1, 1, 1, 2)]
-        expected = torch.tensor([score + math.log(count) for count in seen])[:, None]
-        if not (
-            torch.allclose(out.float().cpu(), torch.ones(()), atol=0.02)
-            and torch.allclose(lse.cpu(), expected, atol=0.02)
-        ):
-            raise ArithmeticError("its results are wrong on a batch of ones")
+        for counts in ((1, 1, 2), (2, 1, 1)):
+            own = iter((1, 2, 3, 4))
+            pages = [[0, *(next(own) for _ in range(count))] for count in counts]
+            plan = AttentionPlan(
+                page_size=size,
+                query_start=np.cumsum([0, *counts]).astype(np.int32),
+                context_len=np.array([size + count for count in counts], np.int32),
+                page_indptr=np.cumsum([0, *map(len, pages)]).astype(np.int32),
+                page_indices=np.concatenate(pages).astype(np.int32),
+                stretches=(SharedStretch(0, 1, np.arange(3, dtype=np.int32)),),
+            )
+            with on(device):
+                outbox = Outbox(device)
+                sent = SentSchedule(build_levels(plan, kind.window, shared), plan, outbox)
+                outbox.send()
+                wrappers.plan(sent)
+                out, lse = wrappers.run(q, LayerCache(ones, ones, scales))
+            context = [size + 1 + row for count in counts for row in range(count)]
+            seen = [min(keys, kind.window or keys) for keys in context]
+            expected = torch.tensor([score + math.log(keys) for keys in seen])[:, None]
+            if not (
+                torch.allclose(out.float().cpu(), torch.ones(()), atol=0.02)
+                and torch.allclose(lse.cpu(), expected, atol=0.02)
+            ):
+                raise ArithmeticError("its results are wrong on a batch of ones")
         self._wrappers[kind] = wrappers
 
 

@@ -7,7 +7,11 @@ one group without pages. The launches of such a level take time all the same, he
 every size: one without shared levels, for steps in which sharing does not pay, and others with
 some. A step takes the plan with the fewest levels that has all of its own. Of a tree with more
 levels than any plan, the levels that save the most are shared, and each sequence reads the rest.
-From the sizes on that FlashInfer does not split, there is a plan for our own kernels, too.
+
+After these, each size has a plan for our own kernels, which takes what FlashInfer's do not: steps
+with rows of prompts or drafts, sequences that lie in another order, and batches that FlashInfer
+does not split. Kernel by kernel such a step would take the host longer than its attention takes a
+GPU with any kernels.
 
 All plans share their memory: only one is loaded at a time, and a load is queued after the last
 replay.
@@ -191,8 +195,8 @@ class FlashInferFixedPlan(FixedPlan):
     """A plan in fixed places, for each kind of layer, with a number of shared ``levels``.
 
     It takes the steps that would share at most as many, and the ``deepest`` of its size all steps
-    whose sequences lie in depth-first order. Where there is one of ``ours`` for the size, after all
-    of these, it gets the steps in which FlashInfer would wait for the longest sequence. ``size`` is
+    whose sequences lie in depth-first order. ``unsplit``: FlashInfer may not split so many, and
+    steps in which it would wait for the longest sequence are left to our own kernels. ``size`` is
     the number of its sequences, ``largest`` the greatest of all plans; plans of all sizes share
     ``memory`` and ``choices``.
     """
@@ -209,7 +213,7 @@ class FlashInferFixedPlan(FixedPlan):
     library: Any
     workspace: torch.Tensor
     cost_model: Callable[[LayerKind], CostModel]
-    ours: bool
+    unsplit: bool
     tables: torch.Tensor | None = None
     _kinds: dict[LayerKind, FixedWrappers] = field(default_factory=dict, init=False)
 
@@ -245,7 +249,7 @@ class FlashInferFixedPlan(FixedPlan):
         shared = self.choices.shared(kind, model)
         if len(shared) > self.levels and not self.deepest:
             return False
-        if self.ours and self.choices.skewed(kind, model):
+        if self.unsplit and self.choices.skewed(kind, model):
             return False
         schedule = self._fit(plan, kind.window, shared)
         room = self.memory[kind].pages
@@ -301,24 +305,33 @@ class FlashInferFixedPlan(FixedPlan):
 
 
 def fixed_plans(
-    sizes: Sequence[int], ours: Mapping[int, TritonFixedPlan], **options: Any
+    sizes: Sequence[int],
+    ours: Mapping[int, TritonFixedPlan],
+    *,
+    split: int | None,
+    most_sequences: int | None,
+    **options: Any,
 ) -> list[tuple[FlashInferFixedPlan | TritonFixedPlan, ...]]:
     """See ``AttentionBackend.fixed_plans``; ``options`` are fields of ``FlashInferFixedPlan``.
 
-    ``ours``: plans of some of the sizes for our own kernels.
+    ``ours``: plans of all sizes for our own kernels. ``split``: sequences up to which FlashInfer
+    surely splits; None: not known, and taken for all.
     """
     memory: dict[LayerKind, FixedMemory] = {}
     choices = _Choices()
+    largest = max(sizes)
+    if most_sequences is not None:
+        largest = min([size for size in sizes if size >= most_sequences], default=largest)
 
     def of_size(size: int) -> Iterator[FlashInferFixedPlan | TritonFixedPlan]:
         depths = [levels for levels, least in LEVELS.items() if size >= least]
+        unsplit = split is not None and size > split
         given = memory, choices
-        for levels in depths:
+        for levels in depths if size <= largest else ():
             yield FlashInferFixedPlan(
-                size, levels, *given, levels == depths[-1], max(sizes), ours=size in ours, **options
+                size, levels, *given, levels == depths[-1], largest, unsplit=unsplit, **options
             )
-        if size in ours:
-            yield ours[size]
+        yield ours[size]
 
     return [tuple(of_size(size)) for size in sizes]
 

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from coppice.kernels.sampling.columns import COLUMNS, TOP_K, TOP_P
+from coppice.kernels.triton.dependent import begin, dependent
 
 _BLOCK = 4096
 _WARPS = 8
@@ -83,7 +84,8 @@ def choose_rows(
     state = made(_STATE.value, torch.int64)
     masses, kept = made(parts, torch.int64), made(parts, torch.int64)
     same = made(parts, torch.int32)
-    shape = {"PARTS": parts, "BLOCK": block, "num_warps": _WARPS if block == _BLOCK else 4}
+    warps = _WARPS if block == _BLOCK else 4
+    shape = {"PARTS": parts, "BLOCK": block, "num_warps": warps, **dependent(logits.device)}
     row = (logits, columns, best, logits.stride(0), vocabulary)
     greatest[(rows, parts)](logits, best, places, logits.stride(0), vocabulary, **shape)
     if few_k:
@@ -184,14 +186,16 @@ def greatest(
     vocabulary: tl.tensor,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """The greatest logit of each part, and the first id that has it: grid ``(R, PARTS)``."""
+    begin(DEPENDENT)
     row, part = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * stride
-    begin, end = _part(part, vocabulary, PARTS, BLOCK)
+    first, end = _part(part, vocabulary, PARTS, BLOCK)
     most = tl.full([BLOCK], -float("inf"), tl.float32)
     where = tl.full([BLOCK], 0, tl.int32)
-    for start in range(begin, end, BLOCK):
+    for start in range(first, end, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         x = tl.load(logits + ids, mask=ids < vocabulary, other=-float("inf"))
         where = tl.where(x > most, ids, where)
@@ -214,11 +218,13 @@ def count_keys(
     LEVEL: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """How many keys are in each range of a level, within that which the level before has found.
 
     ``counts`` are int32 ``[R, 3, 1024]``, zero at first.
     """
+    begin(DEPENDENT)
     row, part = tl.program_id(0), tl.program_id(1)
     columns += row * COLUMNS
     top_k = tl.load(columns + 1)
@@ -237,9 +243,9 @@ def count_keys(
             if part == 0:
                 tl.store(state + 2 * (LEVEL - 1), prefix)
                 tl.store(state + 2 * (LEVEL - 1) + 1, above)
-        begin, end = _part(part, vocabulary, PARTS, BLOCK)
+        first, end = _part(part, vocabulary, PARTS, BLOCK)
         found = tl.zeros([_BINS], tl.int32)
-        for start in range(begin, end, BLOCK):
+        for start in range(first, end, BLOCK):
             _, keys, ids = _keys(logits, start, vocabulary, top, temperature, BLOCK)
             here = ids < end
             if LEVEL > 0:
@@ -267,12 +273,14 @@ def weigh_keys(
     LEVEL: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """The weight of the keys in each range of a level, of what top-k keeps.
 
     ``sums`` are int64 ``[R, 3, 1024]``, zero at first; ``masses`` int64 ``[R, PARTS]`` get the
     weight of each part.
     """
+    begin(DEPENDENT)
     row, part = tl.program_id(0), tl.program_id(1)
     columns += row * COLUMNS
     top_k, top_p = tl.load(columns + 1), tl.load(columns + 2)
@@ -305,9 +313,9 @@ def weigh_keys(
                 tl.store(state + 2 * (LEVEL + 1), prefix)
                 tl.store(state + 2 * (LEVEL + 1) + 1, above)
             wanted = prefix.to(tl.int32)
-        begin, end = _part(part, vocabulary, PARTS, BLOCK)
+        first, end = _part(part, vocabulary, PARTS, BLOCK)
         mass = tl.zeros([BLOCK], tl.int64)
-        for start in range(begin, end, BLOCK):
+        for start in range(first, end, BLOCK):
             weights, keys, ids = _keys(logits, start, vocabulary, top, temperature, BLOCK)
             whole = tl.where((keys > last) & (ids < end), _whole(weights), 0)
             if LEVEL == 0:
@@ -352,12 +360,14 @@ def keep(
     FEW_P: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """Of each part the weight above the last kept key, and how many are equal to it.
 
     ``kept`` int64 and ``same`` int32 ``[R, PARTS]``. The last key and the number of its equals that
     are kept are left in ``state``.
     """
+    begin(DEPENDENT)
     row, part = tl.program_id(0), tl.program_id(1)
     columns += row * COLUMNS
     top_k, top_p = tl.load(columns + 1), tl.load(columns + 2)
@@ -387,10 +397,10 @@ def keep(
                 equals = tl.where(key > last, count, tl.minimum(count, equals))
                 last = tl.maximum(key, last)
         border = last.to(tl.int32)
-        begin, end = _part(part, vocabulary, PARTS, BLOCK)
+        first, end = _part(part, vocabulary, PARTS, BLOCK)
         mass = tl.zeros([BLOCK], tl.int64)
         number = tl.zeros([BLOCK], tl.int32)
-        for start in range(begin, end, BLOCK):
+        for start in range(first, end, BLOCK):
             weights, keys, ids = _keys(logits, start, vocabulary, top, temperature, BLOCK)
             here = (ids < end) & (weights >= min_p)
             mass += tl.where(here & (keys > border), _whole(weights), 0)
@@ -417,8 +427,10 @@ def draw(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """The token of a row, int64 in ``tokens``: grid ``(R,)``."""
+    begin(DEPENDENT)
     row = tl.program_id(0)
     columns += row * COLUMNS
     top_k = tl.load(columns + 1)

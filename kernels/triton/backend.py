@@ -90,6 +90,7 @@ class TritonBackend(GpuBackend):
         num_pages: int,
         max_pages: int,
         branches: bool = False,
+        most_sequences: int | None = None,
     ) -> Sequence[Sequence[TritonFixedPlan]]:
         return fixed_plans(
             sizes,

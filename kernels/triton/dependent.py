@@ -3,6 +3,9 @@
 They wait for its results before they read or write anything, so that only the launch and the start
 of programs overlap. Every kernel that is launched so must call ``begin`` first, in every program:
 else one that ends early would let the kernel after it begin before the one before it has ended.
+
+Two kernels are launched without, ``deliver_words`` and ``copy_page_words``: a transfer comes right
+before them, and a graph or an operation of torch right after, so there is nothing to overlap.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ def gather_runs(
 ) -> None:
     """Launches ``gather_pages`` for runs of at most ``longest`` entries."""
     gather_pages[(len(starts), triton.cdiv(longest, _GATHERED))](
-        tables, starts, counts, begins, pages, BLOCK=_GATHERED, num_warps=4
-    )
+        tables, starts, counts, begins, pages,
+        BLOCK=_GATHERED, num_warps=4, **dependent(pages.device),
+    )  # fmt: skip
 
 
 def merge_parts(
@@ -68,11 +69,13 @@ def gather_pages(
     begins: tl.tensor,
     pages: tl.tensor,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """``counts`` entries of ``tables`` from ``starts`` on, to ``pages`` from ``begins`` on.
 
     All int32, the first three of one length; grid ``(runs, longest / BLOCK)``.
     """
+    begin(DEPENDENT)
     run = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < tl.load(counts + run)

@@ -33,7 +33,7 @@ _DIVIDED_BELOW = H100_MULTIPROCESSORS
 _ADDED = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def multiply_rows(
     x: tl.tensor,
     weight: tl.tensor,
@@ -89,28 +89,29 @@ def multiply_rows(
     tl.store(out + to, total.to(out.dtype.element_ty), mask=here[:, None] & there[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_parts(
     parts: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
-    numbers: tl.tensor,
+    rows: tl.tensor,
     OUTPUTS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BIASED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """The sums that ``multiply_rows`` makes undivided: grid ``(numbers / BLOCK,)``.
+    """The sums that ``multiply_rows`` makes undivided: grid ``(rows * OUTPUTS / BLOCK,)``.
 
-    ``parts`` is float32 ``[PARTS, numbers]``, ``out [numbers]``: rows times OUTPUTS.
+    ``parts`` is float32 ``[PARTS, rows, OUTPUTS]``, ``out [rows, OUTPUTS]``.
     """
     begin(DEPENDENT)
+    numbers = rows.to(tl.int64) * OUTPUTS
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
     total = tl.full([BLOCK], 0.0, tl.float32)
     for part in range(PARTS):
-        total += tl.load(parts + part * numbers.to(tl.int64) + at, mask=mask, other=0.0)
+        total += tl.load(parts + part * numbers + at, mask=mask, other=0.0)
     if BIASED:
         total += tl.load(bias + at % OUTPUTS, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
@@ -162,7 +163,7 @@ def steady_linear(
             )  # fmt: skip
             if divided:
                 add_parts[(triton.cdiv(out.numel(), _ADDED),)](
-                    to, given, out, out.numel(),
+                    to, given, out, len(x),
                     OUTPUTS=outputs, PARTS=parts, BLOCK=_ADDED, BIASED=bias is not None,
                     num_warps=4, **dependent(x.device),
                 )  # fmt: skip

@@ -341,6 +341,7 @@ class ModelRunner:
             num_pages=self.num_pages + 1,
             max_pages=-(-self.max_model_len // self.page_size),
             branches=self._drafts and self.attention.branches,
+            most_sequences=most,
         )
         if plans is None:
             logger.info("no CUDA graphs: the %s backend offers none", self.attention.name)

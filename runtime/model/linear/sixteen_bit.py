@@ -31,6 +31,8 @@ class BFloat16Linear(HalfLinear):
 
     Sums are float32's. Where the compiled products cannot run, torch's do: oneDNN takes the
     instructions that there are (AMX, AVX512-BF16, those of ARM), and rounds results to bfloat16.
+    The bias is added to these in float32: within the product it would be rounded with them, and
+    some models have biases of hundreds beside results of ones.
     A row's result depends on no other row in both: torch's products all have ``_TOGETHER`` rows.
     """
 

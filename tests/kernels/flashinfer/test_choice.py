@@ -16,6 +16,7 @@ from coppice.kernels.attention.interface import AttentionCase
 from coppice.kernels.attention.reference import ReferenceBackend
 from coppice.kernels.backends import select_backend
 from coppice.kernels.flashinfer import backend as backend_module
+from coppice.kernels.flashinfer import wrappers as wrappers_module
 from coppice.kernels.flashinfer.backend import FlashInferBackend
 from coppice.kernels.flashinfer.choice import (
     most_split,
@@ -229,6 +230,19 @@ def test_a_device_that_is_lost_is_no_reason_for_triton(library, monkeypatch):
         FlashInferBackend(CPU, CASE)
 
 
+def test_all_variants_of_the_merge_are_launched_at_the_start(library, monkeypatch):
+    """With rows in their places and in others, over a cache with scales and without."""
+    launched, merge = set(), wrappers_module.merge_parts
+
+    def counted(parts, parts_lse, bounds, places, v_scales, group):
+        launched.add((places is not None, v_scales is not None))
+        return merge(parts, parts_lse, bounds, places, v_scales, group)
+
+    monkeypatch.setattr(wrappers_module, "merge_parts", counted)
+    FlashInferBackend(CPU, replace(CASE, cache_dtype=torch.float8_e4m3fn))
+    assert launched == {(False, False), (False, True), (True, False), (True, True)}
+
+
 @pytest.mark.slow
 def test_graphs_of_skewed_batches_are_ours(library, make_batch, monkeypatch):
     """From the sizes on that FlashInfer does not split; other steps of that size stay with it."""
@@ -236,7 +250,7 @@ def test_graphs_of_skewed_batches_are_ours(library, make_batch, monkeypatch):
     share_all(monkeypatch)  # so small a batch pays for no merge
     backend = FlashInferBackend(CPU, CASE)
     made = backend.fixed_plans((1, 4), page_size=16, num_pages=100, max_pages=64)
-    assert [type(each) for each in made[0]] == [FlashInferFixedPlan]
+    assert [type(each) for each in made[0]] == [FlashInferFixedPlan, TritonFixedPlan]
     assert [type(each) for each in made[1]] == [FlashInferFixedPlan] * 2 + [TritonFixedPlan]
     options = {"page_size": 16, "kv_heads": 2, "group": 4, "dtype": torch.bfloat16, "head_dim": 64}
     even = make_batch([(1, 30)] * 4, **options)

@@ -11,10 +11,17 @@ from fake_flashinfer import Library, share_all
 from coppice.kernels.attention.interface import LayerCache
 from coppice.kernels.attention.reference import ReferenceBackend
 from coppice.kernels.flashinfer.backend import FlashInferBackend
-from coppice.kernels.flashinfer.fixed import LEVELS, FixedMemory, num_groups
+from coppice.kernels.flashinfer.fixed import (
+    LEVELS,
+    FixedMemory,
+    FlashInferFixedPlan,
+    num_groups,
+)
 from coppice.kernels.flashinfer.wrappers import LayerKind
 from coppice.kernels.schedule.cost import CostModel
 from coppice.kernels.schedule.tiles import choose_tiles
+from coppice.kernels.triton import plans as triton_plans
+from coppice.kernels.triton.plans import TritonFixedPlan
 
 SIZE = 8
 TAILS = [(1, 3), (1, 0), (1, 5), (1, 2), (1, 9), (1, 1), (1, 12), (1, 4)]
@@ -37,7 +44,9 @@ def backend(flashinfer_backend, monkeypatch) -> FlashInferBackend:
 
 
 def plans(backend, sizes=(SIZE,), num_pages=200, max_pages=64):
-    return backend.fixed_plans(sizes, page_size=4, num_pages=num_pages, max_pages=max_pages)
+    """FlashInfer's own of each size."""
+    made = backend.fixed_plans(sizes, page_size=4, num_pages=num_pages, max_pages=max_pages)
+    return [kinds[:-1] for kinds in made]
 
 
 def agree(got, expected) -> None:
@@ -199,3 +208,15 @@ def test_a_large_size_has_room_for_partial_results():
     assert FixedMemory(kind, 512, 100, model, given).workspace is given
     needed = 287 * 128 // 4 * 32 * (128 + 1) * 4
     assert needed <= FixedMemory(kind, 1024, 100, model, given).workspace.numel() < 1.01 * needed
+
+
+def test_steps_with_rows_of_prompts_are_ours(make_batch, backend, monkeypatch):
+    """Sizes beyond the most sequences have no plans of FlashInfer's, which take one row of each."""
+    monkeypatch.setattr(triton_plans, "_WAVES", 0)  # where kernels are interpreted, for speed
+    options = {"page_size": 4, "num_pages": 200, "max_pages": 64}
+    decoding, larger = backend.fixed_plans((SIZE, 2 * SIZE), most_sequences=SIZE, **options)
+    assert [type(each) for each in decoding] == [FlashInferFixedPlan] * 3 + [TritonFixedPlan]
+    assert [type(each) for each in larger] == [TritonFixedPlan]
+    batch = make_batch([(3, 4), (1, 9), (4, 0)], [([0, 1], 2)], page_size=4)
+    assert [fixed.load(batch.plan) for fixed in decoding] == [False, False, False, True]
+    agree(batch.run(backend, prepared=decoding[-1]), batch.run(ReferenceBackend()))

@@ -248,7 +248,7 @@ def variants() -> dict[str, Variant]:
                 stages=product.stages, scalars=scalars,
             )  # fmt: skip
     adding = {"OUTPUTS": 4096, "PARTS": 4, "BLOCK": 1024, "BIASED": True}
-    made["parts"] = Variant(add_parts, adding, scalars={"parts": "*fp32", "numbers": "i32"})
+    made["parts"] = Variant(add_parts, adding, scalars={"parts": "*fp32", "rows": "i32"})
     for dtype, rows in (("bf16", 1), ("bf16", 64), ("fp32", 64)):
         product = expert_tile(ITEMSIZE[dtype], rows, deterministic=False)
         constants = {

@@ -9,7 +9,17 @@ import pytest
 import torch
 import triton.language as tl
 
-from coppice.kernels.triton import attention, cache, dependent, merge, products, rows
+from coppice.kernels.sampling import choose_triton
+from coppice.kernels.triton import (
+    attention,
+    cache,
+    dependent,
+    experts,
+    levels,
+    merge,
+    products,
+    rows,
+)
 
 CUDA = torch.device("cuda", 0)
 
@@ -37,7 +47,9 @@ def test_a_triton_that_lacks_it(monkeypatch):
     assert dependent.dependent(CUDA) == {"DEPENDENT": False}
 
 
-@pytest.mark.parametrize("module", [attention, cache, merge, products, rows])
+@pytest.mark.parametrize(
+    "module", [attention, cache, choose_triton, experts, levels, merge, products, rows]
+)
 def test_every_program_waits_first(module):
     """A program that returned before would let the next kernel overtake the one before."""
     found = 0

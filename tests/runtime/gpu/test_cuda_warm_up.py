@@ -75,9 +75,38 @@ def test_requests_of_every_kind_compile_nothing_after_the_start(
         BeamSearchParams(2, 4, ignore_eos=True),
     ]
     prompts = [*make_prompts(26), [5] * 150, [6, 7, 8]]
+    assert compiled_by(engine, list(zip(prompts, kinds, strict=True))) == []
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "options"), [("triton", {"deterministic": True}), ("flashinfer", {})]
+)
+def test_deterministic_and_flashinfers_steps_compile_nothing_after_the_start(
+    tiny_checkpoint, backend, options, eager
+):
+    """Of the latter, our own kernels around FlashInfer's."""
+    path = tiny_checkpoint("llama", head_dim=128)
+    options = {"dtype": "bfloat16", "page_size": 16, "max_num_batched_tokens": 64} | options
+    try:
+        engine = make_engine(
+            path, device="cuda", attention_backend=backend, enforce_eager=eager, **options
+        )
+    except ValueError as error:
+        if backend != "flashinfer":
+            raise
+        pytest.skip(str(error))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompts = [*make_prompts(26), [5] * 150, [6, 7, 8], [9] * 16, [10] * 17, [11]]
+    assert compiled_by(engine, [(prompt, params) for prompt in prompts]) == []
+
+
+def compiled_by(engine, requests):
+    """The names of kernels that are compiled while requests run, which they do twice."""
     with Compilations() as later:
         for again in range(2):
-            for number, (prompt, params) in enumerate(zip(prompts, kinds, strict=True)):
+            for number, (prompt, params) in enumerate(requests):
                 name = f"{again} {number}"
                 if isinstance(params, BeamSearchParams):
                     engine.add_beam_search(name, prompt, params)
@@ -88,7 +117,7 @@ def test_requests_of_every_kind_compile_nothing_after_the_start(
             while engine.has_unfinished():
                 for output in engine.step():
                     assert output.error is None
-    assert later.names == []
+    return later.names
 
 
 @pytest.mark.slow

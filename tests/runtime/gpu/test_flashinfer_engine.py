@@ -17,6 +17,7 @@ from coppice.kernels.flashinfer.fixed import FlashInferFixedPlan
 from coppice.kernels.flashinfer.levels import build_levels
 from coppice.kernels.sampling.choose import choose
 from coppice.kernels.sampling.columns import TOP_K, UNIFORM
+from coppice.kernels.triton import plans as triton_plans
 from coppice.kernels.triton.base import INTERPRETED
 from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
@@ -161,3 +162,30 @@ def test_graphs_replay_with_shared_levels_and_without(tiny_checkpoint, library, 
     steps = make_stats(engine).decode_steps
     assert steps == {"graph": 2 * (TOKENS - 1), "too_many": 0, "too_much": 0}
     assert found[1] == found[0]
+
+
+@pytest.mark.slow
+def test_small_steps_with_prompts_are_replayed_by_our_kernels(
+    tiny_checkpoint, library, monkeypatch
+):
+    """FlashInfer's plans of graphs take one row of each sequence."""
+    monkeypatch.setattr(triton_plans, "_WAVES", 0)  # where kernels are interpreted, for speed
+    path, found = tiny_checkpoint("llama", head_dim=64, num_hidden_layers=1), []
+    for sizes in (None, (2, 8, 16)):
+        engine = make_engine(path, attention_backend="flashinfer", page_size=4, **OPTIONS)
+        if sizes is not None:
+            engine.runner.capture(FakeRecorder(), sizes, 2)
+        tokens = {}
+        for number in range(3):
+            prompt = [3 + number, *range(4, 7 + 4 * number)]
+            engine.add_request(str(number), prompt, PARAMS)
+            for output in engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        while engine.has_unfinished():
+            for output in engine.step():
+                assert output.error is None, output.error
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        found.append(tokens)
+    assert found[1] == found[0]
+    assert make_stats(engine).mixed_steps == {"graph": 3, "eager": 0}
+    assert make_stats(engine).decode_steps["too_much"] == 0

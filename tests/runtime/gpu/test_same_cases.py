@@ -59,6 +59,9 @@ CASES: dict[str, dict[str, tuple[str, str] | None]] = {
             WARM_UP, "test_requests_of_every_kind_compile_nothing_after_the_start",
         ),
         "test_requests_of_every_kind_compile_nothing_after_the_start": (WARM_UP, SAME),
+        "test_products_compile_nothing_after_few_and_many_rows": (
+            WARM_UP, "test_deterministic_and_flashinfers_steps_compile_nothing_after_the_start",
+        ),
         "test_the_kinds_of_steps": HOST,
         "test_a_plan_names_the_spare_page_only_and_is_valid": HOST,
     },

@@ -128,6 +128,7 @@ class FakeAttention(ReferenceBackend):
         num_pages: int,
         max_pages: int,
         branches: bool = False,
+        most_sequences: int | None = None,
     ) -> list[list[FakeFixedPlan]]:
         return [[FakeFixedPlan(num_pages)] for _ in sizes]
 

@@ -14,6 +14,7 @@ from mixed_requests import make_engine, make_prompts
 
 from coppice.kernels.sampling import choose_triton
 from coppice.kernels.triton.backend import INTERPRETED
+from coppice.kernels.triton.products import steady_linear
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.warm_up import WarmStep, warm_plan, warm_steps
 
@@ -66,6 +67,20 @@ def test_the_choice_of_tokens_compiles_nothing_after_its_warm_up(monkeypatch):
                 choose_triton.choose_rows(logits, torch.from_numpy(columns), columns)
         last = columns[-1:].copy()
         choose_triton.choose_rows(logits[-1:], torch.from_numpy(last), last)
+    assert compiler.variants == before
+
+
+@pytest.mark.parametrize("outputs", [256, 250])
+def test_products_compile_nothing_after_few_and_many_rows(monkeypatch, outputs):
+    """With `deterministic`: parts by themselves and together, whatever the number of rows."""
+    compiler = CountingCompiler(monkeypatch, runs=False)
+    weight = torch.empty(outputs, 2048)
+    for rows in (1, 8192):
+        steady_linear(torch.empty(rows, 2048), weight)
+    before = set(compiler.variants)
+    assert sorted(name for name, *_ in before) == ["add_parts", "multiply_rows", "multiply_rows"]
+    for rows in (2, 16, 17, 129, 1000, 4096, 8191):
+        steady_linear(torch.empty(rows, 2048), weight)
     assert compiler.variants == before
 
 
