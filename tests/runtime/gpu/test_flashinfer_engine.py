@@ -144,8 +144,8 @@ def test_graphs_replay_with_shared_levels_and_without(tiny_checkpoint, library, 
     loaded = Counter()
     load = FlashInferFixedPlan.load
 
-    def counted(plan, step):
-        fits = load(plan, step)
+    def counted(plan, step, outbox=None):
+        fits = load(plan, step, outbox)
         loaded[plan.levels] += fits
         return fits
 
