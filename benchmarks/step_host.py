@@ -271,6 +271,16 @@ def decode(engine: Engine, tree: str, batch: int, temperature: float, chunk: int
     return seconds
 
 
+def sent_a_step() -> dict[str, float]:
+    """What went to the device in the steps measured last; earlier commits pack nothing on a CPU."""
+    if not sent_in_steps:
+        return {}
+    return {
+        "transfers": round(len(sent_in_steps) / STEPS, 2),
+        "kib_sent": round(sum(sent_in_steps) / STEPS / 1024, 1),
+    }
+
+
 def beside(arguments: argparse.Namespace, given: list[str]) -> None:
     """Measures the trees in turn, and writes a row for each of them and each kind of step."""
     rows = Rows(arguments.json)
@@ -331,8 +341,7 @@ def main() -> None:
                     **({"chunk": chunk} if chunk else {}),
                     tree=tree,
                     temperature=temperature,
-                    transfers=round(len(sent_in_steps) / STEPS, 2),
-                    kib_sent=round(sum(sent_in_steps) / STEPS / 1024, 1),
+                    **sent_a_step(),
                     multiples=spread([s / u for s, u in zip(steps, units, strict=True)]),
                     times={
                         "step_ms": spread([1e3 * each for each in steps]),
