@@ -46,7 +46,7 @@ def compile_all(names: Sequence[str], cache: Path) -> dict[str, dict]:
     outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     outside["TRITON_CACHE_DIR"] = str(cache)
     ran = subprocess.run(
-        [sys.executable, SCRIPT, *names], env=outside, capture_output=True, text=True, timeout=580
+        [sys.executable, SCRIPT, *names], env=outside, capture_output=True, text=True, timeout=1180
     )
     assert ran.returncode == 0, ran.stderr
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
@@ -132,7 +132,7 @@ def test_a_head_of_80_is_not_multiplied_as_one_of_128(compiled):
     assert compiled["prefill bf16 80"]["shared"] < 0.65 * compiled["prefill bf16 128"]["shared"]
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(1200)  # more than seventy compilations
 def test_every_variant(tmp_path):
     made = compile_all((), tmp_path)
     assert len(made) > 50
