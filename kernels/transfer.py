@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -188,12 +189,14 @@ class Outbox:
             arrays.append(self._deliverer.table(deliveries))
             starts.append(starts[-1] + arrays[-1].nbytes)
         packed = _packed(arrays, starts, self._device).to(self._device, non_blocking=True)
-        views = _views(packed, starts, arrays)
+        # What goes to its place needs no view of its own; each costs some operations of torch.
+        views = iter(_views(packed, starts, added))
         for parcel in self._parcels:
-            parcel.tensors = [views.pop(0) for _ in parcel.arrays]
+            parcel.tensors = [next(views) for _ in parcel.arrays]
         words = packed.view(torch.int32)
         if deliveries and self._deliverer is not None:
-            self._deliverer.launch(words, views[-1])
+            table = arrays[-1]
+            self._deliverer.launch(words, _view(packed, starts[-2], table.shape, table.dtype))
         else:
             for each in deliveries:
                 _deliver(words, each)
@@ -279,6 +282,7 @@ def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+@cache
 def _torch_type(dtype: np.dtype) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
