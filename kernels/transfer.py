@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Protocol
+from itertools import accumulate
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -89,9 +89,8 @@ class Parcel:
         self.tensors: list[torch.Tensor] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """``count`` 32-bit words, of those that were sent, for ``target``, which is contiguous.
+class Delivery(NamedTuple):
+    """``words`` 32-bit words, of those that were sent, for ``target``, which is contiguous.
 
     They begin at byte ``start``. Without ``places`` they go to its first words, else each to the
     word whose number is at its place in the int32 numbers that begin at byte ``places``.
@@ -99,7 +98,7 @@ class Delivery:
 
     target: torch.Tensor
     start: int
-    count: int
+    words: int
     places: int | None = None
 
 
@@ -204,7 +203,7 @@ class Outbox:
 
 def _deliver(words: torch.Tensor, delivery: Delivery) -> None:
     """As operations of torch."""
-    count, places = delivery.count, delivery.places
+    count, places = delivery.words, delivery.places
     target = delivery.target.reshape(-1).view(torch.int32)
     part = words[delivery.start // 4 :][:count]
     if places is None:
@@ -246,8 +245,8 @@ class Fetched:
 
 def _starts(sizes: Sequence[int]) -> list[int]:
     """Where arrays of these numbers of bytes begin, one after another, and where the last ends."""
-    rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    return [int(start) for start in np.cumsum([0, *rounded])]
+    rounded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+    return list(accumulate(rounded, initial=0))
 
 
 def _packed(

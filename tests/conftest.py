@@ -99,18 +99,22 @@ _SERVED = {
 }
 
 
-# They have few tests, which take long: at the end one process would have them to itself, while the
+# These come first, in this order. The first file compiles the kernels that most others need, for a
+# minute, while the other process has files that need none: else both would compile them. Then come
+# those with few tests, which take long: at the end one process would have them to itself, while the
 # other has nothing to do.
-_FIRST = {
-    "cluster/test_cluster",
+_FIRST = [
     "server/test_faults",
     "tests/test_package",
+    "frontend/test_cost",
+    "triton/test_plans",
+    "cluster/test_cluster",
     "demo/test_run",
     "client/test_engine",
     "startup/test_light_transformers",
     "sampling/test_grammar_library",
     "engine/test_tier_fuzz",
-}
+]
 
 
 def _file(path: Path) -> str:
@@ -145,7 +149,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Files that take long come first, then those with most tests.
     """
     sizes = Counter(item.path for item in items)
-    items.sort(key=lambda item: (_file(item.path) not in _FIRST, -sizes[item.path]))
+    place = {name: at for at, name in enumerate(_FIRST)}
+    items.sort(key=lambda item: (place.get(_file(item.path), len(place)), -sizes[item.path]))
     tests: defaultdict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("pairwise"):

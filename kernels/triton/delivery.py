@@ -45,8 +45,8 @@ class Blocks:
         rows = []
         for each in deliveries:
             address, word = each.target.data_ptr(), each.start // 4
-            for at in range(0, each.count, _BLOCK):
-                count = min(_BLOCK, each.count - at)
+            for at in range(0, each.words, _BLOCK):
+                count = min(_BLOCK, each.words - at)
                 if each.places is None:
                     rows.append((address + 4 * at, word + at, count, -1))
                 else:

@@ -324,7 +324,8 @@ def _put(
 
     Rows without parameters take the most probable token, for which one look at each logit does.
     """
-    columns = np.tile(MOST_PROBABLE, (rows, 1))
+    columns = np.empty((rows, COLUMNS))
+    columns[:] = MOST_PROBABLE
     if known is not None:
         columns[: len(known)] = known
     wanted = batch.logit_rows if len(batch.logit_rows) <= rows else batch.logit_rows[:0]

@@ -94,12 +94,13 @@ class PageTables:
             self.forget()
             return None
         self._last = sequences, tables, start
-        lengths = np.array([len(new) // TOKEN_BYTES for _, new in found], np.int64)
-        begins = np.array([begin for begin, _ in found], np.int64)
-        ends = np.cumsum(lengths)
-        places = np.arange(int(lengths.sum())) + np.repeat(begins - (ends - lengths), lengths)
+        written = [
+            np.arange(begin, begin + len(new) // TOKEN_BYTES, dtype=np.int32)
+            for begin, new in found
+        ]
+        places = np.concatenate(written) if written else np.zeros(0, np.int32)
         pages = np.frombuffer(b"".join(new for _, new in found), np.int32)
-        return Placed(start, places.astype(np.int32), pages)
+        return Placed(start, places, pages)
 
     def _room(self, sequence: object) -> int:
         """Bytes of a sequence's place."""

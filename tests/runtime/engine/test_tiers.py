@@ -82,7 +82,7 @@ def test_what_was_evicted_comes_back(llama, tmp_path):
     plain.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 def test_any_page_size_and_type(llama, tmp_path, page_size, dtype):
     prompts = prompts_of(3, (50, 33))

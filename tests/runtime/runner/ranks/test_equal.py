@@ -20,7 +20,13 @@ from tests.runtime.runner.ranks.conftest import StartRanks
 Checkpoint = Callable[..., Path]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen2", "gemma3_text", "phi3", "gpt_oss",
+     *(pytest.param(each, marks=pytest.mark.slow)
+       for each in (*FAMILIES, *OTHER_FAMILIES)
+       if each not in ("llama", "qwen2", "gemma3_text", "phi3", "gpt_oss"))],
+)  # fmt: skip
 def test_two_ranks_are_one_cold_and_warm(
     tiny_checkpoint: Checkpoint, start_threads: StartRanks, family: str
 ) -> None:
