@@ -20,7 +20,7 @@ from coppice.kernels.triton import plans as triton_plans
 from coppice.kernels.triton.base import INTERPRETED
 from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.runner import forward
+from coppice.runtime.runner import forward, page_tables
 from coppice.runtime.runner.graphs import CudaRecorder
 
 GPU = torch.cuda.is_available()
@@ -89,7 +89,9 @@ def test_steps_are_padded_to_the_next_size_and_give_the_same_tokens(engine_of):
 
 def test_a_plan_with_too_much_work_runs_without_a_graph(engine_of, monkeypatch):
     expected = served(engine_of(), [4], 6)
-    monkeypatch.setattr(triton_plans, "_MOST_PAGES", 8)
+    # Room on the device for four page tables of two pages, beside the one that pads.
+    monkeypatch.setattr(page_tables, "_LEAST", 2)
+    monkeypatch.setattr(page_tables, "MOST_ENTRIES", 1 + 4 * 2)
     engine = engine_of((4,))
     assert served(engine, [4], 6) == expected
     steps = make_stats(engine).decode_steps
