@@ -44,13 +44,6 @@ def backend(flashinfer_backend) -> FlashInferBackend:
 
 
 @pytest.fixture
-def library(monkeypatch) -> Library:
-    made = Library()
-    monkeypatch.setitem(sys.modules, "flashinfer", made)
-    return made
-
-
-@pytest.fixture
 def share_all(monkeypatch):
     fake_flashinfer.share_all(monkeypatch)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from fake_flashinfer import Library, share_all
+from fake_flashinfer import share_all
 
 from coppice.kernels.attention.interface import AttentionCase
 from coppice.kernels.attention.reference import ReferenceBackend
@@ -41,13 +40,6 @@ CASE = AttentionCase(
     cache_dtype=torch.bfloat16, scale=0.125,
 )  # fmt: skip
 LLAMA = CostModel(choose_tiles(128, 2, 4), group=4, kv_heads=8, head_dim=128, key_bytes=512)
-
-
-@pytest.fixture
-def library(monkeypatch) -> Library:
-    made = Library()
-    monkeypatch.setitem(sys.modules, "flashinfer", made)
-    return made
 
 
 @pytest.fixture
