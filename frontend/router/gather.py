@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.frontend.errors import EngineStopped
+from coppice.frontend.router.calls import Calls
+from coppice.frontend.router.client_ends import Answers
+from coppice.frontend.router.members import Members
+from coppice.frontend.router.replica import Replica
 from coppice.runtime.report.merged import merged_pins, merged_report, merged_stats
 from coppice.runtime.report.snapshot import EngineStats, PinState
+
+log = logging.getLogger(__name__)
+
+GATHER_SECONDS = 10.0  # for the answers of all replicas
 
 
 @dataclass(slots=True)
@@ -130,3 +139,71 @@ class Kept:
         """For a replica that joins."""
         last = [] if self.asleep is None else [self.asleep]
         return [*self.adapters.values(), *self.pins.values(), *last]
+
+
+class Gatherings:
+    """Asks every replica, and answers the client once all have answered. Not thread-safe.
+
+    Attributes:
+        kept: what one that joins must be told.
+    """
+
+    def __init__(
+        self, members: Members, calls: Calls, answers: Answers, clock: Callable[[], float]
+    ) -> None:
+        self.kept = Kept()
+        self._members, self._calls, self._answers, self._clock = members, calls, answers, clock
+        self._left = list[EngineStats]()  # the counts of replicas that are gone
+
+    def begin(
+        self, number: int | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Sends a call to all replicas."""
+        replicas = self._members.by_name
+        deadline = self._clock() + GATHER_SECONDS
+        gathering = Gathering(number, method, args, kwargs, set(replicas), deadline)
+        for replica in replicas.values():
+            self._calls.send(replica, gathering, method, args, kwargs)
+        self._check(gathering)
+
+    def take(self, gathering: Gathering, replica: Replica, failed: bool, result: Any) -> None:
+        """Takes the answer of one replica."""
+        gathering.take(replica.name, failed, result)
+        if isinstance(result, EngineStats):
+            replica.stats = result
+        self._check(gathering)
+
+    def keep_counts(self, replica: Replica) -> None:
+        """Keeps the counts of a replica that is gone, for later reports."""
+        if replica.stats is not None:
+            self._left = [merged_stats({}, [*self._left, replica.stats])]
+
+    def do_without(self, gathering: Gathering, replica: Replica) -> None:
+        """Waits no more for the answer of one replica."""
+        gathering.waits.discard(replica.name)
+        self._check(gathering)
+
+    def check_deadlines(self, now: float) -> None:
+        """Does without those that are late."""
+        late = self._calls.drop(
+            lambda _, waits: isinstance(waits, Gathering) and waits.deadline < now
+        )
+        for replica, gathering in late:
+            assert isinstance(gathering, Gathering)
+            log.warning("replica %s has not answered %s", replica.name, gathering.method)
+            self.do_without(gathering, replica)
+
+    def _check(self, gathering: Gathering) -> None:
+        if gathering.waits:
+            return
+        try:
+            result = gathering.answer(self._left)
+        except Exception as error:
+            undoing = self.kept.undone(gathering)
+            for name in gathering.results if undoing is not None else ():
+                if name in self._members.by_name:
+                    self._members.by_name[name].send(undoing)
+            self._answers.answer(gathering.number, True, error)
+            return
+        self.kept.note(gathering.method, gathering.args, gathering.kwargs)
+        self._answers.answer(gathering.number, False, result)

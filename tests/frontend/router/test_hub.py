@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.errors import EngineStopped
-from coppice.frontend.router import hub as hubs
+from coppice.frontend.router import flights, members
 from coppice.frontend.text.engine import TextEngine
 from coppice.runtime.process.sockets import connect
 from coppice.runtime.report.snapshot import CacheReport, EngineStats
@@ -143,7 +143,7 @@ async def test_a_dead_replica_loses_nothing_that_was_not_shown(
 async def test_without_replicas_requests_wait_and_new_ones_are_refused(
     cluster: Any, replica: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hubs, "GRACE", 0.5)
+    monkeypatch.setattr(members, "GRACE", 0.5)
     client, (only,) = await cluster(1)
     only.slow = 0.5
     waits = asyncio.create_task(text_of(client, TEXTS[0]))
@@ -157,7 +157,7 @@ async def test_without_replicas_requests_wait_and_new_ones_are_refused(
     await asyncio.to_thread(client.hub.join, "new", "127.0.0.1", another.door)
     assert len(await waits) > 0
     assert client.alive
-    monkeypatch.setattr(hubs, "PATIENCE", 0.2)
+    monkeypatch.setattr(flights, "PATIENCE", 0.2)
     another.slow = 0.5
     waits = asyncio.create_task(text_of(client, TEXTS[2]))
     await until(lambda: another.engine.num_unfinished == 1)
