@@ -43,14 +43,14 @@ def serve(path: str, ranks: int, pipe: Connection) -> None:
         )
     )  # fmt: skip
     told: list[float] = []
-    tell = engine.runner._tell
+    tell = engine.runner.followers.tell
 
     def timed(*arguments: Any) -> None:
         begun = time.perf_counter()
         tell(*arguments)
         told.append(time.perf_counter() - begun)
 
-    engine.runner._tell = timed  # type: ignore[method-assign]
+    engine.runner.followers.tell = timed  # type: ignore[method-assign]
     pipe.send("ready")
     while (asked := pipe.recv()) is not None:
         step, size, seed = asked

@@ -19,7 +19,7 @@ from coppice.runtime.model.layers import Linear, RMSNorm
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner import batch as batches
-from coppice.runtime.runner.cache_size import page_bytes
+from coppice.runtime.runner.cache.size import page_bytes
 from gpu_suite.shapes import Sizes, write_model
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.adapters.names import Adapter
-from coppice.runtime.runner.cache_size import NOTHING_BESIDE
+from coppice.runtime.runner.cache.size import NOTHING_BESIDE
 from coppice.runtime.runner.draft_model.network import DraftModel
 from coppice.runtime.runner.draft_model.opening import open_draft_runner
 from coppice.runtime.runner.forward import ModelRunner

@@ -16,12 +16,13 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.model.parallel.division import check_division
 from coppice.runtime.model.weights import resolve_device
-from coppice.runtime.runner.cache_size import NOTHING_BESIDE, Beside
+from coppice.runtime.runner.cache.scales import CALIBRATION_TOKENS
+from coppice.runtime.runner.cache.size import NOTHING_BESIDE, Beside
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.runner.implementation import choose
-from coppice.runtime.runner.kv_scales import CALIBRATION_TOKENS
 from coppice.runtime.runner.ranks.cores import take_cores
 from coppice.runtime.runner.ranks.ending import EndingGroup
+from coppice.runtime.runner.ranks.following import take_part
 from coppice.runtime.runner.ranks.starting import Assignment, leave_with_parent, start_ranks
 from coppice.runtime.runner.ranks.torch_group import TorchGroup
 from coppice.runtime.runner.step_sizes import sized
@@ -82,7 +83,7 @@ def run_launched(config: EngineConfig) -> bool:
         return False
     group = _joined(config, resolve_device(config.device))
     with suppress(RanksEnded):
-        ModelRunner(config, group).take_part()
+        take_part(ModelRunner(config, group))
     group.close()
     return True
 
@@ -114,7 +115,7 @@ def member_main(descriptor: int) -> None:
     try:
         with ExitStack() as held:
             group = told.join(held)
-            ModelRunner(told.config, group).take_part()
+            take_part(ModelRunner(told.config, group))
     except RanksEnded:
         status = 0
     except BaseException as error:

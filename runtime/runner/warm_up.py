@@ -14,15 +14,18 @@ import logging
 import time
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from coppice.kernels.attention.branches import Branches
-from coppice.kernels.attention.interface import AttentionPlan
+from coppice.kernels.attention.interface import AttentionBackend, AttentionPlan, LayerCache
 from coppice.runtime.requests.request import Request, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.runner.implementation import Model
+from coppice.runtime.runner.page_tables import PADDING
 from coppice.runtime.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -94,8 +97,39 @@ def warm_plan(step: WarmStep, page_size: int, page: int) -> AttentionPlan:
     )
 
 
+Compute = Callable[[AttentionPlan, np.ndarray], torch.Tensor]
+"""The logits of the last row of each sequence, from a plan and the positions of its rows."""
+
+
+def one_page_steps(
+    decoder: Model,
+    attention: AttentionBackend,
+    kv_cache: Seq[LayerCache],
+    page_size: int,
+    page: int,
+    device: torch.device,
+) -> Compute:
+    """How a model computes steps whose KV all goes to ``page``, the last one of its cache."""
+
+    def compute(plan: AttentionPlan, positions: np.ndarray) -> torch.Tensor:
+        slots = np.full(plan.num_rows, page * page_size, np.int64)
+        tokens = np.zeros(plan.num_rows, np.int64)
+        lasts = plan.query_start[1:].astype(np.int64) - 1
+        outbox = attention.outbox(device)
+        if attention.tables is not None:
+            one = np.ones(1, np.int32)
+            outbox.write(attention.tables, one * PADDING, one * page)
+        prepared = attention.prepare(plan, num_pages=page + 1, outbox=outbox)
+        parcel = outbox.add([tokens, positions, slots, lasts])
+        outbox.send()
+        ids, places, sent_slots, rows = parcel.tensors
+        return decoder.forward(ids, places, sent_slots, kv_cache, attention, prepared, rows, None)
+
+    return compute
+
+
 def warm_up(
-    compute: Callable[[AttentionPlan, np.ndarray], torch.Tensor],
+    compute: Compute,
     steps: list[WarmStep],
     *,
     page_size: int,
@@ -105,8 +139,7 @@ def warm_up(
 ) -> str:
     """Runs the steps, then every choice of tokens; returns what it took, as text.
 
-    ``compute`` returns the logits of the last row of each sequence, from a plan and the positions
-    of its rows. Progress is logged.
+    Progress is logged.
     """
     start = time.monotonic()
     total = len(steps) + 1

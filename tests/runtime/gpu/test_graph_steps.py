@@ -20,7 +20,7 @@ from coppice.kernels.triton import plans as triton_plans
 from coppice.kernels.triton.base import INTERPRETED
 from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.runner import forward, page_tables
+from coppice.runtime.runner import loaded, page_tables
 from coppice.runtime.runner.graphs import CudaRecorder
 
 GPU = torch.cuda.is_available()
@@ -140,7 +140,7 @@ def test_tokens_are_chosen_in_graphs_as_outside(engine_of, monkeypatch, others, 
         asked.insert(1, OUTSIDE[others])
     expected = answered(engine_of(async_scheduling=overlap), asked)
     if not GPU:  # as on a GPU
-        monkeypatch.setattr(forward, "choose_by", choose_rows)
+        monkeypatch.setattr(loaded, "choose_by", choose_rows)
     engine = engine_of((2, 4, 8, 32), async_scheduling=overlap)
     assert answered(engine, asked) == expected
     graphs = engine.runner.graphs

@@ -17,7 +17,7 @@ from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.weights import resolve_device
 from coppice.runtime.planning.plan import PlanOptions, make_plan
-from coppice.runtime.runner.cache_size import page_bytes, plan_cache, step_bytes
+from coppice.runtime.runner.cache.size import page_bytes, plan_cache, step_bytes
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.runner.step_sizes import device_rates, sized
 

@@ -17,7 +17,7 @@ from mixed_requests import (
 from coppice.kernels.triton.base import INTERPRETED
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear.deterministic import SteadyLinear
-from coppice.runtime.runner import kv_scales
+from coppice.runtime.runner.cache import scales
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="with a GPU test_cuda_engine.py does this, with compiled kernels"
@@ -84,7 +84,7 @@ def test_deterministic_answers_have_the_bits_of_a_cold_lone_request(tiny_checkpo
 def test_an_8_bit_cache_is_near_the_whole_one(tiny_checkpoint, monkeypatch):
     """What rounding keys and values to 3 bits after the point costs, and no more."""
     path = tiny_checkpoint("llama")
-    monkeypatch.setattr(kv_scales, "CALIBRATION_TOKENS", 64)
+    monkeypatch.setattr(scales, "CALIBRATION_TOKENS", 64)
     prompt = make_prompts(STEM)[1]
     exact = prompt_logprobs(make_engine(path, device="cpu"), prompt)
     options = {"device": "cpu", "attention_backend": "triton", "max_num_batched_tokens": 64}

@@ -21,7 +21,7 @@ from coppice.runtime.planning import cache
 from coppice.runtime.planning.numbers import count
 from coppice.runtime.planning.plan import PlanOptions, make_plan
 from coppice.runtime.planning.weights import weight_bytes
-from coppice.runtime.runner.cache_size import plan_cache
+from coppice.runtime.runner.cache.size import plan_cache
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {

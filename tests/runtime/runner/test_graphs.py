@@ -18,8 +18,8 @@ from coppice.kernels.triton.backend import INTERPRETED
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
-from coppice.runtime.runner import forward as forward_module
 from coppice.runtime.runner import graphs as graphs_module
+from coppice.runtime.runner import loaded
 from coppice.runtime.runner.graphs import graph_sizes, mixed_sizes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -208,7 +208,7 @@ def test_the_kernels_choose_by_columns_that_are_in_place(checkpoint, monkeypatch
     options = {"kv_cache_tokens": 256, "page_size": 4, "max_num_seqs": 4}
     asked = [SAMPLED[1], SAMPLED[4]]
     expected = answered(fake_engine(checkpoint, **options)[0], asked)
-    monkeypatch.setattr(forward_module, "choose_by", choose_rows)
+    monkeypatch.setattr(loaded, "choose_by", choose_rows)
     engine, check = checked(checkpoint, graphs=(1, 2), **options)
     assert answered(engine, asked, check) == expected
     assert engine.runner.graphs.chosen > 5

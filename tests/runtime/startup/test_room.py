@@ -17,7 +17,7 @@ from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear.eight_bit import Int8Linear
 from coppice.runtime.model.linear.sixteen_bit import HalfLinear
 from coppice.runtime.model.weight_size import weight_bytes
-from coppice.runtime.runner import forward
+from coppice.runtime.runner.cache import pages
 from coppice.runtime.startup import room
 from coppice.runtime.startup.room import TooLittleMemory, available_memory, check_room, explained
 
@@ -147,6 +147,6 @@ def test_pages_that_the_system_refuses_are_explained(
     def refuse(*_: object, **__: object) -> None:
         raise MemoryError("Unable to allocate 1. GiB")
 
-    monkeypatch.setattr(forward, "zeroed", refuse)
+    monkeypatch.setattr(pages, "_zeroed", refuse)
     with pytest.raises(TooLittleMemory, match=r"the pages of the KV cache take [\d.]+ .* smaller"):
         Engine(EngineConfig(model=str(tiny_checkpoint("llama")), kv_cache_tokens=256))

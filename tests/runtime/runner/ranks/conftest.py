@@ -15,8 +15,9 @@ from coppice.kernels.cpu.ranks.memory import RankMemory, region_bytes, shared_fi
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine import core
 from coppice.runtime.engine.core import Engine
-from coppice.runtime.runner.cache_size import Beside
+from coppice.runtime.runner.cache.size import Beside
 from coppice.runtime.runner.forward import ModelRunner
+from coppice.runtime.runner.ranks.following import take_part
 from coppice.runtime.runner.ranks.shared_group import SharedGroup
 
 #: An engine of the checkpoint in a folder, on so many ranks, with further options.
@@ -32,7 +33,7 @@ def start_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartRanks]:
 
     def part(config: EngineConfig, group: SharedGroup) -> None:
         try:
-            ModelRunner(config, group).take_part()
+            take_part(ModelRunner(config, group))
         except RanksEnded:
             pass
         except BaseException as error:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from coppice.kernels.schedule.items import DETERMINISTIC_SPLIT
@@ -149,15 +147,3 @@ def plan_cache(
     if least < pages:
         memory += f"; all ranks have as many as the one with the fewest, {least:,} pages"
     return least, f"{memory}; {saving}" if saving else memory
-
-
-def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros, of which main memory is taken only for what is written to it.
-
-    `torch.zeros` writes all of it at once; numpy asks the system for zeroed memory instead, so an
-    idle cache costs neither memory nor the time to fill it.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
