@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -53,15 +54,19 @@ class History:
 
         A row is a stretch of time: `at` is its end in seconds since the epoch, `seconds` its
         length. Counts are those of the stretch, `requests_running` and `requests_waiting` those at
-        its end; latencies are quantiles in seconds, None without a value. The last stretch is at
+        its end; latencies are quantiles in seconds, None without a value. An engine with tiers has
+        a column `loaded_<tier>` for each: the hit tokens that came from it. The last stretch is at
         least half as long as the others: in a very short one a few requests would look like a peak.
         """
         samples: list[Sample] = list(self._spans[span])
         if len(samples) > 1 and now.at - samples[-1].at < SAMPLE_SECONDS * SPANS[span][0] / 2:
             samples.pop()
         samples.append(now)
-        rows = [_stretch(*pair) for pair in pairwise(samples) if pair[1].at > pair[0].at]
-        return {name: [row[name] for row in rows] for name in _COLUMNS}
+        tiers = now.stats.tiers
+        loaded = [] if tiers is None else [f"loaded_{each.name}" for each in tiers.stores]
+        pairs = [pair for pair in pairwise(samples) if pair[1].at > pair[0].at]
+        rows = [_stretch(*pair, (*_COUNTED, *loaded)) for pair in pairs]
+        return {name: [row[name] for row in rows] for name in (*_COLUMNS, *loaded)}
 
     def latencies(self, now: Sample) -> dict[str, dict[str, Any]]:
         """For each latency, its quantiles over the last ten minutes and since the start."""
@@ -83,11 +88,12 @@ def _quantiles(histogram: Histogram) -> dict[str, Any]:
     return {"count": histogram.count, "mean": histogram.mean, **shares}
 
 
-def _stretch(before: Sample, after: Sample) -> dict[str, Any]:
+def _stretch(before: Sample, after: Sample, counted: Iterable[str]) -> dict[str, Any]:
+    """A row; `counted` are the fields of `Counts` that it has."""
     first, last = before.stats, after.stats
     anew = last.step.count < first.step.count or last.counts.requests < first.counts.requests
     row: dict[str, Any] = {"at": round(after.at, 1), "seconds": round(after.at - before.at, 1)}
-    for name in _COUNTED:
+    for name in counted:
         count = getattr(last.counts, name)
         row[name] = count if anew else count - getattr(first.counts, name)
     row["generated_tokens"] = last.generated_tokens - (0 if anew else first.generated_tokens)

@@ -7,7 +7,7 @@ totals since the start, for `generate`, the demo, notebooks and replays.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -146,10 +146,8 @@ def _now(report: Report, width: int) -> Group:
         ),
         _mix(counts, width),
     ]
-    rates = _rates(report["over_time"]["ten_minutes"], min(50, max(10, width - 23)))
-    if rates:
-        lines.append(Text.assemble((rates, "green"), ("  hit rate, ten minutes", "dim")))
-    return Group(*lines)
+    past, room = report["over_time"]["ten_minutes"], min(50, max(10, width - 23))
+    return Group(*lines, *_over_time(past, room))
 
 
 def _mix(counts: Report, width: int) -> Text:
@@ -161,10 +159,23 @@ def _mix(counts: Report, width: int) -> Text:
     return divided(parts, counts["prompt_tokens"], width)
 
 
-def _rates(past: Report, width: int) -> str:
-    """The hit rate over time as a line of block characters; a space where no prompt came."""
-    columns = zip(past["hit_tokens"], past["prompt_tokens"], strict=True)
-    rates = [hit / prompt if prompt else None for hit, prompt in columns][-width:]
+def _over_time(past: Report, width: int) -> Iterator[Text]:
+    """A line for the hit rate, and one for the share of each tier from which something came."""
+    if rates := _shares(past, "hit_tokens", width):
+        yield Text.assemble((rates, "green"), ("  hit rate, ten minutes", "dim"))
+    for column in past:
+        if column.startswith("loaded_") and any(past[column][-width:]):
+            words = f"  loaded from {column.removeprefix('loaded_')}"
+            yield Text.assemble((_shares(past, column, width), "green"), (words, "dim"))
+
+
+def _shares(past: Report, column: str, width: int) -> str:
+    """Tokens over time as shares of the prompt tokens, a block character each.
+
+    A stretch without a prompt is a space.
+    """
+    columns = zip(past[column], past["prompt_tokens"], strict=True)
+    rates = [part / prompt if prompt else None for part, prompt in columns][-width:]
     return "".join(
         " " if rate is None else _STEPS[min(len(_STEPS) - 1, int(rate * len(_STEPS)))]
         for rate in rates

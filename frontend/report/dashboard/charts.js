@@ -8,7 +8,8 @@ const LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 24;
  * A chart; the point that is examined stays chosen when its data change.
  *
  * Its data are a figure {label, x, xText(i), xTicks: [[x, text]], log?, yMax, yText, yTicks, series, bars?,
- * marks?}. A series is {name, values, kind: "line" | "dots", colour, area?}; values may be null.
+ * marks?, stacked?}. A series is {name, values, kind: "line" | "dots", colour, area?}; values may be null.
+ * With `stacked` each series stands on the one before it, so that the last one's line is their sum.
  * `bars`, drawn below the lines, have a scale of their own: {name, values, text}.
  */
 export class Chart {
@@ -35,6 +36,7 @@ export class Chart {
 
   update(figure) {
     this.figure = figure;
+    this.floors = floors(figure);
     if (this.at !== null && this.at >= figure.x.length) this.at = null;
     this.draw();
     this.tabulate();
@@ -69,7 +71,7 @@ export class Chart {
       parts.push(s("text", { class: "tick", x: left + half, y: height - 6, "text-anchor": "middle" }, text));
     }
     if (figure.bars) parts.push(...this.bars(figure, x, height));
-    for (const series of figure.series) parts.push(...this.series(figure, series, x, y));
+    figure.series.forEach((series, n) => parts.push(...this.series(figure, series, this.floors[n], x, y)));
     for (const mark of figure.marks ?? []) {
       parts.push(s("circle", { class: `mark ${mark.colour}`, cx: x(mark.x), cy: y(mark.y), r: 6 }));
     }
@@ -92,19 +94,17 @@ export class Chart {
     });
   }
 
-  series(figure, series, x, y) {
+  series(figure, series, floor, x, y) {
     const parts = [];
     for (const run of runs(series.values)) {
-      const points = run.map((i) => [x(figure.x[i]), y(Math.min(series.values[i], figure.yMax))]);
+      const points = run.map((i) => [x(figure.x[i]), y(Math.min(floor[i] + series.values[i], figure.yMax))]);
       if (series.kind === "dots" && points.length > 1) {
         parts.push(s("path", { class: `dots ${series.colour}`, d: path(points) }));
         continue;
       }
       if (series.area && points.length > 1) {
-        const floor = y(0), first = points[0][0], last = points.at(-1)[0];
-        parts.push(s("path", {
-          class: `area ${series.colour}`, d: `${path(points)}L${last},${floor}L${first},${floor}Z`,
-        }));
+        const below = run.map((i) => [x(figure.x[i]), y(floor[i])]).reverse();
+        parts.push(s("path", { class: `area ${series.colour}`, d: `${path([...points, ...below])}Z` }));
       }
       if (points.length > 1) parts.push(s("path", { class: `line ${series.colour}`, d: path(points) }));
       else parts.push(s("circle", { class: `mark ${series.colour}`, cx: points[0][0], cy: points[0][1], r: 3 }));
@@ -143,14 +143,14 @@ export class Chart {
     const { x, y, width, height } = this.place;
     const left = x(figure.x[at]);
     this.cross.append(s("line", { x1: left, x2: left, y1: TOP, y2: height - BOTTOM }));
-    for (const series of figure.series) {
+    figure.series.forEach((series, n) => {
       const value = series.values[at];
       if (value !== null && value !== undefined) {
         this.cross.append(s("circle", {
-          class: `mark ${series.colour}`, cx: left, cy: y(Math.min(value, figure.yMax)), r: 4,
+          class: `mark ${series.colour}`, cx: left, cy: y(Math.min(this.floors[n][at] + value, figure.yMax)), r: 4,
         }));
       }
-    }
+    });
     this.tip.replaceChildren(h("b", null, figure.xText(at)), ...this.row(at).map(([name, text, colour]) =>
       h("span", null, colour ? h("i", { class: colour }) : null, `${name} ${text}`)));
     this.tip.style.setProperty("left", `${Math.min(Math.max(left, 80), width - 80)}px`);
@@ -188,6 +188,16 @@ function scale(values, from, to, log) {
   const of = log ? Math.log : (value) => value;
   const low = of(values[0] ?? 0), high = of(values.at(-1) ?? 1);
   return (value) => (high > low ? from + ((of(value) - low) / (high - low)) * (to - from) : (from + to) / 2);
+}
+
+/** For each series, the heights on which its values stand. */
+function floors({ x, series, stacked }) {
+  const sums = x.map(() => 0);
+  return series.map(({ values }) => {
+    const below = [...sums];
+    if (stacked) values.forEach((value, i) => { sums[i] += value ?? 0; });
+    return below;
+  });
 }
 
 /** The indices of values, in lists that are interrupted by null. */

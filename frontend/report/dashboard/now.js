@@ -64,7 +64,7 @@ function mix(counts, causes) {
   const words = parts.map(([name, tokens]) => `${name.replaceAll("_", " ")} ${percent(tokens / counts.prompt_tokens)}`);
   const bar = h("div", { class: "mix", role: "img", "aria-label": `Prompt tokens: ${words.join(", ")}` },
     parts.map(([name, tokens]) => {
-      const part = h("i", { class: name.startsWith("hit from ") ? "loaded" : name.replaceAll("_", "-"), title: name });
+      const part = h("i", { class: name.replace("hit from ", "loaded-").replaceAll("_", "-"), title: name });
       part.style.setProperty("flex-grow", tokens);
       return part;
     }));

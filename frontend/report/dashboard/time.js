@@ -1,4 +1,4 @@
-// The charts over time: hit rate with its ideal, requests, and latencies.
+// The charts over time: hit rate with its ideal, where prompt tokens came from, requests, and latencies.
 
 import { Chart, ticks } from "./charts.js";
 import { byId } from "./dom.js";
@@ -7,6 +7,7 @@ import { clock, count, latency, percent, short } from "./format.js";
 export class OverTime {
   constructor() {
     this.rate = new Chart(byId("chart-rate"));
+    this.tiers = null; // most servers have none
     this.requests = new Chart(byId("chart-requests"));
     this.ttft = new Chart(byId("chart-ttft"));
     this.itl = new Chart(byId("chart-itl"));
@@ -41,6 +42,7 @@ export class OverTime {
       ],
       bars: { name: "prompt tokens", values: past.prompt_tokens, text: count },
     });
+    this.updateTiers(past, axis);
     const most = Math.max(...past.requests_running, ...past.requests_waiting, 3);
     this.requests.update({
       ...axis, label: "Requests running and waiting over time", ...upTo(most, short),
@@ -60,6 +62,26 @@ export class OverTime {
         ],
       });
     }
+  }
+
+  /** Tokens hit in the pool, loaded from each tier, and computed; hidden for a server without tiers. */
+  updateTiers(past, axis) {
+    const tiers = Object.keys(past).filter((name) => name.startsWith("loaded_"))
+      .map((name) => ({ name: name.slice("loaded_".length), values: past[name] }));
+    byId("over-tiers").hidden = !tiers.length;
+    if (!tiers.length) return;
+    this.tiers ??= new Chart(byId("chart-tiers"));
+    const pool = past.hit_tokens.map((hit, i) => tiers.reduce((left, { values }) => left - values[i], hit));
+    const series = [
+      { name: "hit in the pool", values: pool, colour: "hit" },
+      ...tiers.map(({ name, values }) => ({ name: `loaded from ${name}`, values, colour: `loaded-${name}` })),
+      { name: "computed", values: past.prompt_tokens.map((all, i) => all - past.hit_tokens[i]), colour: "computed" },
+    ];
+    this.tiers.update({
+      ...axis, label: "Prompt tokens by where they came from over time", stacked: true, valueText: count,
+      ...upTo(Math.max(...past.prompt_tokens, 1), short),
+      series: series.map((each) => ({ ...each, kind: "line", area: true })),
+    });
   }
 }
 

@@ -75,6 +75,26 @@ def test_replicas_are_listed_where_there_are_any(url: str) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_what_tiers_gave_over_time_has_a_line_each(url: str) -> None:
+    report = fetch(url + "/cache/report", None)
+    assert "loaded from" not in printed(report)
+    past = {"prompt_tokens": [100, 0, 100, 100], "hit_tokens": [90, 0, 90, 100]}
+    past |= {"loaded_host": [0, 0, 0, 0], "loaded_disk": [0, 0, 45, 100]}
+    told = report | {"over_time": report["over_time"] | {"ten_minutes": past}}
+    lines = printed(told).splitlines()
+    at = next(number for number, line in enumerate(lines) if "hit rate, ten minutes" in line)
+    assert lines[at] == "█ ██  hit rate, ten minutes"
+    assert lines[at + 1] == "▁ ▄█  loaded from disk", "at the same times"
+    assert "loaded from host" not in printed(told), "nothing came from it"
+    for width in (30, 79):
+        out = io.StringIO()
+        long = {name: 60 * column for name, column in past.items()}
+        told["over_time"]["ten_minutes"] = long
+        Console(file=out, width=width).print(render_live(told, width=width))
+        (line,) = (line for line in out.getvalue().splitlines() if "loaded from disk" in line)
+        assert len(line) <= width
+
+
 def test_a_saved_report_reads_like_the_servers(url: str, tmp_path: Path) -> None:
     saved = tmp_path / "report.json"
     saved.write_bytes(httpx.get(url + "/cache/report").content)

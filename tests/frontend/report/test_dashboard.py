@@ -379,6 +379,47 @@ def test_replicas_have_a_table_where_there_are_any(opened: Callable[..., Window]
     assert axe_api.Axe().run(window.page).violations_count == 0
 
 
+def test_what_tiers_gave_has_a_chart_where_there_are_any(opened: Callable[..., Window]) -> None:
+    window = opened()
+    report = window.freeze()
+    assert report["tiers"] is None
+    assert window.page.is_hidden("#over-tiers")
+    past = {name: column[-1:] * 3 for name, column in report["over_time"]["ten_minutes"].items()}
+    past |= {"at": [report["at"] - 10, report["at"] - 5, report["at"]]}
+    past |= {"prompt_tokens": [1000, 0, 4000], "hit_tokens": [600, 0, 3000]}
+    past |= {"loaded_host": [100, 0, 1000], "loaded_disk": [0, 0, 1500]}
+    report["over_time"]["ten_minutes"] = past
+    window.page.route("**/cache/report", lambda route: route.fulfill(json=report))
+    window.page.click("#pause")
+    window.page.wait_for_selector("#over-tiers:not([hidden])")
+    window.page.click("#chart-tiers summary")
+    window.page.wait_for_selector("#chart-tiers tbody tr")
+    assert window.texts("#chart-tiers thead th")[1:] == [
+        "hit in the pool", "loaded from host", "loaded from disk", "computed",
+    ]  # fmt: skip
+    rows = [window.texts(f"#chart-tiers tbody tr:nth-child({row}) td") for row in (1, 2, 3)]
+    assert rows == [
+        ["500", "1,000", "1,500", "1,000"], ["0", "0", "0", "0"], ["500", "100", "0", "400"],
+    ]  # fmt: skip
+    # Each line stands on the one before it: the last one is that of all prompt tokens.
+    window.page.focus("#chart-tiers svg")
+    window.page.keyboard.press("End")
+    assert "loaded from disk 1,500" in window.text("#chart-tiers .tip")
+    heights = window.page.locator("#chart-tiers .cross circle").evaluate_all(
+        "all => all.map(each => Number(each.getAttribute('cy')))"
+    )
+    top, floor = heights[-1], heights[0] + (heights[0] - heights[1]) * 500 / 1000
+    shares = [(floor - each) / (floor - top) for each in heights]
+    assert shares == pytest.approx([500 / 4000, 1500 / 4000, 3000 / 4000, 1])
+    colours = window.page.locator("#chart-tiers .keys i").evaluate_all(
+        "all => all.map(each => getComputedStyle(each).backgroundColor)"
+    )
+    assert len(set(colours)) == 4 and "rgba(0, 0, 0, 0)" not in colours
+    assert axe_api.Axe().run(window.page).violations_count == 0
+    window.page.click("[data-span=hour]")
+    assert window.page.is_hidden("#over-tiers"), "there are no such columns"
+
+
 @pytest.mark.slow
 def test_it_says_when_the_server_does_not_answer(opened: Callable[..., Window]) -> None:
     window = opened()
