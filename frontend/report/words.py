@@ -74,10 +74,11 @@ def drafts_sentence(stats: EngineStats) -> str:
             f"; the draft model had {stats.draft_model_tokens['hit']:,} tokens in its tree and "
             f"took {stats.draft_model_seconds:,.1f} s"
         )
+    saved = sum(stats.draft_seconds_saved.values())
+    came = f"saved {saved:z,.1f} s" if saved > -0.05 else f"cost {-saved:,.1f} s more than it saved"
     return (
         f"{accepted:,} of {drafted:,} drafted tokens were accepted{of}: "
-        f"{stats.tokens_a_step:.2f} tokens a step, which saved "
-        f"{sum(stats.draft_seconds_saved.values()):,.1f} s{model}"
+        f"{stats.tokens_a_step:.2f} tokens a step, which {came}{model}"
     )
 
 

@@ -201,18 +201,18 @@ export function tiers(section, container, report) {
   ])), h("p", { class: "note" }, `${all.sentence}.`)] : []));
 }
 
-/** A row for each source of drafts; the section is hidden without any. */
+/** A row for each source of drafts, and what they came to; the section is hidden without speculation. */
 export function drafts(section, container, report) {
   const all = report.drafts;
   section.hidden = !all;
-  show(container, all, () => (all ? [table("All sources of drafts", [
+  show(container, all, () => (all ? [...all.sources.length ? [table("All sources of drafts", [
     { name: "source" }, { name: "drafted tokens", number: true }, { name: "accepted", number: true },
     { name: "share", number: true }, { name: "seconds saved", number: true },
   ], all.sources.map((each) => [
     h("code", null, each.name), count(each.drafted_tokens), count(each.accepted_tokens),
     each.drafted_tokens ? percent(each.accepted_tokens / each.drafted_tokens) : "–",
-    each.saved_seconds.toFixed(1),
-  ])), h("p", { class: "note" }, `${all.sentence}.`)] : []));
+    each.saved_seconds.toFixed(1).replace(/^-0\.0$/, "0.0"),
+  ]))] : [], h("p", { class: "note" }, `${all.sentence}.`)] : []));
 }
 
 export function pins(container, report) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
@@ -418,6 +419,80 @@ def test_what_tiers_gave_has_a_chart_where_there_are_any(opened: Callable[..., W
     assert axe_api.Axe().run(window.page).violations_count == 0
     window.page.click("[data-span=hour]")
     assert window.page.is_hidden("#over-tiers"), "there are no such columns"
+
+
+# -- drafts, and a tier that is there ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drafting(served: Callable[..., str], checkpoint: Path) -> str:
+    """A server with speculation and a tier, after a text that came again and again."""
+    url = served("--speculation", "auto", "--host-cache", "64MiB")
+    body = {"model": str(checkpoint), "prompt": HOUSES, "max_tokens": 40, "temperature": 0}
+    deadline = time.monotonic() + 60
+    while True:
+        for _ in range(4):
+            answer = httpx.post(
+                url + "/v1/completions", json=body | {"ignore_eos": True}, timeout=60
+            )
+            assert answer.status_code == 200, answer.text
+        drafts = httpx.get(url + "/cache/report").json()["drafts"]
+        if drafts and drafts["sources"] and drafts["sources"][0]["accepted_tokens"]:
+            return url
+        assert time.monotonic() < deadline, drafts
+
+
+def test_drafts_have_a_table_by_source(browser: Any, drafting: str) -> None:
+    window = Window(browser, drafting)
+    report = window.freeze()
+    drafts = report["drafts"]
+    (text,) = drafts["sources"]
+    assert text["name"] == "text", "nothing else proposes any"
+    assert 0 < text["accepted_tokens"] <= text["drafted_tokens"]
+    assert drafts["rows"] > 0
+    gain = text["accepted_tokens"] / drafts["rows"]
+    assert drafts["tokens_a_step"] == pytest.approx(1 + gain)
+    assert window.page.is_visible("#drafts")
+    assert window.texts("#draft-table tbody th") == ["text"]
+    assert window.texts("#draft-table tbody td") == [
+        f"{text['drafted_tokens']:,}",
+        f"{text['accepted_tokens']:,}",
+        f"{text['accepted_tokens'] / text['drafted_tokens']:.1%}",
+        f"{text['saved_seconds']:z.1f}",
+    ]
+    note = window.text("#draft-table .note")
+    assert note == f"{drafts['sentence']}."
+    assert f"{drafts['tokens_a_step']:.2f} tokens a step" in note
+    # Nothing was evicted, so the tier that is there has given nothing yet.
+    assert window.page.is_visible("#tiers") and window.page.is_visible("#over-tiers")
+    past = report["over_time"]["ten_minutes"]
+    assert set(past["loaded_host"]) == {0} and "loaded_disk" not in past
+    assert axe_api.Axe().run(window.page).violations_count == 0
+    assert window.complaints == []
+
+    many = {"drafted_tokens": 12_345, "accepted_tokens": 0, "saved_seconds": -0.01}
+    idle = {"name": "<i>grammar</i>", "drafted_tokens": 0, "accepted_tokens": 0}
+    idle["saved_seconds"] = -1.26
+    drafts["sources"] = [text | many, idle]
+    window.page.route("**/cache/report", lambda route: route.fulfill(json=report))
+    window.page.click("#pause")
+    sync_api.expect(window.page.locator("#draft-table tbody tr")).to_have_count(2)
+    assert window.texts("#draft-table tbody th") == ["text", "<i>grammar</i>"]
+    assert window.texts("#draft-table tbody td") == [
+        "12,345", "0", "0.0%", "0.0", "0", "0", "–", "-1.3",
+    ]  # fmt: skip
+    drafts["sources"] = []  # speculation is on, and nothing was worth a draft yet
+    sync_api.expect(window.page.locator("#draft-table table")).to_have_count(0)
+    assert window.text("#draft-table") == note
+    window.context.close()
+
+
+def test_without_speculation_no_drafts_are_shown(opened: Callable[..., Window], url: str) -> None:
+    window = opened()
+    assert window.freeze()["drafts"] is None
+    assert window.page.is_hidden("#drafts")
+    assert window.page.inner_html("#draft-table") == ""
+    assert "coppice_drafted_tokens_total{" not in httpx.get(url + "/metrics").text
 
 
 @pytest.mark.slow

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 from coppice.frontend.report.words import (
     adapter_lines,
+    drafts_sentence,
     duration,
     one_line,
     short_count,
@@ -67,6 +69,27 @@ def test_adapters_and_windows_in_words() -> None:
         "sequences' keys. Running sequences keep 12.5 pages' worth of keys that are older, for "
         "prompts that begin alike"
     )
+
+
+def test_what_drafts_came_to() -> None:
+    def said(**told: Any) -> str:
+        stats: dict[str, Any]
+        names = ("accepted_tokens", "drafted_tokens", "draft_seconds_saved", "draft_model_tokens")
+        stats = {name: {} for name in names} | {"draft_model_seconds": 0.0, "tokens_a_step": 2.5}
+        return drafts_sentence(SimpleNamespace(**stats | told))  # type: ignore[arg-type]
+
+    made = {"drafted_tokens": {"text": 1200, "model": 90}, "accepted_tokens": {"text": 1000}}
+    assert said(**made, draft_seconds_saved={"text": 7.25, "model": -0.25}) == (
+        "1,000 of 1,290 drafted tokens were accepted (1,000 from text): 2.50 tokens a step, which "
+        "saved 7.0 s"
+    )
+    assert said(**made, draft_seconds_saved={"text": -1.5}).endswith(
+        "cost 1.5 s more than it saved"
+    )
+    assert said(**made, draft_seconds_saved={"text": -0.01}).endswith("saved 0.0 s")
+    model = {"draft_model_tokens": {"hit": 40, "computed": 9}, "draft_model_seconds": 0.5}
+    assert said(**model).startswith("0 of 0 drafted tokens were accepted: 2.50")
+    assert said(**model).endswith("the draft model had 40 tokens in its tree and took 0.5 s")
 
 
 def test_what_tiers_brought_back_before_anybody_asked() -> None:
