@@ -53,7 +53,7 @@ def test_values_of_a_body(begin: bytes, unit: bytes) -> None:
         raw = Bytes(begin + unit * (size // len(unit)))
         return lambda: json_bodies._commas_outside_strings(raw)
 
-    assert growth(make, 2**18) <= MOST
+    assert growth(make, 2**16) <= MOST
 
 
 def test_the_count_sees_a_scan_that_begins_again_at_every_quote() -> None:
@@ -184,7 +184,10 @@ def _patterns() -> list[tuple[str, str, bool]]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if path.parts[-2] in ("demo", "commands", "replay", "startup"):
                 continue  # they read files of their own, and what their own user types
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            if "import re\n" not in text:
+                continue
+            tree = ast.parse(text)
             for node in ast.walk(tree):
                 if (
                     isinstance(node, ast.Call)
@@ -231,7 +234,7 @@ def test_patterns(where: str, pattern: str, searched: bool) -> None:
 def test_the_model_of_patterns_sees_what_backtracks(
     pattern: str, search: bool, linear: bool
 ) -> None:
-    sizes = (8, 16)
+    sizes = (7, 14)
     ratios = [
         regex_steps(pattern, long, search=search) / (regex_steps(pattern, short, search=search) + 8)
         for short, long in zip(*(pumps(pattern, size) for size in sizes), strict=True)

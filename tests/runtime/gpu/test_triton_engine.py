@@ -26,9 +26,8 @@ pytestmark = pytest.mark.skipif(
 STEM, TOKENS = 26, 4
 
 
-@pytest.mark.parametrize(
-    ("family", "page_size"), [("llama", 16), pytest.param("qwen3", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "page_size"), [("llama", 16), ("qwen3", 1)])
 def test_every_kind_of_request_gets_the_cpu_backends_tokens(tiny_checkpoint, family, page_size):
     """Prefills in chunks, hits, forks and beams, with pages that are shared and copied."""
     found = {
