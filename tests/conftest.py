@@ -100,9 +100,9 @@ _SERVED = {
 
 
 # These come first, in this order. The first file compiles the kernels that most others need, for a
-# minute, while the other process has files that need none: else both would compile them. Then come
-# those with few tests, which take long: at the end one process would have them to itself, while the
-# other has nothing to do.
+# minute, while the other processes have files that need none: else each would compile them. Then
+# come those with few tests, which take long: at the end one process would have them to itself,
+# while the others have nothing to do.
 _FIRST = [
     "server/test_faults",
     "tests/test_package",
