@@ -7,9 +7,10 @@ Usage:
 
 A model with random weights is made to follow given texts: its logits are computed in full, then the
 given token is taken. So the cost of steps is real, and what is accepted is that of the texts
-(`drafts/texts.py`). Both sides are one engine, and run in turn: `gain` is the time without drafts
-over the time with them, the median (least to most) of several passes. Each pass begins with an
-index of no text and with what the engine has learned of its steps' time; each pass follows all
+(`drafts/texts.py`). JSON is followed under its schema on both sides. An engine with drafts and one
+without take turns step by step, each at the same place of the texts: `gain` is the time without
+drafts over the time with them, the median (least to most) of several passes. Each pass begins with
+an index of no text and with what the engine has learned of its steps' time; each pass follows all
 texts of a workload, `batch` at a time.
 
 With `--draft-model` M is the model and S its draft model, which is made to foretell the texts, each
@@ -23,46 +24,24 @@ number of drafted tokens, beside looking up the last n-gram of the request itsel
 from __future__ import annotations
 
 import gc
-import random
-import statistics
-import time
-from array import array
+from collections import Counter
 from collections.abc import Sequence as Seq
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from common.harness import Rows, machine, parser, processor, spread
-from cpu.checkpoints import LENGTH, VOCABULARY, checkpoint
-from drafts.followed import follow, guess
-from drafts.texts import WORKLOADS
-from drafts.tokenizer import trained
+from coppice import Engine, EngineConfig
+from cpu.checkpoints import LENGTH, checkpoint
+from drafts.encoded import NAMES, texts_of
+from drafts.followed import follow_in_turn, guess
+from drafts.tokenizer import tokenizer_folder
 from drafts.without_model import index_tokens_a_step, lookup_tokens_a_step
 
 CACHE = Path(__file__).resolve().parents[1] / "build" / "speculation"
 BATCHES = (1, 4, 16, 32)
-LONGEST = 512  # tokens of an answer that are followed
 WIDTHS = (4, 8, 16)
-
-Text = tuple[array, array]
-
-
-def texts_of(workload: str, count: int, cache: Path) -> list[Text]:
-    """Token ids of prompts and answers."""
-    if workload == "random":
-        rng = random.Random(5)
-        return [
-            tuple(array("i", (rng.randrange(3, VOCABULARY) for _ in range(n))) for n in (200, 128))
-            for _ in range(count)
-        ]  # type: ignore[misc]
-    tokenizer = trained(cache)
-    return [
-        (
-            array("i", tokenizer.encode(turn.prompt).ids),
-            array("i", tokenizer.encode(turn.answer).ids[:LONGEST]),
-        )
-        for turn in WORKLOADS[workload](count)
-    ]
+SIDES = ("off", "auto")  # values of the option `speculation`
 
 
 def without_model(rows: Rows, names: Seq[str], count: int, cache: Path) -> None:
@@ -82,80 +61,64 @@ def without_model(rows: Rows, names: Seq[str], count: int, cache: Path) -> None:
 
 
 def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
-    from coppice import Engine, EngineConfig
-
-    for model in args.model:
-        folder = checkpoint(model, args.cache)
-        for quantization, right in product(args.quantization, args.right):
-            engine = Engine(
-                EngineConfig(
-                    model=str(folder),
-                    quantization=None if quantization == "none" else quantization,
-                    max_model_len=LENGTH,
-                    kv_cache_tokens=65_536,
-                    max_num_seqs=64,
-                    speculation="auto",
-                    draft_model=None if right is None else str(checkpoint("S", args.cache)),
-                )
+    for model, quantization, right in product(args.model, args.quantization, args.right):
+        plain, drafting = (_engine(model, quantization, right, each, args.cache) for each in SIDES)
+        for batch, workload in product(args.batch, names):
+            texts = texts_of(workload, max(args.texts, batch), args.cache)
+            if right is not None:
+                guess(drafting, texts, right)
+            follow_in_turn((plain, drafting), texts[: 2 * batch], batch)  # kernels are compiled
+            counts, passes = Counter[str](), []
+            for _ in range(args.passes):
+                plain.reset_cache()
+                drafting.reset_cache()
+                gc.collect()
+                before = _counts(drafting)
+                passes.append(follow_in_turn((plain, drafting), texts, batch))
+                counts += _counts(drafting) - before
+            rows.add(
+                benchmark="speculation",
+                what="gain",
+                model=model,
+                quantization=quantization,
+                batch=batch,
+                workload=workload,
+                texts=len(texts),
+                passes=args.passes,
+                gain=spread([off / on for off, on in passes]),
+                tokens_a_step=round(1 + counts["accepted"] / counts["rows"], 3),
+                accepted=round(counts["accepted"] / max(counts["drafted"], 1), 3),
+                drafted_a_step=round(counts["drafted"] / counts["rows"], 3),
+                **({} if right is None else {"draft_model": "S", "right": right}),
+                machine=machine(),
             )
-            drafts = engine.drafts
-            for batch in args.batch:
-                for workload in names:
-                    texts = texts_of(workload, max(args.texts, batch), args.cache)
-                    times: dict[bool, list[float]] = {True: [], False: []}
-                    told = None
-                    if right is not None:
-                        guess(engine, texts, right)
-                    for number in range(args.passes + 1):  # the first one is thrown away
-                        for speculates in (True, False) if number % 2 else (False, True):
-                            engine.speculate(drafts if speculates else None)
-                            engine.reset_cache()
-                            before = (
-                                drafts.counts.rows,
-                                drafts.counts.accepted,
-                                drafts.counts.drafted,
-                            )
-                            gc.collect()
-                            begun = time.perf_counter()
-                            follow(engine, texts, batch)
-                            seconds = time.perf_counter() - begun
-                            if number:
-                                times[speculates].append(seconds)
-                            if speculates:
-                                told = [
-                                    after - was
-                                    for after, was in zip(
-                                        (
-                                            drafts.counts.rows,
-                                            drafts.counts.accepted,
-                                            drafts.counts.drafted,
-                                        ),
-                                        before,
-                                        strict=True,
-                                    )
-                                ]
-                    ratios = [off / on for on, off in zip(times[True], times[False], strict=True)]
-                    rows.add(
-                        benchmark="speculation",
-                        what="gain",
-                        model=model,
-                        quantization=quantization,
-                        batch=batch,
-                        workload=workload,
-                        texts=len(texts),
-                        gain=spread(ratios),
-                        tokens_a_step=round(1 + told[1] / max(told[0], 1), 3),
-                        accepted=round(told[1] / max(told[2], 1), 3),
-                        **({} if right is None else {"draft_model": "S", "right": right}),
-                        times={
-                            "with": statistics.median(times[True]),
-                            "without": statistics.median(times[False]),
-                        },
-                        machine=machine(),
-                    )
+        for engine in (plain, drafting):
             engine.close()
-            del engine, drafts
-            gc.collect()
+
+
+def _engine(
+    model: str, quantization: str, right: float | None, speculation: str, cache: Path
+) -> Engine:
+    """`right` is the draft model's; None: there is none."""
+    drafts = right is not None and speculation != "off"
+    return Engine(
+        EngineConfig(
+            model=str(checkpoint(model, cache)),
+            quantization=None if quantization == "none" else quantization,
+            max_model_len=LENGTH,
+            kv_cache_tokens=65_536,
+            max_num_seqs=64,
+            speculation=speculation,
+            draft_model=str(checkpoint("S", cache)) if drafts else None,
+        ),
+        tokenizer=tokenizer_folder(cache),
+    )
+
+
+def _counts(engine: Engine) -> Counter[str]:
+    """Of all drafts so far."""
+    counts = engine.drafts.counts
+    return Counter(rows=counts.rows, accepted=counts.accepted, drafted=counts.drafted)
 
 
 def main() -> None:
@@ -164,11 +127,11 @@ def main() -> None:
     options.add_argument("--model", action="append", choices=("S", "M"))
     options.add_argument("--quantization", action="append", choices=("none", "int8", "int4"))
     options.add_argument("--batch", action="append", type=int)
-    options.add_argument("--workload", action="append", choices=(*WORKLOADS, "random"))
+    options.add_argument("--workload", action="append", choices=NAMES)
     options.add_argument("--draft-model", action="store_true")
     options.add_argument("--right", action="append", type=float)
-    options.add_argument("--passes", type=int, default=5)
-    options.add_argument("--texts", type=int, help="at least; 8 if not given")
+    options.add_argument("--passes", type=int, default=3)
+    options.add_argument("--texts", type=int, help="at least, and at least a batch; 8 if not given")
     options.add_argument("--cache", type=Path, default=CACHE)
     args = options.parse_args()
     if args.right and not args.draft_model:
@@ -183,7 +146,7 @@ def main() -> None:
         args.right = [None]
     args.texts = args.texts or (4 if args.quick else 8)
     args.cache.mkdir(parents=True, exist_ok=True)
-    names = args.workload or [*WORKLOADS, "random"]
+    names = args.workload or list(NAMES)
     rows = Rows(args.json)
     if not args.draft_model:
         without_model(rows, names, 4 if args.quick else 32, args.cache)

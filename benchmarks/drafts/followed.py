@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import torch
 
-from coppice import Engine, SamplingParams
+from coppice import Engine, SamplingParams, StructuredOutputsParams
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.sampling.sampler import Sampler, Sampling
+from drafts.encoded import Text
 
 
 class _GivenTokens(Sampler):
@@ -71,29 +73,70 @@ class _GivenGuesses(Sampler):
         return super().sample(logits, sequences, ahead)
 
 
-def guess(engine: Engine, texts: Seq[tuple[array[int], array[int]]], right: float) -> None:
+def guess(engine: Engine, texts: Seq[Text], right: float) -> None:
     """Has the engine's draft model foretell these texts, each token with the chance `right`."""
     model = engine.drafting.model
     assert model is not None
-    answers = {str(number): answer for number, (_, answer) in enumerate(texts)}
+    answers = {str(number): text.answer for number, text in enumerate(texts)}
     model._sampler = _GivenGuesses(engine.model_config.eos_token_ids, answers, right)
 
 
-def follow(engine: Engine, texts: Seq[tuple[array[int], array[int]]], batch: int) -> None:
-    """Follows all texts, at most `batch` at a time. Raises RuntimeError if one fails."""
-    answers = {str(number): answer for number, (_, answer) in enumerate(texts)}
-    # A logits processor would do the same by rules, which drafts verify row by row.
-    steps, eos = engine._steps, engine.model_config.eos_token_ids
-    steps._sampler = _GivenTokens(eos, answers)
-    waiting = list(enumerate(texts))[::-1]
-    running = 0
-    while waiting or running:
-        while waiting and running < batch:
-            number, (prompt, answer) = waiting.pop()
-            params = SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
-            engine.add_request(str(number), prompt, params)
-            running += 1
-        for output in engine.step():
+class Followed:
+    """One engine on its way through texts, at most `batch` at a time.
+
+    Attributes:
+        seconds: what its steps have taken so far.
+    """
+
+    def __init__(self, engine: Engine, texts: Seq[Text], batch: int) -> None:
+        self.seconds = 0.0
+        self._engine = engine
+        self._batch = batch
+        answers = {str(number): text.answer for number, text in enumerate(texts)}
+        # A logits processor would do the same by rules, which drafts verify row by row.
+        steps, eos = engine._steps, engine.model_config.eos_token_ids
+        steps._sampler = _GivenTokens(eos, answers)
+        self._waiting = list(enumerate(texts))[::-1]
+        self._running = 0
+        self._left = sum(map(len, answers.values()))
+        self._tokens = self._left
+
+    @property
+    def left(self) -> float:
+        """The share of the texts' tokens that are not generated yet; 0: it is at the end."""
+        return self._left / self._tokens
+
+    def step(self) -> None:
+        """Makes one step, and times it. Raises RuntimeError if a text fails."""
+        while self._waiting and self._running < self._batch:
+            number, text = self._waiting.pop()
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=len(text.answer),
+                ignore_eos=text.schema is None,
+                structured_outputs=None
+                if text.schema is None
+                else StructuredOutputsParams(json=text.schema),
+            )
+            self._engine.add_request(str(number), text.prompt, params)
+            self._running += 1
+        begun = time.perf_counter()
+        outputs = self._engine.step()
+        self.seconds += time.perf_counter() - begun
+        for output in outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
-            running -= output.finish_reason is not None
+            self._left -= len(output.new_token_ids)
+            self._running -= output.finish_reason is not None
+
+
+def follow_in_turn(engines: Seq[Engine], texts: Seq[Text], batch: int) -> list[float]:
+    """The seconds that each engine takes for all texts.
+
+    They take turns step by step, the one next that is least far, so what else the machine does
+    slows all of them alike.
+    """
+    sides = [Followed(engine, texts, batch) for engine in engines]
+    while (side := max(sides, key=lambda each: each.left)).left:
+        side.step()
+    return [side.seconds for side in sides]

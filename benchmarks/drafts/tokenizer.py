@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from common.public_text import library, prose
 from cpu.checkpoints import VOCABULARY
@@ -33,3 +34,18 @@ def trained(cache: Path) -> Tokenizer:
         made.save(str(partial))
         partial.rename(file)
     return Tokenizer.from_file(str(file))
+
+
+def tokenizer_folder(cache: Path) -> Path:
+    """The same as a folder that an engine's grammars can read."""
+    folder = cache / "speculation-tokenizer"
+    if not folder.exists():
+        unknown, begin, end = FIRST
+        PreTrainedTokenizerFast(
+            tokenizer_object=trained(cache),
+            unk_token=unknown,
+            bos_token=begin,
+            eos_token=end,
+            pad_token=unknown,
+        ).save_pretrained(folder)
+    return folder

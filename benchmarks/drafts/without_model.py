@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 
 from coppice.radix.mirror.suffixes.branches import Grown, grow
 from coppice.radix.mirror.suffixes.index import SuffixIndex
+from drafts.encoded import Text
 
 DEEPEST = 32
 
@@ -20,12 +20,13 @@ def _chances(grown: Seq[Grown]) -> list[float]:
     return chances
 
 
-def index_tokens_a_step(texts: Seq[tuple[array[int], array[int]]], width: int) -> float:
+def index_tokens_a_step(texts: Seq[Text], width: int) -> float:
     """With the index of suffixes: the `width` likeliest tokens of what followed. One after another,
     so later texts find those before."""
     index, steps, tokens = SuffixIndex(1 << 19), 0, 0
-    for prompt, answer in texts:
-        line, own = index.begin(None), prompt[:]
+    for text in texts:
+        answer = text.answer
+        line, own = index.begin(None), text.prompt[:]
         own.append(answer[0])
         at = 1
         while at < len(answer):
@@ -50,13 +51,12 @@ def index_tokens_a_step(texts: Seq[tuple[array[int], array[int]]], width: int) -
     return tokens / steps
 
 
-def lookup_tokens_a_step(
-    texts: Seq[tuple[array[int], array[int]]], width: int, longest: int = 3
-) -> float:
+def lookup_tokens_a_step(texts: Seq[Text], width: int, longest: int = 3) -> float:
     """With the first place of the request's last tokens in itself, as prompt lookup has it."""
     steps = tokens = 0
-    for prompt, answer in texts:
-        own = [*prompt, answer[0]]
+    for text in texts:
+        answer = text.answer
+        own = [*text.prompt, answer[0]]
         first: dict[tuple[int, ...], int] = {}
         entered, at = 0, 1
         while at < len(answer):

@@ -1,0 +1,46 @@
+"""The texts as token ids of the benchmark's tokenizer, and random tokens, which are no text."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpu.checkpoints import VOCABULARY
+from drafts.texts import WORKLOADS
+from drafts.tokenizer import trained
+
+NAMES = (*WORKLOADS, "random")
+LONGEST = 512  # tokens of an answer that are followed
+RANDOM = 200, 128  # tokens of prompts and answers
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Token ids of a prompt and of the answer that is followed; its JSON schema, if it has one."""
+
+    prompt: array[int]
+    answer: array[int]
+    schema: dict[str, Any] | None = None
+
+
+def texts_of(workload: str, count: int, cache: Path) -> list[Text]:
+    """The first `count` texts of a workload. Raises ValueError if it has fewer."""
+    if workload == "random":
+        rng = random.Random(5)
+        drawn = [
+            [array("i", (rng.randrange(3, VOCABULARY) for _ in range(length))) for length in RANDOM]
+            for _ in range(count)
+        ]
+        return [Text(prompt, answer) for prompt, answer in drawn]
+    tokenizer = trained(cache)
+    return [
+        Text(
+            array("i", tokenizer.encode(turn.prompt).ids),
+            array("i", tokenizer.encode(turn.answer).ids[:LONGEST]),
+            turn.schema,
+        )
+        for turn in WORKLOADS[workload](count)
+    ]
