@@ -30,6 +30,7 @@ class Coppice(Peer):
                 else None,
                 kv_cache_tokens=options["tokens_shared"],
                 max_num_seqs=options["lines"],
+                speculation="auto" if options["variant"].get("drafts") else "off",
             )
         )
 
@@ -52,7 +53,9 @@ class Coppice(Peer):
                 engine.add_request(str(index), job.prompt, params)
         lines: dict[tuple[str, int], list[int]] = {}
         first: dict[str, float] = {}
+        steps = 0
         while engine.has_unfinished():
+            steps += bool(first)
             for output in engine.step():
                 if output.error:
                     raise RuntimeError(output.error)
@@ -68,6 +71,7 @@ class Coppice(Peer):
             "seconds": seconds,
             "first": [first[str(index)] for index in range(len(jobs))],
             "tokens": tokens,
+            "steps": steps,
         }
 
 

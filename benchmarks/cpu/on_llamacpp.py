@@ -39,7 +39,7 @@ class LlamaCpp(Peer):
 
     @staticmethod
     def prepare(options: dict[str, Any]) -> None:
-        target = _gguf(options)
+        target = gguf_file(options)
         if not target.exists():
             partial = target.with_suffix(".partial")
             _write_gguf(Path(options["checkpoint"]), partial, options["precision"])
@@ -56,7 +56,7 @@ class LlamaCpp(Peer):
         self._server = subprocess.Popen(
             [
                 str(Path(sys.executable).with_name("llama-server")),
-                "--model", str(_gguf(options)), "--port", str(self._port), "--no-webui",
+                "--model", str(gguf_file(options)), "--port", str(self._port), "--no-webui",
                 "--threads", str(options["threads"]), "--threads-batch", str(options["threads"]),
                 "--parallel", str(slots), "--kv-unified", "--ctx-size", str(context),
                 "--batch-size", "2048", "--cache-type-k", kv, "--cache-type-v", kv,
@@ -91,6 +91,7 @@ class LlamaCpp(Peer):
         tokens: list[list[list[int]]] = [[[] for _ in range(job.n)] for job in jobs]
         first: dict[int, float] = {}
         errors: list[str] = []
+        self._steps = 0
         start = time.perf_counter()
 
         def ask(index: int, line: int) -> None:
@@ -113,6 +114,7 @@ class LlamaCpp(Peer):
             "seconds": seconds,
             "first": [first[index] for index in range(len(jobs))],
             "tokens": tokens,
+            "steps": self._steps,
         }
 
     def _complete(self, job: Job, seed: int) -> Any:
@@ -142,13 +144,16 @@ class LlamaCpp(Peer):
                     raise RuntimeError(str(event["error"]))
                 if not event.get("stop"):
                     yield event["tokens"]
+                else:
+                    told = event["timings"]
+                    self._steps += told["predicted_n"] - 1 - told.get("draft_n_accepted", 0)
 
     def close(self) -> None:
         self._server.terminate()
         self._server.wait()
 
 
-def _gguf(options: dict[str, Any]) -> Path:
+def gguf_file(options: dict[str, Any]) -> Path:
     return Path(options["folder"]) / f"{options['precision']}.gguf"
 
 

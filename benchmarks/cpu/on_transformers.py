@@ -42,6 +42,11 @@ class Transformers(Peer):
             dtype=getattr(torch, options["precision"]),
             attn_implementation="sdpa",  # continuous batching takes its paged variant
         ).eval()
+        self._passes = 0
+        self._model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self._passes += 1
 
     def run(self, jobs: list[Job], fresh: bool) -> dict[str, Any]:
         return self._run_continuous(jobs) if self._continuous else self._run_batch(jobs)
@@ -51,7 +56,8 @@ class Transformers(Peer):
         job = jobs[0]
         ids = torch.tensor([each.prompt for each in jobs])
         lines = max(job.n, job.beams, 1)
-        first = _FirstToken()
+        first, passes = _FirstToken(), self._passes
+        drafts = self._options["variant"].get("drafts") or {}
         start = time.perf_counter()
         result = self._model.generate(
             ids,
@@ -59,6 +65,7 @@ class Transformers(Peer):
             generation_config=_config(job),
             num_return_sequences=lines,
             stopping_criteria=[first],
+            **drafts,
         )
         seconds = time.perf_counter() - start
         made = result[:, ids.shape[1] :].tolist()
@@ -66,6 +73,7 @@ class Transformers(Peer):
             "seconds": seconds,
             "first": [first.seconds] * len(jobs),
             "tokens": [made[at : at + lines] for at in range(0, len(made), lines)],
+            "steps": self._passes - passes - 1,
         }
 
     def _run_continuous(self, jobs: list[Job]) -> dict[str, Any]:

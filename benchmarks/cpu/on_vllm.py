@@ -60,6 +60,7 @@ class Vllm(Peer):
             enable_prefix_caching=True,
             enforce_eager=options["variant"].get("eager", False),
             disable_log_stats=True,
+            speculative_config=options["variant"].get("drafts"),
         )
         self._next = 0
 
@@ -84,7 +85,9 @@ class Vllm(Peer):
             engine.add_request(names[-1], {"prompt_token_ids": job.prompt}, params)
         first: dict[str, float] = {}
         found: dict[str, dict[int, list[int]]] = {name: {} for name in names}
+        steps = 0
         while engine.has_unfinished_requests():
+            steps += bool(first)
             for output in engine.step():
                 if any(each.token_ids for each in output.outputs):
                     first.setdefault(output.request_id, time.perf_counter() - start)
@@ -96,6 +99,7 @@ class Vllm(Peer):
             "seconds": seconds,
             "first": [first[name] for name in names],
             "tokens": [[found[name][index] for index in sorted(found[name])] for name in names],
+            "steps": steps,
         }
 
     def _search(self, jobs: list[Job]) -> dict[str, Any]:

@@ -21,8 +21,9 @@ Keys of `options`:
 
 `fresh` is true if all that is cached comes from earlier workloads. `first` has the seconds to each
 job's first token, or is null if the peer does not report them. `tokens[i]` are the lines of job i
-without their prompt. If something fails, the answer has `error` instead, and `unsupported` if the
-peer lacks the feature.
+without their prompt. Where `options["variant"]` has the key `drafts`, `steps` are the passes of the
+model after a job's first token, for one job at a time. If something fails, the answer has `error`
+instead, and `unsupported` if the peer lacks the feature.
 """
 
 from __future__ import annotations
