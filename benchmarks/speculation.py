@@ -1,15 +1,17 @@
 """Drafts: tokens a step and time, with speculation and without, on texts that repeat.
 
 Usage:
-    .venv/bin/python benchmarks/speculation.py [--json FILE] [--quick] [--texts-only]
+    .venv/bin/python benchmarks/speculation.py [--json FILE] [--quick]
+        [--texts-only | --models-only]
         [--model S --model M] [--quantization none --quantization int8] [--batch 1 --batch 4 ...]
-        [--passes N] [--texts N] [--cache DIR] [--draft-model] [--right 0.8 ...]
+        [--passes N] [--texts N] [--longest N] [--cache DIR] [--draft-model] [--right 0.8 ...]
 
 A model with random weights is made to follow given texts: its logits are computed in full, then the
 given token is taken. So the cost of steps is real, and what is accepted is that of the texts
 (`drafts/texts.py`). JSON is followed under its schema on both sides. An engine with drafts and one
 without take turns step by step, each at the same place of the texts: `gain` is the time without
-drafts over the time with them, the median (least to most) of several passes. Each pass begins with
+drafts over the time with them, the median (least to most) of several passes, and `decoding_gain`
+the same of the steps that compute no prompt. Each pass begins with
 an index of no text and with what the engine has learned of its steps' time; each pass follows all
 texts of a workload, `batch` at a time.
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ from typing import Any
 from common.harness import Rows, machine, parser, processor, spread
 from coppice import Engine, EngineConfig
 from cpu.checkpoints import LENGTH, checkpoint
-from drafts.encoded import NAMES, texts_of
+from drafts.encoded import LONGEST, NAMES, texts_of
 from drafts.followed import follow_in_turn, guess
 from drafts.tokenizer import tokenizer_folder
 from drafts.without_model import index_tokens_a_step, lookup_tokens_a_step
@@ -41,6 +44,7 @@ from drafts.without_model import index_tokens_a_step, lookup_tokens_a_step
 CACHE = Path(__file__).resolve().parents[1] / "build" / "speculation"
 BATCHES = (1, 4, 16, 32)
 WIDTHS = (4, 8, 16)
+_WARM = 24  # tokens of an answer that are followed before anything is measured
 SIDES = ("off", "auto")  # values of the option `speculation`
 
 
@@ -64,10 +68,12 @@ def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
     for model, quantization, right in product(args.model, args.quantization, args.right):
         plain, drafting = (_engine(model, quantization, right, each, args.cache) for each in SIDES)
         for batch, workload in product(args.batch, names):
-            texts = texts_of(workload, max(args.texts, batch), args.cache)
+            texts = texts_of(workload, max(args.texts, batch), args.cache, args.longest)
             if right is not None:
                 guess(drafting, texts, right)
-            follow_in_turn((plain, drafting), texts[: 2 * batch], batch)  # kernels are compiled
+            # Kernels are compiled, and steps begin to be known.
+            short = [replace(each, answer=each.answer[:_WARM]) for each in texts]
+            follow_in_turn((plain, drafting), short, batch)
             counts, passes = Counter[str](), []
             for _ in range(args.passes):
                 plain.reset_cache()
@@ -84,8 +90,10 @@ def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
                 batch=batch,
                 workload=workload,
                 texts=len(texts),
+                longest=args.longest,
                 passes=args.passes,
-                gain=spread([off / on for off, on in passes]),
+                gain=spread([off.seconds / on.seconds for off, on in passes]),
+                decoding_gain=spread([off.decoding / on.decoding for off, on in passes]),
                 tokens_a_step=round(1 + counts["accepted"] / counts["rows"], 3),
                 accepted=round(counts["accepted"] / max(counts["drafted"], 1), 3),
                 drafted_a_step=round(counts["drafted"] / counts["rows"], 3),
@@ -123,7 +131,9 @@ def _counts(engine: Engine) -> Counter[str]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--texts-only", action="store_true")
+    part = options.add_mutually_exclusive_group()
+    part.add_argument("--texts-only", action="store_true")
+    part.add_argument("--models-only", action="store_true")
     options.add_argument("--model", action="append", choices=("S", "M"))
     options.add_argument("--quantization", action="append", choices=("none", "int8", "int4"))
     options.add_argument("--batch", action="append", type=int)
@@ -132,6 +142,7 @@ def main() -> None:
     options.add_argument("--right", action="append", type=float)
     options.add_argument("--passes", type=int, default=3)
     options.add_argument("--texts", type=int, help="at least, and at least a batch; 8 if not given")
+    options.add_argument("--longest", type=int, default=LONGEST, help="tokens of an answer")
     options.add_argument("--cache", type=Path, default=CACHE)
     args = options.parse_args()
     if args.right and not args.draft_model:
@@ -148,7 +159,7 @@ def main() -> None:
     args.cache.mkdir(parents=True, exist_ok=True)
     names = args.workload or list(NAMES)
     rows = Rows(args.json)
-    if not args.draft_model:
+    if not (args.draft_model or args.models_only):
         without_model(rows, names, 4 if args.quick else 32, args.cache)
     if args.texts_only:
         return

@@ -18,7 +18,9 @@ after the first one, `gain` (the same engine's time without drafts over that wit
 and how many answers are Coppice's.
 
 `benchmarks/cpu_peers.py` says how to make the peers' environments; vllm needs the package
-arctic-inference for suffix decoding, and here llamacpp has the package xllamacpp.
+arctic-inference for suffix decoding, and llamacpp the package xllamacpp instead of its program.
+vLLM asks for Intel's OpenMP, which it installs, and for Debian's libtcmalloc-minimal4; both are
+loaded first where they are found.
 """
 
 from __future__ import annotations

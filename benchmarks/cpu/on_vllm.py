@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -153,5 +154,16 @@ def _write_int8(checkpoint: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(config, indent=1))
 
 
+def _preload() -> None:
+    """Starts this program again with the libraries that vLLM asks to have loaded before others."""
+    names = ("libtcmalloc_minimal.so.4", "libiomp5.so")
+    folders = (Path("/usr/lib/x86_64-linux-gnu"), Path(sys.prefix) / "lib")
+    found = [str(each) for name in names for folder in folders if (each := folder / name).exists()]
+    if found and "LD_PRELOAD" not in os.environ:
+        os.environ["LD_PRELOAD"] = ":".join(found)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
 if __name__ == "__main__":
+    _preload()
     serve(Vllm)

@@ -13,7 +13,7 @@ from drafts.texts import WORKLOADS
 from drafts.tokenizer import trained
 
 NAMES = (*WORKLOADS, "random")
-LONGEST = 512  # tokens of an answer that are followed
+LONGEST = 512  # tokens of an answer that are followed, if not said otherwise
 RANDOM = 200, 128  # tokens of prompts and answers
 
 
@@ -26,20 +26,23 @@ class Text:
     schema: dict[str, Any] | None = None
 
 
-def texts_of(workload: str, count: int, cache: Path) -> list[Text]:
-    """The first `count` texts of a workload. Raises ValueError if it has fewer."""
+def texts_of(workload: str, count: int, cache: Path, longest: int = LONGEST) -> list[Text]:
+    """The first `count` texts of a workload, answers of at most `longest` tokens.
+
+    Raises ValueError if it has fewer.
+    """
     if workload == "random":
         rng = random.Random(5)
         drawn = [
             [array("i", (rng.randrange(3, VOCABULARY) for _ in range(length))) for length in RANDOM]
             for _ in range(count)
         ]
-        return [Text(prompt, answer) for prompt, answer in drawn]
+        return [Text(prompt, answer[:longest]) for prompt, answer in drawn]
     tokenizer = trained(cache)
     return [
         Text(
             array("i", tokenizer.encode(turn.prompt).ids),
-            array("i", tokenizer.encode(turn.answer).ids[:LONGEST]),
+            array("i", tokenizer.encode(turn.answer).ids[:longest]),
             turn.schema,
         )
         for turn in WORKLOADS[workload](count)

@@ -16,6 +16,9 @@ from coppice.runtime.requests.request import Sequence
 from coppice.runtime.sampling.sampler import Sampler, Sampling
 from drafts.encoded import Text
 
+# Tokens of an answer in JSON: near its last ones the form allows only what ends it in time.
+_ROOM = 4096
+
 
 class _GivenTokens(Sampler):
     """Raises the logit of the token that a text has next, and chooses as ever."""
@@ -86,10 +89,11 @@ class Followed:
 
     Attributes:
         seconds: what its steps have taken so far.
+        decoding: what those of them took that computed no prompt.
     """
 
     def __init__(self, engine: Engine, texts: Seq[Text], batch: int) -> None:
-        self.seconds = 0.0
+        self.seconds = self.decoding = 0.0
         self._engine = engine
         self._batch = batch
         answers = {str(number): text.answer for number, text in enumerate(texts)}
@@ -97,9 +101,9 @@ class Followed:
         steps, eos = engine._steps, engine.model_config.eos_token_ids
         steps._sampler = _GivenTokens(eos, answers)
         self._waiting = list(enumerate(texts))[::-1]
-        self._running = 0
-        self._left = sum(map(len, answers.values()))
-        self._tokens = self._left
+        self._running: dict[str, int] = {}  # tokens that are left of each
+        self._unbegun: set[str] = set()  # those without a token
+        self._left = self._tokens = sum(map(len, answers.values()))
 
     @property
     def left(self) -> float:
@@ -107,31 +111,43 @@ class Followed:
         return self._left / self._tokens
 
     def step(self) -> None:
-        """Makes one step, and times it. Raises RuntimeError if a text fails."""
-        while self._waiting and self._running < self._batch:
+        """Makes one step, and times it. Raises RuntimeError if a text fails, or ends too early."""
+        while self._waiting and len(self._running) < self._batch:
             number, text = self._waiting.pop()
-            params = SamplingParams(
-                temperature=0.0,
-                max_tokens=len(text.answer),
-                ignore_eos=text.schema is None,
-                structured_outputs=None
-                if text.schema is None
-                else StructuredOutputsParams(json=text.schema),
-            )
-            self._engine.add_request(str(number), text.prompt, params)
-            self._running += 1
+            self._engine.add_request(str(number), text.prompt, _params(text))
+            self._running[str(number)] = len(text.answer)
+            self._unbegun.add(str(number))
         begun = time.perf_counter()
         outputs = self._engine.step()
-        self.seconds += time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        self.seconds += seconds
+        if not self._unbegun:
+            self.decoding += seconds
         for output in outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
-            self._left -= len(output.new_token_ids)
-            self._running -= output.finish_reason is not None
+            name = output.request_id
+            self._unbegun.discard(name)
+            new = min(len(output.new_token_ids), self._running[name])
+            self._left -= new
+            self._running[name] -= new
+            if not self._running[name]:
+                del self._running[name]
+                self._engine.abort(name)
+            elif output.finish_reason is not None:
+                raise RuntimeError(f"text {name} ended before its end: {output.finish_reason}")
 
 
-def follow_in_turn(engines: Seq[Engine], texts: Seq[Text], batch: int) -> list[float]:
-    """The seconds that each engine takes for all texts.
+def _params(text: Text) -> SamplingParams:
+    """Of a request that follows a text; one with a schema is ended by its reader."""
+    if text.schema is None:
+        return SamplingParams(temperature=0.0, max_tokens=len(text.answer), ignore_eos=True)
+    form = StructuredOutputsParams(json=text.schema)
+    return SamplingParams(temperature=0.0, max_tokens=_ROOM, structured_outputs=form)
+
+
+def follow_in_turn(engines: Seq[Engine], texts: Seq[Text], batch: int) -> list[Followed]:
+    """Has each engine follow all texts.
 
     They take turns step by step, the one next that is least far, so what else the machine does
     slows all of them alike.
@@ -139,4 +155,4 @@ def follow_in_turn(engines: Seq[Engine], texts: Seq[Text], batch: int) -> list[f
     sides = [Followed(engine, texts, batch) for engine in engines]
     while (side := max(sides, key=lambda each: each.left)).left:
         side.step()
-    return [side.seconds for side in sides]
+    return sides
