@@ -52,14 +52,16 @@ def without_model(rows: Rows, names: Seq[str], count: int, cache: Path) -> None:
     for workload in names:
         texts = texts_of(workload, count, cache)
         for width in WIDTHS:
+            found = index_tokens_a_step(texts, width)
             rows.add(
                 benchmark="speculation",
                 what="tokens a step, without a model",
                 workload=workload,
                 drafted=width,
                 texts=len(texts),
-                index=round(index_tokens_a_step(texts, width), 3),
+                index=round(found.tokens_a_step, 3),
                 lookup=round(lookup_tokens_a_step(texts, width), 3),
+                times={"enter_a_token": found.enter_seconds, "draft": found.draft_seconds},
                 machine=processor(),
             )
 
