@@ -11,9 +11,9 @@ given token is taken. So the cost of steps is real, and what is accepted is that
 (`drafts/texts.py`). JSON is followed under its schema on both sides. An engine with drafts and one
 without take turns step by step, each at the same place of the texts: `gain` is the time without
 drafts over the time with them, the median (least to most) of several passes, and `decoding_gain`
-the same of the steps that compute no prompt. Each pass begins with
-an index of no text and with what the engine has learned of its steps' time; each pass follows all
-texts of a workload, `batch` at a time.
+the same of the steps that compute no prompt. The engines change roles from pass to pass. Each pass
+begins with an index of no text and with what its engine has learned of its steps' time, and follows
+all texts of a workload, `batch` at a time.
 
 With `--draft-model` M is the model and S its draft model, which is made to foretell the texts, each
 token with a given chance (`--right 0.6 --right 0.8`): the cost of its passes is real, and what it
@@ -45,7 +45,6 @@ CACHE = Path(__file__).resolve().parents[1] / "build" / "speculation"
 BATCHES = (1, 4, 16, 32)
 WIDTHS = (4, 8, 16)
 _WARM = 24  # tokens of an answer that are followed before anything is measured
-SIDES = ("off", "auto")  # values of the option `speculation`
 
 
 def without_model(rows: Rows, names: Seq[str], count: int, cache: Path) -> None:
@@ -68,22 +67,28 @@ def without_model(rows: Rows, names: Seq[str], count: int, cache: Path) -> None:
 
 def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
     for model, quantization, right in product(args.model, args.quantization, args.right):
-        plain, drafting = (_engine(model, quantization, right, each, args.cache) for each in SIDES)
+        engines = [_engine(model, quantization, right, args.cache) for _ in range(2)]
         for batch, workload in product(args.batch, names):
             texts = texts_of(workload, max(args.texts, batch), args.cache, args.longest)
-            if right is not None:
-                guess(drafting, texts, right)
+            for engine in engines if right is not None else ():
+                guess(engine, texts, right)
             # Kernels are compiled, and steps begin to be known.
             short = [replace(each, answer=each.answer[:_WARM]) for each in texts]
-            follow_in_turn((plain, drafting), short, batch)
+            follow_in_turn(engines, short, batch)
             counts, passes = Counter[str](), []
-            for _ in range(args.passes):
+            for number in range(args.passes):
+                # Where an engine's memory lies changes its speed a little.
+                plain, drafting = engines[number % 2], engines[1 - number % 2]
+                plain.speculate(None)
+                drafting.speculate(drafting.drafts)
                 plain.reset_cache()
                 drafting.reset_cache()
                 gc.collect()
                 before = _counts(drafting)
                 passes.append(follow_in_turn((plain, drafting), texts, batch))
                 counts += _counts(drafting) - before
+            for engine in engines:
+                engine.speculate(engine.drafts)
             rows.add(
                 benchmark="speculation",
                 what="gain",
@@ -102,15 +107,12 @@ def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
                 **({} if right is None else {"draft_model": "S", "right": right}),
                 machine=machine(),
             )
-        for engine in (plain, drafting):
+        for engine in engines:
             engine.close()
 
 
-def _engine(
-    model: str, quantization: str, right: float | None, speculation: str, cache: Path
-) -> Engine:
+def _engine(model: str, quantization: str, right: float | None, cache: Path) -> Engine:
     """`right` is the draft model's; None: there is none."""
-    drafts = right is not None and speculation != "off"
     return Engine(
         EngineConfig(
             model=str(checkpoint(model, cache)),
@@ -118,8 +120,8 @@ def _engine(
             max_model_len=LENGTH,
             kv_cache_tokens=65_536,
             max_num_seqs=64,
-            speculation=speculation,
-            draft_model=str(checkpoint("S", cache)) if drafts else None,
+            speculation="auto",
+            draft_model=None if right is None else str(checkpoint("S", cache)),
         ),
         tokenizer=tokenizer_folder(cache),
     )
@@ -142,7 +144,7 @@ def main() -> None:
     options.add_argument("--workload", action="append", choices=NAMES)
     options.add_argument("--draft-model", action="store_true")
     options.add_argument("--right", action="append", type=float)
-    options.add_argument("--passes", type=int, default=3)
+    options.add_argument("--passes", type=int, default=4)
     options.add_argument("--texts", type=int, help="at least, and at least a batch; 8 if not given")
     options.add_argument("--longest", type=int, default=LONGEST, help="tokens of an answer")
     options.add_argument("--cache", type=Path, default=CACHE)
