@@ -50,6 +50,7 @@ _NGRAM = {
 }
 _LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
 _ONE = ("float32",)
+_HELD_BACK = 4  # last tokens of an answer that llama.cpp does not tell if they end within a letter
 
 #: Sides by name, Coppice first: of each engine the one without drafts, then those with them.
 KINDS = {
@@ -121,7 +122,7 @@ class Comparison:
         for number, each in enumerate(asked):
             result = side.run([Job(each.prompt, each.out)], fresh=number == 0)
             answer = result["tokens"][0][0]
-            if len(answer) != each.out:
+            if not each.out - _HELD_BACK <= len(answer) <= each.out:
                 raise Failed(f"{each.out} tokens were asked for; {len(answer)} came")
             seconds += result["seconds"] - result["first"][0]
             found.steps += result["steps"]

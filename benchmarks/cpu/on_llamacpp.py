@@ -142,9 +142,9 @@ class LlamaCpp(Peer):
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise RuntimeError(str(event["error"]))
-                if not event.get("stop"):
+                if event.get("tokens"):  # the last event may have some, too
                     yield event["tokens"]
-                else:
+                if event.get("stop"):
                     told = event["timings"]
                     self._steps += told["predicted_n"] - 1 - told.get("draft_n_accepted", 0)
 
