@@ -31,6 +31,7 @@ _PLAIN = 128  # steps with drafts after which one has none, so that its time sta
 _LEFT_OUT = -2  # in place of a token's index
 _CHEAP = 0.003  # of a token's time: asking takes less, and need not be put off
 _LONGEST_WAIT = 64  # steps until a sequence is asked again whose text nothing foretells
+_LONGEST_PAUSE = 4  # the same where something is foretold, and does not pay
 
 
 class _Node(NamedTuple):
@@ -46,11 +47,12 @@ class _Node(NamedTuple):
 class _State:
     """What the policy knows about one sequence."""
 
-    __slots__ = ("added", "kinds", "luck", "useless", "wait", "worth")
+    __slots__ = ("added", "kinds", "luck", "unpaid", "useless", "wait", "worth")
 
     def __init__(self) -> None:
         self.luck = Luck()
         self.useless = 0  # times in a row that it was asked, and got nothing
+        self.unpaid = 0  # times in a row that it got proposals, and none was taken
         self.wait = 0  # steps until it is asked again
         self.kinds: dict[tuple[int, int], _Node] = {}  # of its draft, by depth and token
         self.added = 0.0  # seconds that each token of its draft adds to its step
@@ -134,18 +136,21 @@ class TreeSpeculation:
             found += mine
         found.sort()
         del found[most:]
-        if not found:
-            return nothing
-        chances = np.array([0.0, *(-chance for chance, _, _ in found)])
-        yields = (base + np.cumsum(chances)) * (curve[0] / base) / curve[: len(chances)]
-        count = int(yields.argmax())
-        if yields[count] < _GAIN:
-            return nothing
-        self._drafting += 1
-        added, worth = float(curve[count] - curve[0]) / count, float(curve[0]) / base
+        count = 0
+        if found:
+            chances = np.array([0.0, *(-chance for chance, _, _ in found)])
+            yields = (base + np.cumsum(chances)) * (curve[0] / base) / curve[: len(chances)]
+            count = int(yields.argmax())
+            if yields[count] < _GAIN:
+                count = 0
         taken: list[list[int]] = [[] for _ in sequences]
         for _, number, at in found[:count]:
             taken[number].append(at)
+        self._pause(sequences, nodes, taken, curve[0] / base)
+        if not count:
+            return nothing
+        self._drafting += 1
+        added, worth = float(curve[count] - curve[0]) / count, float(curve[0]) / base
         return [
             self._draft(sequence, made, chosen, added, worth) if chosen else NOTHING
             for (sequence, _), made, chosen in zip(sequences, nodes, taken, strict=True)
@@ -234,6 +239,23 @@ class TreeSpeculation:
         else:
             state.useless += 1
             state.wait = min(1 << min(state.useless, 10), _LONGEST_WAIT) - 1
+
+    def _pause(
+        self,
+        sequences: Seq[tuple[Sequence, int]],
+        nodes: list[list[_Node]],
+        taken: list[list[int]],
+        worth: float,
+    ) -> None:
+        """Asks sequences less often of whose proposals none was taken, if asking takes time."""
+        if self._asking < _CHEAP * worth:
+            return
+        for (sequence, _), made, chosen in zip(sequences, nodes, taken, strict=True):
+            if made:
+                state = self._states[sequence]
+                state.unpaid = 0 if chosen else state.unpaid + 1
+                if state.unpaid > 1 and not state.wait:
+                    state.wait = min(state.unpaid, _LONGEST_PAUSE) - 1
 
     def _draft(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from followed_texts import FollowedTexts, all_rows_alike, weights_once
@@ -11,6 +12,7 @@ from followed_texts import FollowedTexts, all_rows_alike, weights_once
 from coppice.radix.mirror.suffixes.index import SuffixIndex
 from coppice.runtime.sampling.drafts.policy import TreeSpeculation
 from coppice.runtime.sampling.drafts.predicted import PredictedDrafts
+from coppice.runtime.sampling.drafts.source import Proposed
 from coppice.runtime.sampling.drafts.suffixes import SuffixDrafts
 
 
@@ -71,6 +73,36 @@ def test_it_shrinks_to_nothing_where_a_row_costs_what_a_token_is_worth(batch: in
     assert following.gain > 0.97
     first, last = following.drafted[:300], following.drafted[-300:]
     assert sum(last) < 0.5 * sum(first), (sum(first), sum(last))
+
+
+@pytest.mark.parametrize(("row", "often"), [(0.3, False), (0.01, True)])
+def test_a_sequence_whose_proposals_do_not_pay_is_asked_less_often(row: float, often: bool) -> None:
+    asked = 0
+
+    class Doubtful:
+        """Proposes one token that is as likely as not, and takes its time."""
+
+        def propose(self, sequence: object, most: int) -> list[Proposed]:
+            nonlocal asked
+            asked += 1
+            now[0] += 0.01
+            return [Proposed(7, -1, ("doubtful", 0), 0.5)]
+
+        def forget(self) -> None: ...
+        def forget_adapter(self, identity: str, mark: int | None) -> None: ...
+        def ended(self, sequence: object) -> None: ...
+
+    now = [0.0]
+    speculation = TreeSpeculation([Doubtful()], 4, clock=lambda: now[0])
+    sequences: list[Any] = [(object(), 4) for _ in range(2)]
+    for _ in range(4):
+        speculation.costs.observe(2, 0, 1.0)
+        for drafted in (1, 2, 3, 4):
+            speculation.costs.observe(2, drafted, 1.0 + row * drafted)
+    for _ in range(100):
+        speculation.propose(sequences, 0)
+    assert (asked > 150) == often
+    assert asked > 40  # and is not forgotten
 
 
 def test_a_batch_gets_fewer_tokens_each_than_one_sequence() -> None:
