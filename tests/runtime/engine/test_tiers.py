@@ -133,8 +133,8 @@ def test_samples_beams_logprobs_and_pins_are_as_without(llama, tmp_path):
             assert scores == pytest.approx(others, abs=1e-3)
         told = made.tiers.told
         made.close()
-    # One computes all of its 70 tokens for their logprobs; the others take these from it if they are
-    # there before the disk's.
+    # One computes all of its 70 tokens for their logprobs; the others take these from it where they
+    # are there before the disk's.
     assert told.tiers["disk"].loaded_tokens >= len(prompt) - 1 - 70
 
 
