@@ -11,6 +11,8 @@ _LEAST = 0.1  # weight of a new step beside all earlier ones of its kind
 _OFTEN = 8  # steps after which what is known well is computed anew
 _KEPT = 0.998  # of the weight of what was seen when something else is seen
 _STRANGE = 2.0  # times as long as expected: more is not believed
+_SEEN = 1e-3  # weight below which a measurement is forgotten
+_DOUBT = 0.1  # steps that the guess of an easy row counts as, beside those that were measured
 _EASE = 0.25  # of a token's share of a step: what a row is supposed to add before it is seen
 
 
@@ -45,7 +47,7 @@ class StepCosts:
             row.warm[cell] = True
             return
         weight, before = row.weights[cell], row.seconds[cell]
-        if weight < 1e-3:
+        if weight < _SEEN:
             row.seconds[cell] = seconds
         else:
             if weight > 2:
@@ -68,21 +70,44 @@ class StepCosts:
         out in small steps. It is not to be changed.
         """
         row = self._rows.get(_alike(tokens))
-        if row is None or row.weights[0] < 1e-3:
+        if row is None or row.weights[0] < _SEEN:
             return None
         if row.curve is None:
-            base = row.seconds[0]
-            slope = _EASE * base / max(tokens, 4)
-            points = [base]
-            for cell in range(1, len(_GRID)):
-                guess = points[-1] + slope * (_GRID[cell] - _GRID[cell - 1])
-                weight = row.weights[cell]
-                known = (weight * row.seconds[cell] + 0.1 * guess) / (weight + 0.1)
-                points.append(max(points[-1], known))
-            seen = int(np.flatnonzero(row.weights > 1e-3)[-1])
-            end = _GRID[min(seen + _STEPS, len(_GRID) - 1)]
-            row.curve = np.interp(np.arange(end + 1), _GRID, points)
+            row.curve = self._curve(row, tokens)
         return row.curve
+
+    def _curve(self, row: _Row, tokens: int) -> np.ndarray:
+        seen = np.flatnonzero(row.weights > _SEEN)
+        known = _rising(row.seconds[seen], row.weights[seen])
+        slope = _EASE * known[0] / max(tokens, 4)
+        points: list[float] = []
+        at = 0
+        for cell in range(len(_GRID)):
+            guess = points[-1] + slope * (_GRID[cell] - _GRID[cell - 1]) if points else known[0]
+            if at < len(seen) and seen[at] == cell:
+                weight = row.weights[cell]
+                mixed = (weight * known[at] + _DOUBT * min(guess, known[at])) / (weight + _DOUBT)
+                guess = max(points[-1], mixed) if points else mixed
+                at += 1
+            points.append(guess)
+        end = _GRID[min(seen[-1] + _STEPS, len(_GRID) - 1)]
+        return np.interp(np.arange(end + 1), _GRID, points)
+
+
+def _rising(seconds: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The nearest values that never fall: those out of order become their mean. O(values).
+
+    More tokens do not take less time, so where fewer took longer the times were disturbed, and
+    are better known together (isotonic regression, by pooling adjacent violators).
+    """
+    pools: list[tuple[float, float, int]] = []  # seconds by weight, weight, values
+    for value, weight in zip(seconds, weights, strict=True):
+        pool = (value * weight, weight, 1)
+        while pools and pools[-1][0] * pool[1] > pool[0] * pools[-1][1]:
+            before = pools.pop()
+            pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
+        pools.append(pool)
+    return np.repeat([pool[0] / pool[1] for pool in pools], [pool[2] for pool in pools])
 
 
 def _alike(tokens: int) -> int:

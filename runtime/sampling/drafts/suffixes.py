@@ -9,6 +9,7 @@ from typing import NamedTuple
 from coppice.radix.mirror.suffixes.branches import grow
 from coppice.radix.mirror.suffixes.index import Line, SuffixIndex
 from coppice.runtime.requests.request import Sequence
+from coppice.runtime.sampling.drafts.recent import recent
 from coppice.runtime.sampling.drafts.source import Proposed
 
 SOURCE = "text"
@@ -19,6 +20,7 @@ DEEPEST = 32
 
 _LENGTHS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # equal tokens from which others are as likely
 _SHARES = (0.0, 0.1, 0.3, 0.6, 0.9, 1.0)
+_RECENT = len(_LENGTHS) * len(_SHARES)  # the first kind of those with one equal token
 # How often a token was accepted, by equal tokens, where all places agree, in the benchmark's texts.
 _FIRST = (0.6, 0.7, 0.8, 0.85, 0.88, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 
@@ -33,6 +35,9 @@ class _Marked(NamedTuple):
 class SuffixDrafts:
     """Keeps the text of all sequences in a `SuffixIndex`, and proposes what followed in it.
 
+    The index finds places with two equal tokens or more. Where it finds none, what followed on the
+    last token alone is taken from the sequence itself.
+
     Sequences of one namespace and adapter find each other's text; others find none of it.
     """
 
@@ -45,6 +50,10 @@ class SuffixDrafts:
         line = self._entered(sequence)
         places = self.index.find(line, sequence.tokens, min(most, DEEPEST))
         made = []
+        if not places:
+            for token, parent, number, first in recent(sequence.tokens, most):
+                made.append(Proposed(token, parent, (SOURCE, _RECENT + number), first))
+            return made
         for token, parent, length, share in grow(places, most):
             at = bisect_right(_LENGTHS, length) - 1
             agree = bisect_right(_SHARES, share) - 1

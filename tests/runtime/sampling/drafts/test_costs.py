@@ -1,0 +1,60 @@
+"""What rows of drafts cost is learned, though single steps are disturbed."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from coppice.runtime.sampling.drafts.costs import StepCosts
+
+
+def seen(steps: list[tuple[int, float]], tokens: int = 1) -> np.ndarray:
+    """The curve after steps of these drafted tokens and seconds."""
+    costs = StepCosts()
+    for drafted in {drafted for drafted, _ in steps}:
+        costs.observe(tokens, drafted, 9.0)  # the first one may compile something
+    for drafted, seconds in steps:
+        costs.observe(tokens, drafted, seconds)
+    curve = costs.curve(tokens)
+    assert curve is not None
+    return curve
+
+
+def test_nothing_is_known_before_a_step_without_drafts() -> None:
+    costs = StepCosts()
+    assert costs.curve(1) is None
+    costs.observe(1, 4, 1.0)
+    costs.observe(1, 4, 1.0)
+    assert costs.curve(1) is None
+
+
+def test_a_slow_step_is_weighed_against_those_with_more_tokens() -> None:
+    disturbed = seen([(0, 1.0)] * 9 + [(1, 1.5)] + [(2, 1.1), (4, 1.1), (2, 1.1), (4, 1.1)])
+    assert disturbed[1] < 1.2
+    assert disturbed[4] < 1.25
+    slow = seen([(0, 1.0)] * 9 + [(1, 1.5)] * 9 + [(2, 1.6), (4, 1.7)] * 4)
+    assert slow[1] == pytest.approx(1.5, rel=0.03)
+
+
+def test_curves_rise_and_end_a_little_after_what_was_seen() -> None:
+    rng = random.Random(1)
+    for _ in range(50):
+        steps = [(0, rng.uniform(0.8, 1.2)) for _ in range(4)]
+        steps += [(d := rng.choice((1, 2, 3, 4, 6, 8)), rng.uniform(0.7, 1.3) + 0.05 * d)
+                  for _ in range(rng.randrange(30))]  # fmt: skip
+        curve = seen(steps)
+        assert np.all(np.diff(curve) >= 0)
+        most = max(drafted for drafted, _ in steps)
+        assert most < len(curve) - 1 <= max(4 * most, 3)
+
+
+def test_noise_of_steps_averages_out() -> None:
+    rng = random.Random(2)
+    steps = [(0, rng.gauss(1.0, 0.15)) for _ in range(40)]
+    for drafted in (1, 2, 3, 4, 6, 8):
+        steps += [(drafted, rng.gauss(1 + 0.04 * drafted, 0.15)) for _ in range(4)]
+    rng.shuffle(steps)
+    curve = seen(steps)
+    assert curve[:9] == pytest.approx(1 + 0.04 * np.arange(9), rel=0.13)
