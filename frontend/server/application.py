@@ -26,7 +26,7 @@ from coppice.frontend.http.openapi import with_description
 from coppice.frontend.http.options import ServerOptions
 from coppice.frontend.http.routes import Route, add_routes
 from coppice.frontend.report.dashboard_files import Dashboard
-from coppice.frontend.report.metrics import Metrics
+from coppice.frontend.report.metrics.scrape import Metrics
 from coppice.frontend.report.reporter import Reporter
 from coppice.frontend.report.routes import CacheRoutes
 from coppice.frontend.server.front_page import FrontPage

@@ -17,7 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.samples import Sample
 
 from coppice.frontend.errors import EngineStopped
-from coppice.frontend.report.metrics import Metrics
+from coppice.frontend.report.metrics.scrape import Metrics
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_stats

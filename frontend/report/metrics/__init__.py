@@ -1,0 +1,1 @@
+"""The metrics at /metrics: of the server, and of the engine."""
