@@ -5,6 +5,7 @@ The variables are set before torch, numba or transformers can be imported: those
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter, defaultdict
@@ -14,6 +15,10 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Collecting the tests makes a million objects that stay. Each process would search them for garbage
+# a dozen times meanwhile, which takes seconds, and again whenever a test collects garbage.
+gc.disable()
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -140,6 +145,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 # A busy machine is slow; that says nothing about the code.
 settings.register_profile("coppice", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("coppice")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves out what is slow

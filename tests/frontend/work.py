@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
@@ -118,7 +119,7 @@ def regex_steps(pattern: str | bytes, text: str, *, flags: int = 0, search: bool
 
     It walks through the alternatives in the order in which `re` does, and so backtracks as often.
     """
-    tree = parser.parse(pattern, flags)
+    tree = _parsed(pattern, flags)
     model = _Model(text, tree.state.flags)
     place = 0
     while True:
@@ -126,6 +127,12 @@ def regex_steps(pattern: str | bytes, text: str, *, flags: int = 0, search: bool
         if not search or place >= len(text):
             return model.steps
         place = place + 1 if end is None or end == place else end
+
+
+@cache
+def _parsed(pattern: str | bytes, flags: int) -> Any:
+    """A pattern's parts: parsing takes as long as a short text."""
+    return parser.parse(pattern, flags)
 
 
 class _Model:
@@ -224,11 +231,11 @@ def pumps(pattern: str | bytes, size: int) -> Iterator[str]:
     tree = list(parser.parse(pattern))
     beginnings = {_shortest(tree[:length]) for length in range(len(tree) + 1)}
     parts = sorted({part for part in _parts(tree) if part})
+    # Two equal parts repeat what one does, and some pairs are the same text.
+    units = sorted({one + other for one in parts for other in ["", *parts] if one != other})
     for beginning in sorted(beginnings):
-        for one in parts:
-            for other in ["", *parts]:
-                unit = one + other
-                yield beginning + unit * (size // len(unit)) + "\0"
+        for unit in units:
+            yield beginning + unit * (size // len(unit)) + "\0"
 
 
 def _parts(items: list[Any]) -> Iterator[str]:

@@ -357,7 +357,9 @@ def test_chunks_and_decoded_tokens_make_no_chain_of_nodes(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 3)) for seed in range(8)]
+)
 def test_start_and_finish_do_what_their_parts_do(seed: int, page_size: int) -> None:
     rng = random.Random(seed)
     trees = [make_tree(64 // page_size * 4, page_size) for _ in range(2)]

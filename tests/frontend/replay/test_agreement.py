@@ -63,7 +63,9 @@ def percentages(text: str) -> list[str]:
     return re.findall(r"\d+\.\d%", text)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 8)) for seed in range(20)]
+)
 def test_numbers_that_stand_twice_are_equal(tmp_path: Path, seed: int) -> None:
     policy = list(POLICIES)[seed % len(POLICIES)]
     pool, compare = POOLS[seed % len(POOLS)], seed % 3 != 2

@@ -97,8 +97,8 @@ def test_reference_equals_brute_force(make_batch, stretches, window):
         ({"group": 4, "head_dim": 96, "page_size": 64, "shuffled": False}, 5, LEVELS),
         ({"group": 7, "head_dim": 128, "page_size": 32, "kv_heads": 1}, None, LEVELS),
         ({"group": 8, "head_dim": 256, "page_size": 16, "kv_heads": 1}, 40, ()),
-        ({"group": 2, "head_dim": 64, "page_size": 256, "kv_heads": 3}, None, [(range(7), 1)]),
-        ({"group": 5, "head_dim": 24, "page_size": 4}, 1, LEVELS),
+        ({"group": 2, "head_dim": 64, "page_size": 256, "kv_heads": 1}, None, [(range(7), 1)]),
+        ({"group": 5, "head_dim": 24, "page_size": 4, "kv_heads": 3}, 1, LEVELS),
     ],
     ids=str,
 )

@@ -92,7 +92,7 @@ CASES = [
 @pytest.mark.parametrize(("way", "kind"), CASES)
 def test_the_token_is_that_of_a_sort(way, kind):
     generator = np.random.default_rng(1)
-    rows, vocabulary = (24, 333) if INTERPRETED else (256, 32_003)
+    rows, vocabulary = (12, 333) if INTERPRETED else (256, 32_003)
     logits = torch.from_numpy(generator.normal(0, 3, (rows, vocabulary)).astype(np.float32))
     if kind == "bfloat16":
         logits = logits.bfloat16().float()
@@ -151,10 +151,11 @@ def test_equals_are_kept_by_their_ids(way):
 @pytest.mark.parametrize("way", ways())
 def test_a_row_does_not_depend_on_the_others(way):
     generator = np.random.default_rng(2)
-    logits = torch.from_numpy(generator.normal(0, 2, (12, 100)).astype(np.float32))
-    columns = numbers(12, generator, 100)
+    rows = 5 if INTERPRETED else 12
+    logits = torch.from_numpy(generator.normal(0, 2, (rows, 100)).astype(np.float32))
+    columns = numbers(rows, generator, 100)
     together = way(logits, columns)
-    alone = [way(logits[i : i + 1], columns[i : i + 1])[0] for i in range(12)]
+    alone = [way(logits[i : i + 1], columns[i : i + 1])[0] for i in range(rows)]
     assert together == alone
 
 

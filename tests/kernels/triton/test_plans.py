@@ -56,7 +56,7 @@ def test_one_step_after_the_other_is_the_reference(
     ]
     fixed = fixed_plan(backend, max(each.num_pages for each in batches), max_pages=64 * size)
     places = set()
-    for batch in [*batches, *reversed(batches)]:
+    for batch in [*batches, batches[1], batches[0]]:
         assert fixed.load(batch.plan)
         for got, expected in zip(
             batch.run(backend, window, prepared=fixed),

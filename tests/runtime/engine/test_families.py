@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from transformers import AutoModelForCausalLM
 
 from coppice.runtime.config import EngineConfig
@@ -18,7 +20,14 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 from tests.runtime.conftest import FAMILIES, OTHER_FAMILIES
 
 TOKENS = 8
+#: A plain family, and those that differ most: windows and soft-caps, sinks, experts.
+SHOWN = ("llama", "gemma2", "gpt_oss", "qwen3_moe")
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+
+
+def shown(families: Iterable[str]) -> list[ParameterSet]:
+    """All as parameters; those that differ less run with the slow tests."""
+    return [pytest.param(each, marks=[pytest.mark.slow] * (each not in SHOWN)) for each in families]
 
 
 def prompts() -> list[list[int]]:
@@ -67,25 +76,38 @@ def generated(path: Path, **options: object) -> list[list[int]]:
     return rows
 
 
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], list[list[int]]]:
+    """What transformers generates for a family, once for all page sizes."""
+    return cache(lambda family: generated(tiny_checkpoint(family)))
+
+
 @pytest.mark.model("tokens")
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "page_size"),
+    [
+        pytest.param(family, size, marks=[pytest.mark.slow] * (size != 7 and family not in SHOWN))
+        for family in OTHER_FAMILIES
+        for size in (1, 7, 16)
+    ],
+)
 def test_greedy_tokens_equal_transformers_cold_and_warm(
-    tiny_checkpoint: Callable[..., Path], family: str
+    tiny_checkpoint: Callable[..., Path],
+    expected: Callable[[str], list[list[int]]],
+    family: str,
+    page_size: int,
 ) -> None:
-    path = tiny_checkpoint(family)
-    expected = generated(path)
-    for page_size in (1, 7, 16):
-        engine = start(path, page_size=page_size)
-        assert engine.runner.decoder.compiled is not None
-        assert run(engine) == expected
-        before = make_report(engine).hit_tokens
-        assert run(engine) == expected
-        hits = make_report(engine).hit_tokens - before
-        assert hits == sum(len(prompt) - 1 for prompt in prompts())
+    engine = start(tiny_checkpoint(family), page_size=page_size)
+    assert engine.runner.decoder.compiled is not None
+    assert run(engine) == expected(family)
+    before = make_report(engine).hit_tokens
+    assert run(engine) == expected(family)
+    hits = make_report(engine).hit_tokens - before
+    assert hits == sum(len(prompt) - 1 for prompt in prompts())
 
 
 @pytest.mark.model("n")
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
+@pytest.mark.parametrize("family", shown([*FAMILIES, *OTHER_FAMILIES]))
 def test_several_sequences_share_what_a_single_one_computed(
     tiny_checkpoint: Callable[..., Path], family: str
 ) -> None:
@@ -97,7 +119,7 @@ def test_several_sequences_share_what_a_single_one_computed(
 
 
 @pytest.mark.model("beams")
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize("family", shown(OTHER_FAMILIES))
 def test_beams_equal_transformers(tiny_checkpoint: Callable[..., Path], family: str) -> None:
     path = tiny_checkpoint(family)
     search = BeamSearchParams(3, TOKENS, ignore_eos=True)
@@ -106,7 +128,7 @@ def test_beams_equal_transformers(tiny_checkpoint: Callable[..., Path], family: 
 
 
 @pytest.mark.model("int8")
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
+@pytest.mark.parametrize("family", shown([*FAMILIES, *OTHER_FAMILIES]))
 def test_int8_is_warm_what_it_is_cold(tiny_checkpoint: Callable[..., Path], family: str) -> None:
     engine = start(tiny_checkpoint(family), page_size=7, quantization="int8")
     cold = run(engine)

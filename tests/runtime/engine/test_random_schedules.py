@@ -2,8 +2,8 @@
 
     COPPICE_SCHEDULES=20000 pytest tests/runtime/engine/test_random_schedules.py --timeout 0
 
-runs 20,000 schedules instead of a few; the seed in a failure's message repeats it. A slow test runs
-600 others.
+runs 20,000 schedules instead of a few; the seed in a failure's message repeats it. Slow tests
+run 600 others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 
-_SCHEDULES = int(os.environ.get("COPPICE_SCHEDULES", "16"))
+_SCHEDULES = int(os.environ.get("COPPICE_SCHEDULES", "8"))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,11 @@ def alone(checkpoint):
 
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize(
-    ("begin", "end"), [(0, _SCHEDULES), pytest.param(100_000, 100_600, marks=pytest.mark.slow)]
+    ("begin", "end"),
+    [
+        (0, _SCHEDULES),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((8, 16), (100_000, 100_600))),
+    ],
 )
 def test_random_schedules_give_what_each_request_gives_alone(checkpoint, alone, policy, begin, end):
     first = begin + SCHEDULING_POLICIES.index(policy)

@@ -452,7 +452,8 @@ def checkpoint(tmp_path_factory):
     [pytest.param(each, marks=[pytest.mark.slow][: each != "lpm"]) for each in SCHEDULING_POLICIES],
 )
 @pytest.mark.parametrize(
-    ("begin", "end"), [(0, 24), pytest.param(1000, 1200, marks=pytest.mark.slow)]
+    ("begin", "end"),
+    [(0, 12), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((12, 24), (1000, 1200)))],
 )
 def test_random_schedules_give_what_each_request_gives_alone(checkpoint, policy, begin, end):
     """With two tiers that fail, forget and find pages damaged, each twice: then as a restart."""

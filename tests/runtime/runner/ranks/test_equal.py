@@ -52,7 +52,7 @@ def test_ranks_may_share_heads_and_have_parts_of_different_sizes(
     assert run(engine) == run(start_threads(path, 1))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("options", [
     {"quantization": "int8"},
     {"quantization": "int4"},
