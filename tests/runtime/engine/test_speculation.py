@@ -35,7 +35,11 @@ def alone(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("begin", "end"), [(0, _SCHEDULES), pytest.param(200_000, 200_900, marks=pytest.mark.slow)]
+    ("begin", "end"),
+    [
+        (0, _SCHEDULES),
+        *(pytest.param(at, at + 300, marks=pytest.mark.slow) for at in range(200_000, 200_900, 300)),
+    ],
 )
 def test_random_schedules_with_drafts_give_what_each_request_gives_alone(
     checkpoint, alone, begin, end
