@@ -38,7 +38,10 @@ def alone(checkpoint):
     ("begin", "end"),
     [
         (0, _SCHEDULES),
-        *(pytest.param(at, at + 300, marks=pytest.mark.slow) for at in range(200_000, 200_900, 300)),
+        *(
+            pytest.param(at, at + 300, marks=pytest.mark.slow)
+            for at in range(200_000, 200_900, 300)
+        ),
     ],
 )
 def test_random_schedules_with_drafts_give_what_each_request_gives_alone(
