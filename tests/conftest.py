@@ -9,16 +9,13 @@ import gc
 import os
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-# Collecting the tests makes a million objects that stay. Each process would search them for garbage
-# a dozen times meanwhile, which takes seconds, and again whenever a test collects garbage.
-gc.disable()
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -147,9 +144,19 @@ settings.register_profile("coppice", deadline=None, suppress_health_check=[Healt
 settings.load_profile("coppice")
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collects no garbage while the tests are collected: their million objects stay.
+
+    Each process would search them a dozen times meanwhile, which takes seconds, and again whenever
+    a test collects garbage.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves out what is slow
