@@ -50,7 +50,6 @@ _NGRAM = {
 }
 _LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
 _ONE = ("float32",)
-_HELD_BACK = 4  # last tokens of an answer that llama.cpp does not tell if they end within a letter
 
 #: Sides by name, Coppice first: of each engine the one without drafts, then those with them.
 KINDS = {
@@ -122,8 +121,8 @@ class Comparison:
         for number, each in enumerate(asked):
             result = side.run([Job(each.prompt, each.out)], fresh=number == 0)
             answer = result["tokens"][0][0]
-            if not each.out - _HELD_BACK <= len(answer) <= each.out:
-                raise Failed(f"{each.out} tokens were asked for; {len(answer)} came")
+            if (computed := result.get("computed", len(answer))) != each.out:
+                raise Failed(f"{each.out} tokens were asked for; {computed} were computed")
             seconds += result["seconds"] - result["first"][0]
             found.steps += result["steps"]
             found.tokens += each.out - 1
@@ -162,7 +161,7 @@ class Comparison:
                 continue
             ours = self.found[workload, _OURS]
             plain = self.found[workload, name.split(" ")[0]]
-            same = sum(a == b for a, b in zip(found.answers, ours.answers, strict=True))
+            same = sum(map(_same, found.answers, ours.answers))
             if plain is not found and plain.seconds:
                 row["gain"] = _ratios(plain, found)
             rows.add(
@@ -176,6 +175,12 @@ class Comparison:
                 times={"seconds": statistics.median(found.seconds)},
                 machine=processor(),
             )
+
+
+def _same(answer: list[int], ours: list[int]) -> bool:
+    """Whether they are equal, but for tokens of parts of letters, which llama.cpp leaves out."""
+    rest = iter(ours)
+    return 0 <= len(ours) - len(answer) <= len(ours) // 10 and all(each in rest for each in answer)
 
 
 def _ratios(above: Found, below: Found) -> dict[str, float]:

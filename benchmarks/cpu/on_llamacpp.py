@@ -91,7 +91,7 @@ class LlamaCpp(Peer):
         tokens: list[list[list[int]]] = [[[] for _ in range(job.n)] for job in jobs]
         first: dict[int, float] = {}
         errors: list[str] = []
-        self._steps = 0
+        self._steps = self._computed = 0
         start = time.perf_counter()
 
         def ask(index: int, line: int) -> None:
@@ -115,6 +115,7 @@ class LlamaCpp(Peer):
             "first": [first[index] for index in range(len(jobs))],
             "tokens": tokens,
             "steps": self._steps,
+            "computed": self._computed,
         }
 
     def _complete(self, job: Job, seed: int) -> Any:
@@ -146,6 +147,7 @@ class LlamaCpp(Peer):
                     yield event["tokens"]
                 if event.get("stop"):
                     told = event["timings"]
+                    self._computed += told["predicted_n"]  # it does not tell all of them
                     self._steps += told["predicted_n"] - 1 - told.get("draft_n_accepted", 0)
 
     def close(self) -> None:
