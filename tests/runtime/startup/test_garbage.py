@@ -10,8 +10,6 @@ from coppice.runtime.startup.garbage import without_collecting
 
 
 def test_new_objects_are_old_afterwards_and_still_collected() -> None:
-    gc.unfreeze()  # what the collection of the tests has made
-
     class Node:
         pass
 
