@@ -23,9 +23,8 @@ _LATER = 0.6  # of a token of a path, once the one before it was accepted
 def recent(tokens: array[int], most: int) -> list[tuple[int, int, int, float]]:
     """What followed on the latest places of the last token; at most `most` tokens.
 
-    One equal token says little, but costs a row of a step that is often nearly free. It is looked
-    for in the text itself only: there is no index of single tokens, and what others say on the
-    same one is as good as random. O(WINDOW), a few microseconds.
+    One equal token says little, but a row of a step is often nearly free. It is looked for in the
+    text itself only, which needs no index of single tokens. O(WINDOW).
 
     Args:
         tokens: a text, as int32.
@@ -36,9 +35,11 @@ def recent(tokens: array[int], most: int) -> list[tuple[int, int, int, float]]:
         that is the same for tokens as likely, and the first guess of how likely it is. Parents
         stand before their children.
     """
-    window = np.frombuffer(tokens[-WINDOW:], dtype=np.int32)
-    places = np.flatnonzero(window[:-1] == window[-1:])[-PLACES:]
-    nexts = [int(token) for token in window[places + 1][::-1]]
+    begin = max(len(tokens) - WINDOW, 0)
+    window = np.frombuffer(tokens[begin:], dtype=np.int32)
+    equal = window[:-1] == window[-1:]
+    after = [begin + 1 + place for place in equal.nonzero()[0][-PLACES:].tolist()]
+    nexts = [tokens[place] for place in reversed(after)]
     made: list[tuple[int, int, int, float]] = []
     for number, token in enumerate(nexts):
         if token in nexts[:number]:  # a later place has it
@@ -47,8 +48,7 @@ def recent(tokens: array[int], most: int) -> list[tuple[int, int, int, float]]:
         agree = (min(number, 1) * PLACES + nexts.count(token) - 1) * PLACES + len(nexts) - 1
         made.append((token, -1, agree * DEEP, _ALONE if not made else _SECOND))
         if number == 0:
-            last = int(places[-1])
-            following = window[last + 2 : last + 1 + DEEP]
+            following = tokens[after[-1] + 1 : after[-1] + DEEP]
             for depth, later in enumerate(following, 1):
-                made.append((int(later), depth - 1, agree * DEEP + depth, _LATER))
+                made.append((later, depth - 1, agree * DEEP + depth, _LATER))
     return made[: max(most, 0)]
