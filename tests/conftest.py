@@ -85,12 +85,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     import torch
 
     _HIDDEN.undo()
-    if "kernels" not in item.path.parts and not item.path.name.startswith("test_cuda"):
+    if "kernels" not in item.path.parts and not item.path.stem.startswith(_ON_GPU):
         _HIDDEN.setattr(torch.cuda, "is_available", lambda: False)
         _HIDDEN.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes that a test starts
 
 
 _HIDDEN = pytest.MonkeyPatch()
+# Files about a GPU, beside all of those in `kernels`.
+_ON_GPU = ("test_cuda", "test_fake_gpu", "test_graph_steps")
 
 # They ask the same servers, each two processes that take seconds to start.
 _SERVED = {

@@ -14,7 +14,7 @@ from coppice.runtime.report.gather import make_stats
 from gpu_suite.bench import Bench, line_params
 from gpu_suite.parts import PROFILED, begin, steady, stepped
 from gpu_suite.shapes import FEW_LAYERS
-from gpu_suite.trace import ON_CPU, ON_GPU, busy, longest
+from gpu_suite.trace import NAMED, ON_CPU, ON_GPU, a_step, busy, longest
 from gpu_suite.worker import Row
 
 #: Sequences that decode and their tokens.
@@ -22,7 +22,7 @@ LONG = ((32, 8192), (64, 32768), (256, 8192))
 #: Sequences that decode, their tokens, and those of the prompt that begins in each step.
 MIXED = (32, 512, 200)
 EIGHT_BITS = (64, 4096)
-_STEPS, _NAMES = 32, 12
+_STEPS = 32
 
 
 def long_contexts(bench: Bench, deadline: float) -> Iterator[Row]:
@@ -74,7 +74,7 @@ def mixed_steps(bench: Bench, deadline: float) -> Iterator[Row]:
             trace = Path(folder) / "trace.json"
             made.export_chrome_trace(str(trace))
             kinds = ON_GPU if on_gpu else ON_CPU
-            found, names = busy(trace, kinds), longest(trace, kinds, _NAMES)
+            found, names = busy(trace, kinds), longest(trace, kinds, NAMED)
         for each in range(number):
             engine.abort(f"prompt {each}")
         yield {
@@ -90,10 +90,7 @@ def mixed_steps(bench: Bench, deadline: float) -> Iterator[Row]:
                 "step_ms": round(1e3 * statistics.median(seconds), 3),
                 "busy_us_a_step": round(found.busy / PROFILED, 1),
                 "median_gap_us": round(found.median_gap, 2),
-                # The kernels that take the most time: launches and microseconds a step.
-                "kernels": [
-                    [name, round(n / PROFILED, 1), round(us / PROFILED, 1)] for name, n, us in names
-                ],
+                "kernels": a_step(names, PROFILED),
             },
         }
 

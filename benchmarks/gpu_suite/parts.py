@@ -29,7 +29,7 @@ from gpu_suite.bench import (
 from gpu_suite.beside import must_exit, run_transformers
 from gpu_suite.rows import row_kernels
 from gpu_suite.shapes import QUICK, REAL, Forked, Shared
-from gpu_suite.trace import ON_CPU, ON_GPU, busy
+from gpu_suite.trace import NAMED, ON_CPU, ON_GPU, a_step, busy, longest
 from gpu_suite.worker import Plan, Row, serve_parts
 
 #: Steps under the profiler.
@@ -127,15 +127,15 @@ def start(bench: Bench, deadline: float, model: str) -> Iterator[Row]:
 
 
 def decode(bench: Bench, deadline: float, model: str, **options: Any) -> Iterator[Row]:
-    """Measures steady decoding beside its floor, then the gaps between its kernels."""
+    """Measures steady decoding beside its floor, and the gaps between its kernels."""
     for batch in bench.sizes.batches:
         engine = bench.engine(model, **options)
         row = steady(bench, deadline, engine, batch, bench.sizes.context)
         yield row | options
         if "times" not in row:
             return
-    if time.perf_counter() < deadline:
-        yield _gaps(bench, engine, batch, row["times"]["step_ms"] / 1e3) | options
+        if time.perf_counter() < deadline:
+            yield _gaps(bench, engine, batch, row["times"]["step_ms"] / 1e3) | options
 
 
 def begin(
@@ -209,8 +209,10 @@ def _gaps(bench: Bench, engine: Engine, batch: int, step_seconds: float) -> Row:
             stepped(engine)
         bench.synchronize()
     with tempfile.TemporaryDirectory() as folder:
-        profile.export_chrome_trace(str(Path(folder) / "trace.json"))
-        found = busy(Path(folder) / "trace.json", ON_GPU if on_gpu else ON_CPU)
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        kinds = ON_GPU if on_gpu else ON_CPU
+        found, names = busy(trace, kinds), longest(trace, kinds, NAMED)
     return {
         "benchmark": "gaps",
         "batch": batch,
@@ -222,6 +224,7 @@ def _gaps(bench: Bench, engine: Engine, batch: int, step_seconds: float) -> Row:
             "busy_us_a_step": round(found.busy / PROFILED, 1),
             "median_gap_us": round(found.median_gap, 2),
             "longest_gap_us": round(max(found.gaps, default=0.0), 1),
+            "kernels": a_step(names, PROFILED),
         },
     }
 

@@ -11,6 +11,8 @@ from pathlib import Path
 #: Categories of events on a GPU, and of those that stand in for them without one.
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_CPU = ("cpu_op",)
+#: Kernels whose times a row has.
+NAMED = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,13 @@ def longest(trace: Path, categories: Iterable[str], most: int) -> list[tuple[str
             found.setdefault(event["name"][:80], []).append(float(event["dur"]))
     ordered = sorted(found.items(), key=lambda each: -sum(each[1]))
     return [(name, len(times), sum(times)) for name, times in ordered[:most]]
+
+
+def a_step(
+    kernels: Iterable[tuple[str, int, float]], steps: int
+) -> list[tuple[str, float, float]]:
+    """What `longest` gives, with launches and microseconds a step."""
+    return [(name, round(n / steps, 1), round(us / steps, 1)) for name, n, us in kernels]
 
 
 def of_intervals(intervals: list[tuple[float, float]]) -> Busy:

@@ -239,17 +239,19 @@ class FlashInferFixedPlan(FixedPlan):
                 self.memory[kind] = memory
             self._kinds[kind] = FixedWrappers(self.library, kind, self.memory[kind], self.size)
             outbox = Outbox(self.workspace.device)
-            if not self._fill(kind, outbox):
+            if not self._fill(kind, outbox, captured=True):
                 raise ValueError("the first plan that a graph attends by must fit, and does not")
             outbox.send()
         return self._kinds[kind]
 
-    def _fill(self, kind: LayerKind, outbox: Outbox) -> bool:
+    def _fill(self, kind: LayerKind, outbox: Outbox, *, captured: bool = False) -> bool:
+        """Puts a step in place, if the graph takes it; ``captured``: the one that is captured."""
         plan, model = self.plan, self.cost_model(kind)
         shared = self.choices.shared(kind, model)
         if len(shared) > self.levels and not self.deepest:
             return False
-        if self.unsplit and self.choices.skewed(kind, model):
+        # In the step that is captured every sequence has one key: whom that suits does not matter.
+        if self.unsplit and not captured and self.choices.skewed(kind, model):
             return False
         schedule = self._fit(plan, kind.window, shared)
         room = self.memory[kind].pages

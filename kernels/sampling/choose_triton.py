@@ -2,9 +2,11 @@
 
 The weights of a row, and its filters, are found in few passes over it:
 
-    greatest     the greatest logit of each part of a row
+    greatest     the greatest logit of each part of a row, and of up to 1,024 groups of its tokens
     count_keys   top-k: how many keys are in each of 1,024 ranges, ten bits of a key at a time, so
-                 that three launches find the last key that is kept
+                 that three launches find the last key that is kept. Of so many groups as top-k
+                 keeps tokens, each has one that is kept: so keys below the least of the greatest
+                 groups are not counted, which are nearly all
     weigh_keys   top-p: the weight in each range, likewise, among what top-k keeps
     keep         the weight of what is kept of each part
     draw         the part, and in it the token, at which the running sum is enough
@@ -40,6 +42,8 @@ MOST_VOCABULARY = 1 << 19
 _BINS = tl.constexpr(1024)
 _LEVELS = tl.constexpr(3)
 _STATE = tl.constexpr(8)
+# The most groups of a row's tokens whose greatest logits are kept.
+_GROUPS = 1024
 
 
 def choose_rows(
@@ -79,6 +83,8 @@ def choose_rows(
         return make(rows * count, dtype=dtype, device=logits.device)
 
     best, places = made(parts, torch.float32), made(parts, torch.int32)
+    groups = min(block, _GROUPS // parts) if few_k else 1
+    tops = made(parts * groups, torch.float32)
     counts = made(_LEVELS.value * _BINS.value if few_k else 1, torch.int32, zero=True)
     sums = made(_LEVELS.value * _BINS.value if few_p else 1, torch.int64, zero=True)
     state = made(_STATE.value, torch.int64)
@@ -87,10 +93,15 @@ def choose_rows(
     warps = _WARPS if block == _BLOCK else 4
     shape = {"PARTS": parts, "BLOCK": block, "num_warps": warps, **dependent(logits.device)}
     row = (logits, columns, best, logits.stride(0), vocabulary)
-    greatest[(rows, parts)](logits, best, places, logits.stride(0), vocabulary, **shape)
+    greatest[(rows, parts)](
+        logits, columns, best, logits.stride(0), vocabulary, tops, places,
+        COLUMNS=COLUMNS, GROUPS=groups, **shape,
+    )  # fmt: skip
     if few_k:
         for level in range(3):
-            count_keys[(rows, parts)](*row, counts, state, COLUMNS=COLUMNS, LEVEL=level, **shape)
+            count_keys[(rows, parts)](
+                *row, tops, counts, state, COLUMNS=COLUMNS, GROUPS=groups, LEVEL=level, **shape
+            )
     if few_p:
         for level in range(3):
             weigh_keys[(rows, parts)](
@@ -180,15 +191,23 @@ def _last_counted(
 @triton.jit
 def greatest(
     logits: tl.tensor,
+    columns: tl.tensor,
     best: tl.tensor,
-    places: tl.tensor,
     stride: tl.tensor,
     vocabulary: tl.tensor,
+    tops: tl.tensor,
+    places: tl.tensor,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """The greatest logit of each part, and the first id that has it: grid ``(R, PARTS)``."""
+    """The greatest logit of each part, and the first id that has it: grid ``(R, PARTS)``.
+
+    With GROUPS above 1 also that of each group of a part's tokens, in ``tops`` float32
+    ``[R, PARTS * GROUPS]``, of rows with top-k.
+    """
     begin(DEPENDENT)
     row, part = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * stride
@@ -203,6 +222,28 @@ def greatest(
     top = tl.max(most)
     tl.store(best + row * PARTS + part, top)
     tl.store(places + row * PARTS + part, tl.min(tl.where(most == top, where, vocabulary - 1)))
+    if GROUPS > 1:
+        top_k = tl.load(columns + row * COLUMNS + 1)
+        if (top_k != 1) & (top_k < vocabulary):
+            each = tl.max(tl.reshape(most, [GROUPS, BLOCK // GROUPS]), 1)
+            tl.store(tops + (row * PARTS + part) * GROUPS + tl.arange(0, GROUPS), each)
+
+
+@triton.jit
+def _least_counted(
+    tops: tl.tensor, top: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, NUMBER: tl.constexpr
+) -> tl.tensor:
+    """A key that at least ``top_k`` tokens reach: that of the group which is so many-th greatest.
+
+    Of its bits the first 17, 0 behind them; 0 if there are not so many groups.
+    """
+    weights = tl.exp((tl.load(tops + tl.arange(0, NUMBER)) - top) / temperature)
+    keys = tl.where(weights <= 1.0, weights, 0.0).to(tl.int32, bitcast=True)
+    least = tl.full((), 0, tl.int32)
+    for place in range(17):
+        more = least | (1 << (30 - place))
+        least = tl.where(tl.sum((keys >= more).to(tl.int32)) >= top_k, more, least)
+    return least
 
 
 @triton.jit
@@ -212,9 +253,11 @@ def count_keys(
     best: tl.tensor,
     stride: tl.tensor,
     vocabulary: tl.tensor,
+    tops: tl.tensor,
     counts: tl.tensor,
     state: tl.tensor,
     COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
     LEVEL: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -222,7 +265,8 @@ def count_keys(
 ) -> None:
     """How many keys are in each range of a level, within that which the level before has found.
 
-    ``counts`` are int32 ``[R, 3, 1024]``, zero at first.
+    ``counts`` are int32 ``[R, 3, 1024]``, zero at first; ``tops`` those of ``greatest``. So few
+    keys are counted that adding them one by one is faster than a histogram of each block.
     """
     begin(DEPENDENT)
     row, part = tl.program_id(0), tl.program_id(1)
@@ -236,6 +280,10 @@ def count_keys(
         top = _top(best, row, PARTS)
         prefix = tl.full((), 0, tl.int64)
         above = tl.full((), 0, tl.int64)
+        least = tl.full((), 0, tl.int32)
+        if LEVEL == 0:
+            number: tl.constexpr = PARTS * GROUPS
+            least = _least_counted(tops + row * number, top, temperature, top_k, number)
         if LEVEL == 2:
             prefix, above = tl.load(state), tl.load(state + 1)
         if LEVEL > 0:
@@ -244,17 +292,13 @@ def count_keys(
                 tl.store(state + 2 * (LEVEL - 1), prefix)
                 tl.store(state + 2 * (LEVEL - 1) + 1, above)
         first, end = _part(part, vocabulary, PARTS, BLOCK)
-        found = tl.zeros([_BINS], tl.int32)
         for start in range(first, end, BLOCK):
             _, keys, ids = _keys(logits, start, vocabulary, top, temperature, BLOCK)
-            here = ids < end
+            here = (ids < end) & (keys >= least)
             if LEVEL > 0:
                 here &= (keys >> (30 - 10 * LEVEL)) == prefix.to(tl.int32)
             places = (keys >> (20 - 10 * LEVEL)) & (_BINS - 1)
-            found += tl.histogram(places, _BINS, mask=here)
-        tl.atomic_add(
-            counts + LEVEL * _BINS + tl.arange(0, _BINS), found, mask=found > 0, sem="relaxed"
-        )
+            tl.atomic_add(counts + LEVEL * _BINS + places, 1, mask=here, sem="relaxed")
 
 
 @triton.jit

@@ -339,8 +339,8 @@ def _keep_to_grammars(
 
 def _ban(logits: torch.Tensor, banned: Seq[tuple[int, Seq[int]]]) -> None:
     if banned:
-        rows, tokens = _places(logits, banned)
-        logits[rows, tokens] = -torch.inf
+        # `logits[rows, tokens] = -torch.inf` would copy the number to a GPU, and wait for it.
+        logits.index_put_(_places(logits, banned), logits.new_full((), -torch.inf))
 
 
 def _end_thinking(
@@ -354,8 +354,8 @@ def _end_thinking(
     ]
     if ends:
         for row, end in ends:
-            logits[row] = -torch.inf
-            logits[row, end] = 0.0
+            logits[row].fill_(-torch.inf)
+            logits[row, end].fill_(0.0)  # assigned, the number would be copied to a GPU
 
 
 def _places(

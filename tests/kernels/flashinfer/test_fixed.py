@@ -10,6 +10,7 @@ from fake_flashinfer import Library, share_all
 
 from coppice.kernels.attention.interface import LayerCache
 from coppice.kernels.attention.reference import ReferenceBackend
+from coppice.kernels.flashinfer import fixed as fixed_plans
 from coppice.kernels.flashinfer.backend import FlashInferBackend
 from coppice.kernels.flashinfer.fixed import (
     LEVELS,
@@ -220,3 +221,14 @@ def test_steps_with_rows_of_prompts_are_ours(make_batch, backend, monkeypatch):
     batch = make_batch([(3, 4), (1, 9), (4, 0)], [([0, 1], 2)], page_size=4)
     assert [fixed.load(batch.plan) for fixed in decoding] == [False, False, False, True]
     agree(batch.run(backend, prepared=decoding[-1]), batch.run(ReferenceBackend()))
+
+
+def test_a_graph_is_captured_by_any_step_and_takes_no_skewed_one(make_batch, backend, monkeypatch):
+    """The captured one has sequences of one key, of which some numbers fill no whole waves."""
+    monkeypatch.setattr(fixed_plans, "waits_for_the_longest", lambda level, model: True)
+    ((plain, *_),) = plans(backend)
+    plain.unsplit = True
+    batch = make_batch([(1, 0)] * SIZE, page_size=4)
+    assert plain.load(batch.plan)
+    agree(batch.run(backend, prepared=plain), batch.run(ReferenceBackend()))
+    assert not plain.load(batch.plan)

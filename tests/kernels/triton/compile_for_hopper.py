@@ -273,15 +273,16 @@ def variants() -> dict[str, Variant]:
         quantize_rows, quantize, warps=16, scalars={"x_stride": "i32", "levels": "*fp8e4nv"}
     )
     choice = {"logits": "*fp32", "columns": "*fp64", "tokens": "*i64", "stride": "i32",
-              "vocabulary": "i32", "best": "*fp32", "places": "*i32", "counts": "*i32",
-              "sums": "*i64", "state": "*i64", "masses": "*i64", "kept": "*i64",
-              "same": "*i32"}  # fmt: skip
+              "vocabulary": "i32", "best": "*fp32", "tops": "*fp32", "places": "*i32",
+              "counts": "*i32", "sums": "*i64", "state": "*i64", "masses": "*i64",
+              "kept": "*i64", "same": "*i32"}  # fmt: skip
     shape = {"PARTS": 16, "BLOCK": 4096}
     filters = {"COLUMNS": 5, "FEW_K": True, "FEW_P": True}
     for name, kernel, constants in (
-        ("greatest", greatest, {}),
-        ("count", count_keys, {"COLUMNS": 5, "LEVEL": 0}),
-        ("count again", count_keys, {"COLUMNS": 5, "LEVEL": 2}),
+        ("greatest", greatest, {"COLUMNS": 5, "GROUPS": 1}),
+        ("greatest of groups", greatest, {"COLUMNS": 5, "GROUPS": 64}),
+        ("count", count_keys, {"COLUMNS": 5, "GROUPS": 64, "LEVEL": 0}),
+        ("count again", count_keys, {"COLUMNS": 5, "GROUPS": 64, "LEVEL": 2}),
         ("weigh", weigh_keys, {"COLUMNS": 5, "FEW_K": False, "LEVEL": 0}),
         ("weigh again", weigh_keys, {"COLUMNS": 5, "FEW_K": True, "LEVEL": 2}),
         ("keep", keep, filters),
