@@ -48,9 +48,7 @@ def longest(trace: Path, categories: Iterable[str], most: int) -> list[tuple[str
     return [(name, len(times), sum(times)) for name, times in ordered[:most]]
 
 
-def a_step(
-    kernels: Iterable[tuple[str, int, float]], steps: int
-) -> list[tuple[str, float, float]]:
+def a_step(kernels: Iterable[tuple[str, int, float]], steps: int) -> list[tuple[str, float, float]]:
     """What `longest` gives, with launches and microseconds a step."""
     return [(name, round(n / steps, 1), round(us / steps, 1)) for name, n, us in kernels]
 
