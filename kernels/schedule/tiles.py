@@ -65,17 +65,20 @@ def choose_tiles(
     return Tiles(tiles.many, tiles.many) if deterministic else tiles
 
 
-def head_blocks(head_dim: int, queries: int) -> tuple[int, int]:
+def head_blocks(head_dim: int, queries: int, *, eight_bits: bool = False) -> tuple[int, int]:
     """The powers of two, at least 16, into which products divide a head; the second may be 0.
 
     80 is (64, 16) and 96 (64, 32): 0.63 and 0.75 of the products of 128. A head is divided only
     from 64 rows on, where warp groups multiply. In smaller tiles every warp would compute both
     products in turn; and decoding waits for memory, from which the padding of a head is not read.
+    ``eight_bits``: keys are 8-bit floats, whose heads are never divided.
     """
     whole = max(16, 2 ** (head_dim - 1).bit_length())
     first = whole // 2
     rest = max(16, 2 ** max(head_dim - first - 1, 0).bit_length())
-    if queries >= 64 and first >= 16 and first + rest < whole:
+    # The ptxas of CUDA 12.8 compiles the second product of converted values wrong. It reads uniform
+    # registers that nothing wrote, as the place of the values of a tile's keys from the 16th on.
+    if queries >= 64 and first >= 16 and first + rest < whole and not eight_bits:
         return first, rest
     return whole, 0
 

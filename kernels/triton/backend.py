@@ -133,7 +133,9 @@ class TritonBackend(GpuBackend):
         partial_lse = torch.empty((partials, heads), **place)
         with on(self.device):
             for tile, phased, items, count in sent.launches:
-                block_d, rest_d = head_blocks(head_dim, tile.queries)
+                block_d, rest_d = head_blocks(
+                    head_dim, tile.queries, eight_bits=cache.scales is not None
+                )
                 programs = len(items) * model.programs
                 persistent = isinstance(prepared, TritonFixedPlan)
                 grid = min(programs, self._multiprocessors * tile.resident)

@@ -253,3 +253,4 @@ def test_heads_are_multiplied_in_few_blocks(head_dim, blocks):
     assert head_blocks(head_dim, 128) == blocks
     whole, none = head_blocks(head_dim, 16)
     assert none == 0 and whole >= head_dim and sum(blocks) >= head_dim
+    assert head_blocks(head_dim, 128, eight_bits=True) == (whole, 0)

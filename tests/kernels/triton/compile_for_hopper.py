@@ -3,10 +3,11 @@
 A name is one of ``--list``, or attention of any shape: ``model 128 group 4 window softcap``.
 
 Prints a JSON object a line for each variant: its registers, bytes of stack and local memory, spill
-instructions, bytes of shared memory, how many tensor-core instructions it has, how many programs a
-multiprocessor holds; and of its loops over tiles: the instructions of each, the buffers of what is
-loaded ahead (the fewest of any tensor), and the most copies that may be under way at a wait. Run it
-where TRITON_INTERPRET is not set. ``--list`` prints the names alone, ``--table`` a Markdown table.
+instructions, uniform registers that are read before anything writes them, bytes of shared memory,
+how many tensor-core instructions it has, how many programs a multiprocessor holds; and of its loops
+over tiles: the instructions of each, the buffers of what is loaded ahead (the fewest of any
+tensor), and the most copies that may be under way at a wait. Run it where TRITON_INTERPRET is not
+set. ``--list`` prints the names alone, ``--table`` a Markdown table.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def attention(
     persistent: bool = False,
 ) -> Variant:
     cache = cache or dtype
-    block_d, rest_d = head_blocks(head_dim, tile.queries)
+    block_d, rest_d = head_blocks(head_dim, tile.queries, eight_bits=cache != dtype)
     constants = {
         "GROUP": group,
         "PACKED": packed or group,
@@ -153,6 +154,8 @@ def variants() -> dict[str, Variant]:
         made[f"prefill bf16 {head_dim}"] = attention(tiles.many, head_dim)
         made[f"decode bf16 {head_dim}"] = attention(tiles.few, head_dim)
     wide = choose_tiles(128, 2)
+    for head_dim in (80, 96):
+        made[f"prefill bf16 {head_dim} fp8 cache"] = attention(wide.many, head_dim, cache="fp8e4nv")
     for name, tile in (("prefill", wide.many), ("decode", wide.few)):
         made[f"{name} fp16 128"] = attention(tile, 128, "fp16")
         made[f"{name} bf16 128 all whole"] = attention(tile, 128, partial=False)
@@ -325,6 +328,7 @@ def measured(name: str, variant: Variant) -> dict[str, Any]:
         "stack": int(found["STACK"]),
         "local": int(found["LOCAL"]),
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        "unset": unset_registers(code),
         "shared": compiled.metadata.shared,
         "queries": variant.constants.get("QUERIES", variant.constants.get("ROWS")),
         "wgmma": len(re.findall(r"\bHGMMA\b", code)),
@@ -339,6 +343,29 @@ def measured(name: str, variant: Variant) -> dict[str, Any]:
         "wait": max(map(int, waits), default=0),
         "seconds": round(time.process_time() - started, 1),
     }
+
+
+def unset_registers(code: str) -> list[str]:
+    """The uniform registers that an instruction of SASS reads, and none before it writes.
+
+    They should be none. CUDA 12.8's ptxas lost copies of the places of operands in shared memory.
+    """
+    written: set[int] = set()
+    unset: set[int] = set()
+    lines = re.findall(
+        r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", code, re.MULTILINE
+    )
+    for name, arguments in lines:
+        pairs = name.startswith("U") and (".64" in name or ".WIDE" in name)
+        target = re.match(r"UR(\d+)\b", arguments)
+        rest = arguments[target.end() :] if target else arguments
+        for kind, number in re.findall(r"(g?desc\[)?\bUR(\d+)\b", rest):
+            # A product's second operand is described by the second pair of four registers.
+            first = int(number) + (2 if kind == "gdesc[" else 0)
+            unset |= set(range(first, first + (2 if kind or pairs else 1))) - written
+        if target:
+            written |= set(range(int(target[1]), int(target[1]) + (2 if pairs else 1)))
+    return [f"UR{number}" for number in sorted(unset)]
 
 
 def tile_loops(code: str) -> list[int]:

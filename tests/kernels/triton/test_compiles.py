@@ -25,6 +25,7 @@ COMPILED = (
     "prefill bf16 128",
     "prefill bf16 128 fp8 cache",
     "prefill bf16 80",
+    "prefill bf16 80 fp8 cache",
     "decode bf16 128",
     "decode fp8 128 persistent",
     "decode bf16 128 fp8 cache",
@@ -63,6 +64,7 @@ def compiled(tmp_path_factory) -> dict[str, dict]:
 def assert_fits(compiled: dict[str, dict]) -> None:
     for name, row in compiled.items():
         assert row["local"] == row["spills"] == 0, row
+        assert row["unset"] == [], row
         # Triton 3.6's assembler puts 8 bytes aside for one variant, and keeps nothing there.
         assert row["stack"] <= 8, row
         assert row["registers"] < 255, row
@@ -128,8 +130,10 @@ def test_instructions_of_a_tile(compiled):
 
 
 def test_a_head_of_80_is_not_multiplied_as_one_of_128(compiled):
-    """Its shared memory is that of 64 + 16 elements a key, not of 128."""
+    """Its shared memory is that of 64 + 16 elements a key, not of 128; 8-bit keys are padded."""
     assert compiled["prefill bf16 80"]["shared"] < 0.65 * compiled["prefill bf16 128"]["shared"]
+    whole = compiled["prefill bf16 128 fp8 cache"]["shared"]
+    assert compiled["prefill bf16 80 fp8 cache"]["shared"] == whole
 
 
 @pytest.mark.timeout(1200)  # more than seventy compilations
