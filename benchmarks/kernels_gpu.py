@@ -5,7 +5,7 @@
     python benchmarks/kernels_gpu.py --dry-run --json benchmarks/results/kernels-gpu-model.jsonl
 
 The first form is for a machine with an H100 or H200, and takes less than 8 minutes: each case has a
-time limit, and `--limit` is that of all. It has not run on a GPU yet. `--quick` runs the same cases
+time limit, and `--limit` is that of all. `--quick` runs the same cases
 at tiny sizes, without a GPU in Triton's interpreter, to check that they run. `--dry-run` prints the
 bytes and FLOP of each case, as its plan gives them, without times.
 

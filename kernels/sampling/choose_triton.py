@@ -32,9 +32,10 @@ from coppice.kernels.triton.dependent import begin, dependent
 
 _BLOCK = 4096
 _WARPS = 8
-# The most parts of a row. They do not depend on the number of rows, since kernels are compiled for
-# their number.
-_PARTS = 16
+# The most parts of a row, where rows are few, and where they alone fill a GPU: a part's program
+# takes longer to begin than to walk a block. Kernels are compiled for both.
+_PARTS, _FEWER_PARTS = 16, 4
+_MANY_ROWS = 64
 #: Weights are multiples of this part of 1, so this is the longest row whose sum has room.
 _UNIT = tl.constexpr(2.0**44)
 MOST_VOCABULARY = 1 << 19
@@ -70,7 +71,8 @@ def choose_rows(
     if not rows:
         return tokens
     block = min(_BLOCK, max(16, triton.next_power_of_2(vocabulary)))
-    parts = min(_PARTS, max(2, triton.next_power_of_2(triton.cdiv(vocabulary, block))))
+    most = _PARTS if rows < _MANY_ROWS else _FEWER_PARTS
+    parts = min(most, max(2, triton.next_power_of_2(triton.cdiv(vocabulary, block))))
     random, few_k, few_p = True, True, True
     if asked is not None:
         some = asked[:, TOP_K] != 1
@@ -117,11 +119,13 @@ def choose_rows(
 
 def warm_up(vocabulary: int, device: torch.device) -> None:
     """Compiles what `choose_rows` may launch for rows of this length."""
-    logits = torch.zeros(1, vocabulary, device=device)
-    for few_k in (False, True):
-        for few_p in (False, True):
-            asked = np.array([[1.0, 2 if few_k else vocabulary, 0.5 if few_p else 1.0, 0.0, 0.5]])
-            choose_rows(logits, torch.from_numpy(asked).to(device), asked)
+    for rows in (1, _MANY_ROWS):
+        logits = torch.zeros(rows, vocabulary, device=device)
+        for few_k in (False, True):
+            for few_p in (False, True):
+                one = [1.0, 2 if few_k else vocabulary, 0.5 if few_p else 1.0, 0.0, 0.5]
+                asked = np.array([one] * rows)
+                choose_rows(logits, torch.from_numpy(asked).to(device), asked)
 
 
 @triton.jit

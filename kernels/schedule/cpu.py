@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from coppice.kernels.attention.interface import AttentionPlan
-from coppice.kernels.schedule.cost import START_KEYS, CostModel, SharedRange, choose_shared
+from coppice.kernels.schedule.cost import CostModel, SharedRange, choose_shared
 from coppice.kernels.schedule.items import TreeSchedule, build_tree_schedule
 from coppice.kernels.schedule.tiles import Tile, Tiles
 
@@ -37,6 +37,7 @@ class CpuCostModel(CostModel):
     lanes: int = 1
 
     merge_work: ClassVar[int] = 2  # by one thread
+    start_keys: ClassVar[int] = 64
 
     def key_work(self, rows: np.ndarray) -> np.ndarray:
         used = rows * self.group
@@ -88,7 +89,7 @@ def build_cpu_schedule(plan: AttentionPlan, window: int | None, model: CpuCostMo
     tree = build_tree_schedule(plan, window, model)
     items = np.concatenate([launch.items for launch in tree.launches])
     threads = model.multiprocessors
-    costs = (items[:, 4] - items[:, 3] + START_KEYS) * model.key_work(items[:, 1])
+    costs = (items[:, 4] - items[:, 3] + model.start_keys) * model.key_work(items[:, 1])
     # Items of many rows are worked head by head, so that a head's keys stay in the cache for the
     # next item of the same sequence; those of few, all heads at once: keys are read in order.
     many = items[:, 1] * model.group > model.lanes

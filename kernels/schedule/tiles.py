@@ -77,7 +77,7 @@ def head_blocks(head_dim: int, queries: int, *, eight_bits: bool = False) -> tup
     first = whole // 2
     rest = max(16, 2 ** max(head_dim - first - 1, 0).bit_length())
     # The ptxas of CUDA 12.8 compiles the second product of converted values wrong. It reads uniform
-    # registers that nothing wrote, as the place of the values of a tile's keys from the 16th on.
+    # registers that nothing wrote, as the place of a tile's values after its first 16 keys.
     if queries >= 64 and first >= 16 and first + rest < whole and not eight_bits:
         return first, rest
     return whole, 0

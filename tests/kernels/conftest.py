@@ -25,6 +25,7 @@ from coppice.kernels.backends import select_backend
 from coppice.kernels.flashinfer.backend import FlashInferBackend
 from coppice.kernels.schedule import cost
 from coppice.kernels.schedule.cost import CostModel
+from coppice.kernels.schedule.cpu import CpuCostModel
 
 
 @dataclass
@@ -230,7 +231,8 @@ def make_batch(request: pytest.FixtureRequest) -> Callable[..., Batch]:
 def fine_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """All is shared and split as finely as possible, so that small batches are merged too."""
     monkeypatch.setattr(cost, "SPLITS", (4, 32))
-    monkeypatch.setattr(cost, "START_KEYS", 0)
+    monkeypatch.setattr(CostModel, "start_keys", 0)
+    monkeypatch.setattr(CpuCostModel, "start_keys", 0)
     monkeypatch.setattr(CostModel, "row_bytes", 0)
     from coppice.kernels.triton.backend import TritonBackend
 

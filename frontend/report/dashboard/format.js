@@ -3,8 +3,14 @@
 const integer = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
 export const count = (number) => integer.format(number);
-export const percent = (share) => `${(100 * share).toFixed(1)}%`;
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+
+/** A share with one decimal; of two that are equally near, the even one, as in the report's Python. */
+export function percent(share) {
+  const number = 100 * share;
+  if (Math.abs((4 * number) % 2) !== 1) return `${number.toFixed(1)}%`;
+  return `${(2 * Math.round((10 * number - 0.5) / 2) / 10).toFixed(1)}%`;
+}
 
 /** A count with three digits and a unit: 950, 12.5k, 3M. */
 export function short(number) {

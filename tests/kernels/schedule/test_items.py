@@ -69,7 +69,7 @@ def assert_covers(plan: AttentionPlan, schedule: TreeSchedule, window: int | Non
 @pytest.mark.parametrize("row_bytes", [0, 1], ids=["share all", "share what pays"])
 def test_every_key_once(make_batch, monkeypatch, window, splits, row_bytes, deterministic):
     monkeypatch.setattr(cost, "SPLITS", splits)
-    monkeypatch.setattr(cost, "START_KEYS", 0)
+    monkeypatch.setattr(CostModel, "start_keys", 0)
     monkeypatch.setattr(tree_schedule, "DETERMINISTIC_SPLIT", 16)
     if not row_bytes:
         monkeypatch.setattr(CostModel, "row_bytes", 0)
@@ -81,7 +81,7 @@ def test_every_key_once(make_batch, monkeypatch, window, splits, row_bytes, dete
 
 def test_every_key_once_in_random_trees(make_batch, monkeypatch):
     monkeypatch.setattr(cost, "SPLITS", (4, 8))
-    monkeypatch.setattr(cost, "START_KEYS", 1)
+    monkeypatch.setattr(CostModel, "start_keys", 1)
     rng = np.random.default_rng(0)
     shared = known = 0
     for seed in range(60):

@@ -356,7 +356,8 @@ def unset_registers(code: str) -> list[str]:
         r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", code, re.MULTILINE
     )
     for name, arguments in lines:
-        pairs = name.startswith("U") and (".64" in name or ".WIDE" in name)
+        pairs = name.startswith("U") and ".64" in name
+        wide = pairs or name.startswith("UIMAD.WIDE")  # its factors are single registers
         target = re.match(r"UR(\d+)\b", arguments)
         rest = arguments[target.end() :] if target else arguments
         for kind, number in re.findall(r"(g?desc\[)?\bUR(\d+)\b", rest):
@@ -364,7 +365,7 @@ def unset_registers(code: str) -> list[str]:
             first = int(number) + (2 if kind == "gdesc[" else 0)
             unset |= set(range(first, first + (2 if kind or pairs else 1))) - written
         if target:
-            written |= set(range(int(target[1]), int(target[1]) + (2 if pairs else 1)))
+            written |= set(range(int(target[1]), int(target[1]) + (2 if wide else 1)))
     return [f"UR{number}" for number in sorted(unset)]
 
 
