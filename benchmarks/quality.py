@@ -48,6 +48,7 @@ REFERENCE = "float32"
 MODES: dict[str, dict[str, Any]] = {
     REFERENCE: {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16, float32-kv": {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
     "int8": {"dtype": "float32", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
     "bfloat16-kv": {"dtype": "float32", "kv_cache_dtype": "bfloat16"},

@@ -15,7 +15,7 @@ from coppice.runtime.tiers.sizes import parse_size
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 FLASHINFER_KERNELS = ("auto", "fa2", "fa3")
-KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 #: Of KV that is kept beyond the cache.
 TIER_DTYPES = ("auto", "int8", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
@@ -47,7 +47,8 @@ class EngineConfig:
         "auto",
         f"type of weights and KV: {', '.join(DTYPES)}; auto is the checkpoint's own on a GPU, "
         "on a CPU float32, or bfloat16 for a checkpoint of it and a processor with AVX512-BF16; "
-        "with bfloat16 a CPU rounds weights and rows of products, all else is float32",
+        "with bfloat16 a CPU rounds weights and rows of products and the KV cache, all else is "
+        "float32",
     )
     device: str = _option(
         "auto",
@@ -78,7 +79,7 @@ class EngineConfig:
     )
     kv_cache_dtype: str = _option(
         "auto",
-        f"type of the KV cache: {', '.join(KV_CACHE_DTYPES)}; auto is that of the weights, "
+        f"type of the KV cache: {', '.join(KV_CACHE_DTYPES)}; auto is that of dtype, "
         "bfloat16 halves a float32 cache on a CPU, fp8 (e4m3, one byte a number) needs a GPU",
     )
     max_model_len: int | None = _option(None, "longest prompt and output together, in tokens")

@@ -108,7 +108,7 @@ class Configured(ABC):
             dtype: type of weights and KV: auto, float32, bfloat16, float16; auto is the
                 checkpoint's own on a GPU, on a CPU float32, or bfloat16 for a checkpoint of it and
                 a processor with AVX512-BF16; with bfloat16 a CPU rounds weights and rows of
-                products, all else is float32.
+                products and the KV cache, all else is float32.
             device: device that runs the model: auto, cpu, cuda; auto is cuda where torch finds a
                 GPU.
             model_impl: whose code computes the model: auto, coppice, transformers; auto is our own
@@ -123,8 +123,9 @@ class Configured(ABC):
             kv_cache_memory_fraction: size of the KV cache as a fraction of the memory that is
                 available after the weights are loaded (on a GPU, less what a step takes); default:
                 0.4 on a CPU, 0.9 on a GPU.
-            kv_cache_dtype: type of the KV cache: auto, bfloat16, fp8; auto is that of the weights,
-                bfloat16 halves a float32 cache on a CPU, fp8 (e4m3, one byte a number) needs a GPU.
+            kv_cache_dtype: type of the KV cache: auto, float32, bfloat16, fp8; auto is that of
+                dtype, bfloat16 halves a float32 cache on a CPU, fp8 (e4m3, one byte a number) needs
+                a GPU.
             max_model_len: longest prompt and output together, in tokens.
             max_num_seqs: most sequences in one step; default: 64 on a CPU, on a GPU by its memory
                 and rates (the log tells).

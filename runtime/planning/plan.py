@@ -70,7 +70,7 @@ class PlanOptions:
             )
         for name, allowed in (
             ("dtype", ("auto", *DTYPE_NAMES)),
-            ("kv_cache_dtype", ("auto", "bfloat16", "fp8")),
+            ("kv_cache_dtype", ("auto", "float32", "bfloat16", "fp8")),
             ("quantization", (None, "int8", "int4", "fp8")),
         ):
             if getattr(self, name) not in allowed:
@@ -183,7 +183,7 @@ def make_plan(
     on_cpu = None
     if stored.on_cpu is not None and options.quantization is None:
         on_cpu = weight_bytes(own, itemsize, stored.on_cpu)
-    kept = {"fp8": 1, "bfloat16": 2}.get(options.kv_cache_dtype)
+    kept = {"fp8": 1, "bfloat16": 2, "float32": 4}.get(options.kv_cache_dtype)
     each, size, users = model_token_bytes(part, kept or itemsize), options.page_size, options.users
     draft_weights, draft_each = _draft_bytes(draft, options, kept)
     cache = options.kv_cache_memory

@@ -11,7 +11,11 @@ from coppice.kernels.backends import select_backend
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.model.config import ModelConfig
 
-_CACHE_TYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_CACHE_TYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +28,20 @@ class ChosenAttention:
 
 
 def choose_attention(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    cache_dtype: torch.dtype,
 ) -> ChosenAttention:
     """The backend that the options, the model, its type and the device call for.
 
+    ``cache_dtype`` is that of ``kv_cache_dtype='auto'``.
+
     Raises ValueError that names the option that does not fit.
     """
-    cache_dtype = _CACHE_TYPES.get(config.kv_cache_dtype, dtype)
+    cache_dtype = _CACHE_TYPES.get(config.kv_cache_dtype, cache_dtype)
     case = AttentionCase(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,

@@ -45,10 +45,16 @@ class Implementation:
     described: Described | None
 
     def dtype(self, options: EngineConfig, device: torch.device) -> torch.dtype:
-        """The type of hidden states and of the cache."""
+        """The type of hidden states."""
         if self._rounds_products(options, device):
             return torch.float32
         return resolve_dtype(options.dtype, self.config, device)
+
+    def cache_dtype(self, options: EngineConfig, device: torch.device) -> torch.dtype:
+        """The type of the KV cache without ``kv_cache_dtype``: that of products."""
+        if self._rounds_products(options, device):
+            return torch.bfloat16
+        return self.dtype(options, device)
 
     def _rounds_products(self, options: EngineConfig, device: torch.device) -> bool:
         """Whether products alone are of bfloat16, as the cpu backend of attention needs it.

@@ -103,7 +103,13 @@ class LoadedModel:
                 f"got {config.max_model_len}"
             )
         dtype = self._implementation.dtype(config, self.device)
-        chosen = choose_attention(config, part, dtype, self.device)
+        chosen = choose_attention(
+            config,
+            part,
+            dtype,
+            self.device,
+            cache_dtype=self._implementation.cache_dtype(config, self.device),
+        )
         self.attention, cache_dtype = chosen.backend, chosen.cache_dtype
         self._config, self._dtype = config, dtype
         self.asleep = 0

@@ -77,7 +77,8 @@ def add_to(commands: Subparsers) -> None:
         ("revision", known["revision"].metadata["help"]),
         ("dtype", "type of the weights: auto, float32, bfloat16, float16 (default: auto, the "
          "type that the config declares)"),
-        ("kv_cache_dtype", "type of the KV: auto, bfloat16, fp8 (default: auto, the weights' own)"),
+        ("kv_cache_dtype", "type of the KV: auto, float32, bfloat16, fp8 (default: auto, the "
+         "weights' own)"),
         ("quantization", "weights of fewer bits: int8, int4 or fp8"),
         ("draft_model", "a model that proposes drafts: a folder or a hub id"),
     ):  # fmt: skip

@@ -12,12 +12,14 @@ The functions' first argument is a constant, ``few``: one of ``FEW``. ``dim`` is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from coppice.kernels.cpu.attention.full_lanes import couple_in
 from coppice.kernels.cpu.attention.stored import Stored
 from coppice.kernels.cpu.code.simd import (
     INT,
@@ -80,8 +82,9 @@ def few_scores(
 ) -> Any:
     """Products of a tile's keys with few lanes, into ``out [TILE, few]``.
 
-    ``queries`` is float32 ``[few, dim]``; the rest is as in ``full_lanes.scores``. The rows after
-    ``count`` up to the next multiple of ``LANES // few`` are written, too.
+    ``queries`` is float32 ``[few, dim]``, in pairs bfloat16; the rest is as in
+    ``full_lanes.scores``. The rows after ``count`` up to the next multiple of ``LANES // few`` are
+    written, too.
     """
     lanes = few.literal_value
     together = LANES // lanes
@@ -100,12 +103,28 @@ def few_scores(
                 key, value = (stored.place(b, each, ahead) for each in (keys, values))
                 fetch(b, key, value, fetched)
             sums = zeros(b, LANES)
-            with counting(b, 0, dim, LANES) as d:
+
+            def elements(d: Any) -> None:
                 asked = [load(b, queries, b.add(row, d)) for row in rows]
                 for j, start in enumerate(starts):
                     key = stored.vector(b, start, d)
                     for total, query in zip(sums[j * lanes :], asked, strict=False):
                         b.store(call(b, "fmuladd", key, query, b.load(total)), total)
+
+            def couples(d: Any, numbers: Callable[[Any, Any, Any], Any]) -> None:
+                asked = [numbers(b, queries, b.add(row, d)) for row in rows]
+                for j, start in enumerate(starts):
+                    couple_in(b, sums[j * lanes : (j + 1) * lanes], asked, numbers(b, start, d))
+
+            if stored.paired:
+                whole = b.mul(b.sdiv(dim, constant(2 * LANES)), constant(2 * LANES))
+                with counting(b, 0, whole, 2 * LANES) as d:
+                    couples(d, stored.couples)
+                with counting(b, whole, dim, LANES) as d:
+                    couples(d, stored.shorts)  # each beside a 0
+            else:
+                with counting(b, 0, dim, LANES) as d:
+                    elements(d)
             place = b.mul(first, constant(lanes))
             store(b, _totals(b, [b.load(total) for total in sums]), out, place)
         return context.get_dummy_value()
@@ -115,7 +134,15 @@ def few_scores(
 
 @intrinsic(prefer_literal=True)
 def few_weigh(
-    typing: Any, few: Any, scores: Any, vectors: Any, top: Any, total: Any, out: Any, dim: Any
+    typing: Any,
+    few: Any,
+    pages: Any,
+    scores: Any,
+    vectors: Any,
+    top: Any,
+    total: Any,
+    out: Any,
+    dim: Any,
 ) -> Any:
     """Turns a tile's scores, in base 2, into weights under the running maximum of each lane.
 
@@ -125,10 +152,11 @@ def few_weigh(
     numbers at these places.
     """
     lanes = few.literal_value
-    signature = types.void(types.IntegerLiteral(lanes), *[types.int64] * 6)
+    stored = Stored(pages)
+    signature = types.void(types.IntegerLiteral(lanes), pages, *[types.int64] * 6)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, scores, vectors, top, total, out, dim = arguments
+        _, _, scores, vectors, top, total, out, dim = arguments
         end, start = b.mul(vectors, constant(LANES)), constant(0)
         old = load(b, top, start)
         best = cgutils.alloca_once_value(b, old)
@@ -137,6 +165,7 @@ def few_weigh(
         new, by = b.load(best), lanes
         while by < LANES:
             new, by = greater(b, new, _turned(b, new, by)), 2 * by
+        new = stored.highest(b, new)
         with b.if_then(any_of(b, b.fcmp_ordered(">", new, old))):
             # The first tile comes here with top -inf: what it shrinks is 0.
             shrink = power_of_2(b, b.fsub(old, new))
@@ -151,7 +180,7 @@ def few_weigh(
         mine = cgutils.alloca_once_value(b, load(b, total, start))
         with counting(b, 0, end, LANES) as index:
             weight = power_of_2(b, b.fsub(load(b, scores, index), new))
-            store(b, weight, scores, index)
+            store(b, stored.factor(b, weight), scores, index)
             b.store(b.fadd(b.load(mine), weight), mine)
         store(b, b.load(mine), total, start)
         return context.get_dummy_value()

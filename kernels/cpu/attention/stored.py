@@ -3,6 +3,11 @@
 A number in bfloat16 is the upper half of one in float32: a page in bfloat16 takes half of the
 memory, and reading it is a shift. All sums stay in float32. Arrays of such numbers are uint16,
 since numba and numpy have no bfloat16.
+
+Where the processor multiplies pairs of bfloat16 (``code.pairs``), pages in bfloat16 are multiplied
+as they are, and what they are multiplied with is rounded to bfloat16, too: queries, and the weights
+of softmax. These are powers of 2 below a maximum, which is then a whole number: its tile, and the
+items into which a row's keys are divided, change a weight by a power of 2 and not its rounding.
 """
 
 from __future__ import annotations
@@ -13,19 +18,21 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from coppice.kernels.cpu.code.pairs import HAS_PAIRS, rounded
 from coppice.kernels.cpu.code.simd import (
     FLOAT,
     INT,
     INTS,
     LANES,
     VECTOR,
+    call,
     constant,
     load,
     splat,
 )
 
-_SHORT = ir.IntType(16)
-_SHORTS = ir.VectorType(_SHORT, LANES)
+SHORT = ir.IntType(16)
+_SHORTS = ir.VectorType(SHORT, LANES)
 _UPPER = 0xFFFF0000
 
 
@@ -34,18 +41,42 @@ class Stored:
 
     def __init__(self, pages: Any) -> None:
         self.half = pages.dtype == types.uint16
+        #: Whether pages are multiplied in pairs of bfloat16.
+        self.paired = self.half and HAS_PAIRS
 
     def place(self, b: Any, address: Any, index: Any) -> Any:
         """The address of the number with that index."""
         return b.add(address, b.shl(index, constant(1 if self.half else 2)))
 
+    def highest(self, b: Any, maximum: Any) -> Any:
+        """The maximum under which scores become weights, of a vector of maxima."""
+        return call(b, "ceil", maximum) if self.paired else maximum
+
+    def factor(self, b: Any, weight: Any) -> Any:
+        """A vector of weights as values are multiplied by them."""
+        return rounded(b, weight) if self.paired else weight
+
+    def couple(self, b: Any, address: Any, index: Any) -> Any:
+        """Two numbers of a page in bfloat16 from that index on, in all lanes, as a pair."""
+        both = b.load(b.inttoptr(self.place(b, address, index), FLOAT.as_pointer()))
+        both.align = 2
+        return splat(b, both)
+
+    def couples(self, b: Any, address: Any, index: Any) -> Any:
+        """``2 * LANES`` numbers of a page in bfloat16 from that index on, as pairs."""
+        return load(b, self.place(b, address, index), constant(0))
+
+    def shorts(self, b: Any, address: Any, index: Any) -> Any:
+        """``LANES`` numbers of a page in bfloat16, each the lower half of 32 bits."""
+        numbers = b.load(b.inttoptr(self.place(b, address, index), _SHORTS.as_pointer()))
+        numbers.align = 2
+        return b.zext(numbers, INTS)
+
     def vector(self, b: Any, address: Any, index: Any) -> Any:
         """``LANES`` numbers from that index on, as float32."""
         if not self.half:
             return load(b, address, index)
-        numbers = b.load(b.inttoptr(self.place(b, address, index), _SHORTS.as_pointer()))
-        numbers.align = 2
-        upper = b.shl(b.zext(numbers, INTS), ir.Constant(INTS, [16] * LANES))
+        upper = b.shl(self.shorts(b, address, index), ir.Constant(INTS, [16] * LANES))
         return b.bitcast(upper, VECTOR)
 
     def pair(self, b: Any, address: Any, index: Any) -> tuple[Any, Any]:
@@ -77,7 +108,7 @@ def put(typing: Any, pages: Any, index: Any, value: Any) -> Any:
             upper = b.lshr(
                 b.select(nan, ir.Constant(INT, 0x7FC00000), rounded), ir.Constant(INT, 16)
             )
-            value = b.trunc(upper, _SHORT)
+            value = b.trunc(upper, SHORT)
         b.store(value, place)
         return context.get_dummy_value()
 

@@ -30,8 +30,10 @@ from coppice.kernels.cpu.attention.full_lanes import (
     weigh,
 )
 from coppice.kernels.cpu.attention.softcap import cap
+from coppice.kernels.cpu.attention.stored import put
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import njit
+from coppice.kernels.cpu.code.pairs import HAS_PAIRS
 from coppice.kernels.cpu.code.simd import LANES, VECTORS
 
 __all__ = [
@@ -169,12 +171,14 @@ def _work(
         lanes = _F0 if count * group <= _F0 else _F1
 
     # Vectors that lie across two cache lines take twice as long to load.
-    size = (2 * heads * dim + TILE) * lanes + 2 * heads * across
+    size = (2 * heads * dim + TILE) * lanes + 2 * heads * across + TILE // 2 * dim
     scratch: Any = np.empty(size + _LINE, np.float32)
     used: Any = -(scratch.ctypes.data // 4) % _LINE
     size = heads * dim * lanes
     # [dim, lanes] of each head; of few lanes [lanes, dim].
     queries = scratch[used : used + size].reshape(heads, dim * lanes)
+    paired = HAS_PAIRS and keys.itemsize == 2
+    halves = queries.view(np.uint16)  # in pairs two to a lane
     used += size
     sums = scratch[used : used + size].reshape(heads, dim * lanes)
     sums[:] = np.float32(0)
@@ -186,6 +190,8 @@ def _work(
     total[:] = np.float32(0)
     used += heads * across
     s = scratch[used : used + TILE * lanes].reshape(TILE, lanes)
+    used += TILE * lanes
+    both = scratch[used : used + TILE // 2 * dim].ctypes.data
     # A lane without a row sees all.
     seen_from, seen_to = np.zeros(lanes, np.int64), np.full(lanes, end)
     forks = np.empty((lanes if len(branches) else 0, 2), np.int64)
@@ -212,6 +218,10 @@ def _work(
             # A lane without a row takes the query of the first one; its result is not read.
             at_row, at_head = (mine[i], g) if i < count else (mine[0], 0)
             start = np.int64(at_row) * q_stride + ((first_head + h) * group + at_head) * dim
+            if few and paired:
+                for d in range(dim):
+                    put(halves[h], lane * dim + d, q[start + d] * factor)
+                continue
             if few:
                 along = queries[h, lane * dim : lane * dim + dim]
                 for d in range(dim):
@@ -219,10 +229,13 @@ def _work(
                 continue
             lines[lane] = q.ctypes.data + 4 * start
             for d in range(whole, dim):
-                queries[h, d * lanes + lane] = q[start + d] * factor
+                if paired:
+                    put(halves[h], 2 * (d // 2 * lanes + lane) + d % 2, q[start + d] * factor)
+                else:
+                    queries[h, d * lanes + lane] = q[start + d] * factor
         for lane in range(0, 0 if few else lanes, LANES):
             to = queries[h].ctypes.data + 4 * lane
-            lay_across(lanes, lines.ctypes.data + 8 * lane, whole, factor, to)
+            lay_across(keys, lanes, lines.ctypes.data + 8 * lane, whole, factor, to)
 
     tile: Any = TILE
     if few:
@@ -261,14 +274,14 @@ def _work(
                 if bound > 0:
                     cap(to, full, bound)
                 _hide_few(s, start, many, full, partly, seen_from, seen_to, forks)
-                few_weigh(_F0, to, full, best, weight, result, dim)
+                few_weigh(_F0, keys, to, full, best, weight, result, dim)
                 few_gather(_F0, keys, to, v, here, many, result, dim)
             elif few:
                 few_scores(_F1, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, full, bound)
                 _hide_few(s, start, many, full, partly, seen_from, seen_to, forks)
-                few_weigh(_F1, to, full, best, weight, result, dim)
+                few_weigh(_F1, keys, to, full, best, weight, result, dim)
                 few_gather(_F1, keys, to, v, here, many, result, dim)
             elif wide == _V0:
                 scores(_V0, keys, asked, k, v, here, many, ahead, fetch, dim, to)
@@ -276,32 +289,32 @@ def _work(
                     cap(to, many * _V0, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
-                weigh(_V0, to, many, best, weight, result, dim)
-                gather(_V0, keys, to, v, here, many, result, dim)
+                weigh(_V0, keys, to, many, best, weight, result, dim)
+                gather(_V0, keys, to, v, here, many, result, dim, both)
             elif wide == _V1:
                 scores(_V1, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, many * _V1, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
-                weigh(_V1, to, many, best, weight, result, dim)
-                gather(_V1, keys, to, v, here, many, result, dim)
+                weigh(_V1, keys, to, many, best, weight, result, dim)
+                gather(_V1, keys, to, v, here, many, result, dim, both)
             elif wide == _V2:
                 scores(_V2, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, many * _V2, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
-                weigh(_V2, to, many, best, weight, result, dim)
-                gather(_V2, keys, to, v, here, many, result, dim)
+                weigh(_V2, keys, to, many, best, weight, result, dim)
+                gather(_V2, keys, to, v, here, many, result, dim, both)
             else:
                 scores(_V3, keys, asked, k, v, here, many, ahead, fetch, dim, to)
                 if bound > 0:
                     cap(to, many * _V3, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
-                weigh(_V3, to, many, best, weight, result, dim)
-                gather(_V3, keys, to, v, here, many, result, dim)
+                weigh(_V3, keys, to, many, best, weight, result, dim)
+                gather(_V3, keys, to, v, here, many, result, dim, both)
 
     nowhere = np.empty(dim, np.float32)
     for h in range(heads):

@@ -38,6 +38,9 @@ class _BFloat(ir.Type):
 
 _ONE = _BFloat()
 _LANES = ir.VectorType(_ONE, LANES)
+_SHORTS = ir.VectorType(ir.IntType(16), LANES)
+_BOTH = ir.VectorType(ir.IntType(16), 2 * LANES)
+_SIXTEEN = ir.Constant(INTS, [16] * LANES)
 # The type in which LLVM's function of the instruction takes pairs.
 _PAIRS = ir.VectorType(_ONE, 2 * LANES) if llvm.llvm_version_info >= (16,) else INTS
 
@@ -48,6 +51,31 @@ def dot_pairs(b: Any, total: Any, one: Any, other: Any) -> Any:
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}"
     function = cgutils.get_or_insert_function(b.module, kind, name)
     return b.call(function, (total, b.bitcast(one, _PAIRS), b.bitcast(other, _PAIRS)))
+
+
+def _rounded(b: Any, vector: Any) -> Any:
+    """The lower half of each lane's 32 bits is the vector's number in bfloat16."""
+    return b.zext(b.bitcast(b.fptrunc(vector, _LANES), _SHORTS), INTS)
+
+
+def in_pairs(b: Any, one: Any, other: Any) -> Any:
+    """Two vectors of float32 as pairs, rounded to nearest even; the first is the lower half."""
+    both = ir.VectorType(_ONE, 2 * LANES)
+    function = cgutils.get_or_insert_function(
+        b.module,
+        ir.FunctionType(both, [VECTOR, VECTOR]),
+        f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * LANES}",
+    )
+    side_by_side = b.bitcast(b.call(function, (other, one)), _BOTH)
+    turns = [n for i in range(LANES) for n in (i, i + LANES)]
+    order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), turns)
+    mixed = b.shuffle_vector(side_by_side, ir.Constant(_BOTH, ir.Undefined), order)
+    return b.bitcast(mixed, VECTOR)
+
+
+def rounded(b: Any, vector: Any) -> Any:
+    """A vector of float32 rounded to bfloat16, as float32."""
+    return b.bitcast(b.shl(_rounded(b, vector), _SIXTEEN), VECTOR)
 
 
 @intrinsic

@@ -15,10 +15,10 @@ from numba import carray, types
 
 from coppice.kernels.cpu.code.calls import borrowed, pointer, run_share
 from coppice.kernels.cpu.code.kept import cfunc, njit
+from coppice.kernels.cpu.code.pairs import round_row
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import Member, meet
 from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
-from coppice.kernels.cpu.layer.matmul.pairs import round_row
 from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, Panels, lay_share
 from coppice.kernels.cpu.layer.mixture import EXPERT_COLUMNS, PASSAGE, Mixture, Passage, Room
 from coppice.kernels.cpu.layer.rows_numba import gate_share

@@ -131,7 +131,7 @@ def gate_share(
             else:
                 for t in range(count):
                     x[t] = -gate[t] * _LOG2E
-            # 2**x as an exponent and a polynomial, as in ``code.simd.power_of_2``.
+            # 2**x as an exponent and a polynomial.
             for t in range(_TILE):
                 y = min(max(x[t], np.float32(-126)), np.float32(126)) + np.float32(127)
                 power = np.int32(y + np.float32(0.5))

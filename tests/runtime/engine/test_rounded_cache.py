@@ -109,11 +109,29 @@ def test_a_page_takes_half_of_the_memory(tiny_checkpoint: Callable[..., Path]) -
     assert sizes[0] == 2 * sizes[1]
 
 
+def test_by_default_the_cache_has_the_type_of_the_products(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    path = tiny_checkpoint("llama")
+    for options, expected in (
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "float32"}, torch.float32),
+        ({"quantization": "int8"}, torch.float32),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "float32"}, torch.float32),
+    ):
+        runner = start(path, **{"kv_cache_dtype": "auto"} | options).runner
+        assert {each.k.dtype for each in runner.kv_cache} == {expected}, options
+
+
 def test_types_that_a_cpu_does_not_have_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     path = tiny_checkpoint("llama")
-    with pytest.raises(ValueError, match=r"'fp8'; with the cpu.*must be 'auto' or 'bfloat16'$"):
+    with pytest.raises(
+        ValueError, match=r"'fp8'; with the cpu.*must be 'auto' or 'float32' or 'bfloat16'$"
+    ):
         start(path, kv_cache_dtype="fp8")
-    with pytest.raises(ValueError, match=r"kv_cache_dtype must be one of auto, bfloat16, fp8"):
+    with pytest.raises(
+        ValueError, match=r"kv_cache_dtype must be one of auto, float32, bfloat16, fp8"
+    ):
         start(path, kv_cache_dtype="bf16")
     with pytest.raises(
         ValueError, match=r"'bfloat16'; with the reference.*float16.*'auto' or 'fp8'"

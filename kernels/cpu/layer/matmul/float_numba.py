@@ -10,6 +10,7 @@ from numba import prange
 
 from coppice.kernels.cpu.code.calls import run_share
 from coppice.kernels.cpu.code.kept import njit
+from coppice.kernels.cpu.code.pairs import round_row
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import (
     Member,
@@ -19,7 +20,6 @@ from coppice.kernels.cpu.code.team import (
     member,
     new_team,
 )
-from coppice.kernels.cpu.layer.matmul.pairs import round_row
 from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, Panels, lay_share
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.

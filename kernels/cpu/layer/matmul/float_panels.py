@@ -31,6 +31,7 @@ from numba.extending import intrinsic
 
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import cfunc
+from coppice.kernels.cpu.code.pairs import HAS_PAIRS, dot_pairs
 from coppice.kernels.cpu.code.processor import compiled_path
 from coppice.kernels.cpu.code.simd import (
     INTS,
@@ -47,7 +48,6 @@ from coppice.kernels.cpu.code.simd import (
     store,
     zeros,
 )
-from coppice.kernels.cpu.layer.matmul.pairs import HAS_PAIRS, dot_pairs
 from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, Panels, to_fetch
 
 compiled_path("float")
