@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -108,15 +109,35 @@ def build_cpu_schedule(plan: AttentionPlan, window: int | None, model: CpuCostMo
         ]
     ).astype(np.int32)
     cost = costs[tasks[:, 0]] * (tasks[:, 2] - tasks[:, 1])
-    return CpuSchedule(tree, items, tasks, _shares(cost, threads))
+    order, shares = _shares(cost, len(heads), threads)
+    return CpuSchedule(tree, items, tasks[order], shares)
 
 
-def _shares(cost: np.ndarray, threads: int) -> np.ndarray:
-    """Where the tasks are cut, int64 ``[threads + 1]``, so that all threads have similar work."""
-    ends = np.cumsum(cost)
-    if ends[-1] < _SHARED_FROM:
+def _shares(cost: np.ndarray, longer: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
+    """An order of the tasks, and where it is cut, int64 ``[threads + 1]``, into similar work.
+
+    The first tasks, ``longer`` of them, take longer than the rest. They are divided first, and the
+    others by what the threads then lack, so that few long tasks leave no thread idle. Each thread
+    has neighbours of both.
+    """
+    if cost.sum() < _SHARED_FROM:
         threads = 1
-    targets = ends[-1] * np.arange(1, threads) / threads
+    long = _cut(cost[:longer], np.full(threads, 1.0))
+    taken = np.array([cost[i:j].sum() for i, j in pairwise(long)])
+    lacking = np.maximum(cost.sum() / threads - taken, 0)
+    short = longer + _cut(cost[longer:], lacking)
+    tasks = np.arange(len(cost))
+    order = [
+        tasks[cuts[share] : cuts[share + 1]] for share in range(threads) for cuts in (long, short)
+    ]
+    return np.concatenate(order), long + short - longer
+
+
+def _cut(cost: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """Where tasks are cut, int64 ``[parts + 1]``, so that their costs are in that proportion."""
+    ends = np.cumsum(cost)
+    whole = parts.sum()
+    targets = np.cumsum(parts)[:-1] * (cost.sum() / whole if whole else 0)
     # To the nearest end of a task: the middle of the one that the target falls into decides.
     cuts = np.searchsorted(ends - cost / 2, targets)
     return np.concatenate([[0], cuts, [len(cost)]]).astype(np.int64)

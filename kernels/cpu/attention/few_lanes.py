@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 
 from coppice.kernels.cpu.attention.full_lanes import couple_in
 from coppice.kernels.cpu.attention.stored import Stored
+from coppice.kernels.cpu.code.pairs import in_pairs, store_rounded
 from coppice.kernels.cpu.code.simd import (
     INT,
     INTS,
@@ -32,6 +33,7 @@ from coppice.kernels.cpu.code.simd import (
     call,
     constant,
     counting,
+    everywhere,
     fetch,
     greater,
     load,
@@ -63,6 +65,21 @@ def _turned(b: Any, vector: Any, by: int) -> Any:
     """A vector with its lanes rotated by a number of places."""
     lanes = ir.Constant(INTS, [(lane + by) % LANES for lane in range(LANES)])
     return b.shuffle_vector(vector, ir.Constant(VECTOR, ir.Undefined), lanes)
+
+
+@intrinsic
+def few_query(typing: Any, pages: Any, line: Any, factor: Any, dim: Any, out: Any) -> Any:
+    """``out [dim]`` = ``line [dim]`` float32 times a factor, as ``few_scores`` reads it."""
+    stored = Stored(pages)
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        _, line, factor, dim, out = arguments
+        with counting(b, 0, dim, LANES) as d:
+            product = b.fmul(load(b, line, d), splat(b, factor))
+            (store_rounded if stored.paired else store)(b, product, out, d)
+        return context.get_dummy_value()
+
+    return types.void(pages, types.int64, types.float32, *[types.int64] * 2), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -146,10 +163,11 @@ def few_weigh(
 ) -> Any:
     """Turns a tile's scores, in base 2, into weights under the running maximum of each lane.
 
-    ``scores [keys, few]`` fills a number of whole ``vectors``. ``top`` and ``total`` ``[LANES]``
-    and ``out [few, dim]`` hold the state before this tile, as in ``full_lanes.weigh``, except that
-    the maximum of lane n stands at each ``n + i * few``, and its sum of weights is the sum of the
-    numbers at these places.
+    ``scores [keys, few]`` fills a number of whole ``vectors``, and there is room for one more.
+    ``top`` and ``total`` ``[LANES]`` and ``out [few, dim]`` hold the state before this tile, as in
+    ``full_lanes.weigh``, except that the maximum of lane n stands at each ``n + i * few``, and its
+    sum of weights is the sum of the numbers at these places. Weights of pairs of keys become
+    ``[few, 2]``.
     """
     lanes = few.literal_value
     stored = Stored(pages)
@@ -178,10 +196,22 @@ def few_weigh(
                     place = b.add(row, d)
                     store(b, b.fmul(load(b, out, place), factor), out, place)
         mine = cgutils.alloca_once_value(b, load(b, total, start))
-        with counting(b, 0, end, LANES) as index:
+
+        def weight_of(index: Any) -> Any:
             weight = power_of_2(b, b.fsub(load(b, scores, index), new))
-            store(b, stored.factor(b, weight), scores, index)
             b.store(b.fadd(b.load(mine), weight), mine)
+            return weight
+
+        if stored.paired:
+            # Of an odd number of vectors the last one has another, of keys that nobody sees.
+            store(b, everywhere(float("-inf")), scores, end)
+            with counting(b, 0, end, 2 * LANES) as index:
+                following = b.add(index, constant(LANES))
+                pairs = in_pairs(b, weight_of(index), weight_of(following), lanes)
+                store(b, pairs, scores, b.lshr(index, constant(1)))
+        else:
+            with counting(b, 0, end, LANES) as index:
+                store(b, weight_of(index), scores, index)
         store(b, b.load(mine), total, start)
         return context.get_dummy_value()
 
@@ -200,7 +230,7 @@ def few_gather(
     out: Any,
     dim: Any,
 ) -> Any:
-    """``out [few, dim] +=`` a tile's values, each times its weights ``[count, few]``.
+    """``out [few, dim] +=`` a tile's values, each times its weights, as ``few_weigh`` made them.
 
     Value t is ``dim`` numbers from number ``at[t]`` of ``values`` on.
     """
@@ -220,6 +250,15 @@ def few_gather(
                 for row in rows
             ]
 
+            def couple(t: Any) -> None:
+                twice = b.shl(t, constant(1))
+                places = [load_long(b, at, b.add(twice, constant(i))) for i in range(2)]
+                lines = [stored.place(b, values, b.add(place, first)) for place in places]
+                here = [stored.beside(b, lines, constant(i * LANES)) for i in range(number)]
+                mine = b.add(weights, b.shl(b.mul(t, constant(lanes)), constant(2)))
+                for lane, each in enumerate(sums):
+                    couple_in(b, each, here, splat(b, b.load(at_float(b, mine, constant(lane)))))
+
             def value(t: Any) -> None:
                 start = stored.place(b, values, b.add(load_long(b, at, t), first))
                 here = [stored.vector(b, start, constant(i * LANES)) for i in range(number)]
@@ -227,7 +266,10 @@ def few_gather(
                 for lane, each in enumerate(sums):
                     multiply_in(b, each, here, b.load(at_float(b, mine, constant(lane))))
 
-            unrolled(b, count, value)
+            if stored.paired:
+                unrolled(b, b.lshr(b.add(count, constant(1)), constant(1)), couple)
+            else:
+                unrolled(b, count, value)
             for row, each in zip(rows, sums, strict=True):
                 for place, total in zip(places, each, strict=True):
                     store(b, b.load(total), out, b.add(row, place))

@@ -24,11 +24,9 @@ from numba.extending import intrinsic
 from coppice.kernels.cpu.attention.stored import SHORT, Stored
 from coppice.kernels.cpu.code.pairs import dot_pairs, in_pairs
 from coppice.kernels.cpu.code.simd import (
-    INTS,
     LANES,
     LONG,
     SUMS,
-    VECTOR,
     VECTORS,
     any_of,
     at_float,
@@ -71,9 +69,7 @@ def couple_lines(b: Any, stored: Stored, lines: list[Any], dim: Any, out: Any) -
     """``out [dim, 2]`` in bfloat16: the numbers of two lines of a page, from addresses on."""
     whole = b.mul(b.sdiv(dim, constant(LANES)), constant(LANES))
     with counting(b, 0, whole, LANES) as d:
-        low, high = (stored.shorts(b, line, d) for line in lines)
-        pairs = b.or_(low, b.shl(high, ir.Constant(INTS, [16] * LANES)))
-        store(b, b.bitcast(pairs, VECTOR), out, d)
+        store(b, stored.beside(b, lines, d), out, d)
     with counting(b, whole, dim, 1) as d:
         for i, line in enumerate(lines):
             number = b.load(b.inttoptr(stored.place(b, line, d), SHORT.as_pointer()))

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from coppice.kernels.cpu.code.pairs import HAS_PAIRS, rounded
+from coppice.kernels.cpu.code.pairs import HAS_PAIRS
 from coppice.kernels.cpu.code.simd import (
     FLOAT,
     INT,
@@ -52,10 +52,6 @@ class Stored:
         """The maximum under which scores become weights, of a vector of maxima."""
         return call(b, "ceil", maximum) if self.paired else maximum
 
-    def factor(self, b: Any, weight: Any) -> Any:
-        """A vector of weights as values are multiplied by them."""
-        return rounded(b, weight) if self.paired else weight
-
     def couple(self, b: Any, address: Any, index: Any) -> Any:
         """Two numbers of a page in bfloat16 from that index on, in all lanes, as a pair."""
         both = b.load(b.inttoptr(self.place(b, address, index), FLOAT.as_pointer()))
@@ -65,6 +61,11 @@ class Stored:
     def couples(self, b: Any, address: Any, index: Any) -> Any:
         """``2 * LANES`` numbers of a page in bfloat16 from that index on, as pairs."""
         return load(b, self.place(b, address, index), constant(0))
+
+    def beside(self, b: Any, lines: list[Any], index: Any) -> Any:
+        """Pairs of the numbers of two lines of a page in bfloat16, from that index on."""
+        low, high = (self.shorts(b, line, index) for line in lines)
+        return b.bitcast(b.or_(low, b.shl(high, ir.Constant(INTS, [16] * LANES))), VECTOR)
 
     def shorts(self, b: Any, address: Any, index: Any) -> Any:
         """``LANES`` numbers of a page in bfloat16, each the lower half of 32 bits."""

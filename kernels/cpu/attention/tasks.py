@@ -19,7 +19,13 @@ import numpy as np
 from numba import carray
 
 from coppice.kernels.cpu.attention.arguments import Inputs, Items, Results
-from coppice.kernels.cpu.attention.few_lanes import FEW, few_gather, few_scores, few_weigh
+from coppice.kernels.cpu.attention.few_lanes import (
+    FEW,
+    few_gather,
+    few_query,
+    few_scores,
+    few_weigh,
+)
 from coppice.kernels.cpu.attention.full_lanes import (
     MOST_LANES,
     TILE,
@@ -101,11 +107,11 @@ def _hide(
     ``forks`` ``[lanes, 2]``, or empty: as ``TreeSchedule.branches`` of the lanes' rows.
     """
     for t in range(count):
-        key = begin + t
+        key = np.int32(begin + t)
         mine = s[t]
-        for lane in range(len(seen_to)):
-            if key > seen_to[lane] or key < seen_from[lane]:
-                mine[lane] = _NEG_INF
+        for lane in range(len(seen_to)):  # in whole vectors
+            hidden = (key > seen_to[lane]) | (key < seen_from[lane])
+            mine[lane] = _NEG_INF if hidden else mine[lane]
         for lane in range(len(forks)):
             number = key - forks[lane, 0]
             if number >= 0 and not forks[lane, 1] >> min(number, 62) & 1:
@@ -171,7 +177,7 @@ def _work(
         lanes = _F0 if count * group <= _F0 else _F1
 
     # Vectors that lie across two cache lines take twice as long to load.
-    size = (2 * heads * dim + TILE) * lanes + 2 * heads * across + TILE // 2 * dim
+    size = (2 * heads * dim + TILE) * lanes + 2 * heads * across + TILE // 2 * dim + LANES
     scratch: Any = np.empty(size + _LINE, np.float32)
     used: Any = -(scratch.ctypes.data // 4) % _LINE
     size = heads * dim * lanes
@@ -190,10 +196,10 @@ def _work(
     total[:] = np.float32(0)
     used += heads * across
     s = scratch[used : used + TILE * lanes].reshape(TILE, lanes)
-    used += TILE * lanes
+    used += TILE * lanes + LANES  # and a vector that fills a pair
     both = scratch[used : used + TILE // 2 * dim].ctypes.data
     # A lane without a row sees all.
-    seen_from, seen_to = np.zeros(lanes, np.int64), np.full(lanes, end)
+    seen_from, seen_to = np.zeros(lanes, np.int32), np.full(lanes, np.int32(end))
     forks = np.empty((lanes if len(branches) else 0, 2), np.int64)
     forks[:, 0] = end
     lowest, highest = np.int64(end), np.int64(0)
@@ -218,14 +224,9 @@ def _work(
             # A lane without a row takes the query of the first one; its result is not read.
             at_row, at_head = (mine[i], g) if i < count else (mine[0], 0)
             start = np.int64(at_row) * q_stride + ((first_head + h) * group + at_head) * dim
-            if few and paired:
-                for d in range(dim):
-                    put(halves[h], lane * dim + d, q[start + d] * factor)
-                continue
             if few:
-                along = queries[h, lane * dim : lane * dim + dim]
-                for d in range(dim):
-                    along[d] = q[start + d] * factor
+                to = queries[h].ctypes.data + (2 if paired else 4) * lane * dim
+                few_query(keys, q.ctypes.data + 4 * start, factor, dim, to)
                 continue
             lines[lane] = q.ctypes.data + 4 * start
             for d in range(whole, dim):
@@ -240,7 +241,7 @@ def _work(
     tile: Any = TILE
     if few:
         # They wait for memory: what is prefetched has to stay in the second-level cache.
-        fitting: Any = _FEW_BYTES // (8 * dim * heads) // _SIDE * _SIDE
+        fitting: Any = _FEW_BYTES // (2 * keys.itemsize * dim * heads) // _SIDE * _SIDE
         tile = min(TILE, max(fitting, _SIDE))
     at, following = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     width = kv_heads * dim

@@ -38,9 +38,7 @@ class _BFloat(ir.Type):
 
 _ONE = _BFloat()
 _LANES = ir.VectorType(_ONE, LANES)
-_SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _BOTH = ir.VectorType(ir.IntType(16), 2 * LANES)
-_SIXTEEN = ir.Constant(INTS, [16] * LANES)
 # The type in which LLVM's function of the instruction takes pairs.
 _PAIRS = ir.VectorType(_ONE, 2 * LANES) if llvm.llvm_version_info >= (16,) else INTS
 
@@ -53,29 +51,31 @@ def dot_pairs(b: Any, total: Any, one: Any, other: Any) -> Any:
     return b.call(function, (total, b.bitcast(one, _PAIRS), b.bitcast(other, _PAIRS)))
 
 
-def _rounded(b: Any, vector: Any) -> Any:
-    """The lower half of each lane's 32 bits is the vector's number in bfloat16."""
-    return b.zext(b.bitcast(b.fptrunc(vector, _LANES), _SHORTS), INTS)
+def in_pairs(b: Any, one: Any, other: Any, apart: int = LANES) -> Any:
+    """Two vectors of float32 as pairs, rounded to nearest even.
 
-
-def in_pairs(b: Any, one: Any, other: Any) -> Any:
-    """Two vectors of float32 as pairs, rounded to nearest even; the first is the lower half."""
+    A pair are two numbers of both vectors, one after the other, that lie ``apart``; the first one
+    is the lower half. By default a pair is a lane of both.
+    """
     both = ir.VectorType(_ONE, 2 * LANES)
     function = cgutils.get_or_insert_function(
         b.module,
         ir.FunctionType(both, [VECTOR, VECTOR]),
         f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * LANES}",
     )
-    side_by_side = b.bitcast(b.call(function, (other, one)), _BOTH)
-    turns = [n for i in range(LANES) for n in (i, i + LANES)]
-    order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), turns)
-    mixed = b.shuffle_vector(side_by_side, ir.Constant(_BOTH, ir.Undefined), order)
-    return b.bitcast(mixed, VECTOR)
+    numbers = b.bitcast(b.call(function, (other, one)), _BOTH)
+    first = [n for n in range(2 * LANES) if n // apart % 2 == 0]
+    order = ir.Constant(
+        ir.VectorType(ir.IntType(32), 2 * LANES), [n + i for n in first for i in (0, apart)]
+    )
+    turned = b.shuffle_vector(numbers, ir.Constant(_BOTH, ir.Undefined), order)
+    return b.bitcast(turned, VECTOR)
 
 
-def rounded(b: Any, vector: Any) -> Any:
-    """A vector of float32 rounded to bfloat16, as float32."""
-    return b.bitcast(b.shl(_rounded(b, vector), _SIXTEEN), VECTOR)
+def store_rounded(b: Any, vector: Any, address: Any, index: Any) -> None:
+    """Stores a vector of float32 as bfloat16, from the number with that index on."""
+    place = b.inttoptr(b.add(address, b.shl(index, constant(1))), _LANES.as_pointer())
+    b.store(b.fptrunc(vector, _LANES), place).align = 2
 
 
 @intrinsic
@@ -87,14 +87,12 @@ def round_row(typing: Any, x: Any, width: Any, out: Any) -> Any:
         if not HAS_PAIRS:  # nobody calls it; LLVM would call a function that is not there
             return context.get_dummy_value()
 
-        def at(index: Any, kind: Any) -> Any:
-            return b.inttoptr(b.add(out, b.shl(index, constant(1))), kind.as_pointer())
-
         whole = b.mul(b.sdiv(width, constant(LANES)), constant(LANES))
         with counting(b, 0, whole, LANES) as i:
-            b.store(b.fptrunc(load(b, x, i), _LANES), at(i, _LANES)).align = 2
+            store_rounded(b, load(b, x, i), out, i)
         with counting(b, whole, width, 1) as i:
-            b.store(b.fptrunc(b.load(at_float(b, x, i)), _ONE), at(i, _ONE)).align = 2
+            place = b.inttoptr(b.add(out, b.shl(i, constant(1))), _ONE.as_pointer())
+            b.store(b.fptrunc(b.load(at_float(b, x, i)), _ONE), place).align = 2
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), generate
