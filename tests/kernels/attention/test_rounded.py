@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from coppice.kernels.attention.interface import LayerCache
+from coppice.kernels.attention.interface import AttentionPlan, LayerCache
 from coppice.kernels.attention.reference import ReferenceBackend
 from coppice.kernels.cpu.attention import torch_items
 from coppice.kernels.cpu.backend import CpuBackend
@@ -94,6 +99,46 @@ def test_pages_in_bfloat16_are_read_as_the_reference_reads_them(
     else:  # the pages are rounded, not the queries or the weights
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 18])
+def test_a_row_alone_has_the_sums_that_it_has_among_others(backend, make_batch, head_dim):
+    """The rounding of a weight depends on no other row, and not on where its keys are divided."""
+    batch = make_batch([(40, 1160), (9, 30)], page_size=16, group=3, head_dim=head_dim)
+    together, lse, pages = attended(batch, backend)
+    for i, row in ((0, 39), (0, 3), (1, 48)):
+        length = int(batch.plan.context_len[i]) - (int(batch.plan.query_start[i + 1]) - 1 - row)
+        table = batch.tables[i][: -(-length // 16)]
+        plan = AttentionPlan(
+            page_size=16,
+            query_start=np.array([0, 1], np.int32),
+            context_len=np.array([length], np.int32),
+            page_indptr=np.array([0, len(table)], np.int32),
+            page_indices=np.array(table, np.int32),
+        )
+        prepared = backend.prepare(plan, num_pages=batch.num_pages)
+        q, k, v = (each[row : row + 1] for each in (batch.q, batch.k, batch.v))
+        alone, alone_lse = backend.attend(
+            q, k, v, pages, prepared, scale=batch.scale, sliding_window=None, logit_softcap=None
+        )
+        # A score is added up in another order, so one weight in thousands is the other neighbour.
+        difference = (alone[0] - together[row]).abs()
+        assert difference.max() < 1e-4
+        assert difference.mean() < 1e-5
+        torch.testing.assert_close(alone_lse[0], lse[row], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_PAIRS, reason="this processor multiplies no pairs anyway")
+def test_without_pairs_only_pages_are_rounded():
+    """The same tests on the path of a processor without products of pairs."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow",
+         str(Path(__file__))],
+        env={**os.environ, "COPPICE_CPU_PATHS": "bfloat16=torch"},
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_numbers_are_rounded_to_nearest_even_as_torch_does():

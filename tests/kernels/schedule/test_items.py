@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -178,6 +179,26 @@ def test_one_long_sequence_fills_the_chip():
     made = build_tree_schedule(plan, None, LLAMA)
     programs = sum(len(launch.items) for launch in made.launches) * LLAMA.kv_heads
     assert programs >= LLAMA.multiprocessors
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_each_thread_has_as_many_of_the_long_tasks(threads):
+    """Of a stretch's rows, each KV head's a task, and of the sequences' own keys."""
+    model = cpu_cost_model(9, 3, 64, lanes=16, most_lanes=64, keys=48, threads=threads)
+    made = build_cpu_schedule(tree([(range(32), 1024)], 80, 32), None, model)
+    shared = made.items[made.tasks[:, 0], 1] > 1
+    assert shared.sum() == 6 and (~shared).sum() == 32
+    cuts = made.shares
+    assert len(cuts) == threads + 1 and cuts[0] == 0 and cuts[-1] == 38
+    assert sorted(map(tuple, made.tasks.tolist())) == sorted(
+        [(item, head, head + 1) for item in (32, 33) for head in range(3)]
+        + [(item, 0, 3) for item in range(32)]
+    )
+    long = [int(shared[i:j].sum()) for i, j in pairwise(cuts)]
+    assert max(long) - min(long) <= 1
+    if 6 % threads == 0:
+        each = [int((~shared)[i:j].sum()) for i, j in pairwise(cuts)]
+        assert max(each) - min(each) <= 1
 
 
 def test_threads_share_one_sequence_by_its_keys_where_heads_are_worked_together():
