@@ -98,7 +98,7 @@ def test_the_events_of_a_text(client: openai.OpenAI, tool_server: LiveServer) ->
             events.append(event)
     kinds = [event["type"].removeprefix("response.") for event in events]
     middle = [kind for kind in kinds if kind == "output_text.delta"]
-    assert len(middle) >= 2
+    assert middle  # tokens that were made while the connection waited come in one
     assert kinds == [
         "created", "in_progress", "output_item.added", "content_part.added", *middle,
         "output_text.done", "content_part.done", "output_item.done", "completed",
