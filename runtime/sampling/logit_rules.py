@@ -340,7 +340,7 @@ def _keep_to_grammars(
 def _ban(logits: torch.Tensor, banned: Seq[tuple[int, Seq[int]]]) -> None:
     if banned:
         # `logits[rows, tokens] = -torch.inf` would copy the number to a GPU, and wait for it.
-        logits.index_put_(_places(logits, banned), logits.new_full((), -torch.inf))
+        logits.index_put_(tuple(_places(logits, banned)), logits.new_full((), -torch.inf))
 
 
 def _end_thinking(
