@@ -35,7 +35,7 @@ class Format:
 
 FORMATS = (
     Format("float32", "--dtype float32", 0.0, 1.0, 1.0, 1.0),
-    Format("bfloat16", "--dtype bfloat16", 0.00003, 1.67, 1.08, 1.38),
+    Format("bfloat16", "--dtype bfloat16", 0.00004, 1.78, 1.05, 1.60),
     Format("int8", "--quantization int8", 0.00412, 2.58, 1.48, 1.90),
     Format("int4", "--quantization int4", 0.00324, 1.24, 1.78, 1.41),
 )
