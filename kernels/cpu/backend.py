@@ -22,6 +22,7 @@ from coppice.kernels.cpu.attention.arguments import Inputs, Items, Results, item
 from coppice.kernels.cpu.code import threads
 from coppice.kernels.cpu.layer.rows import bits, flat_heads, row_kernels
 from coppice.kernels.schedule.cpu import (
+    WAKING_PAYS_FROM,
     CpuSchedule,
     GrowingSchedule,
     build_cpu_schedule,
@@ -194,6 +195,8 @@ class CpuBackend(AttentionBackend):
             window=sliding_window,
             softcap=logit_softcap,
         )
+        if schedule.work < WAKING_PAYS_FROM:
+            items = items._replace(shares=np.array([0, len(items.tasks)], np.int64))
         inputs = Inputs(
             flat_heads(q.detach()),
             q.stride(0),

@@ -18,9 +18,12 @@ from coppice.kernels.schedule.tiles import Tile, Tiles
 # microseconds for the memory and the call of the merge.
 _LAUNCH_BYTES = 50_000
 
-# The work, in keys of few lanes times KV heads, from which threads share it: below, waking them
-# takes longer. A key takes some 30 to 40 ns with heads of 64.
-_SHARED_FROM = 2048
+#: The work, in keys of few lanes times KV heads, for which it pays to wake threads: below, that
+#: takes longer. A key takes some 30 to 40 ns with heads of 64.
+WAKING_PAYS_FROM = 2048
+
+# The same for threads that are awake, which then only meet.
+_SHARED_FROM = 128
 
 # How much longer a key takes with a whole vector of lanes than with few lanes, which wait for
 # memory: 66 ns for a head of 64 instead of 40.
@@ -50,13 +53,15 @@ class CpuSchedule:
     """A tree schedule as ``numba_items.attend_items`` takes it.
 
     ``items`` int32 ``[n, 8]`` are those of all launches, ``tasks`` int32 ``[m, 3]`` and ``shares``
-    int64 ``[threads + 1]`` as documented there.
+    int64 ``[threads + 1]`` as documented there. ``work`` is counted in keys of few lanes times KV
+    heads.
     """
 
     tree: TreeSchedule
     items: np.ndarray
     tasks: np.ndarray
     shares: np.ndarray
+    work: float
 
 
 @lru_cache(maxsize=64)
@@ -110,7 +115,7 @@ def build_cpu_schedule(plan: AttentionPlan, window: int | None, model: CpuCostMo
     ).astype(np.int32)
     cost = costs[tasks[:, 0]] * (tasks[:, 2] - tasks[:, 1])
     order, shares = _shares(cost, len(heads), threads)
-    return CpuSchedule(tree, items, tasks[order], shares)
+    return CpuSchedule(tree, items, tasks[order], shares, float(cost.sum()))
 
 
 def _shares(cost: np.ndarray, longer: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
