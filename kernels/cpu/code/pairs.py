@@ -20,7 +20,7 @@ from coppice.kernels.cpu.code.processor import path_of
 from coppice.kernels.cpu.code.simd import INTS, LANES, VECTOR, at_float, constant, counting, load
 
 #: Whether the processor multiplies pairs.
-HAS_PAIRS = path_of("bfloat16") == "avx512bf16"
+HAS_PAIRS = path_of("bfloat16") in ("amx", "avx512bf16")
 
 
 class _BFloat(ir.Type):

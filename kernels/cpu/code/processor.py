@@ -9,8 +9,11 @@ missing, too: then every kind takes torch's products.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import platform
+import sys
 from functools import cache
 
 _log = logging.getLogger(__name__)
@@ -19,18 +22,31 @@ _VARIABLE = "COPPICE_CPU_PATHS"
 
 #: What is asked of a processor, by LLVM's names of features.
 ASKED = (
-    "avx", "avx2", "fma", "f16c", "avx512f", "avx512bf16", "avx512vnni", "avxvnni", "amx-bf16",
-    "amx-int8", "neon", "bf16", "dotprod",
+    "avx", "avx2", "fma", "f16c", "avx512f", "avx512bf16", "avx512vnni", "avxvnni", "amx-tile",
+    "amx-bf16", "amx-int8", "neon", "bf16", "dotprod",
 )  # fmt: skip
+
+# Linux's call by which a process asks for the tiles of AMX, on x86-64: what is asked for, and the
+# number of that part of a thread's state (Documentation/arch/x86/xstate.rst).
+_ARCH_PRCTL, _ASK_FOR_STATE, _TILES = 158, 0x1023, 18
 
 #: The paths of each kind of products, best first, and the features that a path needs.
 PATHS: dict[str, dict[str, tuple[str, ...]]] = {
     # Weights of 16 bits and float32, rows and sums in float32.
     "float": {"fma": ("fma", "f16c"), "torch": ()},
     # Weights and rows of bfloat16, sums in float32.
-    "bfloat16": {"avx512bf16": ("avx512f", "avx512bf16"), "torch": ()},
+    "bfloat16": {
+        "amx": ("avx512f", "avx512bf16", "amx-tile", "amx-bf16"),
+        "avx512bf16": ("avx512f", "avx512bf16"),
+        "torch": (),
+    },
     # Weights and rows of 8 bits, exact sums.
-    "int8": {"avx512vnni": ("avx512vnni",), "avxvnni": ("avxvnni",), "torch": ()},
+    "int8": {
+        "amx": ("avx512vnni", "amx-tile", "amx-int8"),
+        "avx512vnni": ("avx512vnni",),
+        "avxvnni": ("avxvnni",),
+        "torch": (),
+    },
     # Weights of 4 or 8 bits in groups with factors of float16, rows of 8 bits.
     "int4": {"avx512vnni": ("avx512vnni",), "avxvnni": ("avxvnni", "f16c"), "torch": ()},
 }
@@ -38,13 +54,27 @@ PATHS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @cache
 def features() -> frozenset[str]:
-    """Those of ``ASKED`` that the processor has; none where llvmlite is missing."""
+    """Those of ``ASKED`` that this process may use; none where llvmlite is missing.
+
+    A processor's tiles (AMX) may be used once the system has granted them, for which this asks.
+    """
     try:
         import llvmlite.binding as llvm
     except ImportError:
         return frozenset()
     found = llvm.get_host_cpu_features()
-    return frozenset(name for name in ASKED if found.get(name))
+    names = [name for name in ASKED if found.get(name)]
+    if "amx-tile" in names and not _granted_tiles():
+        _log.info("the processor has AMX, and the system does not grant it")
+        names = [name for name in names if not name.startswith("amx")]
+    return frozenset(names)
+
+
+def _granted_tiles() -> bool:
+    """Whether the system lets the threads of this process use tiles, after it was asked."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_FOR_STATE, _TILES) == 0)
 
 
 def path_of(kind: str) -> str:

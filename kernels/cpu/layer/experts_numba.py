@@ -18,8 +18,8 @@ from coppice.kernels.cpu.code.kept import cfunc, njit
 from coppice.kernels.cpu.code.pairs import round_row
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import Member, meet
-from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
-from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, Panels, lay_share
+from coppice.kernels.cpu.layer.matmul import float_numba, level_numba, tile_numba
+from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, TILES, Panels, lay_share
 from coppice.kernels.cpu.layer.mixture import EXPERT_COLUMNS, PASSAGE, Mixture, Passage, Room
 from coppice.kernels.cpu.layer.rows_numba import gate_share
 
@@ -33,6 +33,7 @@ _READING = 6
 
 _float_share, _round_share = float_numba.multiply_share, level_numba.round_share
 _takes_levels, _chunk_of = level_numba.takes_levels, level_numba.chunk_of
+_round_row, _whole_inputs = tile_numba.round_tile_row, tile_numba.whole_inputs
 
 
 @njit(error_model="numpy")
@@ -119,6 +120,10 @@ def _lay_rows(
                     for part in range(each):
                         room.pair_peaks[(pair + i) * each + part] = room.peaks[source * each + part]
                 lay_share(0, many, levels.ctypes.data, hidden // 4, laid + pair * hidden)
+            elif panels.kind == TILES:
+                whole = _whole_inputs(hidden)
+                for i in range(many):
+                    _round_row(x[room.sources[pair + i]], laid + 2 * (pair + i) * whole)
             elif panels.kind == PAIRS:
                 for i in range(many):
                     source = x[room.sources[pair + i]]
@@ -160,6 +165,9 @@ def _activate(team: Member, mixture: Mixture, panels: Panels, chunk: int, room: 
                 _round_share(pair, stop, chunk, room.active, room.pair_levels, room.pair_peaks)
                 source = room.pair_levels[pair:].ctypes.data
                 lay_share(0, stop - pair, source, inner // 4, laid + pair * inner)
+            elif panels.kind == TILES:
+                for row in range(pair, stop):
+                    _round_row(room.active[row], laid + 2 * row * _whole_inputs(inner))
             elif pairs:
                 for row in range(pair, stop):
                     to = rounded.ctypes.data + 2 * (row - pair) * inner
@@ -196,7 +204,8 @@ def _multiply(
     frame = np.empty(10, np.int64)
     chunk = _chunk_of(panels, experts[0, column])
     each_peaks = 2 * (inner // chunk) if chunk else 1
-    frame[1], frame[2], frame[9] = inner, width, chunk
+    whole = _whole_inputs(inner) if panels.kind == TILES else inner
+    frame[1], frame[2], frame[9] = whole, width, chunk
     start = 0
     for group in range(found):
         expert, end = room.groups[group, 0], room.groups[group, 2]
@@ -218,8 +227,8 @@ def _multiply(
                 frame[4] = room.pair_peaks[first * each_peaks :].ctypes.data
                 frame[5], frame[6], frame[7], frame[8] = weight, scale, bias, to
             else:
-                size = 2 if panels.kind == PAIRS else 4
-                frame[3] = room.laid.ctypes.data + size * first * inner
+                size = 4 if panels.kind != PAIRS and panels.kind != TILES else 2
+                frame[3] = room.laid.ctypes.data + size * first * whole
                 frame[4], frame[5], frame[6], frame[7] = weight, bias, to, panels.kind
             run_share(panels.run, frame.ctypes.data, begin, stop)
     frame[0] = 0  # numba frees an array after its last use by name, not by address

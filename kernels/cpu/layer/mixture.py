@@ -10,7 +10,7 @@ from numba import types
 from coppice.kernels.cpu.code.calls import tuple_type
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import ROWS
-from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
+from coppice.kernels.cpu.layer.matmul import float_numba, level_numba, tile_numba
 from coppice.kernels.cpu.layer.matmul.row_blocks import PANELS, Panels
 
 #: Columns of a table of experts: weight, scale and bias of gate and up together, and of down.
@@ -21,7 +21,7 @@ EXPERT_COLUMNS = 6
 _PAIR_BYTES = 1 << 26
 _MOST_ROWS = 1024
 
-_laid_numbers = float_numba.laid_numbers
+_laid_numbers, _whole_inputs = float_numba.laid_numbers, tile_numba.whole_inputs
 _takes_levels, _peak_numbers = level_numba.takes_levels, level_numba.peak_numbers
 
 
@@ -108,7 +108,8 @@ def new_room(mixture: Mixture, panels: Panels, rows: int, hidden: int) -> Room:
     pairs, widest = many * chosen, max(hidden, inner)
     laid, quantized = 0, 0
     if many:
-        laid = max(pairs * widest, _laid_numbers(many, hidden))
+        # Rows of 16 bits in whole tiles take less, unless they are very narrow.
+        laid = max(pairs * max(widest, _whole_inputs(widest) // 2), _laid_numbers(many, hidden))
     if _takes_levels(panels):
         quantized = 1
     return Room(

@@ -20,12 +20,15 @@ from coppice.kernels.cpu.code.team import (
     member,
     new_team,
 )
-from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, Panels, lay_share
+from coppice.kernels.cpu.layer.matmul import tile_numba
+from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, TILES, Panels, lay_share
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19
 # Bytes of rows that are multiplied together: the second-level cache holds them for all panels.
 _TOGETHER = 600_000
+
+_tile_share, _tile_numbers = tile_numba.multiply_share, tile_numba.laid_numbers
 
 
 @njit
@@ -39,7 +42,7 @@ def laid_numbers(rows: int, inner: int) -> int:
     """Float32 numbers that ``multiply_share`` needs to lay out up to ``rows`` rows of ``inner``."""
     # Rounded up, and one more each for an incomplete block and for an uneven division into parts.
     most = _TOGETHER // (4 * inner * ROWS) + 3
-    return min(most * ROWS, rows) * inner
+    return max(min(most * ROWS, rows) * inner, _tile_numbers(rows, inner))
 
 
 @njit
@@ -58,6 +61,8 @@ def multiply_share(
     ``met`` and the result are those of ``meet``. All members share ``laid``, float32 of at least
     ``laid_numbers``.
     """
+    if panels.kind == TILES:
+        return _tile_share(team, met, panels, x, weight, bias, out, laid)
     rows, inner = x.shape
     width = out.shape[1]
     me, threads = team.me, team.threads

@@ -32,7 +32,7 @@ from numba.extending import intrinsic
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import cfunc
 from coppice.kernels.cpu.code.pairs import HAS_PAIRS, dot_pairs
-from coppice.kernels.cpu.code.processor import compiled_path
+from coppice.kernels.cpu.code.processor import compiled_path, path_of
 from coppice.kernels.cpu.code.simd import (
     INTS,
     LANES,
@@ -48,9 +48,13 @@ from coppice.kernels.cpu.code.simd import (
     store,
     zeros,
 )
-from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, Panels, to_fetch
+from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, TILES, Panels, to_fetch
+from coppice.kernels.cpu.layer.matmul.tile_numba import whole_inputs
 
 compiled_path("float")
+
+#: Whether the products of pairs go by tiles.
+HAS_TILES = path_of("bfloat16") == "amx"
 
 _WIDE = 3
 #: Outputs of a panel.
@@ -72,7 +76,8 @@ class PackedFloat:
     """A weight in panels, ``memory [panels, in_features, PANEL]`` of its type.
 
     Of bfloat16 it is ``[panels, in_features / 2, PANEL, 2]``. ``pairs``: rows are rounded to
-    bfloat16, too, and multiplied in pairs.
+    bfloat16, too, and multiplied in pairs, or by tiles, for which ``in_features`` of the memory are
+    filled up with zeros to whole ones.
     """
 
     out_features: int
@@ -84,7 +89,9 @@ class PackedFloat:
     @property
     def kind(self) -> int:
         """The place of its type in ``KINDS``, or ``PAIRS``."""
-        return PAIRS if self.pairs else KINDS.index(self.memory.dtype)
+        if self.pairs:
+            return TILES if HAS_TILES else PAIRS
+        return KINDS.index(self.memory.dtype)
 
 
 def pack(weight: torch.Tensor, *, pairs: bool = False) -> PackedFloat | None:
@@ -98,15 +105,17 @@ def pack(weight: torch.Tensor, *, pairs: bool = False) -> PackedFloat | None:
     if inner % 2 or not weight.numel():
         return None
     panels = -(-width // PANEL)
-    size = panels * inner * PANEL * weight.element_size()
+    whole_inner = whole_inputs(inner) if pairs and HAS_TILES else inner
+    size = panels * whole_inner * PANEL * weight.element_size()
     buffer = torch.empty(size + _LINE, dtype=torch.uint8)
     first = -buffer.data_ptr() % _LINE
     memory = buffer[first : first + size].view(weight.dtype)
     parts = weight.detach().contiguous()
     if weight.dtype == torch.bfloat16:
-        memory = memory.view(panels, inner // 2, PANEL, 2)
+        memory = memory.view(panels, whole_inner // 2, PANEL, 2)
+        memory[:, inner // 2 :] = 0
         # A pair is moved as one number of 32 bits: a fifth of the time.
-        laid, parts = memory.view(torch.int32)[..., 0], parts.view(torch.int32)
+        laid, parts = memory.view(torch.int32)[:, : inner // 2, :, 0], parts.view(torch.int32)
     else:
         memory = laid = memory.view(panels, inner, PANEL)
     whole = width // PANEL
@@ -293,4 +302,8 @@ def run_panels(frame: int, begin: int, end: int) -> None:
 
 def product(kind: int) -> Panels:
     """The product of panels for compiled code, of weights of a kind."""
+    if kind == TILES:
+        from coppice.kernels.cpu.layer.matmul.tile_panels import run_panels as run_tiles
+
+        return Panels(run_tiles.address, PANEL, kind)
     return Panels(run_panels.address, PANEL, kind)

@@ -51,7 +51,7 @@ def rows_of(weight: PackedFloat, indices: torch.Tensor) -> torch.Tensor:
     """
     memory = weight.memory
     if memory.dtype == torch.bfloat16:  # a pair is moved as one number
-        pairs = memory.view(torch.int32)[..., 0]
+        pairs = memory.view(torch.int32)[:, : weight.in_features // 2, :, 0]
         panel = pairs.shape[-1]
         return pairs[indices // panel, :, indices % panel].view(memory.dtype)
     panel = memory.shape[-1]

@@ -32,8 +32,8 @@ from coppice.kernels.cpu.code.simd import (
 class Panels(NamedTuple):
     """A product of panels for compiled code, and the kind of weights that it is to take.
 
-    ``run`` is the address of ``run_panels`` in ``float_panels``, ``int8_panels`` or
-    ``group_panels``, ``width`` the outputs of a panel, ``kind`` a place in ``float_panels.KINDS``
+    ``run`` is the address of ``run_panels`` in ``float_panels``, ``tile_panels``, ``int8_panels``
+    or ``group_panels``, ``width`` the outputs of a panel, ``kind`` a place in ``float_panels.KINDS``
     or one of the kinds below.
     """
 
@@ -49,6 +49,8 @@ INT8 = -1
 PAIRS = -2
 #: The kind of weights in groups, of 4 or 8 bits.
 GROUPED = -3
+#: The kind of products of ``PAIRS`` by tiles, whose rows are not laid side by side.
+TILES = -4
 
 
 def _interleaved(b: Any, rows: list[Any]) -> list[Any]:
