@@ -303,7 +303,7 @@ def run_panels(frame: int, begin: int, end: int) -> None:
 def product(kind: int) -> Panels:
     """The product of panels for compiled code, of weights of a kind."""
     if kind == TILES:
-        from coppice.kernels.cpu.layer.matmul.tile_panels import run_panels as run_tiles
+        from coppice.kernels.cpu.layer.matmul import tile_panels  # compiled when imported
 
-        return Panels(run_tiles.address, PANEL, kind)
+        return tile_panels.product()
     return Panels(run_panels.address, PANEL, kind)

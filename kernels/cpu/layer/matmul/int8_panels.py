@@ -6,7 +6,8 @@ is laid out in panels of ``PANEL`` outputs, four inputs of each side by side, so
 read once, in order, for any number of rows. Up to ``ROWS`` rows, with their levels side by side by
 fours (``row_blocks``), are multiplied at a time, with their sums in registers, while the next panel
 is prefetched. The levels are the unsigned side, with 128 added; what that adds to an output, 128
-times the sum of its weights, lies at the end of the panel.
+times the sum of its weights, lies at the end of the panel. With tiles (``int8_tiles``) only a few
+rows come here.
 
 A result depends on its row and nothing else. To import this module on a processor without VNNI is
 an ``ImportError``; ``level_numba`` has the call.
@@ -28,10 +29,11 @@ from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import cfunc
 from coppice.kernels.cpu.code.processor import compiled_path
 from coppice.kernels.cpu.code.simd import ROWS, prefetch
+from coppice.kernels.cpu.layer.matmul.int8_tiles import run_tiles
 from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, Panels, to_fetch
 
 #: Lanes of int32 in a register.
-LANES = {"avx512vnni": 16, "avxvnni": 8}[compiled_path("int8")]
+LANES = {"amx": 16, "avx512vnni": 16, "avxvnni": 8}[compiled_path("int8")]
 _WIDE = 3
 #: Outputs of a panel.
 PANEL = _WIDE * LANES
@@ -39,7 +41,7 @@ PANEL = _WIDE * LANES
 _LINE = 64
 _PARTS = -(-4 * PANEL // _LINE)
 # Numbers and addresses that ``run_panels`` is given.
-_FRAME = 9
+_FRAME = 10
 
 _BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _INTS, _FLOATS = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
@@ -165,6 +167,9 @@ def run_panels(frame: int, begin: int, end: int) -> None:
     """Panels ``begin .. end`` of what ``level_numba.multiply_rows`` has laid out in a frame."""
     f = carray(pointer(frame), (_FRAME,), np.int64)
     rows, inner, width = f[0], f[1], f[2]
+    if f[9]:
+        run_tiles(frame, begin, end)
+        return
     biased = f[7] != 0
     # The last panel's outputs that there are, and its scales and biases.
     edge = np.empty((ROWS, PANEL), np.float32)

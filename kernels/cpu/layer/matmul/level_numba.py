@@ -22,6 +22,7 @@ from coppice.kernels.cpu.code.team import (
     new_team,
 )
 from coppice.kernels.cpu.layer.matmul.grouped import BLOCK
+from coppice.kernels.cpu.layer.matmul.int8_tiles import takes_tiles
 from coppice.kernels.cpu.layer.matmul.row_blocks import GROUPED, INT8, Panels, lay_share
 from coppice.kernels.cpu.layer.rows_numba import quantize_share
 
@@ -123,7 +124,9 @@ def multiply_share(
     frame[0], frame[1], frame[2] = rows, inner, width
     frame[3], frame[4], frame[5] = levels.ctypes.data, peaks.ctypes.data, weight
     frame[6], frame[7], frame[8], frame[9] = scale, bias, out.ctypes.data, chunk
-    if rows > 1:
+    if panels.kind == INT8:
+        frame[9] = takes_tiles(rows, inner)
+    if rows > 1 and not (panels.kind == INT8 and frame[9]):
         lay_share(begin, end, levels.ctypes.data, inner // 4, laid.ctypes.data)
         frame[3] = laid.ctypes.data
     met = meet(team, met)

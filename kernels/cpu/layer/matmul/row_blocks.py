@@ -33,8 +33,8 @@ class Panels(NamedTuple):
     """A product of panels for compiled code, and the kind of weights that it is to take.
 
     ``run`` is the address of ``run_panels`` in ``float_panels``, ``tile_panels``, ``int8_panels``
-    or ``group_panels``, ``width`` the outputs of a panel, ``kind`` a place in ``float_panels.KINDS``
-    or one of the kinds below.
+    or ``group_panels``, ``width`` the outputs of a panel, and ``kind`` a place in
+    ``float_panels.KINDS`` or one of the kinds below.
     """
 
     run: int

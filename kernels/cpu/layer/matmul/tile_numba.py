@@ -79,8 +79,7 @@ def multiply_share(
     # One row is rounded by each thread for itself, so that they need not meet.
     alone = np.empty(inner // 2 if rows == 1 else 0, np.float32)
     together = _rows_together(inner)
-    parts = max(-(-rows // together), 1)
-    for part in range(parts):
+    for part in range(-(-rows // together)):
         begin, end = part * together, min((part + 1) * together, rows)
         mine = x[begin:end]
         frame[0] = many = end - begin
