@@ -7,7 +7,8 @@ in any page, an element at a time. The lanes are filled by all query heads that 
 all rows. One row alone leaves most lanes idle: ``few_lanes`` is for that case.
 
 Pages in bfloat16 are multiplied in pairs where the processor can (``stored``): two neighbours of a
-head in the products, two keys in the weighted sum, whose values are brought together first.
+head in the products, two keys in the weighted sum, whose values are brought together first. Where
+it has tiles these multiply all lanes (``tile_lanes``).
 
 The functions' first argument is a constant: the vectors of a row of lanes, one of ``VECTORS``. Of
 ``pages``, the layer's keys, only the type counts: that of the numbers of pages.
@@ -15,6 +16,7 @@ The functions' first argument is a constant: the vectors of a row of lanes, one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -22,6 +24,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from coppice.kernels.cpu.attention.stored import SHORT, Stored
+from coppice.kernels.cpu.attention.tile_lanes import NUMBERS, tile_gather, tile_scores
 from coppice.kernels.cpu.code.pairs import dot_pairs, in_pairs
 from coppice.kernels.cpu.code.simd import (
     LANES,
@@ -52,6 +55,8 @@ MOST_LANES = LANES * VECTORS[-1]
 #: Keys a tile. Its scores (12 KiB with 4 vectors of 16) and the queries or values that they are
 #: made of or multiplied with (16 and 12 KiB for heads of 64) stay in the nearest cache together.
 TILE = 48
+#: Float32 numbers of ``room``, for each number of a head: the values of two tiles of 32 keys.
+ROOM = 32
 
 
 def couple_in(b: Any, sums: list[Any], vectors: list[Any], pair: Any) -> None:
@@ -63,6 +68,21 @@ def couple_in(b: Any, sums: list[Any], vectors: list[Any], pair: Any) -> None:
 def _at_once(wide: int) -> int:
     """Keys or elements whose sums are made together: 4, 6 or 8, which divide ``TILE``."""
     return max(n for n in (4, 6, 8) if n == 4 or n * wide <= SUMS)
+
+
+def _either(
+    b: Any, stored: Stored, dim: Any, tiles: Callable[[], None], vectors: Callable[[], None]
+) -> None:
+    """Writes the product by tiles, where heads of ``dim`` numbers fill them, else by vectors."""
+    if not stored.tiled:
+        vectors()
+        return
+    fills = b.icmp_signed("==", b.and_(dim, constant(NUMBERS - 1)), constant(0))
+    with b.if_else(fills) as (yes, no):
+        with yes:
+            tiles()
+        with no:
+            vectors()
 
 
 def couple_lines(b: Any, stored: Stored, lines: list[Any], dim: Any, out: Any) -> None:
@@ -91,6 +111,7 @@ def scores(
     fetched: Any,
     dim: Any,
     out: Any,
+    room: Any,
 ) -> Any:
     """Products of a tile's keys with all lanes, into ``out``.
 
@@ -98,16 +119,28 @@ def scores(
     ``dim`` numbers from number ``at[t]`` of ``keys`` on, ``at`` int64 ``[TILE]``, all of them
     readable. The first ``count`` rows of ``out [TILE, lanes]`` are the result. Meanwhile
     ``fetched`` bytes of each key at ``following`` (as ``at``), and of its value, are prefetched.
+    ``room`` is for tiles.
     """
     wide = vectors.literal_value
     together = _at_once(wide)
     stored = Stored(pages)
-    signature = types.void(types.IntegerLiteral(wide), pages, *[types.int64] * 9)
+    signature = types.void(types.IntegerLiteral(wide), pages, *[types.int64] * 10)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, _, queries, keys, values, at, count, following, fetched, dim, out = arguments
+        _, _, queries, keys, values, at, count, following, fetched, dim, out, room = arguments
         lanes = wide * LANES
-        with counting(b, 0, count, together) as first:
+
+        def by_tiles() -> None:
+            tile_scores(
+                b, wide, stored, queries, keys, values, at, count, following, fetched, dim, room,
+                out,
+            )  # fmt: skip
+
+        def by_vectors() -> None:
+            with counting(b, 0, count, together) as first:
+                some_keys(first)
+
+        def some_keys(first: Any) -> None:
             starts = []
             for j in range(together):
                 index = b.add(first, constant(j))
@@ -146,6 +179,8 @@ def scores(
                 row = b.mul(b.add(first, constant(j)), constant(lanes))
                 for i, total in enumerate(mine):
                     store(b, b.load(total), out, b.add(row, constant(i * LANES)))
+
+        _either(b, stored, dim, by_tiles, by_vectors)
         return context.get_dummy_value()
 
     return signature, generate
@@ -244,12 +279,12 @@ def gather(
     count: Any,
     out: Any,
     dim: Any,
-    both: Any,
+    room: Any,
 ) -> Any:
     """``out [dim, lanes] +=`` a tile's values, each times its weights, as ``weigh`` made them.
 
-    Value t is ``dim`` numbers, an even count, from number ``at[t]`` of ``values`` on. ``both`` is
-    room for the values of pairs of keys, ``[TILE / 2, dim, 2]`` in bfloat16.
+    Value t is ``dim`` numbers, an even count, from number ``at[t]`` of ``values`` on. ``room`` is
+    for the values of pairs of keys, ``[TILE / 2, dim, 2]`` in bfloat16, or for tiles.
     """
     wide = vectors.literal_value
     together = 16 if wide == 1 else 8 if 8 * wide <= SUMS else 4
@@ -257,7 +292,7 @@ def gather(
     signature = types.void(types.IntegerLiteral(wide), pages, *[types.int64] * 7)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, _, weights, values, at, count, out, dim, both = arguments
+        _, _, weights, values, at, count, out, dim, room = arguments
         lanes = wide * LANES
         keys = b.lshr(b.add(count, constant(1)), constant(1)) if stored.paired else count
 
@@ -278,7 +313,7 @@ def gather(
                 # Constants come last, or each sum takes a register for its address.
                 if stored.paired:
                     place = b.add(b.mul(t, dim), first)
-                    start = b.add(both, b.shl(place, constant(2)))
+                    start = b.add(room, b.shl(place, constant(2)))
                     for j, mine in enumerate(sums):
                         couple_in(b, mine, here, splat(b, b.load(at_float(b, start, constant(j)))))
                     return
@@ -298,19 +333,26 @@ def gather(
                 for i, each in enumerate(mine):
                     store(b, b.load(each), out, b.add(row, constant(i * LANES)))
 
-        if stored.paired:
-            with counting(b, 0, keys, 1) as t:
-                twice = b.shl(t, constant(1))
-                pair = [
-                    stored.place(b, values, load_long(b, at, b.add(twice, constant(i))))
-                    for i in range(2)
-                ]
-                couple_lines(b, stored, pair, dim, b.add(both, b.shl(b.mul(t, dim), constant(2))))
-        whole = b.mul(b.sdiv(dim, constant(together)), constant(together))
-        with counting(b, 0, whole, together) as first:
-            elements(first, together)
-        with counting(b, whole, dim, 2) as first:
-            elements(first, 2)
+        def by_tiles() -> None:
+            tile_gather(b, wide, stored, weights, values, at, TILE - 1, count, out, dim, room)
+
+        def by_vectors() -> None:
+            if stored.paired:
+                with counting(b, 0, keys, 1) as t:
+                    twice = b.shl(t, constant(1))
+                    pair = [
+                        stored.place(b, values, load_long(b, at, b.add(twice, constant(i))))
+                        for i in range(2)
+                    ]
+                    to = b.add(room, b.shl(b.mul(t, dim), constant(2)))
+                    couple_lines(b, stored, pair, dim, to)
+            whole = b.mul(b.sdiv(dim, constant(together)), constant(together))
+            with counting(b, 0, whole, together) as first:
+                elements(first, together)
+            with counting(b, whole, dim, 2) as first:
+                elements(first, 2)
+
+        _either(b, stored, dim, by_tiles, by_vectors)
         return context.get_dummy_value()
 
     return signature, generate

@@ -30,6 +30,7 @@ from coppice.kernels.cpu.code.simd import (
     load,
     splat,
 )
+from coppice.kernels.cpu.code.tiles import HAS_TILES
 
 SHORT = ir.IntType(16)
 _SHORTS = ir.VectorType(SHORT, LANES)
@@ -43,6 +44,8 @@ class Stored:
         self.half = pages.dtype == types.uint16
         #: Whether pages are multiplied in pairs of bfloat16.
         self.paired = self.half and HAS_PAIRS
+        #: Whether that goes by tiles, where many lanes are at work.
+        self.tiled = self.paired and HAS_TILES
 
     def place(self, b: Any, address: Any, index: Any) -> Any:
         """The address of the number with that index."""

@@ -28,6 +28,7 @@ from coppice.kernels.cpu.attention.few_lanes import (
 )
 from coppice.kernels.cpu.attention.full_lanes import (
     MOST_LANES,
+    ROOM,
     TILE,
     gather,
     lay_across,
@@ -41,6 +42,7 @@ from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.pairs import HAS_PAIRS
 from coppice.kernels.cpu.code.simd import LANES, VECTORS
+from coppice.kernels.cpu.code.tiles import TILE_ROWS, configuration, configure, release
 
 __all__ = [
     "FAST",
@@ -70,6 +72,7 @@ _FEW_BYTES = 1 << 16
 _LINE = 16
 #: Numbers and addresses that ``run_tasks`` is given.
 FRAME = 32
+_SHAPE = configuration(TILE_ROWS)
 
 
 @njit
@@ -177,7 +180,7 @@ def _work(
         lanes = _F0 if count * group <= _F0 else _F1
 
     # Vectors that lie across two cache lines take twice as long to load.
-    size = (2 * heads * dim + TILE) * lanes + 2 * heads * across + TILE // 2 * dim + LANES
+    size = (2 * heads * dim + TILE) * lanes + 2 * heads * across + ROOM * dim + LANES
     scratch: Any = np.empty(size + _LINE, np.float32)
     used: Any = -(scratch.ctypes.data // 4) % _LINE
     size = heads * dim * lanes
@@ -197,7 +200,7 @@ def _work(
     used += heads * across
     s = scratch[used : used + TILE * lanes].reshape(TILE, lanes)
     used += TILE * lanes + LANES  # and a vector that fills a pair
-    both = scratch[used : used + TILE // 2 * dim].ctypes.data
+    room = scratch[used : used + ROOM * dim].ctypes.data
     # A lane without a row sees all.
     seen_from, seen_to = np.zeros(lanes, np.int32), np.full(lanes, np.int32(end))
     forks = np.empty((lanes if len(branches) else 0, 2), np.int64)
@@ -285,37 +288,37 @@ def _work(
                 few_weigh(_F1, keys, to, full, best, weight, result, dim)
                 few_gather(_F1, keys, to, v, here, many, result, dim)
             elif wide == _V0:
-                scores(_V0, keys, asked, k, v, here, many, ahead, fetch, dim, to)
+                scores(_V0, keys, asked, k, v, here, many, ahead, fetch, dim, to, room)
                 if bound > 0:
                     cap(to, many * _V0, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V0, keys, to, many, best, weight, result, dim)
-                gather(_V0, keys, to, v, here, many, result, dim, both)
+                gather(_V0, keys, to, v, here, many, result, dim, room)
             elif wide == _V1:
-                scores(_V1, keys, asked, k, v, here, many, ahead, fetch, dim, to)
+                scores(_V1, keys, asked, k, v, here, many, ahead, fetch, dim, to, room)
                 if bound > 0:
                     cap(to, many * _V1, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V1, keys, to, many, best, weight, result, dim)
-                gather(_V1, keys, to, v, here, many, result, dim, both)
+                gather(_V1, keys, to, v, here, many, result, dim, room)
             elif wide == _V2:
-                scores(_V2, keys, asked, k, v, here, many, ahead, fetch, dim, to)
+                scores(_V2, keys, asked, k, v, here, many, ahead, fetch, dim, to, room)
                 if bound > 0:
                     cap(to, many * _V2, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V2, keys, to, many, best, weight, result, dim)
-                gather(_V2, keys, to, v, here, many, result, dim, both)
+                gather(_V2, keys, to, v, here, many, result, dim, room)
             else:
-                scores(_V3, keys, asked, k, v, here, many, ahead, fetch, dim, to)
+                scores(_V3, keys, asked, k, v, here, many, ahead, fetch, dim, to, room)
                 if bound > 0:
                     cap(to, many * _V3, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V3, keys, to, many, best, weight, result, dim)
-                gather(_V3, keys, to, v, here, many, result, dim, both)
+                gather(_V3, keys, to, v, here, many, result, dim, room)
 
     nowhere = np.empty(dim, np.float32)
     for h in range(heads):
@@ -399,12 +402,18 @@ def work_tasks(frame: int, begin: int, end: int, keys: np.ndarray, values: np.nd
     lse = carray(pointer(f[26]), (num_tokens, heads), np.float32)
     partial_out = carray(pointer(f[27]), (num_partials, heads * dim), np.float32)
     partial_lse = carray(pointer(f[28]), (num_partials, heads), np.float32)
+    if keys.itemsize == 2:
+        shape = _SHAPE.copy()
+        configure(shape.ctypes.data)
+        shape[0] = 0  # numba frees an array after its last use by name, not by address
     for n in range(begin, end):
         _work(
             n, end - 1, tasks, items, q, q_stride, keys, values, page_indices, rows, slots,
             positions, branches, page_size, kv_heads, dim, scale, window, softcap, out, lse,
             partial_out, partial_lse,
         )  # fmt: skip
+    if keys.itemsize == 2:
+        release()
 
 
 @njit

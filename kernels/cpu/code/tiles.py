@@ -22,8 +22,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from coppice.kernels.cpu.code.simd import constant
+from coppice.kernels.cpu.code.processor import path_of
 
+#: Whether products of bfloat16 go by tiles.
+HAS_TILES = path_of("bfloat16") == "amx"
+#: Whether products of int8 do.
+HAS_BYTE_TILES = path_of("int8") == "amx"
+_USED = HAS_TILES or HAS_BYTE_TILES
 #: Rows of a tile, and bytes of a row.
 TILE_ROWS, TILE_BYTES = 16, 64
 _TILES = 8
@@ -80,6 +85,8 @@ def configure(typing: Any, address: Any) -> Any:
     """Gives this thread's tiles the shapes of a ``configuration`` at that address."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        if not _USED:  # nobody calls it; LLVM would call a function that is not there
+            return context.get_dummy_value()
         _run(b, "ldtilecfg", b.inttoptr(arguments[0], _POINTER))
         return context.get_dummy_value()
 
@@ -91,21 +98,8 @@ def release(typing: Any) -> Any:
     """Lets go of this thread's tiles."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _run(b, "tilerelease")
+        if _USED:
+            _run(b, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), generate
-
-
-__all__ = [
-    "TILE_BYTES",
-    "TILE_ROWS",
-    "clear_tile",
-    "configuration",
-    "configure",
-    "constant",
-    "load_tile",
-    "multiply_tiles",
-    "release",
-    "store_tile",
-]

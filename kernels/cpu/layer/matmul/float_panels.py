@@ -32,7 +32,7 @@ from numba.extending import intrinsic
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import cfunc
 from coppice.kernels.cpu.code.pairs import HAS_PAIRS, dot_pairs
-from coppice.kernels.cpu.code.processor import compiled_path, path_of
+from coppice.kernels.cpu.code.processor import compiled_path
 from coppice.kernels.cpu.code.simd import (
     INTS,
     LANES,
@@ -48,13 +48,11 @@ from coppice.kernels.cpu.code.simd import (
     store,
     zeros,
 )
+from coppice.kernels.cpu.code.tiles import HAS_TILES
 from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, TILES, Panels, to_fetch
 from coppice.kernels.cpu.layer.matmul.tile_numba import whole_inputs
 
 compiled_path("float")
-
-#: Whether the products of pairs go by tiles.
-HAS_TILES = path_of("bfloat16") == "amx"
 
 _WIDE = 3
 #: Outputs of a panel.

@@ -14,7 +14,6 @@ from numba.extending import intrinsic
 
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import njit
-from coppice.kernels.cpu.code.processor import path_of
 from coppice.kernels.cpu.code.simd import (
     INTS,
     LANES,
@@ -26,7 +25,13 @@ from coppice.kernels.cpu.code.simd import (
     splat,
     store,
 )
-from coppice.kernels.cpu.code.tiles import TILE_BYTES, TILE_ROWS, configure, release
+from coppice.kernels.cpu.code.tiles import (
+    HAS_BYTE_TILES,
+    TILE_BYTES,
+    TILE_ROWS,
+    configure,
+    release,
+)
 from coppice.kernels.cpu.layer.matmul.tile_blocks import (
     PANEL,
     first_rows,
@@ -34,8 +39,6 @@ from coppice.kernels.cpu.layer.matmul.tile_blocks import (
     shape_for,
 )
 
-#: Whether products of int8 go by tiles.
-HAS_INT8_TILES = path_of("int8") == "amx"
 # Rows from which they do: fewer take the time of reading the weights either way.
 _FEWEST = 4
 # Numbers and addresses of a frame.
@@ -45,7 +48,7 @@ _FRAME = 10
 @njit
 def takes_tiles(rows: int, inner: int) -> bool:
     """Whether products of so many rows of so many inputs go by tiles."""
-    return HAS_INT8_TILES and rows >= _FEWEST and inner % TILE_BYTES == 0
+    return HAS_BYTE_TILES and rows >= _FEWEST and inner % TILE_BYTES == 0
 
 
 @intrinsic
@@ -65,7 +68,7 @@ def _multiply_panel(
     """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        if not HAS_INT8_TILES:  # nobody calls it; LLVM would call functions that are not there
+        if not HAS_BYTE_TILES:  # nobody calls it; LLVM would call functions that are not there
             return context.get_dummy_value()
         levels, second, inner, weights, out, other = arguments
         stride = constant(4 * PANEL)
