@@ -19,13 +19,25 @@ from coppice.kernels.cpu.layer.matmul.row_blocks import Panels
 #: Inputs of a tile: those of a packed weight are a multiple.
 TILE_INPUTS = TILE_BYTES // 2
 # Bytes of rows that are multiplied together: the second-level cache holds them for all panels.
-_TOGETHER = 1_200_000
+_TOGETHER = 2_400_000
+# Rows of a thread from which it multiplies them alone: with fewer the weights are read too often.
+_OWN_ROWS = 128
 
 
 @njit
 def whole_inputs(inner: int) -> int:
     """The inputs of a weight in whole tiles."""
     return -(-inner // TILE_INPUTS) * TILE_INPUTS
+
+
+@njit
+def by_rows(rows: int, threads: int) -> bool:
+    """Whether each thread multiplies its own rows with all panels, and not all with its own.
+
+    The rows are those of ``rows * me // threads`` up to the next thread's: what a thread computes
+    before and after a product then stays in its own cache. Each thread reads all weights.
+    """
+    return threads > 1 and rows >= _OWN_ROWS * threads
 
 
 @njit
@@ -38,7 +50,7 @@ def _rows_together(inner: int) -> int:
 def laid_numbers(rows: int, inner: int) -> int:
     """Float32 numbers that ``multiply_share`` needs for up to ``rows`` rows of ``inner``."""
     inner = whole_inputs(inner)
-    return min(rows, _rows_together(inner)) * inner // 2
+    return min(rows + TILE_ROWS, _rows_together(inner)) * inner // 2
 
 
 @njit
@@ -78,21 +90,34 @@ def multiply_share(
     frame[1], frame[2], frame[4], frame[5] = inner, width, weight, bias
     # One row is rounded by each thread for itself, so that they need not meet.
     alone = np.empty(inner // 2 if rows == 1 else 0, np.float32)
+    mine = by_rows(rows, threads)
+    first, last = 0, rows
+    begin_panel, end_panel = count * me // threads, count * (me + 1) // threads
+    room = laid.ctypes.data
     together = _rows_together(inner)
-    for part in range(-(-rows // together)):
-        begin, end = part * together, min((part + 1) * together, rows)
-        mine = x[begin:end]
+    if mine:
+        first, last = rows * me // threads, rows * (me + 1) // threads
+        begin_panel, end_panel = 0, count
+        together = min(max(together // threads // TILE_ROWS, 1) * TILE_ROWS, -(-rows // threads))
+        room += 2 * together * me * inner
+    for begin in range(first, last, together):
+        end = min(begin + together, last)
+        part = x[begin:end]
         frame[0] = many = end - begin
         frame[6] = out[begin:].ctypes.data
+        frame[3] = room
         if rows == 1:
             frame[3] = alone.ctypes.data
-            _round_rows(mine, 0, 1, frame[3])
+            _round_rows(part, 0, 1, frame[3])
+        elif mine:
+            _round_rows(part, 0, many, room)
         else:
-            frame[3] = laid.ctypes.data
-            _round_rows(mine, many * me // threads, many * (me + 1) // threads, frame[3])
+            _round_rows(part, many * me // threads, many * (me + 1) // threads, room)
             met = meet(team, met)
-        address = frame.ctypes.data
-        run_share(panels.run, address, count * me // threads, count * (me + 1) // threads)
+        run_share(panels.run, frame.ctypes.data, begin_panel, end_panel)
+        if not mine:
+            met = meet(team, met)
+    if mine:
         met = meet(team, met)
     frame[0] = 0  # numba frees an array after its last use by name, not by address
     if rows == 1:
