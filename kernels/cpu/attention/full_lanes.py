@@ -334,7 +334,7 @@ def gather(
                     store(b, b.load(each), out, b.add(row, constant(i * LANES)))
 
         def by_tiles() -> None:
-            tile_gather(b, wide, stored, weights, values, at, TILE - 1, count, out, dim, room)
+            tile_gather(b, wide, stored, weights, values, at, TILE, count, out, dim, room)
 
         def by_vectors() -> None:
             if stored.paired:

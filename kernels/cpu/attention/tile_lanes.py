@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
+
 from coppice.kernels.cpu.attention.stored import Stored
 from coppice.kernels.cpu.code.simd import (
     LANES,
+    VECTOR,
     constant,
     counting,
     everywhere,
@@ -86,6 +89,34 @@ def tile_scores(
             store_tile(b, i, b.add(to, constant(4 * LANES * i)), constant(4 * lanes))
 
 
+def _transpose(
+    b: Any, stored: Stored, values: Any, at: Any, keys: range, dim: Any, out: Any
+) -> None:
+    """Values of up to 32 keys become lines ``[dim, 32]`` in bfloat16, two tiles' rows apart."""
+    starts = [stored.place(b, values, load_long(b, at, constant(key))) for key in keys]
+    nothing = everywhere(0.0)
+    # The numbers of a head in the order in which two lines become pairs: by halves of 16 bytes.
+    halves = [[n for n in range(NUMBERS) if n // 4 % 2 == half] for half in range(2)]
+    mixed = ir.VectorType(ir.IntType(16), NUMBERS)
+    with counting(b, 0, dim, NUMBERS) as d:
+        for numbers in halves:
+            order = ir.Constant(
+                ir.VectorType(ir.IntType(32), NUMBERS),
+                [n + i for n in numbers for i in (0, NUMBERS)],
+            )
+            rows = []
+            for pair in zip(starts[::2], starts[1::2], strict=True):
+                both = [
+                    b.bitcast(load(b, stored.place(b, start, d), constant(0)), mixed)
+                    for start in pair
+                ]
+                rows.append(b.bitcast(b.shuffle_vector(*both, order), VECTOR))
+            rows += [nothing] * (LANES - len(rows))
+            for n, row in zip(numbers, transposed(b, rows), strict=True):
+                place = b.mul(b.add(d, constant(n)), constant(2 * TILE_BYTES))
+                store(b, row, b.add(out, place), constant(0))
+
+
 def tile_gather(
     b: Any,
     wide: int,
@@ -93,7 +124,7 @@ def tile_gather(
     weights: Any,
     values: Any,
     at: Any,
-    last: int,
+    tile: int,
     count: Any,
     out: Any,
     dim: Any,
@@ -102,7 +133,7 @@ def tile_gather(
     """As ``full_lanes.gather``, for weights of pairs; ``room`` has place for all values twice.
 
     ``weights`` has rows for a multiple of 32 keys; those of keys that there are not become 0.
-    ``at`` tells of keys up to number ``last``.
+    ``at`` tells of ``tile`` keys, of which the first ``count`` matter.
     """
     lanes = wide * LANES
     steps = b.lshr(b.add(count, constant(NUMBERS - 1)), constant(5))
@@ -113,20 +144,10 @@ def tile_gather(
             store(b, everywhere(0.0), weights, index)
     # Transposed values: a line has all keys, two tiles of them.
     line = 2 * TILE_BYTES
-    with counting(b, 0, steps, 1) as step, counting(b, 0, dim, LANES) as d:
-        lines = []
-        for key in range(NUMBERS):
-            number = b.add(b.shl(step, constant(5)), constant(key))
-            there = b.icmp_signed("<", number, constant(last))
-            number = b.select(there, number, constant(last))
-            lines.append(stored.place(b, values, load_long(b, at, number)))
-        columns = [
-            stored.beside(b, [one, other], d)
-            for one, other in zip(lines[::2], lines[1::2], strict=True)
-        ]
-        to = b.add(_bytes(b, room, d, line), b.shl(step, constant(6)))
-        for i, row in enumerate(transposed(b, columns)):
-            store(b, row, b.add(to, constant(line * i)), constant(0))
+    for begin in range(0, tile, NUMBERS):
+        with b.if_then(b.icmp_signed(">", count, constant(begin))):
+            to = b.add(room, constant(2 * begin))
+            _transpose(b, stored, values, at, range(begin, min(begin + NUMBERS, tile)), dim, to)
     with counting(b, 0, dim, TILE_ROWS) as first:
         to = _bytes(b, out, first, 4 * lanes)
         for i in range(wide):
