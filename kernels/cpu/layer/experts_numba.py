@@ -230,6 +230,7 @@ def _multiply(
                 size = 4 if panels.kind != PAIRS and panels.kind != TILES else 2
                 frame[3] = room.laid.ctypes.data + size * first * whole
                 frame[4], frame[5], frame[6], frame[7] = weight, bias, to, panels.kind
+                frame[8] = width
             run_share(panels.run, frame.ctypes.data, begin, stop)
     frame[0] = 0  # numba frees an array after its last use by name, not by address
 

@@ -31,7 +31,7 @@ from coppice.kernels.cpu.code.team import (
     new_team,
 )
 from coppice.kernels.cpu.layer.arguments import COLUMNS, WORK, Model, Scratch, Step, Work
-from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
+from coppice.kernels.cpu.layer.matmul import float_numba, level_numba, tile_gate
 from coppice.kernels.cpu.layer.matmul.row_blocks import Panels
 from coppice.kernels.cpu.layer.mixture import (
     EXPERT_COLUMNS,
@@ -77,6 +77,8 @@ _SINKS, _ROUTER, _EXPERTS = 19, 20, 23
 _float_share, _level_share = float_numba.multiply_share, level_numba.multiply_share
 _laid_numbers = float_numba.laid_numbers
 _takes_levels, _peak_numbers = level_numba.takes_levels, level_numba.peak_numbers
+_gates_by_rows, _gated_numbers = tile_gate.gates_by_rows, tile_gate.gated_numbers
+_gated_share = tile_gate.feed_forward_share
 
 
 @njit
@@ -185,6 +187,11 @@ def _feed_forward(
 ) -> int:
     """``delta`` = what the feed-forward part of a layer, whose weights are ``mine``, makes."""
     me, threads, inner, rows = team.me, team.threads, model.inner, len(normed)
+    if _gates_by_rows(panels, rows, inner, mine[_GATE_UP + 2], threads):
+        return _gated_share(
+            team, met, panels, normed, mine[_GATE_UP], model.gelu, inner, mine[_DOWN],
+            mine[_DOWN + 2], delta, scratch.laid,
+        )  # fmt: skip
     parts = -(-rows // _TOGETHER)
     for part in range(parts):
         upper, lower = part * rows // parts, (part + 1) * rows // parts
@@ -435,6 +442,7 @@ def run_layers(
     else:
         numbers = max(_laid_numbers(rows, hidden), _laid_numbers(rows, query_width))
         numbers = max(numbers, _laid_numbers(together, max(inner, 1)))
+        numbers = max(numbers, _gated_numbers(panels, rows, hidden, inner, threads))
     results = Results(
         np.empty((rows, query_width), np.float32),
         np.empty((rows, heads), np.float32),

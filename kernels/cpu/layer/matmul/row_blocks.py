@@ -34,15 +34,17 @@ class Panels(NamedTuple):
 
     ``run`` is the address of ``run_panels`` in ``float_panels``, ``tile_panels``, ``int8_panels``
     or ``group_panels``, ``width`` the outputs of a panel, and ``kind`` a place in
-    ``float_panels.KINDS`` or one of the kinds below.
+    ``float_panels.KINDS`` or one of the kinds below. ``gated`` is the address of
+    ``tile_gate.run_gated`` for products by tiles, else 0.
     """
 
     run: int
     width: int
     kind: int
+    gated: int = 0
 
 
-PANELS = tuple_type(Panels, "i i i")
+PANELS = tuple_type(Panels, "i i i i")
 #: The kind of int8 weights.
 INT8 = -1
 #: The kind of products of bfloat16 weights with rows that are rounded to bfloat16, too.

@@ -37,7 +37,7 @@ def by_rows(rows: int, threads: int) -> bool:
     The rows are those of ``rows * me // threads`` up to the next thread's: what a thread computes
     before and after a product then stays in its own cache. Each thread reads all weights.
     """
-    return threads > 1 and rows >= _OWN_ROWS * threads
+    return rows >= _OWN_ROWS * threads
 
 
 @njit
@@ -86,8 +86,8 @@ def multiply_share(
     me, threads = team.me, team.threads
     inner = whole_inputs(x.shape[1])
     count = -(-width // panels.width)
-    frame = np.empty(8, np.int64)
-    frame[1], frame[2], frame[4], frame[5] = inner, width, weight, bias
+    frame = np.empty(9, np.int64)
+    frame[1], frame[2], frame[4], frame[5], frame[8] = inner, width, weight, bias, width
     # One row is rounded by each thread for itself, so that they need not meet.
     alone = np.empty(inner // 2 if rows == 1 else 0, np.float32)
     mine = by_rows(rows, threads)

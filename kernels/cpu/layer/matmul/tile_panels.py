@@ -23,9 +23,10 @@ from coppice.kernels.cpu.layer.matmul.tile_blocks import (
     multiply_blocks,
     shape_for,
 )
+from coppice.kernels.cpu.layer.matmul.tile_gate import run_gated
 
 # Numbers and addresses that ``run_panels`` is given.
-_FRAME = 8
+_FRAME = 9
 
 
 @intrinsic
@@ -75,9 +76,12 @@ def _finish(made: np.ndarray, rows: int, bias: int, out: int, width: int, count:
 
 @cfunc(types.void(*[types.int64] * 3), error_model="numpy")
 def run_panels(frame: int, begin: int, end: int) -> None:
-    """Panels ``begin .. end`` of what ``tile_numba.multiply_share`` has laid out in a frame."""
+    """Panels ``begin .. end`` of what ``tile_numba.multiply_share`` has laid out in a frame.
+
+    Its last number is how far rows of the result lie apart.
+    """
     f = carray(pointer(frame), (_FRAME,), np.int64)
-    rows, inner, width, x = f[0], f[1], f[2], f[3]
+    rows, inner, width, x, apart = f[0], f[1], f[2], f[3], f[8]
     shape = shape_for(rows)
     configure(shape.ctypes.data)
     height = min(rows, TILE_ROWS)
@@ -91,19 +95,19 @@ def run_panels(frame: int, begin: int, end: int) -> None:
         for row in range(0, rows, 2 * TILE_ROWS):
             one, other = first_rows(row, rows)
             here, second = x + 2 * one * inner, x + 2 * other * inner if other >= 0 else 0
-            to_one, to_other = to + 4 * one * width, to + 4 * other * width
+            to_one, to_other = to + 4 * one * apart, to + 4 * other * apart
             if direct:
-                _multiply_panel(here, second, inner, weights, to_one, to_other, 4 * width)
+                _multiply_panel(here, second, inner, weights, to_one, to_other, 4 * apart)
                 continue
             room, more = made[0].ctypes.data, made[1].ctypes.data
             _multiply_panel(here, second, inner, weights, room, more, 4 * PANEL)
-            _finish(made[0], height, bias, to_one, width, count)
+            _finish(made[0], height, bias, to_one, apart, count)
             if other >= 0:
-                _finish(made[1], height, bias, to_other, width, count)
+                _finish(made[1], height, bias, to_other, apart, count)
     release()
     shape[0] = made[0, 0, 0] = 0  # numba frees an array after its last use by name, not by address
 
 
 def product() -> Panels:
     """The product of panels for compiled code."""
-    return Panels(run_panels.address, PANEL, TILES)
+    return Panels(run_panels.address, PANEL, TILES, run_gated.address)
