@@ -31,6 +31,7 @@ from numba.extending import intrinsic
 
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import cfunc
+from coppice.kernels.cpu.code.memory import room_for
 from coppice.kernels.cpu.code.pairs import HAS_PAIRS, dot_pairs
 from coppice.kernels.cpu.code.processor import compiled_path
 from coppice.kernels.cpu.code.simd import (
@@ -104,10 +105,7 @@ def pack(weight: torch.Tensor, *, pairs: bool = False) -> PackedFloat | None:
         return None
     panels = -(-width // PANEL)
     whole_inner = whole_inputs(inner) if pairs and HAS_TILES else inner
-    size = panels * whole_inner * PANEL * weight.element_size()
-    buffer = torch.empty(size + _LINE, dtype=torch.uint8)
-    first = -buffer.data_ptr() % _LINE
-    memory = buffer[first : first + size].view(weight.dtype)
+    memory = room_for(panels * whole_inner * PANEL * weight.element_size()).view(weight.dtype)
     parts = weight.detach().contiguous()
     if weight.dtype == torch.bfloat16:
         memory = memory.view(panels, whole_inner // 2, PANEL, 2)

@@ -30,6 +30,7 @@ from numba.extending import intrinsic
 
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import cfunc
+from coppice.kernels.cpu.code.memory import room_for
 from coppice.kernels.cpu.code.processor import compiled_path
 from coppice.kernels.cpu.code.simd import ROWS, prefetch
 from coppice.kernels.cpu.layer.matmul.grouped import BLOCK, Grouped
@@ -88,9 +89,8 @@ def pack(weight: Grouped) -> PackedGroups | None:
     scales = [weight.factors] if weight.offsets is None else [weight.factors, weight.offsets]
     size = words // groups * PANEL * 4 + len(scales) * PANEL * 2
     size = -(-size // _LINE) * _LINE * groups
-    buffer = np.zeros(8 * HEADER + panels * size + _LINE, np.uint8)
-    first = -buffer.ctypes.data % _LINE
-    memory = buffer[first : first + 8 * HEADER + panels * size]
+    memory = room_for(8 * HEADER + panels * size).numpy()
+    memory[:] = 0
     memory[: 8 * HEADER].view(np.int64)[:4] = (
         weight.bits, weight.group, len(scales) - 1, size,
     )  # fmt: skip
