@@ -55,8 +55,8 @@ MOST_LANES = LANES * VECTORS[-1]
 #: Keys a tile. Its scores (12 KiB with 4 vectors of 16) and the queries or values that they are
 #: made of or multiplied with (16 and 12 KiB for heads of 64) stay in the nearest cache together.
 TILE = 48
-#: Float32 numbers of ``room``, for each number of a head: the values of two tiles of 32 keys.
-ROOM = 32
+#: Bytes of ``room`` for each number of a head: a tile's keys, and its values filled up to 64.
+KEY_ROOM, VALUE_ROOM = 2 * TILE, 128
 
 
 def couple_in(b: Any, sums: list[Any], vectors: list[Any], pair: Any) -> None:
@@ -112,6 +112,7 @@ def scores(
     dim: Any,
     out: Any,
     room: Any,
+    fresh: Any,
 ) -> Any:
     """Products of a tile's keys with all lanes, into ``out``.
 
@@ -119,21 +120,24 @@ def scores(
     ``dim`` numbers from number ``at[t]`` of ``keys`` on, ``at`` int64 ``[TILE]``, all of them
     readable. The first ``count`` rows of ``out [TILE, lanes]`` are the result. Meanwhile
     ``fetched`` bytes of each key at ``following`` (as ``at``), and of its value, are prefetched.
-    ``room`` is for tiles.
+    ``room`` is for tiles: the keys as they take them, which are written there if they are
+    ``fresh``, else read.
     """
     wide = vectors.literal_value
     together = _at_once(wide)
     stored = Stored(pages)
-    signature = types.void(types.IntegerLiteral(wide), pages, *[types.int64] * 10)
+    signature = types.void(types.IntegerLiteral(wide), pages, *[types.int64] * 11)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, _, queries, keys, values, at, count, following, fetched, dim, out, room = arguments
+        (
+            _, _, queries, keys, values, at, count, following, fetched, dim, out, room, fresh,
+        ) = arguments  # fmt: skip
         lanes = wide * LANES
 
         def by_tiles() -> None:
             tile_scores(
                 b, wide, stored, queries, keys, values, at, count, following, fetched, dim, room,
-                out,
+                fresh, out,
             )  # fmt: skip
 
         def by_vectors() -> None:
@@ -280,19 +284,21 @@ def gather(
     out: Any,
     dim: Any,
     room: Any,
+    fresh: Any,
 ) -> Any:
     """``out [dim, lanes] +=`` a tile's values, each times its weights, as ``weigh`` made them.
 
     Value t is ``dim`` numbers, an even count, from number ``at[t]`` of ``values`` on. ``room`` is
-    for the values of pairs of keys, ``[TILE / 2, dim, 2]`` in bfloat16, or for tiles.
+    for the values of pairs of keys, ``[TILE / 2, dim, 2]`` in bfloat16, or for tiles, as in
+    ``scores``.
     """
     wide = vectors.literal_value
     together = 16 if wide == 1 else 8 if 8 * wide <= SUMS else 4
     stored = Stored(pages)
-    signature = types.void(types.IntegerLiteral(wide), pages, *[types.int64] * 7)
+    signature = types.void(types.IntegerLiteral(wide), pages, *[types.int64] * 8)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, _, weights, values, at, count, out, dim, room = arguments
+        _, _, weights, values, at, count, out, dim, room, fresh = arguments
         lanes = wide * LANES
         keys = b.lshr(b.add(count, constant(1)), constant(1)) if stored.paired else count
 
@@ -334,7 +340,7 @@ def gather(
                     store(b, b.load(each), out, b.add(row, constant(i * LANES)))
 
         def by_tiles() -> None:
-            tile_gather(b, wide, stored, weights, values, at, TILE, count, out, dim, room)
+            tile_gather(b, wide, stored, weights, values, at, TILE, count, out, dim, room, fresh)
 
         def by_vectors() -> None:
             if stored.paired:

@@ -27,9 +27,10 @@ from coppice.kernels.cpu.attention.few_lanes import (
     few_weigh,
 )
 from coppice.kernels.cpu.attention.full_lanes import (
+    KEY_ROOM,
     MOST_LANES,
-    ROOM,
     TILE,
+    VALUE_ROOM,
     gather,
     lay_across,
     lay_along,
@@ -38,11 +39,19 @@ from coppice.kernels.cpu.attention.full_lanes import (
 )
 from coppice.kernels.cpu.attention.softcap import cap
 from coppice.kernels.cpu.attention.stored import put
+from coppice.kernels.cpu.attention.tile_lanes import NUMBERS
 from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.pairs import HAS_PAIRS
 from coppice.kernels.cpu.code.simd import LANES, VECTORS
-from coppice.kernels.cpu.code.tiles import TILE_ROWS, configuration, configure, release
+from coppice.kernels.cpu.code.tiles import (
+    HAS_TILES,
+    TILE_BYTES,
+    TILE_ROWS,
+    configuration,
+    configure,
+    release,
+)
 
 __all__ = [
     "FAST",
@@ -73,6 +82,11 @@ _LINE = 16
 #: Numbers and addresses that ``run_tasks`` is given.
 FRAME = 32
 _SHAPE = configuration(TILE_ROWS)
+# Bytes of a tile's keys and values, for each number of a head, as products by tiles take them.
+_ROOM = KEY_ROOM + VALUE_ROOM
+# Bytes of them that a thread keeps for its next tasks: a part of the second-level cache. To copy
+# and transpose them for each task took a tenth of a prompt's time.
+_KEPT = 1 << 20
 
 
 @njit
@@ -164,8 +178,15 @@ def _work(
     lse: np.ndarray,
     partial_out: np.ndarray,
     partial_lse: np.ndarray,
+    kept: int,
+    kept_size: int,
+    whose: np.ndarray,
 ) -> None:
-    """Task n; those up to ``last`` come after it on this thread."""
+    """Task n; those up to ``last`` come after it on this thread.
+
+    At ``kept`` are whole tiles of keys and values that products by tiles may read again, in
+    ``kept_size`` bytes; ``whose`` says of what keys and heads they are, and how many.
+    """
     item, first_head, last_head = items[tasks[n, 0]], np.int64(tasks[n, 1]), np.int64(tasks[n, 2])
     count, begin, end = item[1], item[3], item[4]
     mine = rows[item[0] : item[0] + count]
@@ -180,7 +201,7 @@ def _work(
         lanes = _F0 if count * group <= _F0 else _F1
 
     # Vectors that lie across two cache lines take twice as long to load.
-    size = (2 * heads * dim + TILE) * lanes + 2 * heads * across + ROOM * dim + LANES
+    size = (2 * heads * dim + TILE) * lanes + 2 * heads * across + _ROOM // 4 * dim + LANES
     scratch: Any = np.empty(size + _LINE, np.float32)
     used: Any = -(scratch.ctypes.data // 4) % _LINE
     size = heads * dim * lanes
@@ -200,7 +221,7 @@ def _work(
     used += heads * across
     s = scratch[used : used + TILE * lanes].reshape(TILE, lanes)
     used += TILE * lanes + LANES  # and a vector that fills a pair
-    room = scratch[used : used + ROOM * dim].ctypes.data
+    room = scratch[used : used + _ROOM // 4 * dim].ctypes.data
     # A lane without a row sees all.
     seen_from, seen_to = np.zeros(lanes, np.int32), np.full(lanes, np.int32(end))
     forks = np.empty((lanes if len(branches) else 0, 2), np.int64)
@@ -241,6 +262,10 @@ def _work(
             to = queries[h].ctypes.data + 4 * lane
             lay_across(keys, lanes, lines.ctypes.data + 8 * lane, whole, factor, to)
 
+    if not few and (
+        whose[0] != item[2] or whose[1] != begin or whose[2] != first_head or whose[3] != last_head
+    ):
+        whose[0], whose[1], whose[2], whose[3], whose[4] = item[2], begin, first_head, last_head, 0
     tile: Any = TILE
     if few:
         # They wait for memory: what is prefetched has to stay in the second-level cache.
@@ -266,7 +291,14 @@ def _work(
         # Whole vectors of few lanes' scores, several keys side by side in each.
         full = -(-many * lanes // LANES)
         here, ahead, to = at.ctypes.data, following.ctypes.data, s.ctypes.data
+        number_of = (start - begin) // TILE
+        keeps = not few and many == TILE and (number_of + 1) * heads * _ROOM * dim <= kept_size
+        fresh = not (keeps and number_of < whose[4])
         for h in range(heads):
+            key_room = room
+            if keeps:
+                key_room = kept + (number_of * heads + h) * _ROOM * dim
+            value_room = key_room + KEY_ROOM * dim
             k = keys.ctypes.data + number * (first_head + h) * dim
             v = values.ctypes.data + number * (first_head + h) * dim
             asked, result = queries[h].ctypes.data, sums[h].ctypes.data
@@ -288,37 +320,39 @@ def _work(
                 few_weigh(_F1, keys, to, full, best, weight, result, dim)
                 few_gather(_F1, keys, to, v, here, many, result, dim)
             elif wide == _V0:
-                scores(_V0, keys, asked, k, v, here, many, ahead, fetch, dim, to, room)
+                scores(_V0, keys, asked, k, v, here, many, ahead, fetch, dim, to, key_room, fresh)
                 if bound > 0:
                     cap(to, many * _V0, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V0, keys, to, many, best, weight, result, dim)
-                gather(_V0, keys, to, v, here, many, result, dim, room)
+                gather(_V0, keys, to, v, here, many, result, dim, value_room, fresh)
             elif wide == _V1:
-                scores(_V1, keys, asked, k, v, here, many, ahead, fetch, dim, to, room)
+                scores(_V1, keys, asked, k, v, here, many, ahead, fetch, dim, to, key_room, fresh)
                 if bound > 0:
                     cap(to, many * _V1, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V1, keys, to, many, best, weight, result, dim)
-                gather(_V1, keys, to, v, here, many, result, dim, room)
+                gather(_V1, keys, to, v, here, many, result, dim, value_room, fresh)
             elif wide == _V2:
-                scores(_V2, keys, asked, k, v, here, many, ahead, fetch, dim, to, room)
+                scores(_V2, keys, asked, k, v, here, many, ahead, fetch, dim, to, key_room, fresh)
                 if bound > 0:
                     cap(to, many * _V2, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V2, keys, to, many, best, weight, result, dim)
-                gather(_V2, keys, to, v, here, many, result, dim, room)
+                gather(_V2, keys, to, v, here, many, result, dim, value_room, fresh)
             else:
-                scores(_V3, keys, asked, k, v, here, many, ahead, fetch, dim, to, room)
+                scores(_V3, keys, asked, k, v, here, many, ahead, fetch, dim, to, key_room, fresh)
                 if bound > 0:
                     cap(to, many * _V3, bound)
                 if partly:
                     _hide(s, start, many, seen_from, seen_to, forks)
                 weigh(_V3, keys, to, many, best, weight, result, dim)
-                gather(_V3, keys, to, v, here, many, result, dim, room)
+                gather(_V3, keys, to, v, here, many, result, dim, value_room, fresh)
+        if keeps and fresh:
+            whose[4] = number_of + 1
 
     nowhere = np.empty(dim, np.float32)
     for h in range(heads):
@@ -406,12 +440,20 @@ def work_tasks(frame: int, begin: int, end: int, keys: np.ndarray, values: np.nd
         shape = _SHAPE.copy()
         configure(shape.ctypes.data)
         shape[0] = 0  # numba frees an array after its last use by name, not by address
+    # Of whom the kept tiles are: page table, first key, heads; and how many they are.
+    whose = np.full(5, -1, np.int64)
+    tiled = keys.itemsize == 2 and HAS_TILES and dim % NUMBERS == 0 and end - begin > 1
+    size = _KEPT if tiled else 0
+    kept = np.empty(size + TILE_BYTES, np.uint8)
+    kept_at = kept.ctypes.data + -kept.ctypes.data % TILE_BYTES
     for n in range(begin, end):
         _work(
             n, end - 1, tasks, items, q, q_stride, keys, values, page_indices, rows, slots,
             positions, branches, page_size, kv_heads, dim, scale, window, softcap, out, lse,
-            partial_out, partial_lse,
+            partial_out, partial_lse, kept_at, size, whose,
         )  # fmt: skip
+    if tiled:
+        kept[0] = 0  # numba frees an array after its last use by name, not by address
     if keys.itemsize == 2:
         release()
 

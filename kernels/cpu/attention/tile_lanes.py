@@ -59,16 +59,17 @@ def tile_scores(
     fetched: Any,
     dim: Any,
     room: Any,
+    fresh: Any,
     out: Any,
 ) -> None:
-    """As ``full_lanes.scores``; ``room`` has place for the keys of the tile.
+    """As ``full_lanes.scores``; ``room`` has the keys of the tile, unless they are ``fresh``.
 
     Rows of ``out`` up to the next multiple of 16 are written, too.
     """
     lanes = wide * LANES
     line = b.shl(dim, constant(1))
     end = b.shl(b.lshr(b.add(count, constant(TILE_ROWS - 1)), constant(4)), constant(4))
-    with counting(b, 0, end, 1) as t:
+    with b.if_then(b.icmp_signed("!=", fresh, constant(0))), counting(b, 0, end, 1) as t:
         start, to = stored.place(b, keys, load_long(b, at, t)), b.add(room, b.mul(t, line))
         with counting(b, 0, line, TILE_BYTES) as place:
             store(b, load(b, b.add(start, place), constant(0)), b.add(to, place), constant(0))
@@ -129,8 +130,11 @@ def tile_gather(
     out: Any,
     dim: Any,
     room: Any,
+    fresh: Any,
 ) -> None:
-    """As ``full_lanes.gather``, for weights of pairs; ``room`` has place for all values twice.
+    """As ``full_lanes.gather``, for weights of pairs.
+
+    ``room`` has the values of the tile, transposed, unless they are ``fresh``.
 
     ``weights`` has rows for a multiple of 32 keys; those of keys that there are not become 0.
     ``at`` tells of ``tile`` keys, of which the first ``count`` matter.
@@ -145,7 +149,8 @@ def tile_gather(
     # Transposed values: a line has all keys, two tiles of them.
     line = 2 * TILE_BYTES
     for begin in range(0, tile, NUMBERS):
-        with b.if_then(b.icmp_signed(">", count, constant(begin))):
+        new = b.icmp_signed("!=", fresh, constant(0))
+        with b.if_then(b.and_(new, b.icmp_signed(">", count, constant(begin)))):
             to = b.add(room, constant(2 * begin))
             _transpose(b, stored, values, at, range(begin, min(begin + NUMBERS, tile)), dim, to)
     with counting(b, 0, dim, TILE_ROWS) as first:

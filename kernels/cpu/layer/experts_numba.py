@@ -18,8 +18,9 @@ from coppice.kernels.cpu.code.kept import cfunc, njit
 from coppice.kernels.cpu.code.pairs import round_row
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import Member, meet
-from coppice.kernels.cpu.layer.matmul import float_numba, level_numba, tile_numba
+from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
 from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, TILES, Panels, lay_share
+from coppice.kernels.cpu.layer.matmul.tiles import shares
 from coppice.kernels.cpu.layer.mixture import EXPERT_COLUMNS, PASSAGE, Mixture, Passage, Room
 from coppice.kernels.cpu.layer.rows_numba import gate_share
 
@@ -33,7 +34,7 @@ _READING = 6
 
 _float_share, _round_share = float_numba.multiply_share, level_numba.round_share
 _takes_levels, _chunk_of = level_numba.takes_levels, level_numba.chunk_of
-_round_row, _whole_inputs = tile_numba.round_tile_row, tile_numba.whole_inputs
+_round_row, _whole_inputs = shares.round_tile_row, shares.whole_inputs
 
 
 @njit(error_model="numpy")

@@ -10,8 +10,9 @@ from numba import types
 from coppice.kernels.cpu.code.calls import tuple_type
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import ROWS
-from coppice.kernels.cpu.layer.matmul import float_numba, level_numba, tile_numba
+from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
 from coppice.kernels.cpu.layer.matmul.row_blocks import PANELS, Panels
+from coppice.kernels.cpu.layer.matmul.tiles import shares
 
 #: Columns of a table of experts: weight, scale and bias of gate and up together, and of down.
 EXPERT_COLUMNS = 6
@@ -21,7 +22,7 @@ EXPERT_COLUMNS = 6
 _PAIR_BYTES = 1 << 26
 _MOST_ROWS = 1024
 
-_laid_numbers, _whole_inputs = float_numba.laid_numbers, tile_numba.whole_inputs
+_laid_numbers, _whole_inputs = float_numba.laid_numbers, shares.whole_inputs
 _takes_levels, _peak_numbers = level_numba.takes_levels, level_numba.peak_numbers
 
 

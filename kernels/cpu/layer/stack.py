@@ -31,8 +31,9 @@ from coppice.kernels.cpu.code.team import (
     new_team,
 )
 from coppice.kernels.cpu.layer.arguments import COLUMNS, WORK, Model, Scratch, Step, Work
-from coppice.kernels.cpu.layer.matmul import float_numba, level_numba, tile_gate
+from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
 from coppice.kernels.cpu.layer.matmul.row_blocks import Panels
+from coppice.kernels.cpu.layer.matmul.tiles import gate
 from coppice.kernels.cpu.layer.mixture import (
     EXPERT_COLUMNS,
     PASSAGE,
@@ -77,8 +78,8 @@ _SINKS, _ROUTER, _EXPERTS = 19, 20, 23
 _float_share, _level_share = float_numba.multiply_share, level_numba.multiply_share
 _laid_numbers = float_numba.laid_numbers
 _takes_levels, _peak_numbers = level_numba.takes_levels, level_numba.peak_numbers
-_gates_by_rows, _gated_numbers = tile_gate.gates_by_rows, tile_gate.gated_numbers
-_gated_share = tile_gate.feed_forward_share
+_gates_by_rows, _gated_numbers = gate.gates_by_rows, gate.gated_numbers
+_gated_share = gate.feed_forward_share
 
 
 @njit

@@ -20,15 +20,15 @@ from coppice.kernels.cpu.code.team import (
     member,
     new_team,
 )
-from coppice.kernels.cpu.layer.matmul import tile_numba
 from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, TILES, Panels, lay_share
+from coppice.kernels.cpu.layer.matmul.tiles import shares
 
 # Multiplications from which panels are shared among threads: below, waking them takes longer.
 _SHARED_FROM = 1 << 19
 # Bytes of rows that are multiplied together: the second-level cache holds them for all panels.
 _TOGETHER = 600_000
 
-_tile_share, _tile_numbers = tile_numba.multiply_share, tile_numba.laid_numbers
+_tile_share, _tile_numbers = shares.multiply_share, shares.laid_numbers
 
 
 @njit

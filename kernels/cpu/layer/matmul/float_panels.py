@@ -51,7 +51,7 @@ from coppice.kernels.cpu.code.simd import (
 )
 from coppice.kernels.cpu.code.tiles import HAS_TILES
 from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, TILES, Panels, to_fetch
-from coppice.kernels.cpu.layer.matmul.tile_numba import whole_inputs
+from coppice.kernels.cpu.layer.matmul.tiles.shares import whole_inputs
 
 compiled_path("float")
 
@@ -299,7 +299,7 @@ def run_panels(frame: int, begin: int, end: int) -> None:
 def product(kind: int) -> Panels:
     """The product of panels for compiled code, of weights of a kind."""
     if kind == TILES:
-        from coppice.kernels.cpu.layer.matmul import tile_panels  # compiled when imported
+        from coppice.kernels.cpu.layer.matmul.tiles import panels  # compiled when imported
 
-        return tile_panels.product()
+        return panels.product()
     return Panels(run_panels.address, PANEL, kind)

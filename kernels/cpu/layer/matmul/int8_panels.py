@@ -6,7 +6,7 @@ is laid out in panels of ``PANEL`` outputs, four inputs of each side by side, so
 read once, in order, for any number of rows. Up to ``ROWS`` rows, with their levels side by side by
 fours (``row_blocks``), are multiplied at a time, with their sums in registers, while the next panel
 is prefetched. The levels are the unsigned side, with 128 added; what that adds to an output, 128
-times the sum of its weights, lies at the end of the panel. With tiles (``int8_tiles``) only a few
+times the sum of its weights, lies at the end of the panel. With tiles (``tiles.levels``) only a few
 rows come here.
 
 A result depends on its row and nothing else. To import this module on a processor without VNNI is
@@ -30,8 +30,8 @@ from coppice.kernels.cpu.code.kept import cfunc
 from coppice.kernels.cpu.code.memory import room_for
 from coppice.kernels.cpu.code.processor import compiled_path
 from coppice.kernels.cpu.code.simd import ROWS, prefetch
-from coppice.kernels.cpu.layer.matmul.int8_tiles import run_tiles
 from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, Panels, to_fetch
+from coppice.kernels.cpu.layer.matmul.tiles.levels import run_tiles
 
 #: Lanes of int32 in a register.
 LANES = {"amx": 16, "avx512vnni": 16, "avxvnni": 8}[compiled_path("int8")]

@@ -22,8 +22,8 @@ from coppice.kernels.cpu.code.team import (
     new_team,
 )
 from coppice.kernels.cpu.layer.matmul.grouped import BLOCK
-from coppice.kernels.cpu.layer.matmul.int8_tiles import takes_tiles
 from coppice.kernels.cpu.layer.matmul.row_blocks import GROUPED, INT8, Panels, lay_share
+from coppice.kernels.cpu.layer.matmul.tiles.levels import takes_tiles
 from coppice.kernels.cpu.layer.rows_numba import quantize_share
 
 _FAST = {"contract", "reassoc", "arcp", "nsz"}

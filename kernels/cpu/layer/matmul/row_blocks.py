@@ -32,10 +32,10 @@ from coppice.kernels.cpu.code.simd import (
 class Panels(NamedTuple):
     """A product of panels for compiled code, and the kind of weights that it is to take.
 
-    ``run`` is the address of ``run_panels`` in ``float_panels``, ``tile_panels``, ``int8_panels``
-    or ``group_panels``, ``width`` the outputs of a panel, and ``kind`` a place in
+    ``run`` is the address of ``run_panels`` in ``float_panels``, ``int8_panels``,
+    ``group_panels`` or ``tiles.panels``, ``width`` the outputs of a panel, and ``kind`` a place in
     ``float_panels.KINDS`` or one of the kinds below. ``gated`` is the address of
-    ``tile_gate.run_gated`` for products by tiles, else 0.
+    ``tiles.gate.run_gated`` for products by tiles, else 0.
     """
 
     run: int

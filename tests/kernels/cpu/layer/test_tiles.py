@@ -55,7 +55,7 @@ def test_a_feed_forward_part_has_the_bits_of_its_products(
 ) -> None:
     """Blocks of columns that begin within panels, and rows that are worked in several parts."""
     from coppice.kernels.cpu.layer import rows_numba
-    from coppice.kernels.cpu.layer.matmul.tile_gate import feed_forward
+    from coppice.kernels.cpu.layer.matmul.tiles.gate import feed_forward
 
     gate_up = float_products.pack(drawn(2 * inner, hidden).bfloat16(), pairs=True)
     down = float_products.pack(drawn(hidden, inner).bfloat16(), pairs=True)

@@ -32,7 +32,7 @@ from coppice.kernels.cpu.code.tiles import (
     configure,
     release,
 )
-from coppice.kernels.cpu.layer.matmul.tile_blocks import (
+from coppice.kernels.cpu.layer.matmul.tiles.blocks import (
     PANEL,
     first_rows,
     multiply_blocks,

@@ -1,7 +1,7 @@
 """Products of rows and weights of bfloat16 by the processor's tiles (AMX), panel by panel.
 
 The panels are those of ``float_panels`` for pairs of bfloat16, their inputs filled up with zeros to
-whole tiles; ``tile_blocks`` multiplies them with rows, and ``tile_numba`` has the call.
+whole tiles; ``blocks`` multiplies them with rows, and ``shares`` has the call.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from coppice.kernels.cpu.code.kept import cfunc, njit
 from coppice.kernels.cpu.code.simd import constant
 from coppice.kernels.cpu.code.tiles import TILE_ROWS, configure, release
 from coppice.kernels.cpu.layer.matmul.row_blocks import TILES, Panels
-from coppice.kernels.cpu.layer.matmul.tile_blocks import (
+from coppice.kernels.cpu.layer.matmul.tiles.blocks import (
     PANEL,
     first_rows,
     multiply_blocks,
     shape_for,
 )
-from coppice.kernels.cpu.layer.matmul.tile_gate import run_gated
+from coppice.kernels.cpu.layer.matmul.tiles.gate import run_gated
 
 # Numbers and addresses that ``run_panels`` is given.
 _FRAME = 9
@@ -76,7 +76,7 @@ def _finish(made: np.ndarray, rows: int, bias: int, out: int, width: int, count:
 
 @cfunc(types.void(*[types.int64] * 3), error_model="numpy")
 def run_panels(frame: int, begin: int, end: int) -> None:
-    """Panels ``begin .. end`` of what ``tile_numba.multiply_share`` has laid out in a frame.
+    """Panels ``begin .. end`` of what ``shares.multiply_share`` has laid out in a frame.
 
     Its last number is how far rows of the result lie apart.
     """

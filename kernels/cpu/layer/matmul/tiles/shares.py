@@ -1,6 +1,6 @@
 """Products of float32 rows, rounded to bfloat16, with weights of bfloat16 by tiles.
 
-For compiled code to call; ``tile_panels`` has the product of a panel, which is called by its
+For compiled code to call; ``panels`` has the product of a panel, which is called by its
 address.
 """
 

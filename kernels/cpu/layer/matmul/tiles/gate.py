@@ -23,13 +23,13 @@ from coppice.kernels.cpu.code.team import (
     new_team,
 )
 from coppice.kernels.cpu.code.tiles import TILE_ROWS
-from coppice.kernels.cpu.layer.matmul import tile_numba
 from coppice.kernels.cpu.layer.matmul.row_blocks import Panels
-from coppice.kernels.cpu.layer.matmul.tile_blocks import PANEL
+from coppice.kernels.cpu.layer.matmul.tiles import shares
+from coppice.kernels.cpu.layer.matmul.tiles.blocks import PANEL
 from coppice.kernels.cpu.layer.rows_numba import gate_share
 
-_whole_inputs, _round_row = tile_numba.whole_inputs, tile_numba.round_tile_row
-_by_rows = tile_numba.by_rows
+_whole_inputs, _round_row = shares.whole_inputs, shares.round_tile_row
+_by_rows = shares.by_rows
 
 # Columns that are gated at a time: whole panels, and whole runs of ``gate_share``.
 _COLUMNS = 192

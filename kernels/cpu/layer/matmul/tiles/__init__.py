@@ -1,0 +1,1 @@
+"""Products by the processor's tiles (AMX): blocks of rows, panels, shares, feed-forward."""
