@@ -1,4 +1,4 @@
-"""Memory of packed weights, in huge pages where the system has them.
+"""Memory as products read it best: weights in huge pages, numbers from a cache line on.
 
 A step reads all weights, and of pages of 4 KB each 64 lines need another entry of the processor's
 table of addresses. With pages of 2 MB products of one to 64 rows took 0.85 to 0.93 of the time on
@@ -13,7 +13,10 @@ import threading
 from ctypes import CDLL, c_int, c_size_t, c_void_p
 from functools import cache
 
+import numpy as np
 import torch
+
+from coppice.kernels.cpu.code.kept import njit
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +25,23 @@ _BLOCK = 1 << 25
 _lock = threading.Lock()
 # What is left of the last block.
 _left = torch.empty(0, dtype=torch.uint8)
+
+
+@njit
+def lines(count: int) -> np.ndarray:
+    """``count`` float32 numbers, not defined, that begin a cache line.
+
+    A vector or a row of a tile that lies in two lines takes twice as long to load.
+    """
+    made = np.empty(count + _LINE // 4, np.float32)
+    first = -made.ctypes.data % _LINE // 4
+    return made[first : first + count]
+
+
+@njit
+def matrix(rows: int, width: int) -> np.ndarray:
+    """``lines`` of float32 numbers as ``[rows, width]``."""
+    return lines(rows * width).reshape(rows, width)
 
 
 def room_for(size: int) -> torch.Tensor:

@@ -61,9 +61,10 @@ def clear_tile(b: Any, tile: int) -> None:
     _run(b, "tilezero", _number(tile))
 
 
-def load_tile(b: Any, tile: int, address: Any, stride: Any) -> None:
-    """Rows that lie ``stride`` bytes apart."""
-    _run(b, "tileloadd64", _number(tile), b.inttoptr(address, _POINTER), stride)
+def load_tile(b: Any, tile: int, address: Any, stride: Any, *, once: bool = False) -> None:
+    """Rows that lie ``stride`` bytes apart; ``once``: the first cache is to keep other lines."""
+    name = "tileloaddt164" if once else "tileloadd64"
+    _run(b, name, _number(tile), b.inttoptr(address, _POINTER), stride)
 
 
 def store_tile(b: Any, tile: int, address: Any, stride: Any) -> None:

@@ -9,6 +9,7 @@ from numba import types
 
 from coppice.kernels.cpu.code.calls import tuple_type
 from coppice.kernels.cpu.code.kept import njit
+from coppice.kernels.cpu.code.memory import lines
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.layer.matmul import float_numba, level_numba
 from coppice.kernels.cpu.layer.matmul.row_blocks import PANELS, Panels
@@ -123,7 +124,7 @@ def new_room(mixture: Mixture, panels: Panels, rows: int, hidden: int) -> Room:
         np.empty((pairs, 2 * inner), np.float32),
         np.empty((pairs, inner), np.float32),
         np.empty((pairs, hidden), np.float32),
-        np.empty(laid, np.float32),
+        lines(laid),
         np.empty((many * quantized, hidden), np.int8),
         np.empty(many * quantized * _peak_numbers(panels, hidden), np.float32),
         np.empty((pairs * quantized, inner), np.int8),

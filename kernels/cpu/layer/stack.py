@@ -23,6 +23,7 @@ from coppice.kernels.cpu.attention.numba_items import tasks_address
 from coppice.kernels.cpu.attention.tasks import attention_frame, merge_share
 from coppice.kernels.cpu.code.calls import borrowed, held, lent, pointer, run_share, run_shares
 from coppice.kernels.cpu.code.kept import cfunc, njit
+from coppice.kernels.cpu.code.memory import lines, matrix
 from coppice.kernels.cpu.code.team import (
     Member,
     came_together,
@@ -437,7 +438,7 @@ def run_layers(
     levels, peaks = np.empty(0, np.int8), np.empty(0, np.float32)
     if _takes_levels(panels):
         numbers = max(rows * hidden, rows * query_width, together * inner)
-        levels = np.empty(numbers, np.int8)
+        levels = lines(-(-numbers // 4)).view(np.int8)
         peaks = np.empty(rows * _peak_numbers(panels, max(hidden, query_width, inner)), np.float32)
         numbers = -(-numbers // 4)
     else:
@@ -445,23 +446,23 @@ def run_layers(
         numbers = max(numbers, _laid_numbers(together, max(inner, 1)))
         numbers = max(numbers, _gated_numbers(panels, rows, hidden, inner, threads))
     results = Results(
-        np.empty((rows, query_width), np.float32),
-        np.empty((rows, heads), np.float32),
-        np.empty((num_partials, query_width), np.float32),
-        np.empty((num_partials, heads), np.float32),
+        matrix(rows, query_width),
+        matrix(rows, heads),
+        matrix(num_partials, query_width),
+        matrix(num_partials, heads),
     )
     scratch = Scratch(
-        np.empty((rows, hidden), np.float32),
-        np.empty((rows, hidden), np.float32),
-        np.empty((rows, qk_width + items.kv_heads * dim), np.float32),
-        np.empty((rows, qk_width), np.float32),
-        np.empty((together, 2 * inner), np.float32),
-        np.empty((together, inner), np.float32),
-        np.empty(numbers if rows > 1 else 0, np.float32),
+        matrix(rows, hidden),
+        matrix(rows, hidden),
+        matrix(rows, qk_width + items.kv_heads * dim),
+        matrix(rows, qk_width),
+        matrix(together, 2 * inner),
+        matrix(together, inner),
+        lines(numbers if rows > 1 else 0),
         levels,
         peaks,
-        np.empty((wanted, hidden), np.float32),
-        np.empty((wanted, query_width), np.float32),
+        matrix(wanted, hidden),
+        matrix(wanted, query_width),
     )
     room = new_room(mixture, panels, rows, hidden)
     work = Work(model, mixture, panels, step, items, others, results, scratch, room)

@@ -29,6 +29,7 @@ from coppice.kernels.cpu.code.calls import (
     tuple_type,
 )
 from coppice.kernels.cpu.code.kept import cfunc, njit
+from coppice.kernels.cpu.code.memory import lines
 from coppice.kernels.cpu.code.team import (
     Member,
     came_together,
@@ -261,7 +262,7 @@ def run_program(
         for width in program.widths:
             widest = max(widest, width)
         numbers = rows * widest
-        levels = np.empty(numbers, np.int8)
+        levels = lines(-(-numbers // 4)).view(np.int8)
         peaks = np.empty(rows * _peak_numbers(panels, widest), np.float32)
         numbers = -(-numbers // 4)
     else:
@@ -273,7 +274,7 @@ def run_program(
         np.empty((num_partials, heads * items.dim), np.float32),
         np.empty((num_partials, heads), np.float32),
     )
-    laid = np.empty(numbers if rows > 1 else 0, np.float32)
+    laid = lines(numbers if rows > 1 else 0)
     work = Work(program, panels, run, items, others, results, scratch, laid, levels, peaks)
     state = new_team()
     frame = np.empty(3, np.int64)

@@ -10,6 +10,7 @@ from numba import prange
 
 from coppice.kernels.cpu.code.calls import run_share
 from coppice.kernels.cpu.code.kept import njit
+from coppice.kernels.cpu.code.memory import lines
 from coppice.kernels.cpu.code.pairs import round_row
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import (
@@ -137,7 +138,7 @@ def multiply_rows(
     float32 ``[N]`` or 0.
     """
     rows, inner = x.shape
-    laid = np.empty(laid_numbers(rows, inner) if rows > 1 else 0, np.float32)
+    laid = lines(laid_numbers(rows, inner) if rows > 1 else 0)
     state = new_team()
     address = state.ctypes.data
     if rows * inner * out.shape[1] >= _SHARED_FROM and threads > 1:

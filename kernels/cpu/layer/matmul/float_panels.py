@@ -51,6 +51,7 @@ from coppice.kernels.cpu.code.simd import (
 )
 from coppice.kernels.cpu.code.tiles import HAS_TILES
 from coppice.kernels.cpu.layer.matmul.row_blocks import PAIRS, TILES, Panels, to_fetch
+from coppice.kernels.cpu.layer.matmul.tiles.blocks import PANEL as TILE_PANEL
 from coppice.kernels.cpu.layer.matmul.tiles.shares import whole_inputs
 
 compiled_path("float")
@@ -75,8 +76,8 @@ class PackedFloat:
     """A weight in panels, ``memory [panels, in_features, PANEL]`` of its type.
 
     Of bfloat16 it is ``[panels, in_features / 2, PANEL, 2]``. ``pairs``: rows are rounded to
-    bfloat16, too, and multiplied in pairs, or by tiles, for which ``in_features`` of the memory are
-    filled up with zeros to whole ones.
+    bfloat16, too, and multiplied in pairs, or by tiles, whose panels have ``TILE_PANEL`` outputs,
+    and ``in_features`` filled up with zeros to whole tiles.
     """
 
     out_features: int
@@ -103,22 +104,23 @@ def pack(weight: torch.Tensor, *, pairs: bool = False) -> PackedFloat | None:
     width, inner = weight.shape
     if inner % 2 or not weight.numel():
         return None
-    panels = -(-width // PANEL)
-    whole_inner = whole_inputs(inner) if pairs and HAS_TILES else inner
-    memory = room_for(panels * whole_inner * PANEL * weight.element_size()).view(weight.dtype)
+    by_tiles = pairs and HAS_TILES
+    wide, whole_inner = (TILE_PANEL, whole_inputs(inner)) if by_tiles else (PANEL, inner)
+    panels = -(-width // wide)
+    memory = room_for(panels * whole_inner * wide * weight.element_size()).view(weight.dtype)
     parts = weight.detach().contiguous()
     if weight.dtype == torch.bfloat16:
-        memory = memory.view(panels, whole_inner // 2, PANEL, 2)
+        memory = memory.view(panels, whole_inner // 2, wide, 2)
         memory[:, inner // 2 :] = 0
         # A pair is moved as one number of 32 bits: a fifth of the time.
         laid, parts = memory.view(torch.int32)[:, : inner // 2, :, 0], parts.view(torch.int32)
     else:
-        memory = laid = memory.view(panels, inner, PANEL)
-    whole = width // PANEL
-    laid[:whole] = parts[: whole * PANEL].view(whole, PANEL, parts.shape[1]).transpose(1, 2)
+        memory = laid = memory.view(panels, inner, wide)
+    whole = width // wide
+    laid[:whole] = parts[: whole * wide].view(whole, wide, parts.shape[1]).transpose(1, 2)
     if whole < panels:
         laid[whole] = 0
-        laid[whole, :, : width - whole * PANEL] = parts[whole * PANEL :].t()
+        laid[whole, :, : width - whole * wide] = parts[whole * wide :].t()
     return PackedFloat(width, inner, memory.data_ptr(), memory, pairs)
 
 

@@ -12,6 +12,7 @@ from numba import carray, prange
 
 from coppice.kernels.cpu.code.calls import pointer, run_share
 from coppice.kernels.cpu.code.kept import njit
+from coppice.kernels.cpu.code.memory import lines
 from coppice.kernels.cpu.code.simd import ROWS
 from coppice.kernels.cpu.code.team import (
     Member,
@@ -179,7 +180,7 @@ def multiply_rows(
     ``[N]`` or 0.
     """
     rows, inner = x.shape
-    levels = np.empty(rows * inner, np.int8)
+    levels = lines(-(-rows * inner // 4)).view(np.int8)
     peaks = np.empty(rows * peak_numbers(panels, inner), np.float32)
     laid = np.empty(rows * inner if rows > 1 else 0, np.int8)
     state = new_team()

@@ -1,9 +1,14 @@
 """Rows times a panel of weights by tiles: what products of bfloat16 and of int8 have in common.
 
-A panel has ``PANEL`` outputs, three tiles, and inputs in whole tiles: for each 4 bytes of inputs (a
-pair of bfloat16, or four of int8) those of all outputs, one after the other. Rows lie one after the
-other, as they are, and 32 of them are multiplied at a time: six tiles have their sums. Nothing is
-prefetched: that made products of up to 64 rows slower.
+A panel has ``PANEL`` outputs, two tiles, of int8 three, and inputs in whole tiles: for each 4 bytes
+of inputs (a pair of bfloat16, or four of int8) those of all outputs, one after the other. Rows lie
+one after the other, as they are, and 32 of them are multiplied at a time. Nothing is prefetched:
+that made products of up to 64 rows slower.
+
+The instructions wait for tiles rather than the tiles for instructions: from the first cache a tile
+comes in about the time of one instruction, from the second one in twice that. So a part of a panel
+is to stay in the first cache while all rows are multiplied with it, and a row, which is needed
+once, is loaded with the hint not to keep it there.
 
 Where rows are no multiple of 16, the last 16 are taken again with some that were computed already,
 and get the same bits; fewer than 16 have smaller tiles. So a sum adds its inputs in order, and
@@ -29,23 +34,25 @@ from coppice.kernels.cpu.code.tiles import (
     store_tile,
 )
 
-# Tiles of a panel; those of sums come first, then one of rows, then one of weights.
-_WIDE = 3
-_ROWS, _WEIGHTS = 2 * _WIDE, 2 * _WIDE + 1
-#: Outputs of a panel.
-PANEL = 16 * _WIDE
-# Bytes of a panel for each 4 bytes of inputs, and for a tile of them.
-_STEP, _PART = 4 * PANEL, 4 * PANEL * TILE_BYTES // 4
-# Configurations by the rows that there are, up to a whole tile.
-_SHAPES = np.stack(
-    [configuration(max(rows, 1), *range(_ROWS + 1)) for rows in range(TILE_ROWS + 1)]
+#: Outputs of a panel of bfloat16 and of one of int8.
+PANEL, BYTE_PANEL = 2 * TILE_ROWS, 3 * TILE_ROWS
+# Configurations by the rows that there are, up to a whole tile. Tiles of weights have all rows.
+_SHAPES, _BYTE_SHAPES = (
+    np.stack([configuration(max(rows, 1), *few) for rows in range(TILE_ROWS + 1)])
+    for few in ((0, 1, 2, 3, 6, 7), range(7))
 )
 
 
 @njit
 def shape_for(rows: int) -> np.ndarray:
-    """A new array, for ``configure``: that of products of so many rows."""
+    """A new array, for ``configure``: that of products of so many rows in bfloat16."""
     return _SHAPES[min(rows, TILE_ROWS)].copy()
+
+
+@njit
+def byte_shape_for(rows: int) -> np.ndarray:
+    """The same for products of int8."""
+    return _BYTE_SHAPES[min(rows, TILE_ROWS)].copy()
 
 
 @njit
@@ -57,24 +64,73 @@ def first_rows(row: int, rows: int) -> tuple[int, int]:
     )
 
 
-def multiply_blocks(
-    b: Any, blocks: list[tuple[Any, Any]], length: Any, weights: Any, stride: Any, *, bytes_: bool
+def multiply_pairs(
+    b: Any,
+    blocks: list[tuple[Any, Any]],
+    apart: Any,
+    length: Any,
+    weights: Any,
+    stride: Any,
+    *,
+    once: bool = False,
+    more: Any = None,
 ) -> None:
-    """Writes the sums of one or two blocks of rows, each from an address, to another address.
+    """The float32 sums of one or two blocks of rows, each from an address, to another address.
 
-    Rows have ``length`` bytes, a multiple of ``TILE_BYTES``; the results are ``stride`` apart. Sums
-    are int32 for ``bytes_``, rows unsigned, else float32.
+    Rows of bfloat16 lie ``apart`` bytes from each other, and ``length`` of each are multiplied, a
+    multiple of ``TILE_BYTES``; the results are ``stride`` apart. ``once``: no line of them is
+    kept in the first cache. Where ``more`` is not 0, what lies at the results is added to.
     """
-    for tile in range(len(blocks) * _WIDE):
+    wide = PANEL // TILE_ROWS
+    sums = [(block * wide + i, block, i) for block in range(len(blocks)) for i in range(wide)]
+
+    def result(block: int, i: int) -> Any:
+        return b.add(blocks[block][1], constant(TILE_BYTES * i))
+
+    def clear() -> None:
+        for tile, _, _ in sums:
+            clear_tile(b, tile)
+
+    if more is None:
+        clear()
+    else:
+        with b.if_else(b.icmp_signed("!=", more, constant(0))) as (yes, no):
+            with yes:
+                for tile, block, i in sums:
+                    load_tile(b, tile, result(block, i), stride)
+            with no:
+                clear()
+    with cgutils.for_range(b, b.sdiv(length, constant(TILE_BYTES)), intp=LONG) as loop:
+        here = b.add(weights, b.mul(loop.index, constant(PANEL * TILE_BYTES)))
+        along = b.mul(loop.index, constant(TILE_BYTES))
+        for tile, block, i in sums:
+            if not i:
+                load_tile(b, 6 + block, b.add(blocks[block][0], along), apart, once=once)
+            if not block:
+                load_tile(b, 4 + i, b.add(here, constant(TILE_BYTES * i)), constant(4 * PANEL))
+            multiply_tiles(b, tile, 6 + block, 4 + i)
+    for tile, block, i in sums:
+        store_tile(b, tile, result(block, i), stride)
+
+
+def multiply_bytes(
+    b: Any, blocks: list[tuple[Any, Any]], length: Any, weights: Any, stride: Any
+) -> None:
+    """The int32 sums of one or two blocks of rows of unsigned bytes, as ``multiply_pairs``."""
+    wide = BYTE_PANEL // TILE_ROWS
+    for tile in range(len(blocks) * wide):
         clear_tile(b, tile)
     with cgutils.for_range(b, b.sdiv(length, constant(TILE_BYTES)), intp=LONG) as loop:
-        here = b.add(weights, b.mul(loop.index, constant(_PART)))
+        here = b.add(weights, b.mul(loop.index, constant(BYTE_PANEL * TILE_BYTES)))
         along = b.mul(loop.index, constant(TILE_BYTES))
         for block, (rows, _) in enumerate(blocks):
-            load_tile(b, _ROWS, b.add(rows, along), length)
-            for i in range(_WIDE):
-                load_tile(b, _WEIGHTS, b.add(here, constant(TILE_BYTES * i)), constant(_STEP))
-                multiply_tiles(b, block * _WIDE + i, _ROWS, _WEIGHTS, bytes_=bytes_)
+            load_tile(b, 6, b.add(rows, along), length, once=len(blocks) > 1)
+            # The second block goes back from the weights with which the first one ended.
+            for i in reversed(range(wide)) if block else range(wide):
+                if not block or i < wide - 1:
+                    at = b.add(here, constant(TILE_BYTES * i))
+                    load_tile(b, 7, at, constant(4 * BYTE_PANEL))
+                multiply_tiles(b, block * wide + i, 6, 7, bytes_=True)
     for block, (_, to) in enumerate(blocks):
-        for i in range(_WIDE):
-            store_tile(b, block * _WIDE + i, b.add(to, constant(TILE_BYTES * i)), stride)
+        for i in range(wide):
+            store_tile(b, block * wide + i, b.add(to, constant(TILE_BYTES * i)), stride)

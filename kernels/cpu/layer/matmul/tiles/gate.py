@@ -13,6 +13,7 @@ from numba import carray, prange, types
 
 from coppice.kernels.cpu.code.calls import pointer, run_share
 from coppice.kernels.cpu.code.kept import cfunc, njit
+from coppice.kernels.cpu.code.memory import lines
 from coppice.kernels.cpu.code.pairs import round_row
 from coppice.kernels.cpu.code.team import (
     Member,
@@ -49,9 +50,15 @@ def gates_by_rows(panels: Panels, rows: int, inner: int, bias: int, threads: int
 
 
 @njit
+def _each_row(hidden: int, inner: int) -> int:
+    """Float32 numbers that belong to a row: its inputs and activations, and a block of columns."""
+    return -(-((hidden + inner) // 2 + _NUMBERS) // 16) * 16
+
+
+@njit
 def _rows_together(rows: int, hidden: int, inner: int, threads: int) -> int:
     """Rows of a thread that are worked together, about as many each time."""
-    each = 2 * (hidden + inner) + 4 * _NUMBERS
+    each = 4 * _each_row(hidden, inner)
     most = max(_TOGETHER // each // TILE_ROWS * TILE_ROWS, _FEWEST)
     mine = -(-rows // threads)
     return -(-mine // -(-mine // most))
@@ -63,8 +70,7 @@ def gated_numbers(panels: Panels, rows: int, hidden: int, inner: int, threads: i
     if not gates_by_rows(panels, rows, inner, 0, threads):
         return 0
     together = _rows_together(rows, _whole_inputs(hidden), inner, threads)
-    each = (_whole_inputs(hidden) + inner) // 2 + _NUMBERS
-    return threads * together * each
+    return threads * together * _each_row(_whole_inputs(hidden), inner)
 
 
 @njit
@@ -90,7 +96,7 @@ def feed_forward_share(
     me, threads = team.me, team.threads
     whole = _whole_inputs(hidden)
     together = _rows_together(rows, whole, inner, threads)
-    size = together * ((whole + inner) // 2 + _NUMBERS)
+    size = together * _each_row(whole, inner)
     rounded = laid.ctypes.data + 4 * me * size
     active = rounded + 2 * together * whole
     frame, last = np.empty(9, np.int64), np.empty(9, np.int64)
@@ -126,7 +132,7 @@ def feed_forward(
     threads: int,
 ) -> None:
     """``feed_forward_share`` of all members of a team."""
-    laid = np.empty(gated_numbers(panels, len(x), x.shape[1], inner, threads), np.float32)
+    laid = lines(gated_numbers(panels, len(x), x.shape[1], inner, threads))
     state = new_team()
     address = state.ctypes.data
     for me in prange(threads):

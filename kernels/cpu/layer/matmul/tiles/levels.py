@@ -32,11 +32,11 @@ from coppice.kernels.cpu.code.tiles import (
     configure,
     release,
 )
+from coppice.kernels.cpu.layer.matmul.tiles.blocks import BYTE_PANEL as PANEL
 from coppice.kernels.cpu.layer.matmul.tiles.blocks import (
-    PANEL,
+    byte_shape_for,
     first_rows,
-    multiply_blocks,
-    shape_for,
+    multiply_bytes,
 )
 
 # Rows from which they do: fewer take the time of reading the weights either way.
@@ -75,9 +75,9 @@ def _multiply_panel(
         with b.if_else(b.icmp_signed("!=", second, constant(0))) as (two, one):
             with two:
                 blocks = [(levels, out), (second, other)]
-                multiply_blocks(b, blocks, inner, weights, stride, bytes_=True)
+                multiply_bytes(b, blocks, inner, weights, stride)
             with one:
-                multiply_blocks(b, [(levels, out)], inner, weights, stride, bytes_=True)
+                multiply_bytes(b, [(levels, out)], inner, weights, stride)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate
@@ -128,7 +128,7 @@ def run_tiles(frame: int, begin: int, end: int) -> None:
     """
     f = carray(pointer(frame), (_FRAME,), np.int64)
     rows, inner, width, levels, peaks = f[0], f[1], f[2], f[3], f[4]
-    shape = shape_for(rows)
+    shape = byte_shape_for(rows)
     configure(shape.ctypes.data)
     height = min(rows, TILE_ROWS)
     made = np.empty((2, TILE_ROWS, PANEL), np.int32)

@@ -20,13 +20,45 @@ from coppice.kernels.cpu.layer.matmul.row_blocks import TILES, Panels
 from coppice.kernels.cpu.layer.matmul.tiles.blocks import (
     PANEL,
     first_rows,
-    multiply_blocks,
+    multiply_pairs,
     shape_for,
 )
 from coppice.kernels.cpu.layer.matmul.tiles.gate import run_gated
+from coppice.kernels.cpu.layer.matmul.tiles.shares import TILE_INPUTS
 
 # Numbers and addresses that ``run_panels`` is given.
 _FRAME = 9
+# Inputs of a panel that the first cache holds, with room for rows and results that pass through.
+_PART = 640
+# Rows from which a panel is multiplied by parts: with fewer it is read from memory anyway.
+_FEWEST_BY_PARTS = 4 * TILE_ROWS
+
+
+@intrinsic
+def _add_part(
+    typing: Any,
+    x: Any,
+    second: Any,
+    apart: Any,
+    length: Any,
+    weights: Any,
+    out: Any,
+    other: Any,
+    stride: Any,
+    more: Any,
+) -> Any:
+    """A part of the inputs, ``length`` bytes, of two whole blocks of rows times a panel.
+
+    ``more`` is 0 for the first part; the others are as those of ``_multiply_panel``.
+    """
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        x, second, apart, length, weights, out, other, stride, more = arguments
+        blocks = [(x, out), (second, other)]
+        multiply_pairs(b, blocks, apart, length, weights, stride, once=True, more=more)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), generate
 
 
 @intrinsic
@@ -52,9 +84,9 @@ def _multiply_panel(
         with b.if_else(b.icmp_signed("!=", second, constant(0))) as (two, one):
             with two:
                 blocks = [(x, out), (second, other)]
-                multiply_blocks(b, blocks, length, weights, stride, bytes_=False)
+                multiply_pairs(b, blocks, length, length, weights, stride)
             with one:
-                multiply_blocks(b, [(x, out)], length, weights, stride, bytes_=False)
+                multiply_pairs(b, [(x, out)], length, length, weights, stride)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), generate
@@ -74,6 +106,26 @@ def _finish(made: np.ndarray, rows: int, bias: int, out: int, width: int, count:
                 to[i] = made[row, i]
 
 
+@njit
+def _part_inputs(rows: int, inner: int) -> int:
+    """Inputs of a panel that are multiplied with all rows before the next ones: about as many."""
+    if rows < _FEWEST_BY_PARTS:
+        return inner
+    tiles = inner // TILE_INPUTS
+    parts = -(-tiles // (_PART // TILE_INPUTS))
+    return -(-tiles // parts) * TILE_INPUTS
+
+
+@njit
+def _add_bias(rows: int, bias: int, out: int, width: int) -> None:
+    """Adds a panel's bias to the results of all rows."""
+    added = carray(pointer(bias), (PANEL,), np.float32)
+    for row in range(rows):
+        to = carray(pointer(out + 4 * row * width), (PANEL,), np.float32)
+        for i in range(PANEL):
+            to[i] += added[i]
+
+
 @cfunc(types.void(*[types.int64] * 3), error_model="numpy")
 def run_panels(frame: int, begin: int, end: int) -> None:
     """Panels ``begin .. end`` of what ``shares.multiply_share`` has laid out in a frame.
@@ -86,17 +138,29 @@ def run_panels(frame: int, begin: int, end: int) -> None:
     configure(shape.ctypes.data)
     height = min(rows, TILE_ROWS)
     made = np.empty((2, TILE_ROWS, PANEL), np.float32)
+    part = _part_inputs(rows, inner)
     for panel in range(begin, end):
         weights = f[4] + 2 * PANEL * panel * inner
         column = panel * PANEL
         count = min(PANEL, width - column)
         bias, to = f[5] + 4 * column if f[5] else 0, f[6] + 4 * column
-        direct = count == PANEL and bias == 0
-        for row in range(0, rows, 2 * TILE_ROWS):
+        # Rows whose sums are added up where the results are: each only once, and all outputs.
+        whole = rows // (2 * TILE_ROWS) * (2 * TILE_ROWS) if count == PANEL else 0
+        for first in range(0, inner, part):
+            length, here = 2 * min(part, inner - first), weights + 2 * PANEL * first
+            for row in range(0, whole, 2 * TILE_ROWS):
+                one, two = row, row + TILE_ROWS
+                _add_part(
+                    x + 2 * (one * inner + first), x + 2 * (two * inner + first), 2 * inner,
+                    length, here, to + 4 * one * apart, to + 4 * two * apart, 4 * apart, first,
+                )  # fmt: skip
+        if bias and whole:
+            _add_bias(whole, bias, to, apart)
+        for row in range(whole, rows, 2 * TILE_ROWS):
             one, other = first_rows(row, rows)
             here, second = x + 2 * one * inner, x + 2 * other * inner if other >= 0 else 0
             to_one, to_other = to + 4 * one * apart, to + 4 * other * apart
-            if direct:
+            if count == PANEL and not bias:
                 _multiply_panel(here, second, inner, weights, to_one, to_other, 4 * apart)
                 continue
             room, more = made[0].ctypes.data, made[1].ctypes.data

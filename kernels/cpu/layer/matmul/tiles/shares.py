@@ -11,6 +11,7 @@ from numba import carray
 
 from coppice.kernels.cpu.code.calls import pointer, run_share
 from coppice.kernels.cpu.code.kept import njit
+from coppice.kernels.cpu.code.memory import lines
 from coppice.kernels.cpu.code.pairs import round_row
 from coppice.kernels.cpu.code.team import Member, meet
 from coppice.kernels.cpu.code.tiles import TILE_BYTES, TILE_ROWS
@@ -18,8 +19,9 @@ from coppice.kernels.cpu.layer.matmul.row_blocks import Panels
 
 #: Inputs of a tile: those of a packed weight are a multiple.
 TILE_INPUTS = TILE_BYTES // 2
-# Bytes of rows that are multiplied together: the second-level cache holds them for all panels.
-_TOGETHER = 2_400_000
+# Bytes of rows that are multiplied together: a part of the second-level cache, which every thread
+# has for itself, holds them for all panels.
+_TOGETHER = 1_200_000
 # Rows of a thread from which it multiplies them alone: with fewer the weights are read too often.
 _OWN_ROWS = 128
 
@@ -49,8 +51,8 @@ def _rows_together(inner: int) -> int:
 @njit
 def laid_numbers(rows: int, inner: int) -> int:
     """Float32 numbers that ``multiply_share`` needs for up to ``rows`` rows of ``inner``."""
-    inner = whole_inputs(inner)
-    return min(rows + TILE_ROWS, _rows_together(inner)) * inner // 2
+    # Where threads have their own rows, each has room for as many as any other.
+    return (rows + rows // _OWN_ROWS + TILE_ROWS) * whole_inputs(inner) // 2
 
 
 @njit
@@ -89,7 +91,7 @@ def multiply_share(
     frame = np.empty(9, np.int64)
     frame[1], frame[2], frame[4], frame[5], frame[8] = inner, width, weight, bias, width
     # One row is rounded by each thread for itself, so that they need not meet.
-    alone = np.empty(inner // 2 if rows == 1 else 0, np.float32)
+    alone = lines(inner // 2 if rows == 1 else 0)
     mine = by_rows(rows, threads)
     first, last = 0, rows
     begin_panel, end_panel = count * me // threads, count * (me + 1) // threads
@@ -98,7 +100,7 @@ def multiply_share(
     if mine:
         first, last = rows * me // threads, rows * (me + 1) // threads
         begin_panel, end_panel = 0, count
-        together = min(max(together // threads // TILE_ROWS, 1) * TILE_ROWS, -(-rows // threads))
+        together = min(together, -(-rows // threads))
         room += 2 * together * me * inner
     for begin in range(first, last, together):
         end = min(begin + together, last)
