@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import sys
 import threading
 from ctypes import CDLL, c_int, c_size_t, c_void_p
 from functools import cache
@@ -22,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 _HUGE, _LINE = 1 << 21, 64
 _BLOCK = 1 << 25
+# The number of the advice; Python has it by name since 3.14.
+_POPULATE_WRITE = 23
 _lock = threading.Lock()
 # What is left of the last block.
 _left = torch.empty(0, dtype=torch.uint8)
@@ -73,10 +76,23 @@ def advise(memory: torch.Tensor) -> None:
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     begin = -(-memory.data_ptr() // _HUGE) * _HUGE
     end = (memory.data_ptr() + memory.nbytes) // _HUGE * _HUGE
-    if advice is None or end <= begin:
-        return
-    if _libc().madvise(begin, end - begin, advice) != 0:
+    if advice is not None and begin < end and not _madvise(begin, end, advice):
         _log.debug("the system gives no huge pages")
+
+
+def populate(memory: torch.Tensor) -> bool:
+    """Has the system give memory for all of a contiguous tensor, whose numbers stay as they are.
+
+    False where it does not know the request (Linux before 5.14, other systems), or refuses it.
+    """
+    begin = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    end = memory.data_ptr() + memory.nbytes
+    return sys.platform == "linux" and _madvise(begin, end, _POPULATE_WRITE)
+
+
+def _madvise(begin: int, end: int, advice: int) -> bool:
+    """Whether the system took an advice about addresses."""
+    return bool(_libc().madvise(begin, end - begin, advice) == 0)
 
 
 @cache

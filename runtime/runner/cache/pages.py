@@ -42,8 +42,9 @@ def make_pages(
 def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of zeros, of which main memory is taken only for what is written to it.
 
-    `torch.zeros` writes all of it at once; numpy asks the system for zeroed memory instead, so an
-    idle cache costs neither memory nor the time to fill it.
+    `torch.zeros` writes all of it at once; numpy asks the system for zeroed memory instead, so a
+    large cache costs neither memory nor the time to fill it before it is used (`resident` sees to
+    that of the first pages).
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
