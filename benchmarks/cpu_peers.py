@@ -1,10 +1,12 @@
 """Coppice on a CPU beside other engines, and beside the least possible time.
 
-    python benchmarks/cpu_peers.py [--quick] [--json FILE] [--models S M] [--workloads W1 ...]
-        [--sides NAME ...] [--precisions float32 bfloat16 int8 int4] [--seeds N] [--long SECONDS]
+    python benchmarks/cpu_peers.py [--quick] [--json FILE] [--models S M | --gguf FILE.gguf]
+        [--workloads W1 ...] [--sides NAME ...]
+        [--precisions float32 bfloat16 int8 int4] [--seeds N] [--long SECONDS]
         [--stored bfloat16] [--peer NAME=PYTHON ...] [--threads N] [--cache DIR] [--no-steps]
 
-Runs the workloads W1 to W6 (`cpu/workloads.py`) on two models with random weights. All sides get
+Runs the workloads W1 to W6 (`cpu/workloads.py`) on two models with random weights, or on a real
+one, of which the drawn prompts make no sense either, but whose logits are far apart. All sides get
 the same token ids, decode greedily, ignore the end of sequence, and get all requests of a turn at
 once. Each side is a separate process and runs alone on the machine. In each pass (one a seed) all
 sides run in turn; each answers all workloads, after a short one that warms it up. A workload that
@@ -66,7 +68,7 @@ from pathlib import Path
 from typing import Any
 
 from common.harness import Rows, parser, processor, spread
-from cpu.checkpoints import MODELS, STORED, VOCABULARY, checkpoint
+from cpu.checkpoints import MODELS, STORED, checkpoint, real_checkpoint
 from cpu.floor import Shape, floor_seconds
 from cpu.rates import Rates
 from cpu.sides import KINDS, PEERS, Failed, Side, Unsupported
@@ -101,7 +103,12 @@ class Yardstick:
 
     def __init__(self, args: argparse.Namespace, model: str) -> None:
         self.args, self.model = args, model
-        self.checkpoint = checkpoint(model, args.cache, args.stored)
+        if args.gguf is None:
+            self.checkpoint = checkpoint(model, args.cache, args.stored)
+        else:
+            self.checkpoint = real_checkpoint(args.gguf, args.cache, args.stored)
+        config = json.loads((self.checkpoint / "config.json").read_text())
+        self.vocabulary = config["vocab_size"]
         self.shape = Shape.of(self.checkpoint)
         self.workloads = [workloads(args.quick)[name] for name in args.workloads]
         self.found: dict[tuple[str, str, str], Found] = defaultdict(Found)
@@ -201,7 +208,7 @@ class Yardstick:
         seconds, firsts = 0.0, []
         for turn in range(workload.turns):
             result = side.run(jobs, fresh=turn == 0)
-            _check(result["tokens"], workload)
+            _check(result["tokens"], workload, self.vocabulary)
             seconds += result["seconds"]
             firsts += result["first"] or []
             found.memory = max(found.memory, result["memory"])
@@ -318,7 +325,7 @@ class Yardstick:
             rows.add(**common, **row, machine=machine)
 
 
-def _check(tokens: list[list[list[int]]], workload: Workload) -> None:
+def _check(tokens: list[list[list[int]]], workload: Workload, vocabulary: int) -> None:
     """Raises Failed if lines are missing, or have the wrong length: they would be too cheap."""
     shape = [[len(line) for line in lines] for lines in tokens]
     if shape != [[workload.out] * workload.lines] * workload.requests:
@@ -327,7 +334,7 @@ def _check(tokens: list[list[list[int]]], workload: Workload) -> None:
             f"for; {sum(map(len, shape))} lines came, of "
             f"{sorted({n for lines in shape for n in lines})} tokens"
         )
-    if any(not 0 <= token < VOCABULARY for lines in tokens for line in lines for token in line):
+    if any(not 0 <= token < vocabulary for lines in tokens for line in lines for token in line):
         raise Failed("a token is outside the vocabulary")
 
 
@@ -342,6 +349,8 @@ def _log(text: str) -> None:
 def _options() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--models", nargs="+", default=["S"], choices=MODELS)
+    options.add_argument("--gguf", type=Path, metavar="FILE.gguf",
+                         help="a real model instead of --models")  # fmt: skip
     options.add_argument("--workloads", nargs="+", choices=list(workloads(False)),
                          default=list(workloads(False)))  # fmt: skip
     options.add_argument("--stored", choices=STORED, default=STORED[0],
@@ -364,6 +373,8 @@ def _options() -> argparse.Namespace:
     options.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True,
                          help="also measure single steps of Coppice")  # fmt: skip
     args = options.parse_args()
+    if args.gguf is not None and not args.gguf.is_file():
+        options.error(f"--gguf {args.gguf}: it must be a file")
     pythons = dict(each.partition("=")[::2] for each in args.peer)
     for name, python in pythons.items():
         if name not in PEERS:
@@ -387,7 +398,7 @@ def main() -> None:
     if absent:
         _log(f"left out, since no --peer names an interpreter: {', '.join(absent)}")
     rows = Rows(args.json)
-    for model in args.models:
+    for model in args.models if args.gguf is None else [args.gguf.stem]:
         yardstick = Yardstick(args, model)
         for seed in range(args.seeds):
             yardstick.pass_(seed)

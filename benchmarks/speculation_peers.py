@@ -36,9 +36,10 @@ from pathlib import Path
 from typing import Any
 
 from common.harness import Rows, parser, processor, spread
+from cpu.checkpoints import real_checkpoint
 from cpu.sides import Failed, Kind, Side
 from cpu.workloads import Job
-from drafts.real import Asked, asked_of, real_checkpoint
+from drafts.real import Asked, asked_of
 from drafts.texts import WORKLOADS
 
 _SUFFIX = {"method": "suffix", "num_speculative_tokens": 24}

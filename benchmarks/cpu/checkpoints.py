@@ -34,6 +34,28 @@ def checkpoint(name: str, cache: Path, stored: str = "float32") -> Path:
     return folder
 
 
+def real_checkpoint(file: Path, cache: Path, stored: str = "float32") -> Path:
+    """The folder of a GGUF file's model below `cache`, written if it does not exist."""
+    kind = "" if stored == "float32" else f"-{stored}"
+    folder = cache / f"model-real-{file.stem}{kind}"
+    if not folder.exists():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+        partial = cache / f"{folder.name}.{os.getpid()}"
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # from_pretrained would do the same, and ask for the package accelerate.
+        read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
+        model.load_state_dict(read["tensors"], strict=False)
+        model.tie_weights()
+        model.to(getattr(torch, stored)).save_pretrained(partial)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(partial)
+        partial.rename(folder)
+    return folder
+
+
 def _write_model(name: str, folder: Path, stored: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config

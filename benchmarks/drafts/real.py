@@ -1,14 +1,11 @@
-"""A real model for `speculation_peers.py`: its checkpoint, prompts and answers' lengths."""
+"""Prompts for a real model in `speculation_peers.py`, and its answers' lengths."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers import AutoTokenizer
 
 from coppice import Engine, EngineConfig, SamplingParams
 from drafts.texts import WORKLOADS
@@ -22,23 +19,6 @@ class Asked:
 
     prompt: list[int]
     out: int
-
-
-def real_checkpoint(file: Path, cache: Path) -> Path:
-    """The folder of a GGUF file's model in float32, below `cache`; written if it is not there."""
-    folder = cache / f"model-real-{file.stem}"
-    if not folder.exists():
-        partial = cache / f"{folder.name}.{os.getpid()}"
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # from_pretrained would do the same, and ask for the package accelerate.
-        read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
-        model.load_state_dict(read["tensors"], strict=False)
-        model.tie_weights()
-        model.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(partial)
-        partial.rename(folder)
-    return folder
 
 
 def asked_of(workload: str, count: int, checkpoint: Path, most: int) -> list[Asked]:
