@@ -23,7 +23,7 @@ from coppice.runtime.model.weights import resolve_device
 from coppice.runtime.runner.attention import choose_attention
 from coppice.runtime.runner.batch import Batch
 from coppice.runtime.runner.cache.pages import make_pages
-from coppice.runtime.runner.cache.resident import ResidentPages
+from coppice.runtime.runner.cache.resident import populate_first
 from coppice.runtime.runner.cache.scales import measure_scales
 from coppice.runtime.runner.cache.size import (
     NOTHING_BESIDE,
@@ -114,7 +114,6 @@ class LoadedModel:
         self.attention, cache_dtype = chosen.backend, chosen.cache_dtype
         self._config, self._dtype = config, dtype
         self.asleep = 0
-        self._resident: ResidentPages | None = None
         self.warmed = ""
         self._load_weights()
         self.page_size = config.page_size
@@ -183,7 +182,7 @@ class LoadedModel:
             self._scales,
         )
         if self.device.type == "cpu":
-            self._resident = ResidentPages([t for each in self.kv_cache for t in (each.k, each.v)])
+            populate_first([part for each in self.kv_cache for part in (each.k, each.v)])
         self._make_tables()
         if self.device.type == "cuda" and not self.warmed:
             self.warm_up()
@@ -252,9 +251,6 @@ class LoadedModel:
         self.graphs = None
         self._tables = self.attention.tables = None
         self.decoder.compiled = None  # it holds addresses of weights and caches
-        if self._resident is not None:
-            self._resident.stop()
-            self._resident = None
         self.kv_cache.clear()
         if self.adapters is not None:
             self.adapters.move(torch.device("cpu"))

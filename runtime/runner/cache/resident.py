@@ -2,56 +2,33 @@
 
 The system gives main memory for what is written for the first time, and stops the thread that
 writes meanwhile. In a virtual machine, whose own memory may be given to it only then, that took a
-sixth of the time of long prompts until all pages had been used once. Here it is asked for in the
-background, as soon as there are pages, while a server starts.
+sixth of the time of long prompts until all pages had been used once. All threads together ask for
+it at the start in a quarter of that.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from coppice.kernels.cpu.code.memory import populate
 
-# Bytes that get memory beforehand, of all tensors together: an idle cache takes no more.
+# Bytes that get memory at the start, of all tensors together: an idle cache takes no more.
 _MOST = 1 << 30
-# Bytes that are asked for at a time.
-_TOGETHER = 8 << 20
 
 
-class ResidentPages:
-    """A thread that sees to memory for the first pages; pools give away the first ones first.
+def populate_first(tensors: Sequence[torch.Tensor], most: int = _MOST) -> int:
+    """Sees to memory for the first pages, of up to ``most`` bytes; how many pages have it.
 
-    ``tensors`` have pages as their first dimension, and lie in main memory. Where the system cannot
-    be asked, pages get their memory as they are written.
-
-    Attributes:
-        pages: that have memory by now.
+    ``tensors`` have pages as their first dimension, and lie in main memory. Pools give away the
+    first pages first. 0 where the system cannot be asked: pages get their memory as they are
+    written then. Numbers stay as they are.
     """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], most: int = _MOST) -> None:
-        self.pages = 0
-        self._tensors = tensors
-        self._stopped = False
-        pages = min((len(each) for each in tensors), default=0)
-        size = max(sum(each.nbytes for each in tensors), 1)
-        self._until = min(most * pages // size, pages)
-        self._together = max(_TOGETHER * pages // size, 1)
-        self._thread = threading.Thread(target=self._run, name="pages' memory", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        for begin in range(0, self._until, self._together):
-            end = min(begin + self._together, self._until)
-            for each in self._tensors:
-                if self._stopped or not populate(each[begin:end]):
-                    return
-            self.pages = end
-
-    def stop(self) -> None:
-        """Lets go of the tensors."""
-        self._stopped = True
-        self._thread.join()
-        self._tensors = ()
+    pages = min((len(each) for each in tensors), default=0)
+    size = max(sum(each.nbytes for each in tensors), 1)
+    first = min(most * pages // size, pages)
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        done = list(threads.map(populate, [each[:first] for each in tensors]))
+    return first if all(done) else 0

@@ -11,7 +11,7 @@ import torch
 
 from coppice.kernels.cpu.code.memory import populate
 from coppice.runtime.runner.cache import resident
-from coppice.runtime.runner.cache.resident import ResidentPages
+from coppice.runtime.runner.cache.resident import populate_first
 
 
 def pages(count: int, numbers: int = 1 << 18) -> torch.Tensor:
@@ -40,33 +40,21 @@ def test_the_first_pages_have_memory_and_the_others_none() -> None:
     keys[3, 5] = 7.0
     if not populate(keys[:1]):
         pytest.skip("this Linux cannot be asked")
-    made = ResidentPages((keys, values), most=32 << 20)
-    made._thread.join()
-    assert made.pages == 16
+    assert populate_first((keys, values), most=32 << 20) == 16
     # Huge pages and what lies beside in the same mapping may add some.
     for each in (keys, values):
         assert 16 << 20 <= resident_bytes(each) <= 40 << 20
     assert keys[3, 5] == 7.0 and keys.sum() == 7.0
-    made.stop()
-    assert made._tensors == ()
 
 
 def test_a_small_cache_gets_all_of_it() -> None:
     keys = pages(3)
-    made = ResidentPages((keys, keys))
-    made._thread.join()
-    assert made.pages == 3 or not populate(keys)
-    ResidentPages(())._thread.join()
+    assert populate_first((keys, keys)) == (3 if populate(keys) else 0)
+    assert populate_first(()) == 0
 
 
-def test_a_system_that_cannot_be_asked_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def refuse(part: torch.Tensor) -> bool:
-        asked.append(part)
-        return False
-
-    monkeypatch.setattr(resident, "populate", refuse)
-    made = ResidentPages((pages(40),))
-    made._thread.join()
-    assert made.pages == 0 and len(asked) == 1
+def test_a_system_that_cannot_be_asked_leaves_pages_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resident, "populate", lambda part: False)
+    assert populate_first((pages(4),)) == 0
