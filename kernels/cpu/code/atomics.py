@@ -22,8 +22,10 @@ _PAUSES = {
     "arm64": ("llvm.aarch64.hint", (1,)),
 }
 _PAUSE = _PAUSES.get(platform.machine().lower())
-#: Polls of a number, with a pause each, before a thread sleeps: some 50 us.
-LOOKS = 1000
+#: Polls of a number, with a pause each, before a thread sleeps: some 150 us. A thread in a virtual
+#: machine may take 100 us to wake up. With a third of the polls the others fell asleep meanwhile,
+#: and then the first one again, and decoding steps took 1.05 to 1.1 times as long.
+LOOKS = 3000
 # Microseconds of a nap (the system adds as much).
 _NAP = 50
 # The number of the system's call for waiting on a number (futex(2)); None where there is none.

@@ -21,7 +21,8 @@ from coppice.kernels.cpu.code.kept import njit
 
 _log = logging.getLogger(__name__)
 
-_HUGE, _LINE = 1 << 21, 64
+#: Bytes of a huge page, and of a line of the cache.
+HUGE, LINE = 1 << 21, 64
 _BLOCK = 1 << 25
 # The number of the advice; Python has it by name since 3.14.
 _POPULATE_WRITE = 23
@@ -36,8 +37,8 @@ def lines(count: int) -> np.ndarray:
 
     A vector or a row of a tile that lies in two lines takes twice as long to load.
     """
-    made = np.empty(count + _LINE // 4, np.float32)
-    first = -made.ctypes.data % _LINE // 4
+    made = np.empty(count + LINE // 4, np.float32)
+    first = -made.ctypes.data % LINE // 4
     return made[first : first + count]
 
 
@@ -53,7 +54,7 @@ def room_for(size: int) -> torch.Tensor:
     A block is freed when no weight in it is left.
     """
     global _left
-    whole = -(-size // _LINE) * _LINE
+    whole = -(-size // LINE) * LINE
     if whole > _BLOCK // 4:
         return _block(size)[:size]
     with _lock:
@@ -65,8 +66,8 @@ def room_for(size: int) -> torch.Tensor:
 
 def _block(size: int) -> torch.Tensor:
     """Memory from the beginning of a huge page on."""
-    memory = torch.empty(size + _HUGE, dtype=torch.uint8)
-    block = memory[-memory.data_ptr() % _HUGE :]
+    memory = torch.empty(size + HUGE, dtype=torch.uint8)
+    block = memory[-memory.data_ptr() % HUGE :]
     advise(block)
     return block
 
@@ -74,8 +75,8 @@ def _block(size: int) -> torch.Tensor:
 def advise(memory: torch.Tensor) -> None:
     """Has the system take huge pages for what lies in whole ones of a tensor, if it offers that."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    begin = -(-memory.data_ptr() // _HUGE) * _HUGE
-    end = (memory.data_ptr() + memory.nbytes) // _HUGE * _HUGE
+    begin = -(-memory.data_ptr() // HUGE) * HUGE
+    end = (memory.data_ptr() + memory.nbytes) // HUGE * HUGE
     if advice is not None and begin < end and not _madvise(begin, end, advice):
         _log.debug("the system gives no huge pages")
 

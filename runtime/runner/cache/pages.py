@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from coppice.kernels.attention.interface import KvScales, LayerCache
+from coppice.kernels.cpu.code.memory import HUGE, LINE, advise
 from coppice.runtime.model.config import ModelConfig
 from coppice.runtime.runner.cache.size import page_bytes
 from coppice.runtime.startup.room import explained
@@ -33,20 +34,29 @@ def make_pages(
         device,
         "Give a smaller kv_cache_tokens or kv_cache_memory_fraction",
     ):
-        return [
-            LayerCache(_zeroed(shape, dtype, device), _zeroed(shape, dtype, device), each)
-            for each in scales
-        ]
+        made = _zeroed(2 * len(scales), shape, dtype, device)
+    return [
+        LayerCache(k, v, each) for k, v, each in zip(made[::2], made[1::2], scales, strict=True)
+    ]
 
 
-def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros, of which main memory is taken only for what is written to it.
+def _zeroed(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Tensors of zeros, of which main memory is taken only for what is written to them.
 
     `torch.zeros` writes all of it at once; numpy asks the system for zeroed memory instead, so a
     large cache costs neither memory nor the time to fill it before it is used (`resident` sees to
-    that of the first pages).
+    that of the first pages). There the tensors share a block of huge pages: attention jumps from
+    page to page, and of pages of 4 KB each of these jumps needs another entry of the processor's
+    table of addresses. Steps of 16 and 32 sequences of 600 tokens took 1.03 to 1.05 times as long.
     """
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
     size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+    apart = -(-size // LINE) * LINE
+    block = torch.from_numpy(np.zeros(count * apart + HUGE, np.uint8))
+    block = block[-block.data_ptr() % HUGE :]
+    advise(block)
+    parts = [block[i * apart : i * apart + size] for i in range(count)]
+    return [part.view(dtype).view(shape) for part in parts]
