@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import xxhash
 
-from coppice.kernels.sampling.choose import choose
+from coppice.kernels.sampling.choose import choose, likeliest
 from coppice.kernels.sampling.columns import COLUMNS, MIN_P, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 from coppice.kernels.transfer import Fetched, take
 from coppice.runtime.requests.logprobs import Logprobs
@@ -167,7 +167,7 @@ class Sampler:
         if chosen is not None:
             tokens = chosen
         elif rows.greedy:
-            tokens = logits.argmax(dim=-1)
+            tokens = likeliest(logits)
         else:
             tokens = choose(logits, rows.with_numbers(ahead))
         if rows.ruled:

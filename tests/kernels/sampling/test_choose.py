@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coppice.kernels.sampling import choose as choice
-from coppice.kernels.sampling.choose import choose, compiled_choice
+from coppice.kernels.sampling.choose import choose, compiled_choice, likeliest
 from coppice.kernels.sampling.choose_triton import choose_rows
 from coppice.kernels.sampling.columns import COLUMNS
 from coppice.kernels.triton.base import INTERPRETED
@@ -193,3 +193,17 @@ def test_any_size_of_vocabulary(width):
     expected, margins = by_sorting(logits, columns)
     clear = margins > 1e-6
     assert (np.array(compiled(logits, columns)) == expected)[clear].all()
+
+
+def test_the_likeliest_token_is_the_first_of_equals() -> None:
+    logits = torch.randn(7, 1003, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(likeliest(logits), logits.argmax(dim=-1))
+    logits[2, [17, 400, 1002]] = 9.0
+    logits[4] = -torch.inf
+    logits[5] = -torch.inf
+    logits[5, 1002] = -5.0
+    found = likeliest(logits)
+    assert found.dtype == torch.int64
+    assert found[[2, 4, 5]].tolist() == [17, 0, 1002]
+    assert likeliest(logits[:0]).shape == (0,)
+    assert torch.equal(likeliest(logits.t().contiguous().t()), found)
