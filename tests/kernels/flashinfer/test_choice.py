@@ -241,7 +241,7 @@ def test_graphs_of_skewed_batches_are_ours(library, make_batch, monkeypatch):
     monkeypatch.setattr(base, "H100_MULTIPROCESSORS", 2)
     share_all(monkeypatch)  # so small a batch pays for no merge
     backend = FlashInferBackend(CPU, CASE)
-    made = backend.fixed_plans((1, 4), page_size=16, num_pages=100, max_pages=64)
+    made = backend.fixed_plans((1, 4), page_size=16, num_pages=300, max_pages=256)
     assert [type(each) for each in made[0]] == [FlashInferFixedPlan, TritonFixedPlan]
     assert [type(each) for each in made[1]] == [FlashInferFixedPlan] * 2 + [TritonFixedPlan]
     options = {"page_size": 16, "kv_heads": 2, "group": 4, "dtype": torch.bfloat16, "head_dim": 64}
@@ -249,7 +249,7 @@ def test_graphs_of_skewed_batches_are_ours(library, make_batch, monkeypatch):
     for plan in made[1]:  # as they are captured
         assert plan.load(even.plan)
         even.run(backend, prepared=plan)
-    skewed = make_batch([(1, 900), (1, 3), (1, 9), (1, 1)], **options)
+    skewed = make_batch([(1, 4000), (1, 3), (1, 9), (1, 1)], **options)
     assert [plan.load(skewed.plan) for plan in made[1]] == [False, False, True]
     for got, expected in zip(
         skewed.run(backend, prepared=made[1][2]), skewed.run(ReferenceBackend()), strict=True
