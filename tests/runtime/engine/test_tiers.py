@@ -474,7 +474,8 @@ def test_random_schedules_give_what_each_request_gives_alone(checkpoint, policy,
             failures += sum(each.failures for each in told.tiers.values())
             warmed += sum(each.warmed_tokens for each in told.tiers.values())
             schedule.engine.close()
-    assert compared and loaded and failures and warmed, "the schedules were too easy"
+    assert compared and loaded and failures, "the schedules were too easy"
+    assert warmed or end - begin < 100, "few engines are idle for long"
 
 
 def test_a_copy_is_made_before_its_source_is_given_away(checkpoint):
