@@ -91,7 +91,8 @@ def test_forced_tokens_are_entered_at_once(checkpoint: Path, form: StructuredOut
     found, most = run(engine, *asked)
     assert found == expected
     assert one == 1 and most >= 15
-    assert engine.counters.steps < 0.5 * plain.counters.steps
+    # How many tokens a step may have depends on what its engine has learned of steps' time.
+    assert engine.counters.steps < 0.7 * plain.counters.steps
     counts = engine.drafts.counts
     assert list(counts.sources) == ["grammar"]
     assert counts.accepted == counts.drafted > 100  # a tokenizer of bytes has no other way
