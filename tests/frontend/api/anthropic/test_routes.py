@@ -200,7 +200,8 @@ def test_a_call_that_must_be_made(messages: Messages) -> None:
     assert call["input"]["place"] in ("東京", "Paris")
     schema = {"type": "json_schema", "schema": SCHEMA}
     made = messages.ok(output_config={"format": schema}, max_tokens=300)
-    assert json.loads(made["content"][0]["text"]).keys() == {"place", "days"}
+    # The schema allows others, too, and the model draws.
+    assert json.loads(made["content"][0]["text"]).keys() >= {"place", "days"}
 
 
 def test_errors_are_of_anthropics_shape(messages: Messages, small: Messages) -> None:
