@@ -348,9 +348,10 @@ def _log(text: str) -> None:
 
 def _options() -> argparse.Namespace:
     options = parser(__doc__)
-    options.add_argument("--models", nargs="+", default=["S"], choices=MODELS)
-    options.add_argument("--gguf", type=Path, metavar="FILE.gguf",
-                         help="a real model instead of --models")  # fmt: skip
+    which = options.add_mutually_exclusive_group()
+    which.add_argument("--models", nargs="+", default=["S"], choices=MODELS)
+    which.add_argument("--gguf", type=Path, metavar="FILE.gguf",
+                       help="a real model instead of --models")  # fmt: skip
     options.add_argument("--workloads", nargs="+", choices=list(workloads(False)),
                          default=list(workloads(False)))  # fmt: skip
     options.add_argument("--stored", choices=STORED, default=STORED[0],

@@ -1,8 +1,8 @@
-"""The two models of `cpu_peers.py` as checkpoints: random weights, and a tokenizer of numbers.
+"""The models of `cpu_peers.py` as checkpoints: two with random weights, or a real one.
 
 S is a Llama in the shape of SmolLM-135M, M a Qwen2 in the shape of Qwen2.5-0.5B, both with 32,000
-tokens. A checkpoint is written once and used again by later runs. In bfloat16 its numbers are those
-of float32, rounded.
+tokens and a tokenizer of numbers. A checkpoint is written once and used again by later runs. In
+bfloat16 its numbers are those of float32, rounded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def checkpoint(name: str, cache: Path, stored: str = "float32") -> Path:
 
 
 def real_checkpoint(file: Path, cache: Path, stored: str = "float32") -> Path:
-    """The folder of a GGUF file's model below `cache`, written if it does not exist."""
+    """The folder of a GGUF file's model below `cache`, written if it does not exist.
+
+    Its numbers are rounded to the type `stored`.
+    """
     kind = "" if stored == "float32" else f"-{stored}"
     folder = cache / f"model-real-{file.stem}{kind}"
     if not folder.exists():

@@ -47,9 +47,9 @@ def _zeroed(
 
     `torch.zeros` writes all of it at once; numpy asks the system for zeroed memory instead, so a
     large cache costs neither memory nor the time to fill it before it is used (`resident` sees to
-    that of the first pages). There the tensors share a block of huge pages: attention jumps from
-    page to page, and of pages of 4 KB each of these jumps needs another entry of the processor's
-    table of addresses. Steps of 16 and 32 sequences of 600 tokens took 1.03 to 1.05 times as long.
+    that of the first pages). On a CPU the tensors share a block of huge pages: attention jumps from
+    page to page, and in pages of 4 KB each jump needs another entry of the processor's table of
+    addresses. In those, steps of 16 and 32 sequences of 600 tokens took 1.03 to 1.05 times as long.
     """
     if device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]

@@ -31,10 +31,13 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 @bfloat16_tiles
-@pytest.mark.parametrize("shape", [(48, 64), (150, 34), (97, 640)])
+@pytest.mark.parametrize("shape", [(48, 64), (150, 34), (97, 640), (70, 1400)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], biased: bool) -> None:
-    """Blocks of 16 and 32 rows, the last one computed twice, and rows divided among threads."""
+    """Blocks of 16 and 32 rows, the last one computed twice, and rows divided among threads.
+
+    Many inputs are multiplied part by part where there are many rows.
+    """
     weight = float_products.pack(drawn(*shape).bfloat16(), pairs=True)
     bias = drawn(shape[0]) if biased else None
     x = drawn(700, shape[1])
