@@ -37,10 +37,13 @@ def test_the_first_pages_have_memory_and_the_others_none() -> None:
     keys[3, 5] = 7.0
     if not populate(keys[:1]):
         pytest.skip("this Linux cannot be asked")
+    # Some systems (gVisor) say of all memory that they have given it.
+    known = resident_bytes(pages(64)) <= 2 << 20
     assert populate_first((keys, values), most=32 << 20) == 16
     for each in (keys, values):
         assert resident_bytes(each[:16]) >= 16 << 20
-        assert resident_bytes(each[20:]) <= 2 << 20  # a huge page that the next tensor begins in
+        # A huge page that the next tensor begins in may have memory.
+        assert not known or resident_bytes(each[20:]) <= 2 << 20
     assert keys[3, 5] == 7.0 and keys.sum() == 7.0
 
 
