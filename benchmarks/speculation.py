@@ -44,6 +44,7 @@ from drafts.without_model import index_tokens_a_step, lookup_tokens_a_step
 CACHE = Path(__file__).resolve().parents[1] / "build" / "speculation"
 BATCHES = (1, 4, 16, 32)
 WIDTHS = (4, 8, 16)
+_BATCHES = 4  # of texts: with one, its slowest text is most of what is measured
 _WARM = 24  # tokens of an answer that are followed before anything is measured
 
 
@@ -69,7 +70,8 @@ def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
     for model, quantization, right in product(args.model, args.quantization, args.right):
         engines = [_engine(model, quantization, right, args.cache) for _ in range(2)]
         for batch, workload in product(args.batch, names):
-            texts = texts_of(workload, max(args.texts, batch), args.cache, args.longest)
+            count = args.texts or max(8, _BATCHES * batch)
+            texts = texts_of(workload, max(count, batch), args.cache, args.longest)
             for engine in engines if right is not None else ():
                 guess(engine, texts, right)
             # Kernels are compiled, and steps begin to be known.
@@ -145,7 +147,7 @@ def main() -> None:
     options.add_argument("--draft-model", action="store_true")
     options.add_argument("--right", action="append", type=float)
     options.add_argument("--passes", type=int, default=4)
-    options.add_argument("--texts", type=int, help="at least, and at least a batch; 8 if not given")
+    options.add_argument("--texts", type=int, help="not given: 8, or four batches")
     options.add_argument("--longest", type=int, default=LONGEST, help="tokens of an answer")
     options.add_argument("--cache", type=Path, default=CACHE)
     args = options.parse_args()
@@ -159,7 +161,8 @@ def main() -> None:
         args.workload = args.workload or ["quotes", "chat", "random"]
     else:
         args.right = [None]
-    args.texts = args.texts or (4 if args.quick else 8)
+    if args.quick:
+        args.texts = args.texts or 4
     args.cache.mkdir(parents=True, exist_ok=True)
     names = args.workload or list(NAMES)
     rows = Rows(args.json)
