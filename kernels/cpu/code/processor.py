@@ -25,6 +25,8 @@ ASKED = (
     "avx", "avx2", "fma", "f16c", "avx512f", "avx512bf16", "avx512vnni", "avxvnni", "amx-tile",
     "amx-bf16", "amx-int8", "neon", "bf16", "dotprod",
 )  # fmt: skip
+# Processors that differ from others with the same instructions, by LLVM's names.
+_NAMED = ("znver4",)
 
 # Linux's call by which a process asks for the tiles of AMX, on x86-64: what is asked for, and the
 # number of that part of a thread's state (Documentation/arch/x86/xstate.rst).
@@ -49,12 +51,16 @@ PATHS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     # Weights of 4 or 8 bits in groups with factors of float16, rows of 8 bits.
     "int4": {"avx512vnni": ("avx512vnni",), "avxvnni": ("avxvnni", "f16c"), "torch": ()},
+    # Weights of few rows: they come as they are read, or are fetched ahead by instructions.
+    "memory": {"read": ("znver4",), "fetched": ()},
 }
 
 
 @cache
 def features() -> frozenset[str]:
-    """Those of ``ASKED`` that this process may use; none where llvmlite is missing.
+    """Those of ``ASKED`` that this process may use, and the name of a processor with its own path.
+
+    None where llvmlite is missing.
 
     A processor's tiles (AMX) may be used once the system has granted them, for which this asks.
     """
@@ -64,6 +70,7 @@ def features() -> frozenset[str]:
         return frozenset()
     found = llvm.get_host_cpu_features()
     names = [name for name in ASKED if found.get(name)]
+    names += [name for name in _NAMED if name == llvm.get_host_cpu_name()]
     if "amx-tile" in names and not _granted_tiles():
         _log.info("the processor has AMX, and the system does not grant it")
         names = [name for name in names if not name.startswith("amx")]

@@ -35,6 +35,7 @@ from coppice.kernels.cpu.code.memory import room_for
 from coppice.kernels.cpu.code.pairs import HAS_PAIRS, dot_pairs
 from coppice.kernels.cpu.code.processor import compiled_path
 from coppice.kernels.cpu.code.simd import (
+    FETCHED_FROM,
     INTS,
     LANES,
     LONG,
@@ -174,7 +175,7 @@ def _multiply_panel(
     ``rows`` is a constant; the others, except ``kind``, are addresses and sizes. ``x`` is a block
     of ``row_blocks``, float32 ``[inner, rows]``, or of ``PAIRS`` bfloat16 ``[inner / 2, rows, 2]``;
     ``bias`` is float32 ``[PANEL]``. With each two inputs a cache line (of float32 two) is
-    prefetched at each of ``first``, ``second`` and ``third``.
+    prefetched at each of ``first``, ``second`` and ``third``, from ``FETCHED_FROM`` rows on.
     """
     many = rows.literal_value
     signature = types.void(types.IntegerLiteral(many), *[types.int64] * 10)
@@ -182,11 +183,13 @@ def _multiply_panel(
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         _, kind, x, inner, weights, first, second, third, bias, out, width = arguments
 
-        def work(widened: Callable[[Any, Any, Any], list[list[Any]]], lines: int) -> None:
+        def work(
+            widened: Callable[[Any, Any, Any], list[list[Any]]], lines: int, least: int
+        ) -> None:
             sums = [zeros(b, _WIDE) for _ in range(many)]
             with cgutils.for_range(b, b.lshr(inner, constant(1)), intp=LONG) as loop:
                 vectors = widened(b, weights, b.mul(loop.index, constant(PANEL)))
-                for ahead in (first, second, third):
+                for ahead in (first, second, third) if many >= least else ():
                     line = b.add(ahead, b.mul(loop.index, constant(lines * _LINE)))
                     for i in range(lines):
                         prefetch(b, b.add(line, constant(i * _LINE)))
@@ -203,7 +206,7 @@ def _multiply_panel(
             with cgutils.for_range(b, b.lshr(inner, constant(1)), intp=LONG) as loop:
                 place = b.mul(loop.index, constant(PANEL))
                 mine = [load(b, weights, b.add(place, constant(LANES * i))) for i in range(_WIDE)]
-                for ahead in (first, second, third):
+                for ahead in (first, second, third) if many >= FETCHED_FROM else ():
                     prefetch(b, b.add(ahead, b.mul(loop.index, constant(_LINE))))
                 here = b.add(x, b.mul(loop.index, constant(4 * many)))
                 for row, totals in enumerate(sums):
@@ -223,10 +226,12 @@ def _multiply_panel(
         def is_kind(which: int) -> Any:
             return b.icmp_signed("==", kind, constant(which))
 
+        # Of weights that become float32 four rows are slower than memory already.
+        least = min(FETCHED_FROM, 4)
         ways: list[tuple[int, Callable[[], None]]] = [
-            (KINDS.index(torch.bfloat16), lambda: work(_from_bfloat16, 1)),
-            (KINDS.index(torch.float16), lambda: work(_from_float16, 1)),
-            (_FLOAT32, lambda: work(_from_float32, 2)),
+            (KINDS.index(torch.bfloat16), lambda: work(_from_bfloat16, 1, least)),
+            (KINDS.index(torch.float16), lambda: work(_from_float16, 1, least)),
+            (_FLOAT32, lambda: work(_from_float32, 2, FETCHED_FROM)),
         ]
         if HAS_PAIRS:
             ways.append((PAIRS, work_pairs))

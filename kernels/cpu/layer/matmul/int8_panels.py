@@ -5,9 +5,9 @@ products to an int32: four times the multiplications of float32 in an instructio
 is laid out in panels of ``PANEL`` outputs, four inputs of each side by side, so that a panel is
 read once, in order, for any number of rows. Up to ``ROWS`` rows, with their levels side by side by
 fours (``row_blocks``), are multiplied at a time, with their sums in registers, while the next panel
-is prefetched. The levels are the unsigned side, with 128 added; what that adds to an output, 128
-times the sum of its weights, lies at the end of the panel. With tiles (``tiles.levels``) only a few
-rows come here.
+is prefetched (from ``FETCHED_FROM`` rows on). The levels are the unsigned side, with 128 added;
+what that adds to an output, 128 times the sum of its weights, lies at the end of the panel. With
+tiles (``tiles.levels``) only a few rows come here.
 
 A result depends on its row and nothing else. To import this module on a processor without VNNI is
 an ``ImportError``; ``level_numba`` has the call.
@@ -29,7 +29,7 @@ from coppice.kernels.cpu.code.calls import pointer
 from coppice.kernels.cpu.code.kept import cfunc
 from coppice.kernels.cpu.code.memory import room_for
 from coppice.kernels.cpu.code.processor import compiled_path
-from coppice.kernels.cpu.code.simd import ROWS, prefetch
+from coppice.kernels.cpu.code.simd import FETCHED_FROM, ROWS, prefetch
 from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, Panels, to_fetch
 from coppice.kernels.cpu.layer.matmul.tiles.levels import run_tiles
 
@@ -112,7 +112,7 @@ def _multiply_panel(
     ``rows`` is a constant; the others are addresses and sizes. ``levels`` uint8, with 128 added, is
     a block of ``row_blocks``, ``[inner / 4, rows, 4]``; ``peaks`` is float32 ``[rows]``, ``scales``
     and ``bias`` float32 ``[PANEL]``. With each four inputs a cache line is prefetched at each of
-    ``first``, ``second`` and ``third``.
+    ``first``, ``second`` and ``third``, from ``FETCHED_FROM`` rows on.
     """
     many = rows.literal_value
     signature = types.void(types.IntegerLiteral(many), *[types.int64] * 11)
@@ -137,7 +137,7 @@ def _multiply_panel(
         with cgutils.for_range(b, b.lshr(inner, ir.Constant(_LONG, 2)), intp=_LONG) as loop:
             place = b.add(weights, b.mul(loop.index, ir.Constant(_LONG, 4 * PANEL)))
             vectors = [b.bitcast(load(place, 4 * LANES * i, _INTS), _BYTES) for i in range(_WIDE)]
-            for ahead in (first, second, third):
+            for ahead in (first, second, third) if many >= FETCHED_FROM else ():
                 prefetch(b, b.add(ahead, b.mul(loop.index, ir.Constant(_LONG, _LINE))))
             here = b.add(levels, b.mul(loop.index, ir.Constant(_LONG, 4 * many)))
             for row, mine in enumerate(sums):

@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 from coppice.kernels.cpu.code.calls import tuple_type
 from coppice.kernels.cpu.code.kept import njit
 from coppice.kernels.cpu.code.simd import (
+    FETCHED_FROM,
     INTS,
     LANES,
     ROWS,
@@ -126,11 +127,12 @@ def to_fetch(
 ) -> tuple[int, int, int]:
     """Addresses to prefetch while the block from ``row`` on is multiplied: three parts of a panel.
 
-    The first blocks of ``rows`` divide among them the ``parts`` parts, of ``part`` bytes each, of
-    the ``panel`` at that address. Where there are fewer parts, the address is ``here``, which is in
-    the cache.
+    The first blocks of ``rows`` that prefetch divide among them the ``parts`` parts, of ``part``
+    bytes each, of the ``panel`` at that address. Where there are fewer parts, the address is
+    ``here``, which is in the cache.
     """
-    blocks, block = min(-(-rows // ROWS), 3), row // ROWS
+    fetching = rows // ROWS if rows >= ROWS == FETCHED_FROM else -(-rows // ROWS)
+    blocks, block = min(fetching, 3), row // ROWS
     one = two = three = here
     if row % ROWS == 0 and block < blocks:
         first, last = block * 3 // blocks, min((block + 1) * 3 // blocks, parts)

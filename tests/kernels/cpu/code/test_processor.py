@@ -31,6 +31,13 @@ def test_each_processor_takes_the_best_path_that_it_has(monkeypatch, has, expect
     assert tuple(processor.path_of(kind) for kind in ("float", "bfloat16", "int8")) == expected
 
 
+@pytest.mark.parametrize(("has", "expected"), [({"znver4"}, "read"), (set(), "fetched")])
+def test_weights_are_fetched_ahead_where_the_processor_does_not(monkeypatch, has, expected):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(processor, "features", lambda: frozenset(has))
+    assert processor.path_of("memory") == expected
+
+
 def test_a_forced_path_is_taken_or_refused_by_name(monkeypatch):
     monkeypatch.setattr(processor, "features", lambda: frozenset({"avx512vnni"}))
     monkeypatch.setenv(VARIABLE, "int8=torch")
