@@ -35,8 +35,9 @@ LANES, VECTORS, SUMS = _layout()
 #: Rows that a product works together: their sums with three vectors of weights stay in registers.
 ROWS = SUMS // 3
 #: Rows from which a product prefetches its weights. AMD's Zen 4 fetches what is read in order by
-#: itself: told to, it took 1.2 to 1.7 times as long for one to four rows on one thread, 1.05 to 1.4
-#: on two. With more rows products are slower than memory, and it gained a little.
+#: itself: told to, products of one to four rows took 1.1 to 1.6 times as long on one thread. Two
+#: threads share the memory's speed: whole steps took 1.03 to 1.1 times as long. With more rows
+#: products are slower than memory, and prefetching gains a little.
 FETCHED_FROM = ROWS if path_of("memory") == "read" else 1
 FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, LANES)

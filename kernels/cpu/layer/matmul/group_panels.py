@@ -45,8 +45,8 @@ _LINE = 64
 # Up to so many rows, which wait for memory, what is so many bytes ahead is fetched to the first
 # cache: one row takes 1.2 to 1.4 times less than with the next panel in the second one, where it
 # waits again. Where weights come as they are read the second cache is better: layers of a step of
-# one row took 0.85 of the time on one thread, 0.65 on two. Their loops over groups of one block are
-# unrolled; with more rows sums would be spilled.
+# one row took 0.85 of the time on one thread, and about as long on two. Their loops over groups of
+# one block are unrolled; with more rows sums would be spilled.
 _FEW = 2
 _AHEAD = 8640
 #: Numbers at the begin of a packed weight: bits of a level, inputs of a group, whether there are
