@@ -156,7 +156,7 @@ class Steps:
             return outputs + self._fail(schedule, error)
         searching = any(chunk.sequence.request.beam_search for chunk in schedule.chunks)
         waits = searching or schedule.short or step.verification is not None
-        if self._speculation is not None:
+        if self._overlap and self._speculation is not None:
             waits |= self._asks_next(schedule)
         if self._overlap and not waits:
             self._before = step

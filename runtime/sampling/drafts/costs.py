@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 
-# Numbers of drafted tokens whose steps are told apart; others count as the nearest of these.
-_GRID = np.array((0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512))
+# Numbers of drafted tokens whose steps are told apart; others count as the nearest of these. There
+# are few, so lists take less time than arrays.
+_GRID = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _STEPS = 3  # of the grid that are tried beyond what was seen
 _LEAST = 0.1  # weight of a new step beside all earlier ones of its kind
 _OFTEN = 8  # steps after which what is known well is computed anew
 _KEPT = 0.998  # of the weight of what was seen when something else is seen
 _STRANGE = 2.0  # times as long as expected: more is not believed
 _SEEN = 1e-3  # weight below which a measurement is forgotten
+_EVERY = 4  # of so many steps without drafts that are known well one is looked at
 _DOUBT = 0.1  # steps that the guess of an easy row counts as, beside those that were measured
 _EASE = 0.25  # of a token's share of a step: what a row is supposed to add before it is seen
 
@@ -19,18 +23,22 @@ _EASE = 0.25  # of a token's share of a step: what a row is supposed to add befo
 class _Row:
     """Seconds of the steps with about as many tokens, by drafted ones."""
 
-    __slots__ = ("changes", "curve", "seconds", "warm", "weights")
+    __slots__ = ("changes", "curve", "plain", "seconds", "warm", "weights")
 
     def __init__(self) -> None:
         self.changes = 0  # of `seconds` since `curve` was made
-        self.seconds = np.zeros(len(_GRID))
-        self.weights = np.zeros(len(_GRID))
-        self.warm = np.zeros(len(_GRID), dtype=bool)
+        self.plain = 0  # steps without drafts since one was looked at
+        self.seconds = [0.0] * len(_GRID)
+        self.weights = [0.0] * len(_GRID)
+        self.warm = [False] * len(_GRID)
         self.curve: np.ndarray | None = None
 
 
 class StepCosts:
     """Seconds of a step by its tokens and the drafted ones beside them.
+
+    A step has read all weights through the caches, so what comes after it takes many times as long
+    as in a loop: what can be left out is.
 
     What was not seen is guessed to be cheap, so that it is tried once and then known; a measurement
     loses its weight when it is not repeated, so that one that was disturbed does not last.
@@ -41,8 +49,15 @@ class StepCosts:
 
     def observe(self, tokens: int, drafted: int, seconds: float) -> None:
         """Learns from a step of `tokens` and `drafted` ones beside them."""
-        row = self._rows.setdefault(_alike(tokens), _Row())
-        cell = int(np.abs(_GRID - drafted).argmin())
+        row = self._rows.get(_alike(tokens))
+        if row is None:
+            row = self._rows[_alike(tokens)] = _Row()
+        if not drafted and row.weights[0] >= 1 / _LEAST:
+            row.plain += 1
+            if row.plain < _EVERY:
+                return
+            row.plain = 0
+        cell = _CELLS[min(drafted, _GRID[-1])]
         if not row.warm[cell]:  # it may have compiled something
             row.warm[cell] = True
             return
@@ -54,11 +69,11 @@ class StepCosts:
                 seconds = min(seconds, _STRANGE * before)
             change = (seconds - before) * max(_LEAST, 1 / (weight + 1))
             # All steps take longer as contexts grow: what others took moves along.
-            row.seconds *= 1 + 0.5 * change / before
+            factor = 1 + 0.5 * change / before
+            row.seconds = [each * factor for each in row.seconds]
             row.seconds[cell] = before + change
-        row.weights *= _KEPT
-        row.weights[cell] = weight + 1
-        np.minimum(row.weights, 1 / _LEAST, out=row.weights)
+        row.weights = [each * _KEPT for each in row.weights]
+        row.weights[cell] = min(weight + 1, 1 / _LEAST)
         row.changes += 1
         if weight < 2 or row.changes >= _OFTEN:
             row.curve, row.changes = None, 0
@@ -77,8 +92,8 @@ class StepCosts:
         return row.curve
 
     def _curve(self, row: _Row, tokens: int) -> np.ndarray:
-        seen = np.flatnonzero(row.weights > _SEEN)
-        known = _rising(row.seconds[seen], row.weights[seen])
+        seen = [cell for cell, weight in enumerate(row.weights) if weight > _SEEN]
+        known = _rising([row.seconds[cell] for cell in seen], [row.weights[cell] for cell in seen])
         slope = _EASE * known[0] / max(tokens, 4)
         points: list[float] = []
         at = 0
@@ -94,7 +109,7 @@ class StepCosts:
         return np.interp(np.arange(end + 1), _GRID, points)
 
 
-def _rising(seconds: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _rising(seconds: Seq[float], weights: Seq[float]) -> list[float]:
     """The nearest values that never fall: those out of order become their mean. O(values).
 
     More tokens do not take less time, so where fewer took longer the times were disturbed, and
@@ -107,7 +122,14 @@ def _rising(seconds: np.ndarray, weights: np.ndarray) -> np.ndarray:
             before = pools.pop()
             pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
         pools.append(pool)
-    return np.repeat([pool[0] / pool[1] for pool in pools], [pool[2] for pool in pools])
+    return [pool[0] / pool[1] for pool in pools for _ in range(pool[2])]
+
+
+# The place in the grid of each number of drafted tokens up to its last; of two as near the first.
+_CELLS = bytes(
+    min(range(len(_GRID)), key=lambda cell: abs(_GRID[cell] - drafted))
+    for drafted in range(_GRID[-1] + 1)
+)
 
 
 def _alike(tokens: int) -> int:

@@ -31,7 +31,8 @@ _PLAIN = 128  # steps with drafts after which one has none, so that its time sta
 _LEFT_OUT = -2  # in place of a token's index
 _CHEAP = 0.003  # of a token's time: asking takes less, and need not be put off
 _LONGEST_WAIT = 64  # steps until a sequence is asked again whose text nothing foretells
-_LONGEST_PAUSE = 4  # the same where something is foretold, and does not pay
+_LONGEST_PAUSE = 24  # the same where something is foretold, and does not pay
+_ASKED = 0.005  # of a token's time: asking takes no more where what is foretold does not pay
 
 
 class _Node(NamedTuple):
@@ -47,13 +48,13 @@ class _Node(NamedTuple):
 class _State:
     """What the policy knows about one sequence."""
 
-    __slots__ = ("added", "kinds", "luck", "unpaid", "useless", "wait", "worth")
+    __slots__ = ("added", "kinds", "luck", "next", "unpaid", "useless", "worth")
 
     def __init__(self) -> None:
         self.luck = Luck()
         self.useless = 0  # times in a row that it was asked, and got nothing
         self.unpaid = 0  # times in a row that it got proposals, and none was taken
-        self.wait = 0  # steps until it is asked again
+        self.next = 0  # the step in which it is asked again
         self.kinds: dict[tuple[int, int], _Node] = {}  # of its draft, by depth and token
         self.added = 0.0  # seconds that each token of its draft adds to its step
         self.worth = 0.0  # seconds that each accepted one saves
@@ -88,6 +89,9 @@ class TreeSpeculation:
         self._asking = 50e-6  # seconds that it takes to ask for a sequence's draft
         self._limits: dict[int, tuple[np.ndarray, int]] = {}  # `_paying`, and of which curve
         self._drafting = 0  # steps with drafts since one without
+        self._step = 0  # number of the step that asks
+        # The step in which one of these sequences is asked again, and how many they are.
+        self._quiet = 0, 0
 
     def use_model(self, network: DraftNetwork, *, share: float, stretch: float = 1.0) -> None:
         """Takes drafts from a draft model, too; arguments as of `ModelDrafts`."""
@@ -98,6 +102,9 @@ class TreeSpeculation:
     def propose(self, sequences: Seq[tuple[Sequence, int]], rows: int) -> list[Draft]:
         """As `Speculation.propose`. O(sequences * tokens of their drafts)."""
         nothing = [NOTHING] * len(sequences)
+        self._step += 1
+        if self._step < self._quiet[0] and len(sequences) == self._quiet[1]:
+            return nothing
         self._modelling = 0.0
         base = len(sequences) + rows
         curve = self.costs.curve(base)
@@ -114,14 +121,16 @@ class TreeSpeculation:
             state = self._states.get(sequence)
             if state is None:
                 state = self._states[sequence] = _State()
-            if state.wait:
-                state.wait -= 1
+            if self._step < state.next:
                 nodes.append([])
                 continue
             asked += 1
             made = self._nodes(sequence, state, min(room, each_most))
             self._bide(state, made, curve[0] / base)
             nodes.append(made)
+        if not asked and self.model is None:
+            self._rest(sequences)
+            return nothing
         if asked:  # the first time a whole prompt is entered, which is not the rule
             took = min((self._clock() - begun) / asked, 2 * self._asking)
             self._asking += 0.1 * (took - self._asking)
@@ -148,6 +157,8 @@ class TreeSpeculation:
             taken[number].append(at)
         self._pause(sequences, nodes, taken, curve[0] / base)
         if not count:
+            if self.model is None:
+                self._rest(sequences)
             return nothing
         self._drafting += 1
         added, worth = float(curve[count] - curve[0]) / count, float(curve[0]) / base
@@ -238,7 +249,7 @@ class TreeSpeculation:
             state.useless = 0
         else:
             state.useless += 1
-            state.wait = min(1 << min(state.useless, 10), _LONGEST_WAIT) - 1
+            state.next = self._step + min(1 << min(state.useless, 10), _LONGEST_WAIT)
 
     def _pause(
         self,
@@ -250,12 +261,18 @@ class TreeSpeculation:
         """Asks sequences less often of whose proposals none was taken, if asking takes time."""
         if self._asking < _CHEAP * worth:
             return
+        longest = min(int(self._asking / (_ASKED * worth)) + 1, _LONGEST_PAUSE)
         for (sequence, _), made, chosen in zip(sequences, nodes, taken, strict=True):
             if made:
                 state = self._states[sequence]
                 state.unpaid = 0 if chosen else state.unpaid + 1
-                if state.unpaid > 1 and not state.wait:
-                    state.wait = min(state.unpaid, _LONGEST_PAUSE) - 1
+                if state.unpaid > 1 and state.next <= self._step:
+                    state.next = self._step + min(1 << min(state.unpaid - 1, 10), longest)
+
+    def _rest(self, sequences: Seq[tuple[Sequence, int]]) -> None:
+        """Notes until when none of these sequences is asked, if none ends before."""
+        states = self._states
+        self._quiet = min(states[sequence].next for sequence, _ in sequences), len(sequences)
 
     def _draft(
         self,
@@ -327,6 +344,7 @@ class TreeSpeculation:
     def ended(self, sequence: Sequence) -> None:
         """As `Speculation.ended`."""
         self._states.pop(sequence, None)
+        self._quiet = 0, 0
         for source in self._sources:
             source.ended(sequence)
         if self.model is not None:
