@@ -18,6 +18,7 @@ _SEEN = 1e-3  # weight below which a measurement is forgotten
 _EVERY = 4  # of so many steps without drafts that are known well one is looked at
 _DOUBT = 0.1  # steps that the guess of an easy row counts as, beside those that were measured
 _EASE = 0.25  # of a token's share of a step: what a row is supposed to add before it is seen
+_MANY = 16  # tokens from which a row costs enough that steps of more tokens are asked first
 
 
 class _Row:
@@ -99,6 +100,11 @@ class StepCosts:
         at = 0
         for cell in range(len(_GRID)):
             guess = points[-1] + slope * (_GRID[cell] - _GRID[cell - 1]) if points else known[0]
+            if tokens >= _MANY:
+                # A drafted token takes about as long as another one.
+                other = self._rows.get(_alike(tokens + _GRID[cell]))
+                if other is not None and other is not row and other.weights[0] > _SEEN:
+                    guess = max(guess, other.seconds[0])
             if at < len(seen) and seen[at] == cell:
                 weight = row.weights[cell]
                 mixed = (weight * known[at] + _DOUBT * min(guess, known[at])) / (weight + _DOUBT)

@@ -58,3 +58,19 @@ def test_noise_of_steps_averages_out() -> None:
     rng.shuffle(steps)
     curve = seen(steps)
     assert curve[:9] == pytest.approx(1 + 0.04 * np.arange(9), rel=0.13)
+
+
+def test_a_drafted_token_beside_many_is_supposed_to_take_as_long_as_another() -> None:
+    """With few tokens a row is nearly free, so it is tried."""
+    found = []
+    for tokens in (4, 40):
+        costs = StepCosts()
+        for _ in range(4):
+            costs.observe(tokens, 0, 0.040)
+            costs.observe(tokens, 4, 0.044)
+            costs.observe(tokens + 8, 0, 0.070)
+        curve = costs.curve(tokens)
+        assert curve is not None
+        found.append(curve[8])
+    assert found[0] < 0.060
+    assert found[1] == pytest.approx(0.070)
