@@ -139,10 +139,11 @@ class EngineConfig:
     shared_cache_dtype: str = _option(
         "auto", "type of the KV in that server, as of disk_cache_dtype"
     )
-    speculation: str = _option(
-        "off",
+    speculation: str | None = _option(
+        None,
         f"whether steps verify drafts of several tokens: {', '.join(SPECULATIONS)}; auto makes as "
-        "many as pay, from earlier text, predictions of requests and grammars, and changes no text",
+        "many as pay, from earlier text, predictions of requests and grammars, and changes no "
+        "text; default: auto with a draft model, and on a CPU without async_scheduling, else off",
     )
     max_draft_tokens: int = _option(
         24, f"most drafted tokens of a sequence in one step; at most {MOST_DRAFTED}"
@@ -150,7 +151,7 @@ class EngineConfig:
     draft_model: str | None = _option(
         None,
         "small model of the same vocabulary that proposes drafts, too: a folder or a hub id; it "
-        "needs speculation auto, and takes a part of the KV cache's memory; default: none",
+        "takes a part of the KV cache's memory; default: none",
     )
     attention_backend: str = _option(
         "auto",
@@ -254,7 +255,8 @@ class EngineConfig:
             _at_least("max_queued_requests", self.max_queued_requests, 1)
         if self.max_queued_tokens is not None:
             _at_least("max_queued_tokens", self.max_queued_tokens, 1)
-        _one_of("speculation", self.speculation, SPECULATIONS)
+        if self.speculation is not None:
+            _one_of("speculation", self.speculation, SPECULATIONS)
         _at_least("max_draft_tokens", self.max_draft_tokens, 1)
         if self.max_draft_tokens > MOST_DRAFTED:
             raise ValueError(
@@ -297,6 +299,15 @@ class EngineConfig:
                 "have shapes that depend on all of its requests"
             )
 
+    def makes_drafts(self, *, on_gpu: bool) -> bool:
+        """Whether steps verify drafts of several tokens, by the device that the model is on.
+
+        Where steps overlap, drafts cost the time of the host's work: there they are asked for.
+        """
+        if self.speculation is None:
+            return self.draft_model is not None or not (on_gpu or self.async_scheduling)
+        return self.speculation != "off"
+
     def _check_draft_model(self) -> None:
         """Raises ValueError for a draft model beside options that leave nothing for it to do."""
         name = self.draft_model
@@ -306,8 +317,8 @@ class EngineConfig:
             raise ValueError(f"draft_model must be a folder or a hub id, or None, got {name!r}")
         if self.speculation == "off":
             raise ValueError(
-                f"draft_model is {name!r}; with speculation 'off' it must be None: give "
-                "speculation 'auto', which makes drafts"
+                f"draft_model is {name!r}; with speculation 'off' it must be None: leave "
+                "speculation out, or give 'auto', which makes drafts"
             )
         if self.tensor_parallel_size > 1:
             raise ValueError(

@@ -73,7 +73,7 @@ class Configured(ABC):
         disk_cache_dtype: str = "auto",
         shared_cache: str | None = None,
         shared_cache_dtype: str = "auto",
-        speculation: str = "off",
+        speculation: str | None = None,
         max_draft_tokens: int = 24,
         draft_model: str | None = None,
         attention_backend: str = "auto",
@@ -157,11 +157,11 @@ class Configured(ABC):
             shared_cache_dtype: type of the KV in that server, as of disk_cache_dtype.
             speculation: whether steps verify drafts of several tokens: auto, off; auto makes as
                 many as pay, from earlier text, predictions of requests and grammars, and changes
-                no text.
+                no text; default: auto with a draft model, and on a CPU without async_scheduling,
+                else off.
             max_draft_tokens: most drafted tokens of a sequence in one step; at most 62.
             draft_model: small model of the same vocabulary that proposes drafts, too: a folder or a
-                hub id; it needs speculation auto, and takes a part of the KV cache's memory;
-                default: none.
+                hub id; it takes a part of the KV cache's memory; default: none.
             attention_backend: attention kernels: auto, cpu, triton, flashinfer or reference; auto
                 is cpu on a CPU, on a GPU flashinfer where it covers the model, else triton.
             flashinfer_kernels: FlashInfer's kernels for prompts and shared levels: auto, fa2 or

@@ -42,7 +42,7 @@ PROMPTS: list[tuple[str, str | None]] = [
 def url(served: Callable[..., str], checkpoint: Path) -> str:
     """A server that shows texts, after requests with hits, near misses, namespaces and a pin."""
     # No other test uses these options, so no other prompts are in its tree.
-    url = served("--report-text", "--drain-timeout", "20")
+    url = served("--report-text", "--drain-timeout", "20", "--speculation", "off")
     for prompt, salt in PROMPTS:
         body = {"model": str(checkpoint), "prompt": prompt, "max_tokens": 4, "cache_salt": salt}
         answer = httpx.post(url + "/v1/completions", json=body, timeout=60)

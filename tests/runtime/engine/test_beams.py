@@ -341,7 +341,7 @@ def test_a_search_that_fails_ends_alone(tiny_checkpoint):
 
 def test_a_step_is_one_forward_and_copies_a_page_for_each_beam_that_diverges(tiny_checkpoint):
     """All live beams of two searches, and an ordinary request beside them; the first is a hit."""
-    engine = make(tiny_checkpoint("llama"), page_size=4)
+    engine = make(tiny_checkpoint("llama"), page_size=4, speculation="off")
     engine.add_request("before", PROMPTS[0], GREEDY)
     run(engine)
     rows, copied, forked = [], 0, 0

@@ -432,7 +432,7 @@ def test_tokens_that_the_draft_model_lacks_are_not_asked_about(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculation": "off"}, "with speculation 'off' it must be None: give speculation 'auto'"),
+        ({"speculation": "off"}, "with speculation 'off' it must be None: leave speculation out"),
         ({"tensor_parallel_size": 2}, "with tensor_parallel_size 2 it must be None"),
         ({"draft_model": ""}, "draft_model must be a folder or a hub id, or None, got ''"),
     ],

@@ -34,7 +34,8 @@ CASES = [
 
 
 def start(path: Path, **options: Any) -> Engine:
-    return Engine(EngineConfig(model=str(path), dtype="float32", **options))
+    """An engine whose outputs have a token each, so that those of two can be compared."""
+    return Engine(EngineConfig(model=str(path), dtype="float32", speculation="off", **options))
 
 
 class Schedule:

@@ -406,8 +406,10 @@ def fake_engine(
 ) -> tuple[Engine, FakeModel]:
     """An engine with these options of `EngineConfig`, and the model in it.
 
-    `graphs` are the sizes of its graphs, which a `FakeRecorder` captures; None: no graphs.
+    `graphs` are the sizes of its graphs, which a `FakeRecorder` captures; None: no graphs. Steps
+    have a token of each sequence, unless `speculation` is given.
     """
+    options = {"speculation": "off", **options}
     config = EngineConfig(
         model=str(checkpoint), load_format="dummy", attention_backend="reference", **options
     )

@@ -55,7 +55,9 @@ def reference(tiny_checkpoint):
 
 
 def engine(path, **options) -> Engine:
-    options = {"kv_cache_tokens": 2048, "attention_backend": "reference", **options}
+    # Each output has one token, and its logprobs.
+    options = {"speculation": "off", "kv_cache_tokens": 2048, **options}
+    options.setdefault("attention_backend", "reference")
     return Engine(EngineConfig(model=str(path), dtype="float32", **options))
 
 
