@@ -430,6 +430,19 @@ def test_tokens_that_the_draft_model_lacks_are_not_asked_about(
 
 
 @pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, False),
+        ({"draft_model": "d"}, True),
+        ({"speculation": "auto"}, True),
+        ({"speculation": "off"}, False),
+    ],
+)
+def test_drafts_are_made_where_they_are_asked_for(options: dict[str, Any], expected: bool) -> None:
+    assert EngineConfig(model="m", **options).makes_drafts is expected
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"speculation": "off"}, "with speculation 'off' it must be None: leave speculation out"),
