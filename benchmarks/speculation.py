@@ -147,7 +147,7 @@ def main() -> None:
     options.add_argument("--draft-model", action="store_true")
     options.add_argument("--right", action="append", type=float)
     options.add_argument("--passes", type=int, default=4)
-    options.add_argument("--texts", type=int, help="not given: 8, or four batches")
+    options.add_argument("--texts", type=int, help="at least a batch; default: 8 or 4 batches")
     options.add_argument("--longest", type=int, default=LONGEST, help="tokens of an answer")
     options.add_argument("--cache", type=Path, default=CACHE)
     args = options.parse_args()

@@ -19,15 +19,17 @@ _EVERY = 4  # of so many steps without drafts that are known well one is looked 
 _DOUBT = 0.1  # steps that the guess of an easy row counts as, beside those that were measured
 _EASE = 0.25  # of a token's share of a step: what a row is supposed to add before it is seen
 _MANY = 16  # tokens from which a row costs enough that steps of more tokens are asked first
+_LATELY = 1000  # steps for which the time of those with more tokens is believed
 
 
 class _Row:
     """Seconds of the steps with about as many tokens, by drafted ones."""
 
-    __slots__ = ("changes", "curve", "plain", "seconds", "warm", "weights")
+    __slots__ = ("changes", "curve", "last", "plain", "seconds", "warm", "weights")
 
     def __init__(self) -> None:
         self.changes = 0  # of `seconds` since `curve` was made
+        self.last = 0  # number of the last step
         self.plain = 0  # steps without drafts since one was looked at
         self.seconds = [0.0] * len(_GRID)
         self.weights = [0.0] * len(_GRID)
@@ -47,12 +49,15 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
+        self._steps = 0
 
     def observe(self, tokens: int, drafted: int, seconds: float) -> None:
         """Learns from a step of `tokens` and `drafted` ones beside them."""
         row = self._rows.get(_alike(tokens))
         if row is None:
             row = self._rows[_alike(tokens)] = _Row()
+        self._steps += 1
+        row.last = self._steps
         if not drafted and row.weights[0] >= 1 / _LEAST:
             row.plain += 1
             if row.plain < _EVERY:
@@ -101,10 +106,7 @@ class StepCosts:
         for cell in range(len(_GRID)):
             guess = points[-1] + slope * (_GRID[cell] - _GRID[cell - 1]) if points else known[0]
             if tokens >= _MANY:
-                # A drafted token takes about as long as another one.
-                other = self._rows.get(_alike(tokens + _GRID[cell]))
-                if other is not None and other is not row and other.weights[0] > _SEEN:
-                    guess = max(guess, other.seconds[0])
+                guess = max(guess, self._plain(row, tokens + _GRID[cell]))
             if at < len(seen) and seen[at] == cell:
                 weight = row.weights[cell]
                 mixed = (weight * known[at] + _DOUBT * min(guess, known[at])) / (weight + _DOUBT)
@@ -113,6 +115,17 @@ class StepCosts:
             points.append(guess)
         end = _GRID[min(seen[-1] + _STEPS, len(_GRID) - 1)]
         return np.interp(np.arange(end + 1), _GRID, points)
+
+    def _plain(self, beside: _Row, tokens: int) -> float:
+        """Seconds of a step of so many tokens, if another row than that has seen one lately; or 0.
+
+        A drafted token takes about as long as another one. A time that is not measured again may
+        have been disturbed, and is not believed for long.
+        """
+        row = self._rows.get(_alike(tokens))
+        if row is None or row is beside or row.weights[0] <= _SEEN:
+            return 0.0
+        return row.seconds[0] if self._steps - row.last < _LATELY else 0.0
 
 
 def _rising(seconds: Seq[float], weights: Seq[float]) -> list[float]:

@@ -32,7 +32,7 @@ _LEFT_OUT = -2  # in place of a token's index
 _CHEAP = 0.003  # of a token's time: asking takes less, and need not be put off
 _LONGEST_WAIT = 64  # steps until a sequence is asked again whose text nothing foretells
 _LONGEST_PAUSE = 24  # the same where something is foretold, and does not pay
-_ASKED = 0.005  # of a token's time: asking takes no more where what is foretold does not pay
+_ASKED = 0.005  # of a token's time: what asking may take where what is foretold does not pay
 
 
 class _Node(NamedTuple):

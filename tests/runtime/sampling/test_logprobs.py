@@ -56,8 +56,8 @@ def reference(tiny_checkpoint):
 
 def engine(path, **options) -> Engine:
     # Each output has one token, and its logprobs.
-    options = {"speculation": "off", "kv_cache_tokens": 2048, **options}
-    options.setdefault("attention_backend", "reference")
+    defaults = {"kv_cache_tokens": 2048, "attention_backend": "reference", "speculation": "off"}
+    options = {**defaults, **options}
     return Engine(EngineConfig(model=str(path), dtype="float32", **options))
 
 

@@ -175,7 +175,8 @@ def _multiply_panel(
     ``rows`` is a constant; the others, except ``kind``, are addresses and sizes. ``x`` is a block
     of ``row_blocks``, float32 ``[inner, rows]``, or of ``PAIRS`` bfloat16 ``[inner / 2, rows, 2]``;
     ``bias`` is float32 ``[PANEL]``. With each two inputs a cache line (of float32 two) is
-    prefetched at each of ``first``, ``second`` and ``third``, from ``FETCHED_FROM`` rows on.
+    prefetched at each of ``first``, ``second`` and ``third``: from ``FETCHED_FROM`` rows on, with
+    weights of 16 bits that become float32 from 4 on at the latest.
     """
     many = rows.literal_value
     signature = types.void(types.IntegerLiteral(many), *[types.int64] * 10)

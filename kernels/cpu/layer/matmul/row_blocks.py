@@ -131,6 +131,7 @@ def to_fetch(
     bytes each, of the ``panel`` at that address. Where there are fewer parts, the address is
     ``here``, which is in the cache.
     """
+    # Where blocks of fewer rows do not prefetch, whole ones take over their part.
     fetching = rows // ROWS if rows >= ROWS == FETCHED_FROM else -(-rows // ROWS)
     blocks, block = min(fetching, 3), row // ROWS
     one = two = three = here

@@ -74,3 +74,12 @@ def test_a_drafted_token_beside_many_is_supposed_to_take_as_long_as_another() ->
         found.append(curve[8])
     assert found[0] < 0.060
     assert found[1] == pytest.approx(0.070)
+    for _ in range(1100):  # no step of more tokens
+        costs.observe(40, 0, 0.040)
+        costs.observe(40, 4, 0.044)
+    curve = costs.curve(40)
+    assert curve is not None and curve[8] < 0.060
+
+
+def test_steps_that_become_slower_are_noticed_though_not_all_are_looked_at() -> None:
+    assert seen([(0, 1.0)] * 50 + [(0, 2.0)] * 200)[0] == pytest.approx(2.0, rel=0.05)
