@@ -146,7 +146,7 @@ class EngineConfig:
         "text; default: auto with a draft model, else off",
     )
     max_draft_tokens: int = _option(
-        24, f"most drafted tokens of a sequence in one step; at most {MOST_DRAFTED}"
+        48, f"most drafted tokens of a sequence in one step; at most {MOST_DRAFTED}"
     )
     draft_model: str | None = _option(
         None,

@@ -11,7 +11,7 @@ from coppice.radix.mirror.suffixes.branches import Grown, grow
 from coppice.radix.mirror.suffixes.index import SuffixIndex
 from drafts.encoded import Text
 
-DEEPEST = 32
+DEEPEST = 48
 
 
 def _chances(grown: Seq[Grown]) -> list[float]:

@@ -74,7 +74,7 @@ class Configured(ABC):
         shared_cache: str | None = None,
         shared_cache_dtype: str = "auto",
         speculation: str | None = None,
-        max_draft_tokens: int = 24,
+        max_draft_tokens: int = 48,
         draft_model: str | None = None,
         attention_backend: str = "auto",
         flashinfer_kernels: str = "auto",

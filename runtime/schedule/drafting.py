@@ -24,19 +24,26 @@ def add_drafts(
         most_rows: tokens that the step may have, drafted ones included.
         branches: whether a draft may have branches; else its likeliest path is taken.
     """
+    decoding = [
+        chunk
+        for chunk in schedule.chunks
+        if chunk.decode and not chunk.sequence.request.beam_search
+    ]
+    if not decoding:
+        return
+    if speculation.skips(len(decoding)):
+        schedule.asked = len(decoding)
+        return
     rows = schedule.rows()
     budget = most_rows - rows
     chunks, asked = [], []
-    for chunk in schedule.chunks:
+    for chunk in decoding:
         sequence = chunk.sequence
-        request = sequence.request
-        if not chunk.decode or request.beam_search:
-            continue
         most = min(
             budget,
             MOST_DRAFTED,
             # The last token needs no row.
-            request.max_length - len(sequence.tokens) - 1,
+            sequence.request.max_length - len(sequence.tokens) - 1,
             paging.room_for_drafts(sequence),
         )
         if most > 0:

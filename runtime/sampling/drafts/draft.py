@@ -99,6 +99,13 @@ class Speculation(Protocol):
     """What the step asks for drafts, for all of its sequences together: rows cost the more, the
     more of them a step has. Called by the engine's thread."""
 
+    def skips(self, sequences: int) -> bool:
+        """Whether a step, in which so many sequences decode, goes without drafts unseen.
+
+        If so, `propose` is not called for it; `stepped` is.
+        """
+        ...
+
     def propose(self, sequences: Seq[tuple[Sequence, int]], rows: int) -> list[Draft]:
         """A draft for each sequence that decodes in a step, `NOTHING` where none pays.
 

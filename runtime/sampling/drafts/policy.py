@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coppice.runtime.requests.request import Sequence
+from coppice.runtime.sampling.drafts.budget import AskingBudget
 from coppice.runtime.sampling.drafts.costs import StepCosts
 from coppice.runtime.sampling.drafts.counts import SpeculationCounts
 from coppice.runtime.sampling.drafts.draft import NOTHING, Draft, DraftToken
@@ -29,10 +30,9 @@ _SPARE = 4  # times the tokens that each would get of a step's, if all got as ma
 _LEAST = 0.02  # tokens less likely than this are not drafted
 _PLAIN = 128  # steps with drafts after which one has none, so that its time stays known
 _LEFT_OUT = -2  # in place of a token's index
-_CHEAP = 0.003  # of a token's time: asking takes less, and need not be put off
 _LONGEST_WAIT = 64  # steps until a sequence is asked again whose text nothing foretells
 _LONGEST_PAUSE = 24  # the same where something is foretold, and does not pay
-_ASKED = 0.005  # of a token's time: what asking may take where what is foretold does not pay
+_COSTLY = 4  # steps for which nothing is asked where no draft could pay
 
 
 class _Node(NamedTuple):
@@ -48,13 +48,14 @@ class _Node(NamedTuple):
 class _State:
     """What the policy knows about one sequence."""
 
-    __slots__ = ("added", "kinds", "luck", "next", "unpaid", "useless", "worth")
+    __slots__ = ("added", "kinds", "luck", "next", "pays", "unpaid", "useless", "worth")
 
     def __init__(self) -> None:
         self.luck = Luck()
         self.useless = 0  # times in a row that it was asked, and got nothing
         self.unpaid = 0  # times in a row that it got proposals, and none was taken
         self.next = 0  # the step in which it is asked again
+        self.pays = False  # whether something was taken of what it got last
         self.kinds: dict[tuple[int, int], _Node] = {}  # of its draft, by depth and token
         self.added = 0.0  # seconds that each token of its draft adds to its step
         self.worth = 0.0  # seconds that each accepted one saves
@@ -78,6 +79,7 @@ class TreeSpeculation:
     ) -> None:
         """`most` is the greatest number of tokens of a sequence's draft."""
         self.costs = StepCosts()
+        self.budget = AskingBudget()
         self.counts = SpeculationCounts()
         self.model: ModelDrafts | None = None
         self._modelling = 0.0  # seconds of this step that the draft model took
@@ -86,11 +88,10 @@ class TreeSpeculation:
         self._clock = clock
         self._trust = Trust()
         self._states: dict[Sequence, _State] = {}
-        self._asking = 50e-6  # seconds that it takes to ask for a sequence's draft
         self._limits: dict[int, tuple[np.ndarray, int]] = {}  # `_paying`, and of which curve
         self._drafting = 0  # steps with drafts since one without
         self._step = 0  # number of the step that asks
-        # The step in which one of these sequences is asked again, and how many they are.
+        # The step in which one of so many sequences is asked again.
         self._quiet = 0, 0
 
     def use_model(self, network: DraftNetwork, *, share: float, stretch: float = 1.0) -> None:
@@ -99,12 +100,18 @@ class TreeSpeculation:
             network, self._trust, share=share, stretch=stretch, clock=self._clock
         )
 
+    def skips(self, sequences: int) -> bool:
+        """As `Speculation.skips`."""
+        skipped = self._step + 1 < self._quiet[0] and sequences == self._quiet[1]
+        if skipped:
+            self._step += 1
+            self._modelling = 0.0
+        return skipped
+
     def propose(self, sequences: Seq[tuple[Sequence, int]], rows: int) -> list[Draft]:
         """As `Speculation.propose`. O(sequences * tokens of their drafts)."""
         nothing = [NOTHING] * len(sequences)
         self._step += 1
-        if self._step < self._quiet[0] and len(sequences) == self._quiet[1]:
-            return nothing
         self._modelling = 0.0
         base = len(sequences) + rows
         curve = self.costs.curve(base)
@@ -113,29 +120,71 @@ class TreeSpeculation:
             return nothing
         most = min(self._paying(curve, base), sum(min(each, self._most) for _, each in sequences))
         if most < 1:
+            self._quiet = self._step + _COSTLY, len(sequences)
+            return nothing
+        begun = self._clock()
+        states = [self._state(sequence) for sequence, _ in sequences]
+        asked, doubtful = self._choose(states)
+        if not asked and self.model is None:
+            self._rest(states, float(curve[0]))
             return nothing
         each_most = min(self._most, max(_FEW, _SPARE * most // len(sequences)))
-        begun, asked = self._clock(), 0
-        nodes: list[list[_Node]] = []
-        for sequence, room in sequences:
-            state = self._states.get(sequence)
-            if state is None:
-                state = self._states[sequence] = _State()
-            if self._step < state.next:
-                nodes.append([])
-                continue
-            asked += 1
-            made = self._nodes(sequence, state, min(room, each_most))
-            self._bide(state, made, curve[0] / base)
-            nodes.append(made)
-        if not asked and self.model is None:
-            self._rest(sequences)
-            return nothing
-        if asked:  # the first time a whole prompt is entered, which is not the rule
-            took = min((self._clock() - begun) / asked, 2 * self._asking)
-            self._asking += 0.1 * (took - self._asking)
+        nodes: list[list[_Node]] = [[] for _ in sequences]
+        for number in asked:
+            sequence, room = sequences[number]
+            nodes[number] = self._nodes(sequence, states[number], min(room, each_most))
+            self._bide(states[number], nodes[number], curve[0] / base)
         if self.model is not None:
             self._ask_model(self.model, sequences, nodes, curve, base, most)
+        taken = self._take(sequences, nodes, curve, base, most)
+        self._pause([(states[number], nodes[number], taken[number]) for number in asked])
+        count = sum(map(len, taken))
+        if asked:
+            seconds = self._clock() - begun - self._modelling
+            self.budget.asked(len(asked), doubtful, seconds)
+        if not count:
+            if self.model is None:
+                self._rest(states, float(curve[0]))
+            return nothing
+        self._drafting += 1
+        added, worth = float(curve[count] - curve[0]) / count, float(curve[0]) / base
+        return [
+            self._draft(state, made, chosen, added, worth) if chosen else NOTHING
+            for state, made, chosen in zip(states, nodes, taken, strict=True)
+        ]
+
+    def _state(self, sequence: Sequence) -> _State:
+        state = self._states.get(sequence)
+        if state is None:
+            state = self._states[sequence] = _State()
+        return state
+
+    def _choose(self, states: Seq[_State]) -> tuple[list[int], int]:
+        """Whom to ask, and how many of them have to be paid by the budget.
+
+        Those whose last draft has paid are always asked; of the others those that have waited
+        longest, as many as may be.
+        """
+        due = [number for number, state in enumerate(states) if state.next <= self._step]
+        doubtful = [number for number in due if not states[number].pays]
+        allowed = self.budget.allowed
+        if len(doubtful) > allowed:
+            doubtful.sort(key=lambda number: states[number].next)
+            left_out = set(doubtful[allowed:])
+            due = [number for number in due if number not in left_out]
+            return due, allowed
+        return due, len(doubtful)
+
+    def _take(
+        self,
+        sequences: Seq[tuple[Sequence, int]],
+        nodes: list[list[_Node]],
+        curve: np.ndarray,
+        base: int,
+        most: int,
+    ) -> list[list[int]]:
+        """The nodes of each sequence, by index, that give the most tokens a second together."""
+        taken: list[list[int]] = [[] for _ in sequences]
         found: list[tuple[float, int, int]] = []
         for number, made in enumerate(nodes):
             mine = [(-each.chance, number, at) for at, each in enumerate(made)]
@@ -143,29 +192,17 @@ class TreeSpeculation:
             if len(mine) > room:  # of several sources together
                 mine = sorted(mine)[:room]
             found += mine
+        if not found:
+            return taken
         found.sort()
         del found[most:]
-        count = 0
-        if found:
-            chances = np.array([0.0, *(-chance for chance, _, _ in found)])
-            yields = (base + np.cumsum(chances)) * (curve[0] / base) / curve[: len(chances)]
-            count = int(yields.argmax())
-            if yields[count] < _GAIN:
-                count = 0
-        taken: list[list[int]] = [[] for _ in sequences]
-        for _, number, at in found[:count]:
-            taken[number].append(at)
-        self._pause(sequences, nodes, taken, curve[0] / base)
-        if not count:
-            if self.model is None:
-                self._rest(sequences)
-            return nothing
-        self._drafting += 1
-        added, worth = float(curve[count] - curve[0]) / count, float(curve[0]) / base
-        return [
-            self._draft(sequence, made, chosen, added, worth) if chosen else NOTHING
-            for (sequence, _), made, chosen in zip(sequences, nodes, taken, strict=True)
-        ]
+        chances = np.array([0.0, *(-chance for chance, _, _ in found)])
+        yields = (base + np.cumsum(chances)) * (curve[0] / base) / curve[: len(chances)]
+        count = int(yields.argmax())
+        if yields[count] >= _GAIN:
+            for _, number, at in found[:count]:
+                taken[number].append(at)
+        return taken
 
     def _paying(self, curve: np.ndarray, base: int) -> int:
         """The most drafted tokens that would pay if all were accepted; 0: none would."""
@@ -245,45 +282,36 @@ class TreeSpeculation:
     def _bide(self, state: _State, made: list[_Node], worth: float) -> None:
         """Lets a sequence wait that costs more time to ask than its drafts can save."""
         saves = sum(each.chance for each in made) * worth
-        if saves > 2 * self._asking or self._asking < _CHEAP * worth:
+        if saves > 2 * self.budget.each or not self.budget.scarce:
             state.useless = 0
         else:
             state.useless += 1
             state.next = self._step + min(1 << min(state.useless, 10), _LONGEST_WAIT)
 
-    def _pause(
-        self,
-        sequences: Seq[tuple[Sequence, int]],
-        nodes: list[list[_Node]],
-        taken: list[list[int]],
-        worth: float,
-    ) -> None:
-        """Asks sequences less often of whose proposals none was taken, if asking takes time."""
-        if self._asking < _CHEAP * worth:
-            return
-        longest = min(int(self._asking / (_ASKED * worth)) + 1, _LONGEST_PAUSE)
-        for (sequence, _), made, chosen in zip(sequences, nodes, taken, strict=True):
+    def _pause(self, asked: Seq[tuple[_State, list[_Node], list[int]]]) -> None:
+        """Lets sequences wait of whose proposals none was taken, if asking takes time."""
+        for state, made, chosen in asked:
+            state.pays = bool(chosen)
             if made:
-                state = self._states[sequence]
-                state.unpaid = 0 if chosen else state.unpaid + 1
+                state.unpaid = 0 if chosen or not self.budget.scarce else state.unpaid + 1
                 if state.unpaid > 1 and state.next <= self._step:
-                    state.next = self._step + min(1 << min(state.unpaid - 1, 10), longest)
+                    state.next = self._step + min(1 << min(state.unpaid - 1, 10), _LONGEST_PAUSE)
 
-    def _rest(self, sequences: Seq[tuple[Sequence, int]]) -> None:
-        """Notes until when none of these sequences is asked, if none ends before."""
-        states = self._states
-        self._quiet = min(states[sequence].next for sequence, _ in sequences), len(sequences)
+    def _rest(self, states: Seq[_State], seconds: float) -> None:
+        """Notes until when none of these is asked, if none ends before; a step takes `seconds`."""
+        begin = min(state.next for state in states)
+        lacking = self._step + self.budget.wait(len(states), seconds)
+        self._quiet = max(begin, lacking), len(states)
 
     def _draft(
         self,
-        sequence: Sequence,
+        state: _State,
         made: list[_Node],
         chosen: list[int],
         added: float,
         worth: float,
     ) -> Draft:
         """The draft of the nodes at the indices `chosen`, in which parents come first."""
-        state = self._states[sequence]
         state.added, state.worth = added, worth
         state.kinds = {}
         new: dict[int, tuple[int, int]] = {-1: (-1, 0)}
@@ -303,6 +331,7 @@ class TreeSpeculation:
         sequence.accepted += len(path)
         if state is None:
             return
+        self.budget.saved(len(path) * state.worth - len(draft) * state.added)
         accepted = set(path)
         depths: list[int] = []
         for index, each in enumerate(draft.tokens):
@@ -327,6 +356,7 @@ class TreeSpeculation:
         self.counts.rows += sequences
         seconds = max(seconds - self._modelling, 0.1 * seconds)
         self._modelling = 0.0
+        self.budget.stepped(seconds)
         self.costs.observe(sequences + rows, drafted, seconds)
 
     def forget(self) -> None:

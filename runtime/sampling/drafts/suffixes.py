@@ -15,7 +15,7 @@ from coppice.runtime.sampling.drafts.source import Proposed
 SOURCE = "text"
 """What reports call it: text of the request itself, and of others of its namespace."""
 
-DEEPEST = 32
+DEEPEST = 48
 """Tokens of a path; there are more of them in the next step."""
 
 _LENGTHS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # equal tokens from which others are as likely

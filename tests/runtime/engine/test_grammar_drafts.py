@@ -147,6 +147,9 @@ def test_it_proposes_what_is_forced_and_no_more(checkpoint: Path) -> None:
     class Noting:
         """Asks the source, and drafts nothing."""
 
+        def skips(self, sequences: int) -> bool:
+            return False
+
         def propose(self, sequences: Any, rows: int) -> Any:
             for sequence, _ in sequences:
                 made = source.propose(sequence, 4)

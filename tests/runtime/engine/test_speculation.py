@@ -169,6 +169,9 @@ class Fixed:
         self.paths = []
         self.over = 0
 
+    def skips(self, sequences):
+        return False
+
     def propose(self, sequences, rows):
         self.asked.append([most for _, most in sequences])
         return [self.draft if most >= len(self.draft) else NOTHING for _, most in sequences]

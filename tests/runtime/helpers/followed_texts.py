@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from coppice.runtime.requests.request import Request, Sequence, Status
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.sampling.drafts.draft import NOTHING
 from coppice.runtime.sampling.drafts.policy import TreeSpeculation
 
 Text = tuple[list[int], list[int]]
@@ -74,7 +75,9 @@ class FollowedTexts:
         asked = [each for each in asked if each[1] > 0]
         others = len(running) - len(asked)
         begun = self._clock()
-        drafts = self.speculation.propose(asked, others) if asked else []
+        drafts = [NOTHING] * len(asked)
+        if asked and not self.speculation.skips(len(asked)):
+            drafts = self.speculation.propose(asked, others)
         given = dict(zip((s for s, _ in asked), drafts, strict=True))
         drafted = sum(map(len, drafts))
         seconds = self.seconds(len(running), drafted) + self._clock() - begun

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.sampling.drafts.budget import AskingBudget
 
 
 class FreeRows:
@@ -27,9 +28,17 @@ class FreePasses:
         return 0.01, 0.0001
 
 
+class FreeAsking(AskingBudget):
+    """Is never spent, however long it takes to ask."""
+
+    def asked(self, sequences: int, doubtful: int, seconds: float) -> None: ...
+    def saved(self, seconds: float) -> None: ...
+
+
 def make_free(engine: Engine) -> None:
     """Has an engine draft as if rows and passes were free."""
     if engine.drafts is not None:
         engine.drafts.costs = FreeRows()  # type: ignore[assignment]
+        engine.drafts.budget = FreeAsking()
         if engine.drafts.model is not None:
             engine.drafts.model.passes = FreePasses()  # type: ignore[assignment]

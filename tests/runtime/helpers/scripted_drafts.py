@@ -41,6 +41,10 @@ class ScriptedDrafts:
         self._asked: dict[Sequence, int] = {}
         self._over: set[Sequence] = set()
 
+    def skips(self, sequences: int) -> bool:
+        assert sequences > 0
+        return False
+
     def propose(self, sequences: Seq[tuple[Sequence, int]], rows: int) -> list[Draft]:
         assert rows >= 0
         self._asked = dict(sequences)

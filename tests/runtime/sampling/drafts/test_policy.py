@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from array import array
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 from followed_texts import FollowedTexts, all_rows_alike, weights_once
 
 from coppice.radix.mirror.suffixes.index import SuffixIndex
+from coppice.runtime.requests.request import Request, Sequence
+from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling.drafts.policy import TreeSpeculation
 from coppice.runtime.sampling.drafts.predicted import PredictedDrafts
 from coppice.runtime.sampling.drafts.source import Proposed
@@ -75,34 +79,60 @@ def test_it_shrinks_to_nothing_where_a_row_costs_what_a_token_is_worth(batch: in
     assert sum(last) < 0.5 * sum(first), (sum(first), sum(last))
 
 
-@pytest.mark.parametrize(("row", "often"), [(0.3, False), (0.01, True)])
-def test_a_sequence_whose_proposals_do_not_pay_is_asked_less_often(row: float, often: bool) -> None:
-    asked = 0
+class Doubtful:
+    """Proposes one token that is as likely as not, and takes its time."""
 
-    class Doubtful:
-        """Proposes one token that is as likely as not, and takes its time."""
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.asked: Counter[object] = Counter()
 
-        def propose(self, sequence: object, most: int) -> list[Proposed]:
-            nonlocal asked
-            asked += 1
-            now[0] += 0.01
-            return [Proposed(7, -1, ("doubtful", 0), 0.5)]
+    def propose(self, sequence: object, most: int) -> list[Proposed]:
+        self.asked[sequence] += 1
+        self.now += 0.01
+        return [Proposed(7, -1, ("doubtful", 0), 0.5)]
 
-        def forget(self) -> None: ...
-        def forget_adapter(self, identity: str, mark: int | None) -> None: ...
-        def ended(self, sequence: object) -> None: ...
+    def forget(self) -> None: ...
+    def forget_adapter(self, identity: str, mark: int | None) -> None: ...
+    def ended(self, sequence: object) -> None: ...
 
-    now = [0.0]
-    speculation = TreeSpeculation([Doubtful()], 4, clock=lambda: now[0])
-    sequences: list[Any] = [(object(), 4) for _ in range(2)]
+
+def _request(number: int) -> Request:
+    return Request(str(number), array("i", [1]), SamplingParams(), None, number, 0, 99)
+
+
+def asked_in(steps: int, row: float) -> tuple[Counter[object], float]:
+    """How often each of four sequences is asked in steps of a second, to which a drafted token
+    adds `row`, and the seconds that asking takes."""
+    source = Doubtful()
+    speculation = TreeSpeculation([source], 4, clock=lambda: source.now)
+    sequences: list[Any] = [(Sequence(_request(number)), 4) for number in range(4)]
     for _ in range(4):
-        speculation.costs.observe(2, 0, 1.0)
+        speculation.costs.observe(4, 0, 1.0)
         for drafted in (1, 2, 3, 4):
-            speculation.costs.observe(2, drafted, 1.0 + row * drafted)
-    for _ in range(100):
-        speculation.propose(sequences, 0)
-    assert (asked > 150) == often
-    assert asked > 40  # and is not forgotten
+            speculation.costs.observe(4, drafted, 1.0 + row * drafted)
+    for _ in range(steps):
+        drafted = 0
+        if not speculation.skips(4):
+            for (sequence, _), draft in zip(
+                sequences, speculation.propose(sequences, 0), strict=True
+            ):
+                drafted += len(draft)
+                if draft:
+                    speculation.verified(sequence, draft, [0])
+        speculation.stepped(4, drafted, 0, 1.0 + row * drafted)
+    return source.asked, source.now
+
+
+def test_asking_for_drafts_that_do_not_pay_takes_a_small_share_of_the_time() -> None:
+    asked, seconds = asked_in(4000, row=0.3)
+    assert 0.002 * 4000 < seconds < 0.006 * 4000
+    # Nobody is forgotten, or asked more than others.
+    assert len(asked) == 4 and max(asked.values()) < 1.5 * min(asked.values())
+
+
+def test_sequences_whose_drafts_pay_are_asked_in_each_step() -> None:
+    asked, _ = asked_in(400, row=0.01)
+    assert len(asked) == 4 and min(asked.values()) > 350
 
 
 def test_a_batch_gets_fewer_tokens_each_than_one_sequence() -> None:
