@@ -143,7 +143,7 @@ class EngineConfig:
         None,
         f"whether steps verify drafts of several tokens: {', '.join(SPECULATIONS)}; auto makes as "
         "many as pay, from earlier text, predictions of requests and grammars, and changes no "
-        "text; default: auto with a draft model, else off",
+        "text; default: auto with a draft model, and on a CPU without async_scheduling, else off",
     )
     max_draft_tokens: int = _option(
         48, f"most drafted tokens of a sequence in one step; at most {MOST_DRAFTED}"
@@ -299,11 +299,13 @@ class EngineConfig:
                 "have shapes that depend on all of its requests"
             )
 
-    @property
-    def makes_drafts(self) -> bool:
-        """Whether steps verify drafts of several tokens."""
+    def makes_drafts(self, *, on_gpu: bool) -> bool:
+        """Whether steps verify drafts of several tokens, by the device that the model is on.
+
+        Where steps overlap, drafts cost the time of the host's work: there they are asked for.
+        """
         if self.speculation is None:
-            return self.draft_model is not None
+            return self.draft_model is not None or not (on_gpu or self.async_scheduling)
         return self.speculation != "off"
 
     def _check_draft_model(self) -> None:

@@ -157,7 +157,8 @@ class Configured(ABC):
             shared_cache_dtype: type of the KV in that server, as of disk_cache_dtype.
             speculation: whether steps verify drafts of several tokens: auto, off; auto makes as
                 many as pay, from earlier text, predictions of requests and grammars, and changes
-                no text; default: auto with a draft model, else off.
+                no text; default: auto with a draft model, and on a CPU without async_scheduling,
+                else off.
             max_draft_tokens: most drafted tokens of a sequence in one step; at most 62.
             draft_model: small model of the same vocabulary that proposes drafts, too: a folder or a
                 hub id; it takes a part of the KV cache's memory; default: none.

@@ -34,7 +34,7 @@ class Drafting:
     def start(self, runner: ModelRunner) -> None:
         """Makes the drafts of the model that `runner` has, and the draft model's cache."""
         config = self._config
-        if not config.makes_drafts:
+        if not config.makes_drafts(on_gpu=runner.device.type == "cuda"):
             return
         tokens = runner.num_pages * config.page_size
         speculation = make_speculation(tokens, config.max_draft_tokens)

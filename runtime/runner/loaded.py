@@ -210,7 +210,7 @@ class LoadedModel:
     def warm_up(self) -> None:
         """Runs every kind of step once; see `runner.warm_up`."""
         config = self._config
-        drafts = config.makes_drafts and self.attention.branches
+        drafts = config.makes_drafts(on_gpu=self.device.type == "cuda") and self.attention.branches
         self.attention.copy_pages(self.kv_cache, [0], [self.num_pages])
         steps = one_page_steps(
             self.decoder, self.attention, self.kv_cache, self.page_size, self.num_pages, self.device

@@ -27,7 +27,8 @@ from coppice.runtime.requests.request import DeviceLost, QueueFull, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-ENDLESS = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
+# Drafts of what is drawn so freely are not accepted: each token takes a step.
+ENDLESS = SamplingParams(temperature=2, max_tokens=480, ignore_eos=True)
 
 
 def config(checkpoint: Path) -> EngineConfig:

@@ -17,7 +17,8 @@ from coppice.frontend.errors import EngineStopped
 from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+# Drafts of what is drawn so freely are not accepted: each token takes a step.
+LONG = SamplingParams(temperature=2.0, max_tokens=400, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "Where is the key?"}]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

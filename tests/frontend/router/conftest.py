@@ -22,7 +22,8 @@ def replica(checkpoint: Path) -> Callable[..., LiveReplica]:
     made: list[LiveReplica] = []
 
     def make(checkpoint: Path = checkpoint, **options: object) -> LiveReplica:
-        limits = {"kv_cache_tokens": 4096, "max_num_seqs": 8} | options
+        # Drafts would end texts that are to be running when a replica ends.
+        limits = {"kv_cache_tokens": 4096, "max_num_seqs": 8, "speculation": "off"} | options
         made.append(LiveReplica(TextEngine.load(EngineConfig(str(checkpoint), **limits))))  # type: ignore[arg-type]
         return made[-1]
 

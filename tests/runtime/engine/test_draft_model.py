@@ -432,14 +432,17 @@ def test_tokens_that_the_draft_model_lacks_are_not_asked_about(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, False),
-        ({"draft_model": "d"}, True),
-        ({"speculation": "auto"}, True),
-        ({"speculation": "off"}, False),
+        ({}, (True, False)),
+        ({"async_scheduling": True}, (False, False)),
+        ({"draft_model": "d"}, (True, True)),
+        ({"speculation": "auto"}, (True, True)),
+        ({"speculation": "off"}, (False, False)),
     ],
 )
-def test_drafts_are_made_where_they_are_asked_for(options: dict[str, Any], expected: bool) -> None:
-    assert EngineConfig(model="m", **options).makes_drafts is expected
+def test_where_drafts_are_made(options: dict[str, Any], expected: tuple[bool, bool]) -> None:
+    """On a CPU and on a GPU."""
+    config = EngineConfig(model="m", **options)
+    assert (config.makes_drafts(on_gpu=False), config.makes_drafts(on_gpu=True)) == expected
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,11 @@ async def complete(session: aiohttp.ClientSession, url: str, prompt: str, **more
 async def streamed(
     session: aiohttp.ClientSession, url: str, prompt: str, begun: list[str] | None = None
 ) -> str:
-    """The last line of a long stream; its prompt is put into `begun` at its first line."""
-    body = {"prompt": prompt, "max_tokens": 400, "temperature": 0, "stream": True}
+    """The last line of a long stream, which no draft shortens.
+
+    Its prompt is put into `begun` at its first line.
+    """
+    body = {"prompt": prompt, "max_tokens": 400, "temperature": 2, "stream": True}
     body |= {"ignore_eos": True}
     last = ""
     async with session.post(f"{url}/v1/completions", json=body) as response:
