@@ -9,7 +9,7 @@ import numpy as np
 # Numbers of drafted tokens whose steps are told apart; others count as the nearest of these. There
 # are few, so lists take less time than arrays.
 _GRID = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_STEPS = 3  # of the grid that are tried beyond what was seen
+_STEPS = 4  # of the grid that are tried beyond what was seen
 _LEAST = 0.1  # weight of a new step beside all earlier ones of its kind
 _OFTEN = 8  # steps after which what is known well is computed anew
 _KEPT = 0.998  # of the weight of what was seen when something else is seen
