@@ -100,6 +100,7 @@ class Followed:
         # A logits processor would do the same by rules, which drafts verify row by row.
         steps, eos = engine._steps, engine.model_config.eos_token_ids
         steps._sampler = _GivenTokens(eos, answers)
+        steps._path_sampler = _GivenTokens(eos, answers)  # of drafts whose rules need each token
         self._waiting = list(enumerate(texts))[::-1]
         self._running: dict[str, int] = {}  # tokens that are left of each
         self._unbegun: set[str] = set()  # those without a token
