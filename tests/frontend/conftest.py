@@ -145,11 +145,15 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 
 @pytest.fixture
 def text_engine(checkpoint: Path) -> TextEngine:
-    """A real engine over the tiny checkpoint, with a small cache of its own."""
+    """A real engine over the tiny checkpoint, with a small cache of its own.
+
+    Without drafts: with them a text that a grammar dictates comes in one piece, and a long one ends
+    before it can be interrupted. They have tests of their own.
+    """
     from coppice.frontend.text.engine import TextEngine
 
     return TextEngine.load(
-        EngineConfig(model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8)
+        EngineConfig(model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8, speculation="off")
     )
 
 
@@ -464,7 +468,9 @@ def tool_server(tool_checkpoint: Path, live_server: type[LiveServer]) -> Iterato
     """A server over the checkpoint that knows tools; at the end nothing may run or be held."""
     from coppice.frontend.text.engine import TextEngine
 
-    config = EngineConfig(model=str(tool_checkpoint), kv_cache_tokens=16384, max_num_seqs=8)
+    config = EngineConfig(
+        model=str(tool_checkpoint), kv_cache_tokens=16384, max_num_seqs=8, speculation="off"
+    )
     server = live_server(TextEngine.load(config))
     yield server
     server.until_idle()

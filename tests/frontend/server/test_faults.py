@@ -73,7 +73,9 @@ async def test_an_engine_that_is_killed(
     checkpoint: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "FIRST_PAUSE", 0.3)
-    config = EngineConfig(model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8)
+    config = EngineConfig(
+        model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8, speculation="off"
+    )
     async with client_of(EngineClient(partial(EngineProcess, config), tokenizer)) as client:
         process: Any = client.engine._engine
         running = [asyncio.create_task(client.post(ENDLESS)) for _ in range(3)]

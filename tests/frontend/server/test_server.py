@@ -96,7 +96,9 @@ async def client(text_engine: TextEngine, engine_client: Start) -> AsyncIterator
 @pytest.fixture(scope="module")
 def refusing(checkpoint: Path, live_server: type[LiveServer]) -> Iterator[httpx.Client]:
     """A client of one server for many requests; at the end nothing may run or be held."""
-    config = EngineConfig(model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8)
+    config = EngineConfig(
+        model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8, speculation="off"
+    )
     server = live_server(TextEngine.load(config))
     headers = {"Content-Type": "application/json"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:

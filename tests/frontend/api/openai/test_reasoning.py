@@ -215,7 +215,9 @@ def http(
 ) -> Iterator[tuple[httpx.Client, Dialect]]:
     from coppice.frontend.text.engine import TextEngine
 
-    config = EngineConfig(model=str(reasoning_checkpoint), kv_cache_tokens=8192, max_num_seqs=8)
+    config = EngineConfig(
+        model=str(reasoning_checkpoint), kv_cache_tokens=8192, max_num_seqs=8, speculation="off"
+    )
     server = live_server(TextEngine.load(config))
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client, Dialect.of(server.text_engine.tokenizer)

@@ -280,7 +280,9 @@ def llama(
     """A server that knows from the template how the model writes calls."""
     from coppice.frontend.text.engine import TextEngine
 
-    config = EngineConfig(model=str(llama_tool_checkpoint), kv_cache_tokens=16384, max_num_seqs=8)
+    config = EngineConfig(
+        model=str(llama_tool_checkpoint), kv_cache_tokens=16384, max_num_seqs=8, speculation="off"
+    )
     server = live_server(TextEngine.load(config))
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client, server
