@@ -7,6 +7,7 @@ import math
 _OF_STEPS = 0.005  # of the time of all steps
 _OF_SAVED = 0.2  # of the time that drafts have saved: where they pay it is worth looking for more
 _MOST = 64  # sequences for which it is saved up
+_LEAST = 1e-6  # seconds that to ask for one sequence's draft is supposed to take at least
 _AT_ONCE = 4  # sequences that it waits for: to look at all of them takes as long as asking a few
 
 
@@ -33,7 +34,7 @@ class AskingBudget:
 
     @property
     def scarce(self) -> bool:
-        """Whether so little is left that sequences have to wait for each other."""
+        """Whether so little is left that sequences that were asked in vain have to wait."""
         return self._seconds < _MOST / 2 * self.each
 
     def stepped(self, seconds: float) -> None:
@@ -55,7 +56,7 @@ class AskingBudget:
         the rule, so no time counts as more than twice the usual one.
         """
         took = min(seconds / sequences, 2 * self.each)
-        self.each += 0.1 * (took - self.each)
+        self.each = max(self.each + 0.1 * (took - self.each), _LEAST)
         self._seconds -= took * doubtful
 
     def wait(self, sequences: int, seconds: float) -> int:
