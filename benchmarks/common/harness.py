@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# Those that products are made of, from the widest on; what an x86 processor's rows depend on.
+_INSTRUCTIONS = ("amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2")
+
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """An argument parser with `--json FILE` and `--quick`."""
@@ -47,14 +50,18 @@ class Rows:
 
 
 def processor() -> dict[str, Any]:
-    """The processor, the cores that this process may use, and Python's version; without torch."""
-    name = platform.processor() or platform.machine()
+    """The processor, its widest instructions, the cores of this process, and Python's version."""
+    name, flags = platform.processor() or platform.machine(), set[str]()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             name = line.split(":", 1)[1].strip()
+        elif line.startswith("flags"):
+            flags.update(line.split())
             break
+    widest = next(filter(flags.__contains__, _INSTRUCTIONS), None)
     return {
         "cpu": name,
+        **({} if widest is None else {"instructions": widest}),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
     }

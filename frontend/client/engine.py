@@ -322,7 +322,7 @@ class EngineClient(EngineLifecycle):
         items: list[Item] = []
         patient = self._longest_delay > 0
         for row in rows:
-            if is_short(row) and self.texts.keep(*row[:3], patient=patient):
+            if is_short(row) and self.texts.keep(*row[:5], patient=patient):
                 continue
             output = step_output(row)
             name = output.request_id

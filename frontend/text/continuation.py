@@ -22,7 +22,7 @@ class Continuation:
         kept: tokens that wait to be decoded.
         held: text that waits to be handed out.
         cached_tokens: tokens of the prompt whose KV was reused; 0 before the first output.
-        drafted, accepted: tokens of its drafts, as far as the engine has told.
+        drafted, accepted: tokens of its drafts so far, and those that its text went on with.
         cached_by_tier: those from each tier; None without tiers.
         completion: the result, once it has ended.
     """
@@ -59,6 +59,8 @@ class Continuation:
             index=self.index,
             cached_tokens=self.cached_tokens,
             cached_by_tier=self.cached_by_tier,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
         )
         return delta if held is None else joined((held, delta))
 
@@ -70,8 +72,7 @@ class Continuation:
         new = [*self.kept, *step.new_token_ids]
         self.kept.clear()
         self.cached_tokens, self.cached_by_tier = step.cached_tokens, step.cached_by_tier
-        if step.drafted:
-            self.drafted, self.accepted = step.drafted, step.accepted
+        self.drafted, self.accepted = step.drafted, step.accepted
         logprobs = [] if step.logprobs is None else list(texts.logprobs(step.logprobs, new))
         silent = is_silent(step, self.params)
         if not logprobs and not self.params.stop_strings:
@@ -103,6 +104,8 @@ class Continuation:
             self.completion,
             cached_tokens=step.cached_tokens,
             cached_by_tier=step.cached_by_tier,
+            drafted_tokens=step.drafted,
+            accepted_tokens=step.accepted,
         )
         if self.held is not None:
             delta, self.held = joined((self.held, delta)), None

@@ -102,6 +102,7 @@ class TextDelta:
         best_so_far: of a beam search: its best sequence after the step, as a whole; after the next
             step it may be another one.
         cached_tokens, cached_by_tier: as in `RequestOutput`.
+        drafted_tokens, accepted_tokens: of the continuation so far, as in `RequestOutput`.
         prompt_logprobs: as in `RequestOutput`; with the request's first delta only.
     """
 
@@ -117,6 +118,8 @@ class TextDelta:
     cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cached_by_tier: dict[str, int] | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def is_plain(self) -> bool:

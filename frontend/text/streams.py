@@ -103,7 +103,16 @@ class Texts:
         """Forgets a request; False if it is unknown or has ended."""
         return self._running.pop(request_id, None) is not None
 
-    def keep(self, request_id: str, index: int, token_ids: Sequence[int], *, patient: bool) -> bool:
+    def keep(
+        self,
+        request_id: str,
+        index: int,
+        token_ids: Sequence[int],
+        drafted: int,
+        accepted: int,
+        *,
+        patient: bool,
+    ) -> bool:
         """Takes new tokens of a continuation that has not ended; False if they can't wait.
 
         They become part of its next delta, and cost next to nothing until then. They can't wait
@@ -122,6 +131,7 @@ class Texts:
         elif not continuation.kept:
             self._waiting[request_id, index] = running, continuation
         continuation.kept += token_ids
+        continuation.drafted, continuation.accepted = drafted, accepted
         return True
 
     def advance(self, step: StepOutput, *, patient: bool = False) -> tuple[TextDelta | None, bool]:

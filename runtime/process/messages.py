@@ -34,8 +34,8 @@ from coppice.runtime.requests.request import StepOutput
 # tokens of a sequence that continues: they are sent without the fields that are empty then.
 _FIELDS = [each.name for each in fields(StepOutput)]
 _whole_row = attrgetter(*_FIELDS)
-_SHORT = ("request_id", "index", "new_token_ids", "num_prompt_tokens", "cached_tokens",
-          "cached_by_tier")  # fmt: skip
+_SHORT = ("request_id", "index", "new_token_ids", "drafted", "accepted", "num_prompt_tokens",
+          "cached_tokens", "cached_by_tier")  # fmt: skip
 _short_row = attrgetter(*_SHORT)
 
 
@@ -122,13 +122,18 @@ def step_row(output: StepOutput) -> tuple[Any, ...]:
 
 
 def is_short(row: tuple[Any, ...]) -> bool:
-    """Whether a row has only the request, the sequence, its new tokens and counts of the prompt."""
+    """Whether a row has only the request, the sequence, its new tokens, and counts.
+
+    It begins with the arguments of `Texts.keep`.
+    """
     return len(row) == len(_SHORT)
 
 
 def step_output(row: tuple[Any, ...]) -> StepOutput:
     """The output that a row stands for."""
     if is_short(row):
-        request_id, index, tokens, *counts = row
-        return StepOutput(request_id, index, tokens, None, None, None, *counts)
+        request_id, index, tokens, drafted, accepted, *prompt = row
+        made = StepOutput(request_id, index, tokens, None, None, None, *prompt)
+        made.drafted, made.accepted = drafted, accepted
+        return made
     return StepOutput(*row)

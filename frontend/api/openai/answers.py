@@ -291,10 +291,12 @@ class UsageSoFar:
         self._prompt = sum(map(len, prompts))
         self._completion: dict[int, int] = {}  # tokens generated after each prompt
         self._cached: dict[int, tuple[int, dict[str, int] | None]] = {}
+        self._drafts: dict[tuple[int, int], tuple[int, int]] = {}  # of each choice
 
     def add(self, place: int, delta: TextDelta) -> None:
         """Adds a delta of the prompt at `place`."""
         self._cached[place] = delta.cached_tokens, delta.cached_by_tier
+        self._drafts[place, delta.index] = delta.drafted_tokens, delta.accepted_tokens
         before = self._completion.get(place, 0)
         self._completion[place] = (
             before + len(delta.new_token_ids) if delta.output is None else generated(delta.output)
@@ -304,7 +306,12 @@ class UsageSoFar:
         """The counts; cached tokens are known from the first piece of text on."""
         cached = sum(tokens for tokens, _ in self._cached.values())
         by_tier = summed(each for _, each in self._cached.values())
-        return _usage(Counts(self._prompt, cached, sum(self._completion.values()), by_tier))
+        counted = _usage(Counts(self._prompt, cached, sum(self._completion.values()), by_tier))
+        drafted = sum(each for each, _ in self._drafts.values())
+        accepted = sum(each for _, each in self._drafts.values())
+        if details := _draft_details(drafted, accepted):
+            counted["completion_tokens_details"] = details
+        return counted
 
 
 def usage(outputs: Sequence[RequestOutput], reading: Reading | None = None) -> dict[str, Any]:
@@ -316,13 +323,23 @@ def usage(outputs: Sequence[RequestOutput], reading: Reading | None = None) -> d
     counted = _usage(counts(outputs))
     reasoning = None if reading is None else reading.reasoning_tokens(outputs)
     details = {} if reasoning is None else {"reasoning_tokens": reasoning}
-    if drafted := sum(output.drafted_tokens for output in outputs):
-        accepted = sum(output.accepted_tokens for output in outputs)
-        details["accepted_prediction_tokens"] = accepted
-        details["rejected_prediction_tokens"] = drafted - accepted
+    details |= _draft_details(
+        sum(output.drafted_tokens for output in outputs),
+        sum(output.accepted_tokens for output in outputs),
+    )
     if details:
         counted["completion_tokens_details"] = details
     return counted
+
+
+def _draft_details(drafted: int, accepted: int) -> dict[str, int]:
+    """What became of drafts, as OpenAI names it; empty if there were none."""
+    if not drafted:
+        return {}
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": drafted - accepted,
+    }
 
 
 def _usage(size: Counts) -> dict[str, Any]:

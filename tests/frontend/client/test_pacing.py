@@ -138,7 +138,7 @@ def all_deltas(
             add(0, delta)
             row = step_row(output)
             for place, texts, patient in ((1, in_rounds, True), (2, whole, rng.random() < 0.5)):
-                if is_short(row) and texts.keep(*row[:3], patient=patient):
+                if is_short(row) and texts.keep(*row[:5], patient=patient):
                     continue
                 delta, again = texts.advance(step_output(row), patient=patient)
                 add(place, delta)

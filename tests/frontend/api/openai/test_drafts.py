@@ -78,15 +78,41 @@ def test_a_prediction_that_does_not_hold_changes_nothing(
             assert ask(drafting, prediction=wrong, **more)[0] == ask(plain, **more)[0]
 
 
+def stream(client: httpx.Client, **more: Any) -> list[dict[str, Any]]:
+    """The chunks of a chat; usage is asked for at the end at least."""
+    body = BODY | {"stream": True, "stream_options": {"include_usage": True}} | more
+    lines = client.post(CHAT, json=body).raise_for_status().text.split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
 def test_a_stream_counts_at_its_end(plain: httpx.Client, drafting: httpx.Client) -> None:
     text, _ = ask(plain)
-    body = BODY | {"stream": True, "stream_options": {"include_usage": True}}
-    body["prediction"] = {"type": "content", "content": text}
-    lines = drafting.post(CHAT, json=body).raise_for_status().text.split("\n\n")
-    *chunks, end = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    *chunks, end = stream(drafting, prediction={"type": "content", "content": text})
     pieces = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
     assert "".join(pieces) == text
     details = end["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 5
     # Several tokens of a step come in one piece.
     assert len(pieces) < 60
+
+
+def test_each_chunk_counts_if_asked(plain: httpx.Client, drafting: httpx.Client) -> None:
+    text, _ = ask(plain, n=2)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    expected = {"type": "content", "content": text}
+    *chunks, end = stream(drafting, prediction=expected, n=2, stream_options=options)
+    counts = [chunk["usage"].get("completion_tokens_details", {}) for chunk in chunks]
+    accepted = [each.get("accepted_prediction_tokens", 0) for each in counts]
+    assert accepted[0] == 0
+    assert accepted == sorted(accepted)
+    assert len(set(accepted)) > 2
+    assert counts[-1] == end["usage"]["completion_tokens_details"]
+
+
+def test_a_text_that_a_stop_string_ends_counts(plain: httpx.Client, drafting: httpx.Client) -> None:
+    text, _ = ask(plain)
+    stop = text[len(text) // 2 :][:8]
+    expected = {"type": "content", "content": text}
+    found, details = ask(drafting, prediction=expected, stop=stop)
+    assert found == text[: text.index(stop)]
+    assert details["accepted_prediction_tokens"] > 5
