@@ -5,6 +5,7 @@ Usage:
         [--texts-only | --models-only]
         [--model S --model M] [--quantization none --quantization int8] [--batch 1 --batch 4 ...]
         [--passes N] [--texts N] [--longest N] [--cache DIR] [--draft-model] [--right 0.8 ...]
+        [--dtype float32] [--tensor-parallel-size N]
 
 A model with random weights is made to follow given texts: its logits are computed in full, then the
 given token is taken. So the cost of steps is real, and what is accepted is that of the texts
@@ -13,7 +14,9 @@ without take turns step by step, each at the same place of the texts: `gain` is 
 drafts over the time with them, the median (least to most) of several passes, and `decoding_gain`
 the same of the steps that compute no prompt. The engines change roles from pass to pass. Each pass
 begins with an index of no text and with what its engine has learned of its steps' time, and follows
-all texts of a workload, `batch` at a time.
+all texts of a workload, `batch` at a time. Answers are cut at `--longest` tokens; with several at a
+time each at another length from half of that on, so that they end in different steps with and
+without drafts.
 
 With `--draft-model` M is the model and S its draft model, which is made to foretell the texts, each
 token with a given chance (`--right 0.6 --right 0.8`): the cost of its passes is real, and what it
@@ -68,10 +71,12 @@ def without_model(rows: Rows, names: Seq[str], count: int, cache: Path) -> None:
 
 def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
     for model, quantization, right in product(args.model, args.quantization, args.right):
-        engines = [_engine(model, quantization, right, args.cache) for _ in range(2)]
+        engines = [_engine(model, quantization, right, args) for _ in range(2)]
         for batch, workload in product(args.batch, names):
             count = args.texts or max(8, _BATCHES * batch)
-            texts = texts_of(workload, max(count, batch), args.cache, args.longest)
+            # Were all answers as long, plain steps alone would always have full batches.
+            uneven = batch > 1
+            texts = texts_of(workload, max(count, batch), args.cache, args.longest, uneven=uneven)
             for engine in engines if right is not None else ():
                 guess(engine, texts, right)
             # Kernels are compiled, and steps begin to be known.
@@ -100,6 +105,7 @@ def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
                 workload=workload,
                 texts=len(texts),
                 longest=args.longest,
+                **({"cut": "uneven"} if uneven else {}),
                 passes=args.passes,
                 gain=spread([off.seconds / on.seconds for off, on in passes]),
                 decoding_gain=spread([off.decoding / on.decoding for off, on in passes]),
@@ -107,17 +113,22 @@ def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
                 accepted=round(counts["accepted"] / max(counts["drafted"], 1), 3),
                 drafted_a_step=round(counts["drafted"] / counts["rows"], 3),
                 **({} if right is None else {"draft_model": "S", "right": right}),
+                **({} if args.dtype == "float32" else {"dtype": args.dtype}),
+                **({} if args.tensor_parallel_size == 1 else {"ranks": args.tensor_parallel_size}),
                 machine=machine(),
             )
         for engine in engines:
             engine.close()
 
 
-def _engine(model: str, quantization: str, right: float | None, cache: Path) -> Engine:
+def _engine(model: str, quantization: str, right: float | None, args: Any) -> Engine:
     """`right` is the draft model's; None: there is none."""
+    cache = args.cache
     return Engine(
         EngineConfig(
             model=str(checkpoint(model, cache)),
+            dtype=args.dtype,
+            tensor_parallel_size=args.tensor_parallel_size,
             quantization=None if quantization == "none" else quantization,
             max_model_len=LENGTH,
             kv_cache_tokens=65_536,
@@ -149,6 +160,8 @@ def main() -> None:
     options.add_argument("--passes", type=int, default=4)
     options.add_argument("--texts", type=int, help="at least a batch; default: 8 or 4 batches")
     options.add_argument("--longest", type=int, default=LONGEST, help="tokens of an answer")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     options.add_argument("--cache", type=Path, default=CACHE)
     args = options.parse_args()
     if args.right and not args.draft_model:

@@ -51,6 +51,7 @@ _NGRAM = {
 }
 _LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
 _ONE = ("float32",)
+_WARM = 64  # tokens, in and out, before anything is measured: some engines learn what steps take
 
 #: Sides by name, Coppice first: of each engine the one without drafts, then those with them.
 KINDS = {
@@ -112,7 +113,7 @@ class Comparison:
                 side.prepare()
         with self._side(name) as side:
             self.versions[name] = side.start()
-            warm = Job(self.asked[self.args.workload[0]][0].prompt[:64], 8)
+            warm = Job(self.asked[self.args.workload[0]][0].prompt[:_WARM], _WARM)
             side.run([warm], fresh=True)
             for workload, asked in self.asked.items():
                 self._run(side, asked, self.found[workload, name])

@@ -26,24 +26,31 @@ class Text:
     schema: dict[str, Any] | None = None
 
 
-def texts_of(workload: str, count: int, cache: Path, longest: int = LONGEST) -> list[Text]:
+def texts_of(
+    workload: str, count: int, cache: Path, longest: int = LONGEST, *, uneven: bool = False
+) -> list[Text]:
     """The first `count` texts of a workload, answers of at most `longest` tokens.
 
-    Raises ValueError if it has fewer.
+    With `uneven` each is cut at another length, of at least half as many tokens. Raises ValueError
+    if it has fewer.
     """
+    rng = random.Random(7)
+    cuts = [rng.randint(longest // 2, longest) if uneven else longest for _ in range(count)]
     if workload == "random":
         rng = random.Random(5)
         drawn = [
             [array("i", (rng.randrange(3, VOCABULARY) for _ in range(length))) for length in RANDOM]
             for _ in range(count)
         ]
-        return [Text(prompt, answer[:longest]) for prompt, answer in drawn]
+        return [
+            Text(prompt, answer[:cut]) for (prompt, answer), cut in zip(drawn, cuts, strict=True)
+        ]
     tokenizer = trained(cache)
     return [
         Text(
             array("i", tokenizer.encode(turn.prompt).ids),
-            array("i", tokenizer.encode(turn.answer).ids[:longest]),
+            array("i", tokenizer.encode(turn.answer).ids[:cut]),
             turn.schema,
         )
-        for turn in WORKLOADS[workload](count)
+        for turn, cut in zip(WORKLOADS[workload](count), cuts, strict=True)
     ]

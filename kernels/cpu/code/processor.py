@@ -47,10 +47,16 @@ PATHS: dict[str, dict[str, tuple[str, ...]]] = {
         "amx": ("avx512vnni", "amx-tile", "amx-int8"),
         "avx512vnni": ("avx512vnni",),
         "avxvnni": ("avxvnni",),
+        "avx2": ("avx2",),
         "torch": (),
     },
     # Weights of 4 or 8 bits in groups with factors of float16, rows of 8 bits.
-    "int4": {"avx512vnni": ("avx512vnni",), "avxvnni": ("avxvnni", "f16c"), "torch": ()},
+    "int4": {
+        "avx512vnni": ("avx512vnni",),
+        "avxvnni": ("avxvnni", "f16c"),
+        "avx2": ("avx2", "fma", "f16c"),
+        "torch": (),
+    },
     # Weights of few rows: they come as they are read, or are fetched ahead by instructions.
     "memory": {"read": ("znver4",), "fetched": ()},
 }

@@ -78,7 +78,7 @@ class Int4Linear(Linear):
         return joined([part for _, part in sorted(self._parts.items())])
 
     def pack(self) -> None:
-        """Lays out the weight as our own product wants it, where the processor has VNNI.
+        """Lays out the weight as our own product wants it, where there is one.
 
         The weight itself is given up then. Call it when the weight is complete.
         """

@@ -8,9 +8,10 @@ import torch
 
 from coppice.kernels.cpu.code.processor import has_bfloat16
 from coppice.kernels.cpu.layer.matmul.float_products import float_kernels
+from coppice.kernels.cpu.layer.matmul.int8_products import panel_kernels
 from coppice.runtime.model.layers import Linear
 from coppice.runtime.model.linear.deterministic import SteadyLinear
-from coppice.runtime.model.linear.eight_bit import LEVELS, Fp8Linear, Int8Linear
+from coppice.runtime.model.linear.eight_bit import Fp8Linear, Int8Linear, check_plain_product
 from coppice.runtime.model.linear.grouped import Int4Linear
 from coppice.runtime.model.linear.sixteen_bit import BFloat16Linear, Float16Linear, HalfLinear
 
@@ -35,7 +36,7 @@ def linear_class(
 
     Raises ``ValueError`` that names the reason where the device, the type of the model or torch's
     product does not serve: ``int8``, and ``int4``, whose head is int8, need a CPU whose int8
-    products are exact (on those without VNNI sums of products can saturate); ``fp8`` needs a GPU
+    products are exact (where none is compiled, sums of torch's can saturate); ``fp8`` needs a GPU
     with products of 8-bit floats, and bfloat16.
     """
     if bfloat16:
@@ -61,7 +62,8 @@ def linear_class(
                 f"quantization {quantization!r} runs on a CPU only; device is {device}, which "
                 "takes 'fp8'"
             )
-        _check_int8_product()
+        if panel_kernels() is None:
+            check_plain_product()
         return Int8Linear if quantization == "int8" else Int4Linear
     _check_fp8_device(device)
     if dtype != torch.bfloat16:
@@ -83,23 +85,3 @@ def _check_fp8_device(device: torch.device) -> None:
             "quantization 'fp8' needs a GPU with products of 8-bit floats, of compute capability "
             f"8.9 or later; this one has {chip.major}.{chip.minor}"
         )
-
-
-def _check_int8_product() -> None:
-    """Refuse to run where the largest values that can occur do not multiply exactly."""
-    left = torch.full((3, 256), LEVELS, dtype=torch.int8)
-    left[1].neg_()
-    right = torch.full((32, 256), LEVELS, dtype=torch.int8)
-    right[::2].neg_()
-    expected = left.long() @ right.long().t()
-    for rows in (1, 3):
-        try:
-            product = torch._int_mm(left[:rows], right.t())
-        except (RuntimeError, AttributeError) as error:
-            raise ValueError(
-                f"quantization 'int8' needs torch's int8 matrix product, which fails here: {error}"
-            ) from error
-        if not torch.equal(product.long(), expected[:rows]):
-            raise ValueError(
-                "quantization 'int8' needs an exact int8 matrix product, and this CPU's saturates"
-            )

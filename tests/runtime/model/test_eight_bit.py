@@ -23,7 +23,7 @@ from coppice.kernels.cpu.layer.matmul.int8_products import panel_kernels
 from coppice.runtime.model import weights
 from coppice.runtime.model.config_file import load_model_config
 from coppice.runtime.model.layers import Linear
-from coppice.runtime.model.linear import eight_bit
+from coppice.runtime.model.linear import eight_bit, select
 from coppice.runtime.model.linear.eight_bit import Fp8Linear, Int8Linear
 from coppice.runtime.model.linear.select import linear_class
 from coppice.runtime.model.weights import load_decoder
@@ -53,7 +53,7 @@ KINDS = pytest.mark.parametrize(
         pytest.param(
             PackedInt8Linear,
             0.02,
-            marks=pytest.mark.skipif(panel_kernels() is None, reason="a processor without VNNI"),
+            marks=pytest.mark.skipif(panel_kernels() is None, reason="without VNNI and AVX2"),
         ),
         (Fp8Linear, 0.05),
     ],
@@ -220,7 +220,7 @@ def test_a_warm_request_gets_its_cold_tokens(
     assert make_report(engine).hit_tokens > 0
 
 
-@pytest.mark.skipif(panel_kernels() is None, reason="a processor without VNNI")
+@pytest.mark.skipif(panel_kernels() is None, reason="without VNNI and AVX2")
 @pytest.mark.parametrize("columns", [4, 40])
 @pytest.mark.parametrize("rows", [1, 47, 48, 49, 300])
 @pytest.mark.parametrize("tokens", [*range(1, 10), 700])
@@ -297,11 +297,33 @@ def test_the_product_on_a_gpu_takes_these_layouts(tokens: int) -> None:
     assert (out.device.type, out.dtype, out.shape) == ("cuda", torch.bfloat16, (tokens, 48))
 
 
-def test_refuses_a_machine_whose_product_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
+def _saturate(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: exact(a, b).clamp_(-(2**15), 2**15 - 1))
+
+
+def test_refuses_a_machine_whose_product_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
+    _saturate(monkeypatch)
+    monkeypatch.setattr(select, "panel_kernels", lambda: None)
     with pytest.raises(ValueError, match="this CPU's saturates"):
         linear_class("int8", CPU, torch.float32)
+
+
+@pytest.mark.skipif(panel_kernels() is None, reason="without VNNI and AVX2")
+def test_a_product_that_saturates_matters_only_where_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _saturate(monkeypatch)
+    kind = linear_class("int8", CPU, torch.float32)
+    for inputs in (8, 6):
+        linear = kind(inputs, 4, bias=False, dtype=torch.float32, device=CPU)
+        linear.fill_weight(0, torch.ones(4, inputs))
+        if inputs % 4 == 0:
+            linear.pack()
+            assert linear.packed is not None
+        else:
+            with pytest.raises(ValueError, match="this CPU's saturates"):
+                linear.pack()
 
 
 def test_refuses_a_torch_without_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,5 +331,6 @@ def test_refuses_a_torch_without_the_product(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("not implemented for 'Char'")
 
     monkeypatch.setattr(torch, "_int_mm", missing)
+    monkeypatch.setattr(select, "panel_kernels", lambda: None)
     with pytest.raises(ValueError, match="not implemented for 'Char'"):
         linear_class("int8", CPU, torch.float32)

@@ -45,7 +45,7 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "torch":
         monkeypatch.setattr(group_products, "group_kernels", lambda: None)
     elif group_products.group_kernels() is None:
-        pytest.skip("this processor has no VNNI")
+        pytest.skip("this processor has neither VNNI nor AVX2")
     return str(request.param)
 
 

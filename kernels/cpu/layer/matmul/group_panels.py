@@ -1,8 +1,8 @@
-"""Products of weights in groups by the processor's dot products of four bytes, panel by panel.
+"""Products of weights in groups by the processor's products of four bytes, panel by panel.
 
-As in ``int8_panels``, ``vpdpbusd`` multiplies four unsigned bytes with four signed ones in each
-lane, exactly. Here the weights are the unsigned side: levels of 4 bits, of which an instruction or
-two make bytes, or of 8 bits. Rows are rounded to 127 levels of the largest number of each chunk,
+As in ``int8_panels``, four unsigned bytes are multiplied with four signed ones in each lane,
+exactly. Here the weights are the unsigned side: levels of 4 bits, of which an instruction or two
+make bytes, or of 8 bits. Rows are rounded to 127 levels of the largest number of each chunk,
 which is a group of the weight or divides it. A chunk's int32 sum becomes a float32, is multiplied
 by the factors of the weight's group and of the row's chunk, and added; the offset of a group is
 added once for the sum of the row's levels in a chunk. Sums over chunks are in order, so a result
@@ -11,8 +11,8 @@ depends on its row and nothing else.
 A step of one sequence takes the time of reading its weights, and 4 bits with a factor and an offset
 of 16 bits for 32 are 5 bits, where int8 has 8.
 
-To import this module on a processor without VNNI is an ``ImportError``; ``level_numba`` has the
-call.
+To import this module on a processor with neither VNNI nor AVX2 is an ``ImportError``;
+``level_numba`` has the call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from llvmlite import ir
@@ -29,6 +28,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from coppice.kernels.cpu.code.calls import pointer
+from coppice.kernels.cpu.code.fours import MOST_SMALL, fours_of
 from coppice.kernels.cpu.code.kept import cfunc
 from coppice.kernels.cpu.code.memory import room_for
 from coppice.kernels.cpu.code.processor import compiled_path
@@ -36,8 +36,9 @@ from coppice.kernels.cpu.code.simd import FETCHED_FROM, ROWS, prefetch
 from coppice.kernels.cpu.layer.matmul.grouped import BLOCK, Grouped
 from coppice.kernels.cpu.layer.matmul.row_blocks import GROUPED, Panels
 
+_FOURS = fours_of(compiled_path("int4"))
 #: Lanes of int32 in a register.
-LANES = {"avx512vnni": 16, "avxvnni": 8}[compiled_path("int4")]
+LANES = _FOURS.lanes
 _WIDE = 3
 #: Outputs of a panel.
 PANEL = _WIDE * LANES
@@ -55,11 +56,11 @@ HEADER = 8
 # Numbers and addresses that ``run_panels`` is given.
 _FRAME = 10
 
-_BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_INT, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _INTS, _FLOATS = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
-# The type in which LLVM's function of the instruction takes the bytes.
-_BYTES = ir.VectorType(_BYTE, 4 * LANES) if llvm.llvm_version_info >= (21,) else _INTS
+# The products of a block are added in 16 bits where levels have 4 and none takes four bytes.
+assert BLOCK // 4 <= MOST_SMALL
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,9 +171,6 @@ def _multiply_panel(
             _, bits, levels, groups, grouped, blocks, weights, span, factors, offsets, following,
             step, peaks, stride, scales, bias, out, width,
         ) = arguments  # fmt: skip
-        kind = ir.FunctionType(_INTS, [_INTS, _BYTES, _BYTES])
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
-        multiply_in = cgutils.get_or_insert_function(b.module, kind, name)
         fused_kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
         fused = cgutils.get_or_insert_function(b.module, fused_kind, f"llvm.fma.v{LANES}f32")
         zeros, nothing = ir.Constant(_INTS, [0] * LANES), ir.Constant(_FLOATS, [0.0] * LANES)
@@ -202,14 +200,22 @@ def _multiply_panel(
             lines = -(-(BLOCK * size // 8 * PANEL + 4 * PANEL) // (_LINE * words))
             ahead = b.add(following, b.mul(block, step))
             here = b.add(levels, b.mul(block, _constant(BLOCK * many)))
+            small = size == 4 and not _FOURS.whole
+            nothing_small = ir.Constant(_FOURS.small_sums, [0] * (2 * LANES))
+            parts = [[nothing_small] * _WIDE for _ in range(many)]
 
             def add(four: int, vectors: list[Any]) -> None:
-                for row, mine in enumerate(sums):
+                made = [] if small else [_FOURS.unsigned(b, each) for each in vectors]
+                for row in range(many):
                     number = _load(b, here, 4 * (four * many + row), _INT, 4)
-                    other = b.bitcast(_splat(b, number, _INTS), _BYTES)
-                    for i, vector in enumerate(vectors):
-                        one = b.bitcast(vector, _BYTES)
-                        mine[i] = b.call(multiply_in, (mine[i], one, other))
+                    fours = _splat(b, number, _INTS)
+                    if small:
+                        for i, vector in enumerate(vectors):
+                            parts[row][i] = _FOURS.add_small(b, parts[row][i], vector, fours)
+                        continue
+                    other = _FOURS.signed(b, fours)
+                    for i, one in enumerate(made):
+                        sums[row][i] = _FOURS.add(b, sums[row][i], one, other)
 
             for word in range(words):
                 for i in range(lines):
@@ -223,6 +229,11 @@ def _multiply_panel(
                 else:
                     add(2 * word, [b.and_(each, low) for each in vectors])
                     add(2 * word + 1, [b.and_(b.lshr(each, half), low) for each in vectors])
+            if small:
+                for mine, part in zip(sums, parts, strict=True):
+                    mine[:] = [
+                        _FOURS.add_widened(b, *each) for each in zip(mine, part, strict=True)
+                    ]
 
         def add_chunk(
             chunk: Any, sums: list[list[Any]], scale: tuple[list[Any], list[Any]], totals: Any

@@ -1,4 +1,4 @@
-"""Products of weights in groups on a CPU: compiled where the processor has VNNI, else torch's.
+"""Products of weights in groups on a CPU: compiled where it has VNNI or AVX2, else torch's.
 
 torch's product decodes the weight each time: it is right and slow.
 """
@@ -28,7 +28,7 @@ _TOGETHER = 32
 def pack(weight: Grouped) -> PackedGroups | None:
     """A weight ``[N, K]`` in the layout of the compiled product, a copy, O(N K).
 
-    None without VNNI, without numba, and where ``BLOCK`` does not divide a group.
+    None without VNNI and AVX2, without numba, and where ``BLOCK`` does not divide a group.
     """
     panels = group_kernels()
     return None if panels is None else panels.pack(weight)

@@ -1,16 +1,17 @@
-"""Products of int8 weights by the processor's dot products of four bytes (VNNI), panel by panel.
+"""Products of int8 weights by the processor's products of four bytes (``fours``), panel by panel.
 
-``vpdpbusd`` multiplies four unsigned bytes with four signed ones in each lane and adds the four
-products to an int32: four times the multiplications of float32 in an instruction, exact. A weight
-is laid out in panels of ``PANEL`` outputs, four inputs of each side by side, so that a panel is
-read once, in order, for any number of rows. Up to ``ROWS`` rows, with their levels side by side by
+Four unsigned bytes are multiplied with four signed ones in each lane, and the products added to an
+int32: with VNNI four times the multiplications of float32 in an instruction, exact. A weight is
+laid out in panels of ``PANEL`` outputs, four inputs of each side by side, so that a panel is read
+once, in order, for any number of rows. Up to ``ROWS`` rows, with their levels side by side by
 fours (``row_blocks``), are multiplied at a time, with their sums in registers, while the next panel
 is prefetched (from ``FETCHED_FROM`` rows on). The levels are the unsigned side, with 128 added;
 what that adds to an output, 128 times the sum of its weights, lies at the end of the panel. With
 tiles (``tiles.levels``) only a few rows come here.
 
-A result depends on its row and nothing else. To import this module on a processor without VNNI is
-an ``ImportError``; ``level_numba`` has the call.
+A result depends on its row and nothing else, and is the same by all instructions. To import this
+module on a processor with neither VNNI nor AVX2 is an ``ImportError``; ``level_numba`` has the
+call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
@@ -26,6 +26,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from coppice.kernels.cpu.code.calls import pointer
+from coppice.kernels.cpu.code.fours import fours_of
 from coppice.kernels.cpu.code.kept import cfunc
 from coppice.kernels.cpu.code.memory import room_for
 from coppice.kernels.cpu.code.processor import compiled_path
@@ -33,8 +34,9 @@ from coppice.kernels.cpu.code.simd import FETCHED_FROM, ROWS, prefetch
 from coppice.kernels.cpu.layer.matmul.row_blocks import INT8, Panels, to_fetch
 from coppice.kernels.cpu.layer.matmul.tiles.levels import run_tiles
 
+_FOURS = fours_of(compiled_path("int8"))
 #: Lanes of int32 in a register.
-LANES = {"amx": 16, "avx512vnni": 16, "avxvnni": 8}[compiled_path("int8")]
+LANES = _FOURS.lanes
 _WIDE = 3
 #: Outputs of a panel.
 PANEL = _WIDE * LANES
@@ -44,10 +46,8 @@ _PARTS = -(-4 * PANEL // _LINE)
 # Numbers and addresses that ``run_panels`` is given.
 _FRAME = 10
 
-_BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_INT, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _INTS, _FLOATS = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
-# The type in which LLVM's function of the instruction takes the bytes.
-_BYTES = ir.VectorType(_BYTE, 4 * LANES) if llvm.llvm_version_info >= (21,) else _INTS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,9 +119,6 @@ def _multiply_panel(
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         _, levels, inner, weights, first, second, third, peaks, scales, bias, out, width = arguments
-        kind = ir.FunctionType(_INTS, [_INTS, _BYTES, _BYTES])
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
-        multiply_in = cgutils.get_or_insert_function(b.module, kind, name)
         zeros = ir.Constant(_INTS, [0] * LANES)
 
         def load(address: Any, offset: int, kind: Any) -> Any:
@@ -136,14 +133,14 @@ def _multiply_panel(
         sums = [[cgutils.alloca_once_value(b, zeros) for _ in range(_WIDE)] for _ in range(many)]
         with cgutils.for_range(b, b.lshr(inner, ir.Constant(_LONG, 2)), intp=_LONG) as loop:
             place = b.add(weights, b.mul(loop.index, ir.Constant(_LONG, 4 * PANEL)))
-            vectors = [b.bitcast(load(place, 4 * LANES * i, _INTS), _BYTES) for i in range(_WIDE)]
+            vectors = [_FOURS.signed(b, load(place, 4 * LANES * i, _INTS)) for i in range(_WIDE)]
             for ahead in (first, second, third) if many >= FETCHED_FROM else ():
                 prefetch(b, b.add(ahead, b.mul(loop.index, ir.Constant(_LONG, _LINE))))
             here = b.add(levels, b.mul(loop.index, ir.Constant(_LONG, 4 * many)))
             for row, mine in enumerate(sums):
-                four = b.bitcast(splat(load(here, 4 * row, _INT), _INTS), _BYTES)
+                four = _FOURS.unsigned(b, splat(load(here, 4 * row, _INT), _INTS))
                 for total, vector in zip(mine, vectors, strict=True):
-                    b.store(b.call(multiply_in, (b.load(total), four, vector)), total)
+                    b.store(_FOURS.add(b, b.load(total), four, vector), total)
         # Here and not in a loop of numba's, which takes longer than the products of 576 inputs.
         factors = [load(scales, 4 * LANES * i, _FLOATS) for i in range(_WIDE)]
         end = b.add(weights, b.mul(inner, ir.Constant(_LONG, PANEL)))

@@ -1,4 +1,4 @@
-"""Int8 products on a CPU: by a compiled kernel where the processor has VNNI, else by torch.
+"""Int8 products on a CPU: by a compiled kernel where it has VNNI or AVX2, else by torch.
 
 torch's product is ``torch._int_mm``, of oneDNN.
 """
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 def pack(weight: torch.Tensor) -> PackedInt8 | None:
     """An int8 weight ``[N, K]`` in the layout of the compiled product, a copy, O(N K).
 
-    None without VNNI, without numba, and where 4 does not divide K.
+    None without VNNI and AVX2, without numba, and where 4 does not divide K.
     """
     panels = panel_kernels()
     return None if panels is None else panels.pack(weight.numpy())
