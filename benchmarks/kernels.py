@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from common.harness import Rows, machine, parser
+from common.harness import Rows, compare, machine, parser, ratio_rows
 from coppice.kernels.cpu.code.threads import calm_waiting_threads
 
 # The engine leaves the environment alone if a wait policy of either OpenMP is set. This one is for
@@ -72,43 +72,6 @@ def _rows(quick: bool, outside: dict[str, str]) -> list[dict[str, Any]]:
     rows += _choice(32, 32_000, rounds)
     rows += _choice(8 if quick else 32, 151_936, rounds)
     rows += _steps(2 if quick else 5, outside)
-    return rows
-
-
-def _compare(
-    name: str, shape: dict[str, Any], ways: dict[str, Callable[[], Any]], rounds: int
-) -> list[dict[str, Any]]:
-    """Times the ways in turn, round after round; the first is the baseline."""
-    for way in ways.values():
-        way()
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, run in ways.items():
-            started = time.perf_counter()
-            run()
-            times[way].append(time.perf_counter() - started)
-    return _ratio_rows(name, shape, times)
-
-
-def _ratio_rows(
-    name: str, shape: dict[str, Any], times: dict[str, list[float]]
-) -> list[dict[str, Any]]:
-    baseline = next(iter(times))
-    rows = []
-    for way, measured in times.items():
-        ratios = sorted(b / t for b, t in zip(times[baseline], measured, strict=True))
-        rows.append(
-            {
-                "benchmark": name,
-                **shape,
-                "way": way,
-                "baseline": baseline,
-                "ratio": round(ratios[len(ratios) // 2], 3),
-                "ratio_low": round(ratios[len(ratios) // 10], 3),
-                "ratio_high": round(ratios[-1 - len(ratios) // 10], 3),
-                "times": {"best_ms": round(min(measured) * 1e3, 3)},
-            }
-        )
     return rows
 
 
@@ -229,7 +192,7 @@ def _shared_decode(
     a, b, c = (way() for way in ways.values())
     torch.testing.assert_close(b, c, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(a.transpose(1, 2).reshape(c.shape), c, rtol=1e-4, atol=1e-5)
-    return _compare("shared decode", shape, ways, rounds)
+    return compare("shared decode", shape, ways, rounds)
 
 
 def _plain_decode(
@@ -248,7 +211,7 @@ def _plain_decode(
         "pages in place": lambda: data.attend(data.plain),
         "sum of the keys and of the values": lambda: [cache.sum() for cache in data.caches],
     }
-    rows = _compare("plain decode", shape, ways, rounds)
+    rows = compare("plain decode", shape, ways, rounds)
     moved = sum(cache.nbytes for cache in data.caches)
     for row in rows:
         row["times"]["gb_per_s"] = round(moved / row["times"]["best_ms"] / 1e6, 2)
@@ -279,7 +242,7 @@ def _prefill(
     a, b = (way() for way in ways.values())
     torch.testing.assert_close(a[0].transpose(0, 1), b, rtol=1e-4, atol=1e-5)
     shape = {"rows": rows, "cached": cached, "heads": heads, "kv_heads": kv_heads, "head_dim": dim}
-    return _compare("prefill", shape, ways, max(3, rounds // 3))
+    return compare("prefill", shape, ways, max(3, rounds // 3))
 
 
 def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
@@ -323,7 +286,7 @@ def _stretch_rule(rounds: int, quick: bool) -> list[dict[str, Any]]:
                     "every sequence": partial(data.attend, data.plain),
                     "shared stretch once": partial(data.attend, data.tree),
                 }
-                rows += _compare("stretch rule", shape, ways, rounds)[1:]
+                rows += compare("stretch rule", shape, ways, rounds)[1:]
     return rows
 
 
@@ -369,7 +332,7 @@ def _choice(batch: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
             "compiled": lambda: choice.choose(logits, columns),
         }
         assert torch.equal(ways["compiled"](), by_halving())
-        rows += _compare("choice of tokens", shape, ways, rounds)
+        rows += compare("choice of tokens", shape, ways, rounds)
     return rows
 
 
@@ -381,7 +344,7 @@ def _steps(repeats: int, outside: dict[str, str]) -> list[dict[str, Any]]:
             times[name].append(
                 json.loads(_python([__file__, "--step", "40"], {**outside, **setting}))
             )
-    return _ratio_rows("step", {"rows": 32, "linear": "1024x4096", "context": 128}, times)
+    return ratio_rows("step", {"rows": 32, "linear": "1024x4096", "context": 128}, times)
 
 
 def _time_steps(rounds: int) -> float:

@@ -9,7 +9,8 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,41 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
         "median": round(statistics.median(values), digits),
         "max": round(max(values), digits),
     }
+
+
+def compare(
+    name: str, shape: dict[str, Any], ways: dict[str, Callable[[], Any]], rounds: int
+) -> list[dict[str, Any]]:
+    """Rows of ways that are timed in turn, round after round; the first is the baseline."""
+    for way in ways.values():
+        way()
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            started = time.perf_counter()
+            run()
+            times[way].append(time.perf_counter() - started)
+    return ratio_rows(name, shape, times)
+
+
+def ratio_rows(
+    name: str, shape: dict[str, Any], times: dict[str, list[float]]
+) -> list[dict[str, Any]]:
+    """Rows that say how many times faster each way is than the first one, from seconds by round."""
+    baseline = next(iter(times))
+    rows = []
+    for way, measured in times.items():
+        ratios = sorted(b / t for b, t in zip(times[baseline], measured, strict=True))
+        rows.append(
+            {
+                "benchmark": name,
+                **shape,
+                "way": way,
+                "baseline": baseline,
+                "ratio": round(ratios[len(ratios) // 2], 3),
+                "ratio_low": round(ratios[len(ratios) // 10], 3),
+                "ratio_high": round(ratios[-1 - len(ratios) // 10], 3),
+                "times": {"best_ms": round(min(measured) * 1e3, 3)},
+            }
+        )
+    return rows

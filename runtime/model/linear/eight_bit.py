@@ -15,7 +15,7 @@ takes 0.2 to 0.3 of the time of float32.
 
 Where the processor has VNNI or AVX2, the product is our own (``kernels/cpu/layer/matmul``,
 ``int8_panels``), which the compiled layers use, too; elsewhere it is ``torch._int_mm``. With AVX2
-alone that takes 19 to 40 times as long as ours (an EPYC of the Zen 3 kind). Of the alternatives
+alone that takes 9 to 38 times as long as ours (an EPYC of the Zen 3 kind). Of the alternatives
 in torch, the prepacked ``qlinear_pointwise`` costs 50 microseconds a call more than that, though it
 is up to 1.7 times faster for 2 to 16 tokens and matrices of many megabytes, and those that need
 quantized tensors are announced for removal.
