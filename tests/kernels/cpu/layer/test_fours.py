@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,11 +51,13 @@ def _paths() -> list[str]:
     ]
 
 
-@pytest.mark.skipif(not _paths(), reason="this processor has neither VNNI nor AVX2")
-def test_all_instructions_give_the_same_bits() -> None:
+@pytest.mark.skipif(len(_paths()) < 2, reason="this processor has one path, or none")
+def test_all_instructions_give_the_same_bits(tmp_path: Path) -> None:
     digests = {}
+    # Elsewhere their code would take the place of what other tests have compiled.
+    own = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     for path in _paths():
-        forced = os.environ | {"COPPICE_CPU_PATHS": f"int8={path},int4={path}"}
+        forced = own | {"COPPICE_CPU_PATHS": f"int8={path},int4={path}"}
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM], env=forced, capture_output=True, text=True, check=True
         )
