@@ -67,9 +67,8 @@ class Fours:
             name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
             function = cgutils.get_or_insert_function(b.module, kind, name)
             return b.call(function, (sums, *unsigned, *signed))
-        for one, other in zip(unsigned, signed, strict=True):
-            sums = b.add(sums, self._add_pairs(b, one, other))
-        return sums
+        products = [self._add_pairs(b, *each) for each in zip(unsigned, signed, strict=True)]
+        return b.add(sums, b.add(*products))  # one addition waits for the sums before it
 
     def add_small(self, b: Any, sums: Any, unsigned: Any, signed: Any) -> Any:
         """``sums`` int16 and the products of pairs of bytes, the unsigned ones below 16.
@@ -100,6 +99,7 @@ class Fours:
         return (b.bitcast(fours, kind), *numbers)
 
     def _add_pairs(self, b: Any, one: Any, other: Any) -> Any:
+        """In each lane, the sum of the products of its two numbers of 16 bits."""
         kind = ir.FunctionType(self.sums, [self.small_sums] * 2)
         function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx2.pmadd.wd")
         return b.call(function, (one, other))

@@ -7,12 +7,11 @@ shift or a mask, since it is the upper half of a float32, float16 by the process
 float32 run through the same code.
 
 A weight is laid out in panels of ``PANEL`` outputs, one input after the other (of bfloat16 two of
-an output side by side), so that a panel is read once, in order. Up to ``ROWS`` rows, laid side by
-side (``row_blocks``), are multiplied at a time, with their sums in registers. Meanwhile the next
-panel is prefetched: products of up to 8 rows take the time of reading memory, 1.3 to 1.5 times less
-than without. With 16 registers few rows are multiplied at a time, so for many rows a panel of
-bfloat16 becomes float32 once, in the second-level cache: a product of 256 rows takes 0.62 of the
-time. A sum adds the inputs in order, and depends on its row and nothing else.
+an output side by side, if ``PAIRED``), so that a panel is read once, in order. Up to ``ROWS`` rows,
+laid side by side (``row_blocks``), are multiplied at a time, with their sums in registers.
+Meanwhile the next panel is prefetched: products of up to 8 rows take the time of reading memory,
+1.3 to 1.5 times less than without. A sum adds the inputs in order, and depends on its row and
+nothing else.
 
 To import this module on a processor without fused multiplication of vectors is an ``ImportError``;
 ``float_numba`` has the call.
@@ -65,25 +64,25 @@ PANEL = _WIDE * LANES
 # Bytes of a line of the cache, and the lines that a panel of 16 bits has for each two inputs.
 _LINE = 64
 _PARTS = -(-4 * PANEL // _LINE)
-# Rows from which a panel of bfloat16 becomes float32 as a whole. Where 8 are multiplied at a time
-# that was not measured; float16 is as fast by the instruction that converts what it loads.
-_WIDENED_FROM = 3 * ROWS if ROWS < 8 else 1 << 62
+#: Whether panels of bfloat16 have pairs of inputs, which one load brings. 16 registers do not hold
+#: both inputs of a pair beside the sums.
+PAIRED = ROWS == 8
 # Numbers and addresses that ``run_panels`` is given.
 _FRAME = 8
 #: Types of weights. The kind of a weight in compiled code is its place here.
 KINDS = (torch.bfloat16, torch.float16, torch.float32)
-_BFLOAT16, _FLOAT32 = KINDS.index(torch.bfloat16), KINDS.index(torch.float32)
-# A vector of float16.
-_HALVES = ir.VectorType(ir.HalfType(), LANES)
+_FLOAT32 = KINDS.index(torch.float32)
+# Vectors of float16 and of the bits of bfloat16.
+_HALVES, _SHORTS = (ir.VectorType(kind, LANES) for kind in (ir.HalfType(), ir.IntType(16)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedFloat:
     """A weight in panels, ``memory [panels, in_features, PANEL]`` of its type.
 
-    Of bfloat16 it is ``[panels, in_features / 2, PANEL, 2]``. ``pairs``: rows are rounded to
-    bfloat16, too, and multiplied in pairs, or by tiles, whose panels have ``TILE_PANEL`` outputs,
-    and ``in_features`` filled up with zeros to whole tiles.
+    Of bfloat16, if ``PAIRED`` or in ``pairs``, it is ``[panels, in_features / 2, PANEL, 2]``.
+    ``pairs``: rows are rounded to bfloat16, too, and multiplied in pairs, or by tiles, whose panels
+    have ``TILE_PANEL`` outputs, and ``in_features`` filled up with zeros to whole tiles.
     """
 
     out_features: int
@@ -115,7 +114,7 @@ def pack(weight: torch.Tensor, *, pairs: bool = False) -> PackedFloat | None:
     panels = -(-width // wide)
     memory = room_for(panels * whole_inner * wide * weight.element_size()).view(weight.dtype)
     parts = weight.detach().contiguous()
-    if weight.dtype == torch.bfloat16:
+    if weight.dtype == torch.bfloat16 and (PAIRED or pairs):
         memory = memory.view(panels, whole_inner // 2, wide, 2)
         memory[:, inner // 2 :] = 0
         # A pair is moved as one number of 32 bits: a fifth of the time.
@@ -132,6 +131,11 @@ def pack(weight: torch.Tensor, *, pairs: bool = False) -> PackedFloat | None:
 
 def _from_bfloat16(b: Any, weights: Any, place: Any) -> list[list[Any]]:
     """The weights of two inputs as float32, from the 32 bits with that number on."""
+    if not PAIRED:
+        shift = ir.Constant(INTS, [16] * LANES)
+        bits = [b.zext(each, INTS) for each in _both_inputs(b, weights, place, _SHORTS)]
+        vectors = [b.bitcast(b.shl(each, shift), VECTOR) for each in bits]
+        return [vectors[:_WIDE], vectors[_WIDE:]]
     pairs = [
         b.bitcast(load(b, weights, b.add(place, constant(LANES * i))), INTS) for i in range(_WIDE)
     ]
@@ -151,13 +155,18 @@ def _from_float32(b: Any, weights: Any, place: Any) -> list[list[Any]]:
 
 def _from_float16(b: Any, weights: Any, place: Any) -> list[list[Any]]:
     """The same of float16."""
+    vectors = [b.fpext(each, VECTOR) for each in _both_inputs(b, weights, place, _HALVES)]
+    return [vectors[:_WIDE], vectors[_WIDE:]]
+
+
+def _both_inputs(b: Any, weights: Any, place: Any, kind: Any) -> list[Any]:
+    """Vectors of 16 bits a weight: of two inputs, one after the other."""
     vectors = []
     for i in range(2 * _WIDE):
         address = b.add(weights, b.add(b.shl(place, constant(2)), constant(2 * LANES * i)))
-        halves = b.load(b.inttoptr(address, _HALVES.as_pointer()))
-        halves.align = 2
-        vectors.append(b.fpext(halves, VECTOR))
-    return [vectors[:_WIDE], vectors[_WIDE:]]
+        vectors.append(b.load(b.inttoptr(address, kind.as_pointer())))
+        vectors[-1].align = 2
+    return vectors
 
 
 @intrinsic(prefer_literal=True)
@@ -249,22 +258,6 @@ def _multiply_panel(
     return signature, generate
 
 
-@intrinsic
-def _widen_panel(typing: Any, weights: Any, inner: Any, out: Any) -> Any:
-    """``out`` float32 ``[inner, PANEL]``: a panel of bfloat16; all are addresses and sizes."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        weights, inner, out = arguments
-        with cgutils.for_range(b, b.lshr(inner, constant(1)), intp=LONG) as loop:
-            first, second = _from_bfloat16(b, weights, b.mul(loop.index, constant(PANEL)))
-            to = b.mul(loop.index, constant(2 * PANEL))
-            for i, vector in enumerate(first + second):
-                store(b, vector, out, b.add(to, constant(LANES * i)))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), generate
-
-
 @cfunc(types.void(*[types.int64] * 3), error_model="numpy")
 def run_panels(frame: int, begin: int, end: int) -> None:
     """Panels ``begin .. end`` of what ``float_numba.multiply_rows`` has laid out in a frame."""
@@ -274,13 +267,8 @@ def run_panels(frame: int, begin: int, end: int) -> None:
     biased = f[5] != 0
     # The last panel's outputs that there are, and its biases.
     edge, edge_bias = np.empty((ROWS, PANEL), np.float32), np.zeros(PANEL, np.float32)
-    widens = rows >= _WIDENED_FROM and kind == _BFLOAT16
-    wide = np.empty(inner * PANEL if widens else 1, np.float32)
     for panel in range(begin, end):
         weights = f[4] + size * panel * inner * PANEL
-        if widens:
-            _widen_panel(weights, inner, wide.ctypes.data)
-            weights, kind = wide.ctypes.data, _FLOAT32
         first = panel * PANEL
         count = min(PANEL, width - first)
         whole = count == PANEL
@@ -294,7 +282,7 @@ def run_panels(frame: int, begin: int, end: int) -> None:
             start = f[3] + (2 if kind == PAIRS else 4) * row * inner
             # While rows are worked with this panel the next one comes.
             one = two = three = start
-            if panel + 1 < end and not widens:
+            if panel + 1 < end:
                 following, part = weights + size * inner * PANEL, size // 2 * _LINE * (inner // 2)
                 one, two, three = to_fetch(row, rows, following, part, _PARTS, start)
             to, stride = f[6] + 4 * (row * width + first), width
@@ -327,7 +315,7 @@ def run_panels(frame: int, begin: int, end: int) -> None:
                     at = pointer(f[6] + 4 * ((row + i) * width + first))
                     carray(at, (count,), np.float32)[:] = edge[i, :count]
             row += many
-    edge[0, 0] = edge_bias[0] = wide[0] = 0
+    edge[0, 0] = edge_bias[0] = 0
 
 
 def product(kind: int) -> Panels:
