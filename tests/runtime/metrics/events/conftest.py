@@ -45,6 +45,20 @@ class Listener:
             found.append(self.next())
         return found
 
+    def up_to_now(
+        self, context: Any, replay: str, *request: bytes, after: int = -1
+    ) -> list[tuple[int, bytes]]:
+        """The messages after that number, up to the last one that can be asked for.
+
+        A busy machine may bring some late. Empty if it has not subscribed yet.
+        """
+        found = self.until_quiet()
+        last = found[-1][0] if found else after
+        if last >= 0:
+            late = ask(context, replay, *request, (last + 1).to_bytes(8, "big"))
+            found += [self.next() for _ in late]
+        return found
+
 
 def ask(context: Any, endpoint: str, *frames: bytes) -> list[tuple[int, bytes]]:
     """The messages that a request is answered with, without the end."""
