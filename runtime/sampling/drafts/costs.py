@@ -11,24 +11,28 @@ import numpy as np
 _GRID = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _STEPS = 4  # of the grid that are tried beyond what was seen
 _LEAST = 0.1  # weight of a new step beside all earlier ones of its kind
+_ANEW = 0.3  # the same of a step without drafts, after many with them
+_SETTLED = 4  # steps of a kind from which its time moves the times of others along
 _OFTEN = 8  # steps after which what is known well is computed anew
-_KEPT = 0.998  # of the weight of what was seen when something else is seen
+_KEPT = 0.995  # of the weight of what was seen when something else is seen
 _STRANGE = 2.0  # times as long as expected: more is not believed
 _SEEN = 1e-3  # weight below which a measurement is forgotten
 _EVERY = 4  # of so many steps without drafts that are known well one is looked at
 _DOUBT = 0.1  # steps that the guess of an easy row counts as, beside those that were measured
 _EASE = 0.25  # of a token's share of a step: what a row is supposed to add before it is seen
 _MANY = 16  # tokens from which a row costs enough that steps of more tokens are asked first
+_MANY_DRAFTED = 8  # steps with drafts after which one without tells more than those before it
 _LATELY = 1000  # steps for which the time of those with more tokens is believed
 
 
 class _Row:
     """Seconds of the steps with about as many tokens, by drafted ones."""
 
-    __slots__ = ("changes", "curve", "last", "plain", "seconds", "warm", "weights")
+    __slots__ = ("changes", "curve", "drafting", "last", "plain", "seconds", "warm", "weights")
 
     def __init__(self) -> None:
         self.changes = 0  # of `seconds` since `curve` was made
+        self.drafting = 0  # steps with drafts since one without
         self.last = 0  # number of the last step
         self.plain = 0  # steps without drafts since one was looked at
         self.seconds = [0.0] * len(_GRID)
@@ -58,6 +62,12 @@ class StepCosts:
             row = self._rows[_alike(tokens)] = _Row()
         self._steps += 1
         row.last = self._steps
+        least = _LEAST
+        if drafted:
+            row.drafting += 1
+        else:
+            least = _ANEW if row.drafting >= _MANY_DRAFTED else _LEAST
+            row.drafting = 0
         if not drafted and row.weights[0] >= 1 / _LEAST:
             row.plain += 1
             if row.plain < _EVERY:
@@ -73,16 +83,24 @@ class StepCosts:
         else:
             if weight > 2:
                 seconds = min(seconds, _STRANGE * before)
-            change = (seconds - before) * max(_LEAST, 1 / (weight + 1))
-            # All steps take longer as contexts grow: what others took moves along.
-            factor = 1 + 0.5 * change / before
-            row.seconds = [each * factor for each in row.seconds]
+            change = (seconds - before) * max(least, 1 / (weight + 1))
+            # All steps take longer as contexts grow: what others took moves along. What is hardly
+            # known does not move them: kinds that seemed to be fast are tried more often, so their
+            # times mostly rise at first.
+            if weight >= _SETTLED:
+                factor = 1 + 0.5 * change / before
+                row.seconds = [each * factor for each in row.seconds]
             row.seconds[cell] = before + change
         row.weights = [each * _KEPT for each in row.weights]
         row.weights[cell] = min(weight + 1, 1 / _LEAST)
         row.changes += 1
         if weight < 2 or row.changes >= _OFTEN:
             row.curve, row.changes = None, 0
+
+    def drafting(self, tokens: int) -> int:
+        """How many steps of so many tokens had drafts since the last one that had none."""
+        row = self._rows.get(_alike(tokens))
+        return 0 if row is None else row.drafting
 
     def curve(self, tokens: int) -> np.ndarray | None:
         """Seconds of a step of `tokens` and 0, 1, 2, ... drafted ones; None: not known yet.

@@ -28,7 +28,10 @@ _SURE = 0.995  # no draft is likelier: a chain of any length would pay
 _FEW = 4  # tokens that each sequence may be asked for, however many there are
 _SPARE = 4  # times the tokens that each would get of a step's, if all got as many
 _LEAST = 0.02  # tokens less likely than this are not drafted
-_PLAIN = 128  # steps with drafts after which one has none, so that its time stays known
+# Steps with drafts after which one has none, so that its time stays known: so many where drafts
+# promise to double what a step yields, fewer where they promise less: then that time matters more.
+_PLAIN = 128
+_LEAST_PLAIN = 8
 _LEFT_OUT = -2  # in place of a token's index
 _LONGEST_WAIT = 64  # steps until a sequence is asked again whose text nothing foretells
 _LONGEST_PAUSE = 24  # the same where something is foretold, and does not pay
@@ -89,7 +92,7 @@ class TreeSpeculation:
         self._trust = Trust()
         self._states: dict[Sequence, _State] = {}
         self._limits: dict[int, tuple[np.ndarray, int]] = {}  # `_paying`, and of which curve
-        self._drafting = 0  # steps with drafts since one without
+        self._promised: dict[int, float] = {}  # by tokens of a step, times those without drafts
         self._step = 0  # number of the step that asks
         # The step in which one of so many sequences is asked again.
         self._quiet = 0, 0
@@ -115,8 +118,7 @@ class TreeSpeculation:
         self._modelling = 0.0
         base = len(sequences) + rows
         curve = self.costs.curve(base)
-        if curve is None or self._drafting >= _PLAIN:
-            self._drafting = 0
+        if curve is None or self.costs.drafting(base) >= self._plain_after(base):
             return nothing
         most = min(self._paying(curve, base), sum(min(each, self._most) for _, each in sequences))
         if most < 1:
@@ -146,7 +148,6 @@ class TreeSpeculation:
             if self.model is None:
                 self._rest(states, float(curve[0]))
             return nothing
-        self._drafting += 1
         added, worth = float(curve[count] - curve[0]) / count, float(curve[0]) / base
         return [
             self._draft(state, made, chosen, added, worth) if chosen else NOTHING
@@ -200,6 +201,7 @@ class TreeSpeculation:
         yields = (base + np.cumsum(chances)) * (curve[0] / base) / curve[: len(chances)]
         count = int(yields.argmax())
         if yields[count] >= _GAIN:
+            self._promised[base] = float(yields[count])
             for _, number, at in found[:count]:
                 taken[number].append(at)
         return taken
@@ -214,6 +216,10 @@ class TreeSpeculation:
         most = int(pays[-1]) if len(pays) else 0
         self._limits[base] = curve, most
         return most
+
+    def _plain_after(self, base: int) -> float:
+        """Steps with drafts, of so many tokens, after which one has none."""
+        return min(max(_PLAIN * (self._promised.get(base, 2.0) - 1), _LEAST_PLAIN), _PLAIN)
 
     def _nodes(self, sequence: Sequence, state: _State, most: int) -> list[_Node]:
         """The trees of all sources as one; a token that several propose is the likeliest one's."""

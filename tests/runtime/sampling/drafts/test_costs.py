@@ -83,3 +83,35 @@ def test_a_drafted_token_beside_many_is_supposed_to_take_as_long_as_another() ->
 
 def test_steps_that_become_slower_are_noticed_though_not_all_are_looked_at() -> None:
     assert seen([(0, 1.0)] * 50 + [(0, 2.0)] * 200)[0] == pytest.approx(2.0, rel=0.05)
+
+
+def test_what_was_measured_too_fast_at_first_does_not_slow_steps_without_drafts() -> None:
+    """Kinds that seemed to be fast are the ones that are tried, so their times rise."""
+    costs = StepCosts()
+    for _ in range(20):
+        costs.observe(4, 0, 0.020)
+    for drafted, first, later in ((2, 0.024, 0.031), (4, 0.026, 0.039), (8, 0.035, 0.056)):
+        costs.observe(4, drafted, 9.0)
+        for seconds in (first, *[later] * 6):
+            costs.observe(4, drafted, seconds)
+    curve = costs.curve(4)
+    assert curve is not None
+    assert curve[0] < 0.023
+
+
+def test_a_step_without_drafts_tells_much_after_many_with_them() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        costs.observe(4, 0, 0.020)
+    for _ in range(40):
+        costs.observe(4, 4, 0.040)
+    assert costs.drafting(4) == 40
+    assert costs.drafting(64) == 0
+    for _ in range(5):
+        for _ in range(8):
+            costs.observe(4, 4, 0.040)
+        costs.observe(4, 0, 0.030)  # contexts have grown
+    assert costs.drafting(4) == 0
+    curve = costs.curve(4)
+    assert curve is not None
+    assert curve[0] > 0.027

@@ -163,6 +163,29 @@ def test_a_wrong_measurement_is_forgotten() -> None:
     assert following.gain > 2
 
 
+def plain_steps_of_100(row: float) -> int:
+    """Of 100 steps with a sure token to draft, those without, where its row takes that long."""
+    speculation = TreeSpeculation([Doubtful()], 1, clock=lambda: 0.0)
+    sequence: Any = Sequence(_request(0))
+    for _ in range(300):
+        speculation.costs.observe(1, 0, 1.0)
+        speculation.costs.observe(1, 1, 1.0 + row)
+        speculation._trust.learn(("doubtful", 0), True)
+    without = 0
+    for _ in range(100):
+        (draft,) = speculation.propose([(sequence, 1)], 0)
+        without += not draft
+        speculation.stepped(1, len(draft), 0, 1.0 + row * len(draft))
+        if draft:
+            speculation.verified(sequence, draft, [0])
+    return without
+
+
+def test_steps_without_drafts_come_the_oftener_the_less_drafts_promise() -> None:
+    assert plain_steps_of_100(row=0.02) <= 2
+    assert 3 <= plain_steps_of_100(row=0.75) <= 20
+
+
 def test_a_prediction_is_followed() -> None:
     rng, following = random.Random(5), Following(weights_once)
     following.run(quoting(rng, 1))  # so that the costs are known
