@@ -17,6 +17,9 @@ class FreeRows:
     def curve(self, tokens: int) -> np.ndarray:
         return np.ones(200) + 0.001 * np.arange(200)
 
+    def drafting(self, tokens: int) -> int:
+        return 0  # the time of steps without drafts is known
+
 
 class FreePasses:
     """Passes of a draft model that cost a hundredth of a step."""
