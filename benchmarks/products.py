@@ -45,7 +45,7 @@ def main() -> None:
         for rows in ROWS[::3] if args.quick else ROWS:
             x = torch.randn(rows, INPUTS)
             ways: dict[str, Callable[[], Any]] = {
-                name: partial(_all, product, x) for name, product in formats.items()
+                name: partial(product, x) for name, product in formats.items()
             }
             if rows > _MOST_BY_TORCH:
                 del ways[_BY_TORCH]
@@ -53,10 +53,6 @@ def main() -> None:
             shape = {**size, "threads": count, "paths": paths}
             for row in compare("products", shape, ways, 3 if args.quick else args.rounds):
                 out.add(**row, machine=where)
-
-
-def _all(product: Callable[[torch.Tensor], list[torch.Tensor]], x: torch.Tensor) -> None:
-    product(x)
 
 
 def _formats(

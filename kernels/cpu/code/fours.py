@@ -50,14 +50,14 @@ class Fours:
         """Four unsigned bytes in each lane, as ``add`` takes them."""
         if self.whole:
             return (b.bitcast(fours, self._bytes),)
-        pairs, mask, half = self._halves(b, fours, 0xFF)
-        return b.and_(pairs, mask), b.lshr(pairs, half)
+        pairs, half = b.bitcast(fours, self.small_sums), self._everywhere(8)
+        return b.and_(pairs, self._everywhere(0xFF)), b.lshr(pairs, half)
 
     def signed(self, b: Any, fours: Any) -> tuple[Any, ...]:
         """Four signed bytes in each lane, as ``add`` takes them."""
         if self.whole:
             return (b.bitcast(fours, self._bytes),)
-        pairs, _, half = self._halves(b, fours, 0)
+        pairs, half = b.bitcast(fours, self.small_sums), self._everywhere(8)
         return b.ashr(b.shl(pairs, half), half), b.ashr(pairs, half)
 
     def add(self, b: Any, sums: Any, unsigned: tuple[Any, ...], signed: tuple[Any, ...]) -> Any:
@@ -83,8 +83,7 @@ class Fours:
 
     def add_widened(self, b: Any, sums: Any, small: Any) -> Any:
         """``sums`` int32 and, in each lane, both sums of ``add_small``."""
-        ones = ir.Constant(self.small_sums, [1] * (2 * self.lanes))
-        return b.add(sums, self._add_pairs(b, small, ones))
+        return b.add(sums, self._add_pairs(b, small, self._everywhere(1)))
 
     @property
     def _bytes(self) -> Any:
@@ -92,11 +91,9 @@ class Fours:
         by_bytes = llvm.llvm_version_info >= (21,)
         return ir.VectorType(_BYTE, 4 * self.lanes) if by_bytes else self.sums
 
-    def _halves(self, b: Any, fours: Any, mask: int) -> tuple[Any, Any, Any]:
-        """The pairs of bytes as numbers of 16 bits, a mask of them, and half of their bits."""
-        kind = self.small_sums
-        numbers = (ir.Constant(kind, [each] * (2 * self.lanes)) for each in (mask, 8))
-        return (b.bitcast(fours, kind), *numbers)
+    def _everywhere(self, number: int) -> Any:
+        """A vector of that number in 16 bits."""
+        return ir.Constant(self.small_sums, [number] * (2 * self.lanes))
 
     def _add_pairs(self, b: Any, one: Any, other: Any) -> Any:
         """In each lane, the sum of the products of its two numbers of 16 bits."""
