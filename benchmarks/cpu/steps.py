@@ -185,6 +185,7 @@ def main() -> None:
             kv_cache_tokens=shared + max(rows) * (own + count + 64) + 4096,
             max_num_seqs=max(rows),
             max_num_batched_tokens=max(CHUNKS),
+            speculation="off",  # a step computes one token of each sequence
         )
     )
     decodes = {size: decode_steps(engine, size, shared, own, count) for size in rows}

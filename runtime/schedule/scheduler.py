@@ -32,7 +32,8 @@ class Scheduler:
     Every step is one mixed batch of at most `max_num_batched_tokens` tokens of at most
     `max_num_seqs` sequences: first a token for each sequence that decodes, then chunks of prompts
     that are partly computed, then waiting sequences, longest hit first. With `max_step_stretch` a
-    step gets only as many prompt tokens as keep it within that multiple of its decodes' time alone.
+    step gets only as many prompt tokens as keep it within that multiple of its decodes' time alone,
+    and more where more sequences wait than decode.
 
     When pages run out, a sequence may take those of one that was admitted after it, which is
     preempted: its computed tokens enter the tree, and it resumes from those that are still cached.
@@ -273,7 +274,9 @@ class Scheduler:
         if self.times is None or not self._stretches or not schedule.chunks:
             return budget
         context = prefilling[0].computed if prefilling else 0
-        allowed = self.times.prefill_tokens(len(schedule.chunks), context)
+        begin = min(len(self.waiting), self.max_num_seqs - len(self.running))
+        waiting = len(prefilling) + max(begin, 0)
+        allowed = self.times.prefill_tokens(len(schedule.chunks), context, waiting)
         return budget if allowed is None else min(budget, allowed)
 
     def observe(self, schedule: Schedule, seconds: float) -> None:

@@ -23,6 +23,11 @@ _RIDGE = np.diag([1e-3, 1e-2, 0.1, 1e-2, 1e-2])
 class StepTimes:
     """Limits a step's prompt tokens so that it takes `stretch` times as long as its decodes alone.
 
+    A prompt that is computed beside decodes delays each of them, and brings each sequence that
+    waits for its first token nearer to it. So where more wait than decode, a step may take more
+    time by that ratio. Without that, the first prompt of many that come together would, once it
+    decodes, hold up all others, in steps of a few tokens that waste most of the machine.
+
     Fits, by regularised least squares in which older steps count less and less,
 
         seconds = a + b * decoding sequences + c * (whether prompts go with them)
@@ -63,19 +68,20 @@ class StepTimes:
         self._answers[kind] = _KEPT * self._answers[kind] + row * seconds
         self._coefficients = None
 
-    def prefill_tokens(self, decodes: int, context: int = 0) -> int | None:
+    def prefill_tokens(self, decodes: int, context: int = 0, waiting: int = 1) -> int | None:
         """Most prompt tokens of a step with `decodes` decoding sequences; None: no limit is known.
 
-        `context` is the number of tokens before them in their prompt. They get at least half of the
-        time that is allowed, even if the constant takes more: less would delay the prompts and
-        hardly shorten the step.
+        `context` is the number of tokens before them in their prompt, `waiting` how many sequences
+        could begin or go on with their prompts. The tokens get at least half of the time that is
+        allowed, even if the constant takes more: less would delay the prompts and hardly shorten
+        the step.
         """
         base, per_decode, mixed, per_token, per_pair = self._fit()
         alone = base + per_decode * decodes
         each = per_token + per_pair * context
         if not each or not self._products[0].any():
             return None
-        spare = (self._stretch - 1) * alone
+        spare = (self._stretch - 1) * alone * max(1.0, waiting / decodes)
         return max(LEAST_PREFILL, math.floor(max(spare - mixed, spare / 2) / each))
 
     def prefill_seconds(self, tokens: int, context: int) -> float | None:

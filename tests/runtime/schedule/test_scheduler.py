@@ -15,13 +15,15 @@ from coppice.runtime.schedule.scheduler import Scheduler
 class Machine:
     """Drives a scheduler with a scripted model; the KV of a slot is its (namespace, prefix)."""
 
-    def __init__(self, pages, page_size, *, seqs=4, tokens=16, caching=True, policy="lpm"):
+    def __init__(
+        self, pages, page_size, *, seqs=4, tokens=16, caching=True, policy="lpm", stretch=None
+    ):
         self.size = page_size
         self.tree = RadixTree(PagePool(pages, page_size))
         self.paging = Paging(self.tree, enable_prefix_caching=caching)
         self.scheduler = Scheduler(
             self.paging, max_num_seqs=seqs, max_num_batched_tokens=tokens, overtaking=0.15,
-            policy=policy,
+            policy=policy, max_step_stretch=stretch,
         )  # fmt: skip
         self.memory = {}
         self.sequences = {}
@@ -223,6 +225,25 @@ def test_long_prompts_are_chunked_beside_running_decodes():
         assert counts.pop(id(chat)) == 1  # never stalled
         assert list(counts.values()) == [15]
     machine.drain()
+
+
+def test_a_step_takes_more_of_many_prompts_that_wait_than_of_one():
+    def prompt_tokens(waiting):
+        machine = Machine(pages=1024, page_size=4, seqs=7, tokens=1024, stretch=2.0)
+        for decodes in range(1, 60):
+            machine.scheduler.times.observe(decodes, [], 0.020)
+            machine.scheduler.times.observe(0, [(10 * decodes, 0)], 0.001 * 10 * decodes)
+        machine.add([1, 2, 3], max_new=12)
+        machine.step()
+        for number in range(waiting):
+            machine.add([10 + number] * 200, max_new=1)
+        found = sum(chunk.count for chunk in machine.step().chunks) - 1
+        machine.drain()
+        return found
+
+    one, six = prompt_tokens(1), prompt_tokens(6)
+    assert 15 < one < 25 and six == pytest.approx(6 * one, abs=6)
+    assert prompt_tokens(12) == six, "for seven sequences at a time, six more begin at most"
 
 
 def test_a_follow_up_turn_hits_prompt_and_answer_and_continues_in_their_last_page():

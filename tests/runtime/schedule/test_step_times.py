@@ -40,6 +40,14 @@ def test_each_part_of_a_steps_time_is_found():
     assert times.prefill_tokens(32) == LEAST_PREFILL
 
 
+def test_a_step_may_take_longer_where_more_sequences_wait_than_decode():
+    times = StepTimes(2.5)
+    observe(times, lambda decodes, tokens: 0.01 + 0.0002 * decodes + 0.0001 * tokens)
+    few = times.prefill_tokens(4)
+    assert times.prefill_tokens(4, waiting=4) == few
+    assert times.prefill_tokens(4, waiting=12) == pytest.approx(3 * few, abs=3)
+
+
 def test_a_suspended_machine_does_not_keep_prompts_waiting():
     def seconds(decodes, tokens):
         return 0.01 + 0.0002 * decodes + 0.0001 * tokens
