@@ -2,8 +2,9 @@
 
 A panel has ``PANEL`` outputs, two tiles, of int8 three, and inputs in whole tiles: for each 4 bytes
 of inputs (a pair of bfloat16, or four of int8) those of all outputs, one after the other. Rows lie
-one after the other, as they are, and 32 of them are multiplied at a time. Nothing is prefetched:
-that made products of up to 64 rows slower.
+one after the other, as they are, and 32 of them are multiplied at a time. What is two rounds
+of the loop over inputs ahead is fetched to the second cache: two threads, which wait for memory,
+take 0.7 to 0.85 of the time with up to 64 rows, one thread as long.
 
 The instructions wait for tiles rather than the tiles for instructions: from the first cache a tile
 comes in about the time of one instruction, from the second one in twice that. So a part of a panel
@@ -23,7 +24,7 @@ import numpy as np
 from numba.core import cgutils
 
 from coppice.kernels.cpu.code.kept import njit
-from coppice.kernels.cpu.code.simd import LONG, constant
+from coppice.kernels.cpu.code.simd import LONG, constant, prefetch
 from coppice.kernels.cpu.code.tiles import (
     TILE_BYTES,
     TILE_ROWS,
@@ -62,6 +63,12 @@ def first_rows(row: int, rows: int) -> tuple[int, int]:
         max(min(row, rows - TILE_ROWS), 0),
         min(row + TILE_ROWS, rows - TILE_ROWS) if row + TILE_ROWS < rows else -1,
     )
+
+
+def _fetch_ahead(b: Any, here: Any, panel: int) -> None:
+    """Fetches what the loop over tiles of inputs needs two rounds after those at an address."""
+    for line in range(2 * panel, 3 * panel):
+        prefetch(b, b.add(here, constant(TILE_BYTES * line)))
 
 
 def multiply_pairs(
@@ -103,6 +110,7 @@ def multiply_pairs(
     with cgutils.for_range(b, b.sdiv(length, constant(TILE_BYTES)), intp=LONG) as loop:
         here = b.add(weights, b.mul(loop.index, constant(PANEL * TILE_BYTES)))
         along = b.mul(loop.index, constant(TILE_BYTES))
+        _fetch_ahead(b, here, PANEL)
         for tile, block, i in sums:
             if not i:
                 load_tile(b, 6 + block, b.add(blocks[block][0], along), apart, once=once)
@@ -123,6 +131,7 @@ def multiply_bytes(
     with cgutils.for_range(b, b.sdiv(length, constant(TILE_BYTES)), intp=LONG) as loop:
         here = b.add(weights, b.mul(loop.index, constant(BYTE_PANEL * TILE_BYTES)))
         along = b.mul(loop.index, constant(TILE_BYTES))
+        _fetch_ahead(b, here, BYTE_PANEL)
         for block, (rows, _) in enumerate(blocks):
             load_tile(b, 6, b.add(rows, along), length, once=len(blocks) > 1)
             # The second block goes back from the weights with which the first one ended.
