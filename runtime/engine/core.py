@@ -286,6 +286,15 @@ class Engine:
 
     # -- the step ----------------------------------------------------------------------------
 
+    def warm_up(self) -> None:
+        """Runs every kind of step once, so that no request waits for code that is compiled.
+
+        On a GPU the start has done so. On a CPU the first steps compile what is not kept on disk.
+        """
+        if not self.runner.warmed:
+            self.runner.followers.tell("warm_up")
+            self.runner.warm_up()
+
     def speculate(self, speculation: Speculation | None) -> None:
         """Has steps compute what `speculation` proposes; None: a token a step. Texts are the same.
 

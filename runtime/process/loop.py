@@ -273,6 +273,7 @@ def engine_main(
     channel, status = Channel(connection), 0
     try:
         engine = Engine(config, **more)
+        engine.warm_up()
     except Exception as error:
         channel.send(_portable(error))
         channel.close()

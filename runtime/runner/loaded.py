@@ -44,7 +44,7 @@ from coppice.runtime.runner.graphs import (
 from coppice.runtime.runner.implementation import Model, choose
 from coppice.runtime.runner.page_tables import PageTables, entries_for
 from coppice.runtime.runner.ranks.following import Followers
-from coppice.runtime.runner.warm_up import one_page_steps, warm_steps, warm_up
+from coppice.runtime.runner.warm_up import one_page_steps, warm_code_steps, warm_steps, warm_up
 from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED
 from coppice.runtime.startup.memory import give_back_memory
 from coppice.runtime.startup.room import explained
@@ -72,7 +72,7 @@ class LoadedModel:
         graphs: CUDA graphs of decoding steps; None: there are none.
         adapters: those that requests may use; None without `enable_lora`.
         asleep: 0, or the level of its sleep.
-        warmed: what warming up took, as text; empty before, and on a CPU.
+        warmed: what warming up took, as text; empty before.
         followers: the other ranks, which do what this one does.
 
     Raises ValueError if the model can't be loaded or does not support the options.
@@ -215,9 +215,10 @@ class LoadedModel:
         steps = one_page_steps(
             self.decoder, self.attention, self.kv_cache, self.page_size, self.num_pages, self.device
         )
+        kinds = warm_code_steps if self.attention.name == "cpu" else warm_steps
         self.warmed = warm_up(
             steps,
-            warm_steps(config.most_tokens, self.max_model_len, drafts=drafts),
+            kinds(config.most_tokens, self.max_model_len, drafts=drafts),
             page_size=self.page_size,
             page=self.num_pages,
             vocabulary=self.model_config.vocab_size,

@@ -4,8 +4,11 @@ A kernel is compiled at the first launch of each variant: of attention for few a
 with and without pieces of keys that are merged, with and without trees of drafts; of the choice of
 tokens for each filter. That takes 0.4 to 1.6 s a variant, less where Triton's cache has it
 (``~/.triton/cache``, or TRITON_CACHE_DIR), which lasts beyond the process. Libraries load their
-kernels at the first call, too. The steps here name one page beyond the pool's, again and again: so
-contexts are as long as the model allows, and no request's KV is touched.
+kernels at the first call, too. On a CPU code is compiled once for all numbers of rows, in half a
+minute, and kept on disk (``kernels.cpu.code.kept``).
+
+The steps here name one page beyond the pool's, again and again: so contexts are as long as the
+model allows, and no request's KV is touched.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from coppice.runtime.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
+# Rows of a prompt where code is the same for any number of them; each step reads all weights.
+_FEW = 4
 #: Rows of prompts in a step with a long context; there are more than any tile of few rows has.
 _CHUNK = 128
 
@@ -70,6 +75,18 @@ def warm_steps(most_tokens: int, longest: int, *, drafts: bool) -> list[WarmStep
                      True),
         ]  # fmt: skip
     return [step for step in steps if sum(rows for rows, _ in step.sequences) <= most_tokens]
+
+
+def warm_code_steps(most_tokens: int, longest: int, *, drafts: bool) -> list[WarmStep]:
+    """The same where code is compiled for any number of rows and any context, as on a CPU."""
+    few = min(_FEW, most_tokens, longest)
+    steps = [
+        WarmStep("a prompt", ((few, few),)),
+        WarmStep("a token", ((1, min(2, longest)),)),
+    ]
+    if drafts and few >= 3:
+        steps.append(WarmStep("a draft", ((3, 3),), True))
+    return steps
 
 
 def warm_plan(step: WarmStep, page_size: int, page: int) -> AttentionPlan:
