@@ -2,9 +2,10 @@
 
 A panel has ``PANEL`` outputs, two tiles, of int8 three, and inputs in whole tiles: for each 4 bytes
 of inputs (a pair of bfloat16, or four of int8) those of all outputs, one after the other. Rows lie
-one after the other, as they are, and 32 of them are multiplied at a time. What is two rounds
-of the loop over inputs ahead is fetched to the second cache: two threads, which wait for memory,
-take 0.7 to 0.85 of the time with up to 64 rows, one thread as long.
+one after the other, as they are, and 32 of them are multiplied at a time. While a panel's
+first rows are multiplied, what is two rounds of the loop over inputs ahead is fetched to the second
+cache: two threads, which wait for memory, take 0.65 to 0.85 of the time with up to 64 rows, one
+thread as long.
 
 The instructions wait for tiles rather than the tiles for instructions: from the first cache a tile
 comes in about the time of one instruction, from the second one in twice that. So a part of a panel
@@ -79,13 +80,15 @@ def multiply_pairs(
     weights: Any,
     stride: Any,
     *,
+    ahead: bool,
     once: bool = False,
     more: Any = None,
 ) -> None:
     """The float32 sums of one or two blocks of rows, each from an address, to another address.
 
     Rows of bfloat16 lie ``apart`` bytes from each other, and ``length`` of each are multiplied, a
-    multiple of ``TILE_BYTES``; the results are ``stride`` apart. ``once``: no line of them is
+    multiple of ``TILE_BYTES``; the results are ``stride`` apart. ``ahead``: weights are fetched,
+    as is right for the first rows that they are multiplied with. ``once``: no line of the rows is
     kept in the first cache. Where ``more`` is not 0, what lies at the results is added to.
     """
     wide = PANEL // TILE_ROWS
@@ -110,7 +113,8 @@ def multiply_pairs(
     with cgutils.for_range(b, b.sdiv(length, constant(TILE_BYTES)), intp=LONG) as loop:
         here = b.add(weights, b.mul(loop.index, constant(PANEL * TILE_BYTES)))
         along = b.mul(loop.index, constant(TILE_BYTES))
-        _fetch_ahead(b, here, PANEL)
+        if ahead:
+            _fetch_ahead(b, here, PANEL)
         for tile, block, i in sums:
             if not i:
                 load_tile(b, 6 + block, b.add(blocks[block][0], along), apart, once=once)
@@ -122,7 +126,13 @@ def multiply_pairs(
 
 
 def multiply_bytes(
-    b: Any, blocks: list[tuple[Any, Any]], length: Any, weights: Any, stride: Any
+    b: Any,
+    blocks: list[tuple[Any, Any]],
+    length: Any,
+    weights: Any,
+    stride: Any,
+    *,
+    ahead: bool,
 ) -> None:
     """The int32 sums of one or two blocks of rows of unsigned bytes, as ``multiply_pairs``."""
     wide = BYTE_PANEL // TILE_ROWS
@@ -131,7 +141,8 @@ def multiply_bytes(
     with cgutils.for_range(b, b.sdiv(length, constant(TILE_BYTES)), intp=LONG) as loop:
         here = b.add(weights, b.mul(loop.index, constant(BYTE_PANEL * TILE_BYTES)))
         along = b.mul(loop.index, constant(TILE_BYTES))
-        _fetch_ahead(b, here, BYTE_PANEL)
+        if ahead:
+            _fetch_ahead(b, here, BYTE_PANEL)
         for block, (rows, _) in enumerate(blocks):
             load_tile(b, 6, b.add(rows, along), length, once=len(blocks) > 1)
             # The second block goes back from the weights with which the first one ended.

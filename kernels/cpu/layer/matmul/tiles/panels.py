@@ -46,19 +46,26 @@ def _add_part(
     other: Any,
     stride: Any,
     more: Any,
+    later: Any,
 ) -> Any:
     """A part of the inputs, ``length`` bytes, of two whole blocks of rows times a panel.
 
-    ``more`` is 0 for the first part; the others are as those of ``_multiply_panel``.
+    ``more`` is 0 for the first part, ``later`` for the first rows that it is multiplied with; the
+    others are as those of ``_multiply_panel``.
     """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        x, second, apart, length, weights, out, other, stride, more = arguments
+        x, second, apart, length, weights, out, other, stride, more, later = arguments
         blocks = [(x, out), (second, other)]
-        multiply_pairs(b, blocks, apart, length, weights, stride, once=True, more=more)
+        with b.if_else(b.icmp_signed("!=", later, constant(0))) as (again, first):
+            for when, ahead in ((again, False), (first, True)):
+                with when:
+                    multiply_pairs(
+                        b, blocks, apart, length, weights, stride, ahead=ahead, once=True, more=more
+                    )
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9), generate
+    return types.void(*[types.int64] * 10), generate
 
 
 @intrinsic
@@ -84,9 +91,9 @@ def _multiply_panel(
         with b.if_else(b.icmp_signed("!=", second, constant(0))) as (two, one):
             with two:
                 blocks = [(x, out), (second, other)]
-                multiply_pairs(b, blocks, length, length, weights, stride)
+                multiply_pairs(b, blocks, length, length, weights, stride, ahead=True)
             with one:
-                multiply_pairs(b, [(x, out)], length, length, weights, stride)
+                multiply_pairs(b, [(x, out)], length, length, weights, stride, ahead=True)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), generate
@@ -153,6 +160,7 @@ def run_panels(frame: int, begin: int, end: int) -> None:
                 _add_part(
                     x + 2 * (one * inner + first), x + 2 * (two * inner + first), 2 * inner,
                     length, here, to + 4 * one * apart, to + 4 * two * apart, 4 * apart, first,
+                    row,
                 )  # fmt: skip
         if bias and whole:
             _add_bias(whole, bias, to, apart)
