@@ -224,7 +224,6 @@ class LoadedModel:
             vocabulary=self.model_config.vocab_size,
             device=self.device,
         )
-        logger.info("%s", self.warmed)
 
     def expect_drafts(self, expected: bool) -> None:
         """Makes the graphs that steps with drafts need, if there are graphs; or those without."""

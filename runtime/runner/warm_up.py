@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # Rows of a prompt where code is the same for any number of them; each step reads all weights.
 _FEW = 4
+# Seconds from which warming up is logged on a CPU: few models take so long without compiling.
+_LONG = 5.0
 #: Rows of prompts in a step with a long context; there are more than any tile of few rows has.
 _CHUNK = 128
 
@@ -156,21 +158,27 @@ def warm_up(
 ) -> str:
     """Runs the steps, then every choice of tokens; returns what it took, as text.
 
-    Progress is logged.
+    Progress is logged; on a CPU, which compiles at its first start, only what takes long.
     """
     start = time.monotonic()
     total = len(steps) + 1
+    level = logging.INFO if device.type == "cuda" else logging.DEBUG
     for number, step in enumerate(steps):
-        logger.info("warming up, %d of %d: %s", number + 1, total, step.name)
+        logger.log(level, "warming up, %d of %d: %s", number + 1, total, step.name)
         plan = warm_plan(step, page_size, page)
         shift = plan.context_len - plan.query_start[1:]
         positions = np.repeat(shift, np.diff(plan.query_start)) + np.arange(plan.num_rows)
         compute(plan, positions.astype(np.int64))
-    logger.info("warming up, %d of %d: the choice of tokens", total, total)
+    logger.log(level, "warming up, %d of %d: the choice of tokens", total, total)
     warm_choice(vocabulary, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return f"warming up {total} kinds of steps took {time.monotonic() - start:.1f} s"
+    seconds = time.monotonic() - start
+    told = f"warming up {total} kinds of steps took {seconds:.1f} s"
+    logger.log(level, "%s", told)
+    if device.type == "cpu" and seconds > _LONG:
+        logger.info("first steps took %.0f s, with kernels compiled where none were kept", seconds)
+    return told
 
 
 def warm_choice(vocabulary: int, device: torch.device) -> None:
