@@ -58,8 +58,12 @@ print(json.dumps([len(before), sum(n for n in before.values() if n > 0), engine.
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dtype": "bfloat16", "speculation": "off"}],
-    ids=["float32", "bfloat16"],
+    [
+        pytest.param({}, id="float32"),
+        pytest.param(
+            {"dtype": "bfloat16", "speculation": "off"}, id="bfloat16", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_requests_of_every_kind_compile_nothing_after_warming_up(tiny_checkpoint, options):
     done = subprocess.run(

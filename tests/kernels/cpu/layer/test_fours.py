@@ -52,6 +52,7 @@ def _paths() -> list[str]:
 
 
 @pytest.mark.skipif(len(_paths()) < 2, reason="this processor has one path, or none")
+@pytest.mark.slow
 def test_all_instructions_give_the_same_bits(tmp_path: Path) -> None:
     digests = {}
     # Elsewhere their code would take the place of what other tests have compiled.
