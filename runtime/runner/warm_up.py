@@ -80,7 +80,7 @@ def warm_steps(most_tokens: int, longest: int, *, drafts: bool) -> list[WarmStep
 
 
 def warm_code_steps(most_tokens: int, longest: int, *, drafts: bool) -> list[WarmStep]:
-    """The same where code is compiled for any number of rows and any context, as on a CPU."""
+    """The kinds of steps where code is the same for any rows and any context, as on a CPU."""
     few = min(_FEW, most_tokens, longest)
     steps = [
         WarmStep("a prompt", ((few, few),)),
