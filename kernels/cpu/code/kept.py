@@ -6,6 +6,9 @@ has it, and written to the first that can be written. So code that was compiled 
 installed is used by those who can only read it, and where nothing can be written functions are
 compiled at each start. numba itself uses one folder, which must be writable.
 
+Processes that start together, such as replicas and ranks, need the same code at the same time. One
+of them compiles it, and the others wait and read it (``_lock``).
+
 numba also compares the file of the function alone, and would keep the old code of a checkout in
 which only a called function has changed. Here the stamp of cached code covers the module of the
 function and all modules of this package that it imports at the top of the file, directly or through
@@ -17,12 +20,14 @@ sets ``NUMBA_CACHE_LOCATOR_CLASSES``, get what numba does without this module.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 import re
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -94,6 +99,52 @@ def _cannot_keep(folders: tuple[str, ...]) -> None:
     )
 
 
+# Seconds for which a process waits for another one to compile functions of a source file. All code
+# of this package takes a processor less.
+_PATIENCE = 60.0
+# What this process compiles, each called by the one before: its cache, its source file, and the
+# lock on that file, -1 where one before has it or there is none. numba compiles in one thread at a
+# time.
+_compiling: list[tuple[object, str, int]] = []
+# Source files for which it has waited in vain. It does not wait for them again.
+_given_up: set[str] = set()
+
+
+def _lock(file: str) -> int:
+    """A descriptor that holds a lock on a file as long as it is open; -1: there is none.
+
+    Modules do not import each other in circles, so processes do not wait for each other in one.
+    """
+    if file in _given_up or any(file == other for _, other, _ in _compiling):
+        return -1
+    try:
+        lock = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    begin = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() - begin < _PATIENCE:
+                time.sleep(0.02)
+                continue
+            _given_up.add(file)
+        except OSError:  # a file system without locks
+            pass
+        os.close(lock)
+        return -1
+
+
+def _unlock(cache: object) -> None:
+    """Gives up the lock of that cache's function, and those of functions that it called in vain."""
+    while any(other is cache for other, _, _ in _compiling):
+        _, _, lock = _compiling.pop()
+        if lock >= 0:
+            os.close(lock)
+
+
 def _folders(function: Any, file: str) -> list[str]:
     """Where the code of a function may lie, best first."""
     named, *others = (getattr(caching, name) for name in _BASES)
@@ -138,6 +189,25 @@ if _OURS:
             self._files = _Files(place.folders, self._impl.filename_base, place.get_source_stamp())
             self._cache_file = self._files
             self._cache_path = self._files.path
+            self._source = function.__code__.co_filename
+
+        def load_overload(self, sig: Any, target_context: Any) -> Any:
+            """The code for a signature. Where it is None, the caller compiles it and saves it."""
+            found = super().load_overload(sig, target_context)
+            if found is None and self._files.writable:
+                _compiling.append((self, self._source, _lock(self._source)))
+                # Meanwhile another process may have saved it.
+                found = super().load_overload(sig, target_context)
+                if found is not None:
+                    _unlock(self)
+            return found
+
+        def save_overload(self, sig: Any, data: Any) -> None:
+            """Keeps the code for a signature."""
+            try:
+                super().save_overload(sig, data)
+            finally:
+                _unlock(self)
 
     class _Files:
         """The files of one function's code, as `IndexDataCacheFile` in several folders."""
@@ -146,6 +216,11 @@ if _OURS:
             self.path = folders[0] if folders else ""
             self._folders = tuple(folders)
             self._files = [caching.IndexDataCacheFile(folder, name, stamp) for folder in folders]
+
+        @property
+        def writable(self) -> bool:
+            """Whether code can be kept."""
+            return any(map(_writable, self._folders))
 
         def load(self, key: Any) -> Any:
             """The code with that key; None if no folder has it."""

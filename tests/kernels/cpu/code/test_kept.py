@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -70,10 +71,10 @@ def package(tmp_path: Path) -> Path:
     return root
 
 
-def run(package: Path, **environment: str) -> list[int]:
+def run(package: Path, program: str = PROGRAM, **environment: str) -> list[int]:
     """The results of both functions; then hits and misses of the first, and hits of the second."""
     found = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         cwd=package.parent,
         env={**os.environ, **environment},
         check=True, capture_output=True, text=True,
@@ -85,6 +86,34 @@ def test_the_next_process_finds_compiled_code(package: Path) -> None:
     assert run(package) == [11, 11, 0, 1, 0]
     assert run(package) == [11, 11, 1, 0, 1]
     assert any((package / "__pycache__").glob("caller.answer*.nbi"))
+
+
+def test_one_of_several_processes_compiles_and_the_others_wait(package: Path) -> None:
+    """Within one file a compiled function calls another, and each is waited for."""
+    caller = package / "caller.py"
+    several = "@njit\ndef half(x):\n    return double(x) // 4\n\n@njit\ndef answer"
+    text = CALLER.replace("@njit\ndef answer", several)
+    caller.write_text(text.replace("double(x) + 1", "2 * half(x) + double(x) // 10 + 6"))
+    found = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], cwd=package.parent, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    told = [[int(each) for each in process.communicate()[0].split()] for process in found]
+    assert [each[:2] for each in told] == [[11, 11]] * 3
+    misses = [each[3] for each in told]
+    assert sorted(misses) == [0, 0, 1]
+    # One of them also compiled the other function, which need not be the same.
+    assert sorted(each[4] for each in told) == [0, 1, 1]
+
+
+def test_a_process_that_does_not_end_is_not_waited_for_forever(package: Path) -> None:
+    with (package / "caller.py").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        hurried = "from coppice.kernels.cpu.code import kept\nkept._PATIENCE = 0.2\n" + PROGRAM
+        assert run(package, hurried) == [11, 11, 0, 1, 0]
+    assert run(package) == [11, 11, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
