@@ -36,6 +36,7 @@ from coppice.kernels.cpu.layer.matmul.tiles.blocks import BYTE_PANEL as PANEL
 from coppice.kernels.cpu.layer.matmul.tiles.blocks import (
     byte_shape_for,
     first_rows,
+    following,
     multiply_bytes,
 )
 
@@ -60,28 +61,28 @@ def _multiply_panel(
     weights: Any,
     out: Any,
     other: Any,
-    later: Any,
+    follows: Any,
 ) -> Any:
     """``out`` and ``other`` int32 ``[16, PANEL]`` = rows from two addresses on times a panel.
 
     ``levels`` and ``second`` are uint8, with 128 added, ``inner`` of a row. Where ``second`` is 0
-    there are no others. ``later`` is 0 for the first rows that the panel is multiplied with.
+    there are no others. ``follows`` is what ``following`` gave.
     """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         if not HAS_BYTE_TILES:  # nobody calls it; LLVM would call functions that are not there
             return context.get_dummy_value()
-        levels, second, inner, weights, out, other, later = arguments
+        levels, second, inner, weights, out, other, follows = arguments
         stride = constant(4 * PANEL)
         with b.if_else(b.icmp_signed("!=", second, constant(0))) as (two, one):
             with two:
                 blocks = [(levels, out), (second, other)]
-                with b.if_else(b.icmp_signed("!=", later, constant(0))) as (again, first):
-                    for when, ahead in ((again, False), (first, True)):
+                with b.if_else(b.icmp_signed("!=", follows, constant(0))) as (again, first):
+                    for when, fetched in ((again, follows), (first, None)):
                         with when:
-                            multiply_bytes(b, blocks, inner, weights, stride, ahead=ahead)
+                            multiply_bytes(b, blocks, inner, weights, stride, follows=fetched)
             with one:
-                multiply_bytes(b, [(levels, out)], inner, weights, stride, ahead=True)
+                multiply_bytes(b, [(levels, out)], inner, weights, stride)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), generate
@@ -156,7 +157,7 @@ def run_tiles(frame: int, begin: int, end: int) -> None:
             second = levels + firsts[1] * inner if firsts[1] >= 0 else 0
             _multiply_panel(
                 levels + firsts[0] * inner, second, inner, weights, made[0].ctypes.data,
-                made[1].ctypes.data, row,
+                made[1].ctypes.data, following(weights, row, inner, PANEL),
             )  # fmt: skip
             for block in range(2):
                 first = firsts[block]

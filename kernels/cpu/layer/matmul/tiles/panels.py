@@ -20,6 +20,7 @@ from coppice.kernels.cpu.layer.matmul.row_blocks import TILES, Panels
 from coppice.kernels.cpu.layer.matmul.tiles.blocks import (
     PANEL,
     first_rows,
+    following,
     multiply_pairs,
     shape_for,
 )
@@ -46,23 +47,24 @@ def _add_part(
     other: Any,
     stride: Any,
     more: Any,
-    later: Any,
+    follows: Any,
 ) -> Any:
     """A part of the inputs, ``length`` bytes, of two whole blocks of rows times a panel.
 
-    ``more`` is 0 for the first part, ``later`` for the first rows that it is multiplied with; the
-    others are as those of ``_multiply_panel``.
+    ``more`` is 0 for the first part, ``follows`` is what ``following`` gave; the others are as
+    those of ``_multiply_panel``.
     """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        x, second, apart, length, weights, out, other, stride, more, later = arguments
+        x, second, apart, length, weights, out, other, stride, more, follows = arguments
         blocks = [(x, out), (second, other)]
-        with b.if_else(b.icmp_signed("!=", later, constant(0))) as (again, first):
-            for when, ahead in ((again, False), (first, True)):
+        with b.if_else(b.icmp_signed("!=", follows, constant(0))) as (again, first):
+            for when, fetched in ((again, follows), (first, None)):
                 with when:
                     multiply_pairs(
-                        b, blocks, apart, length, weights, stride, ahead=ahead, once=True, more=more
-                    )
+                        b, blocks, apart, length, weights, stride, follows=fetched, once=True,
+                        more=more,
+                    )  # fmt: skip
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 10), generate
@@ -91,9 +93,9 @@ def _multiply_panel(
         with b.if_else(b.icmp_signed("!=", second, constant(0))) as (two, one):
             with two:
                 blocks = [(x, out), (second, other)]
-                multiply_pairs(b, blocks, length, length, weights, stride, ahead=True)
+                multiply_pairs(b, blocks, length, length, weights, stride)
             with one:
-                multiply_pairs(b, [(x, out)], length, length, weights, stride, ahead=True)
+                multiply_pairs(b, [(x, out)], length, length, weights, stride)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), generate
@@ -160,7 +162,7 @@ def run_panels(frame: int, begin: int, end: int) -> None:
                 _add_part(
                     x + 2 * (one * inner + first), x + 2 * (two * inner + first), 2 * inner,
                     length, here, to + 4 * one * apart, to + 4 * two * apart, 4 * apart, first,
-                    row,
+                    following(here, row, length, PANEL),
                 )  # fmt: skip
         if bias and whole:
             _add_bias(whole, bias, to, apart)
