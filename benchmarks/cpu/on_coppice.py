@@ -33,6 +33,7 @@ class Coppice(Peer):
                 speculation="auto" if options["variant"].get("drafts") else "off",
             )
         )
+        self._engine.warm_up()  # as a server does before it is ready
 
     def run(self, jobs: list[Job], fresh: bool) -> dict[str, Any]:
         engine = self._engine

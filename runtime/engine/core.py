@@ -289,11 +289,14 @@ class Engine:
     def warm_up(self) -> None:
         """Runs every kind of step once, so that no request waits for code that is compiled.
 
-        On a GPU the start has done so. On a CPU the first steps compile what is not kept on disk.
+        On a GPU the start has done so. On a CPU the first steps compile what is not kept on disk,
+        and what drafts add to the time of a step is measured.
         """
         if not self.runner.warmed:
             self.runner.followers.tell("warm_up")
             self.runner.warm_up()
+            if self.drafts is not None:
+                self.drafts.costs.expect(self.runner.draft_seconds)
 
     def speculate(self, speculation: Speculation | None) -> None:
         """Has steps compute what `speculation` proposes; None: a token a step. Texts are the same.

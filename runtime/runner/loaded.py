@@ -44,7 +44,13 @@ from coppice.runtime.runner.graphs import (
 from coppice.runtime.runner.implementation import Model, choose
 from coppice.runtime.runner.page_tables import PageTables, entries_for
 from coppice.runtime.runner.ranks.following import Followers
-from coppice.runtime.runner.warm_up import one_page_steps, warm_code_steps, warm_steps, warm_up
+from coppice.runtime.runner.warm_up import (
+    one_page_steps,
+    time_drafts,
+    warm_code_steps,
+    warm_steps,
+    warm_up,
+)
 from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED
 from coppice.runtime.startup.memory import give_back_memory
 from coppice.runtime.startup.room import explained
@@ -73,6 +79,8 @@ class LoadedModel:
         adapters: those that requests may use; None without `enable_lora`.
         asleep: 0, or the level of its sleep.
         warmed: what warming up took, as text; empty before.
+        draft_seconds: seconds of a step of one sequence by its drafted tokens, ascending; empty
+            unless warming up has measured them.
         followers: the other ranks, which do what this one does.
 
     Raises ValueError if the model can't be loaded or does not support the options.
@@ -115,6 +123,7 @@ class LoadedModel:
         self._config, self._dtype = config, dtype
         self.asleep = 0
         self.warmed = ""
+        self.draft_seconds: list[tuple[int, float]] = []
         self._load_weights()
         self.page_size = config.page_size
         scales: Sequence[KvScales | None] = [None] * model.num_layers
@@ -215,7 +224,8 @@ class LoadedModel:
         steps = one_page_steps(
             self.decoder, self.attention, self.kv_cache, self.page_size, self.num_pages, self.device
         )
-        kinds = warm_code_steps if self.attention.name == "cpu" else warm_steps
+        on_cpu = self.attention.name == "cpu"
+        kinds = warm_code_steps if on_cpu else warm_steps
         self.warmed = warm_up(
             steps,
             kinds(config.most_tokens, self.max_model_len, drafts=drafts),
@@ -224,6 +234,11 @@ class LoadedModel:
             vocabulary=self.model_config.vocab_size,
             device=self.device,
         )
+        if drafts and on_cpu:
+            self.draft_seconds = time_drafts(
+                steps, config.most_tokens, self.max_model_len,
+                page_size=self.page_size, page=self.num_pages,
+            )  # fmt: skip
 
     def expect_drafts(self, expected: bool) -> None:
         """Makes the graphs that steps with drafts need, if there are graphs; or those without."""

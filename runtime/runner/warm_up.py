@@ -1,5 +1,7 @@
 """Runs every kind of step once at start, so that no request waits for a kernel to be compiled.
 
+On a CPU steps with drafts are timed then, too, so that the first requests get as many as pay.
+
 A kernel is compiled at the first launch of each variant: of attention for few and for many rows,
 with and without pieces of keys that are merged, with and without trees of drafts; of the choice of
 tokens for each filter. That takes 0.4 to 1.6 s a variant, less where Triton's cache has it
@@ -37,6 +39,10 @@ logger = logging.getLogger(__name__)
 _FEW = 4
 # Seconds from which warming up is logged on a CPU: few models take so long without compiling.
 _LONG = 5.0
+# Drafted tokens of a sequence whose steps are timed, so many times, but no more times after so many
+# seconds: a large model takes half a second for a step.
+_DRAFTED = (0, 1, 2, 4, 8, 16, 32, 48)
+_TIMES, _SECONDS = 4, 2.0
 #: Rows of prompts in a step with a long context; there are more than any tile of few rows has.
 _CHUNK = 128
 
@@ -99,11 +105,11 @@ def warm_plan(step: WarmStep, page_size: int, page: int) -> AttentionPlan:
     query_start = np.concatenate(([0], np.cumsum(rows))).astype(np.int32)
     branches = None
     if step.drafts:
-        # The second and third row follow the first, each beside the other.
+        # All rows of the tree follow the first one, side by side.
         positions = np.repeat(context - query_start[1:], rows) + np.arange(query_start[-1])
-        positions[2] = positions[1]
+        positions[1 : rows[0]] = positions[0] + 1
         seen = np.zeros(query_start[-1], np.int64)
-        seen[:3] = 0b001, 0b011, 0b101
+        seen[: rows[0]] = 1 | 1 << np.arange(rows[0], dtype=np.int64)
         branches = Branches(positions.astype(np.int32), seen)
     return AttentionPlan(
         page_size=page_size,
@@ -117,7 +123,8 @@ def warm_plan(step: WarmStep, page_size: int, page: int) -> AttentionPlan:
 
 
 Compute = Callable[[AttentionPlan, np.ndarray], torch.Tensor]
-"""The logits of the last row of each sequence, from a plan and the positions of its rows."""
+"""The logits of the last row of each sequence and of all rows of a tree, from a plan and the
+positions of its rows."""
 
 
 def one_page_steps(
@@ -134,6 +141,8 @@ def one_page_steps(
         slots = np.full(plan.num_rows, page * page_size, np.int64)
         tokens = np.zeros(plan.num_rows, np.int64)
         lasts = plan.query_start[1:].astype(np.int64) - 1
+        if plan.branches is not None:
+            lasts = np.union1d(lasts, np.flatnonzero(plan.branches.seen))
         outbox = attention.outbox(device)
         if attention.tables is not None:
             one = np.ones(1, np.int32)
@@ -165,10 +174,7 @@ def warm_up(
     level = logging.INFO if device.type == "cuda" else logging.DEBUG
     for number, step in enumerate(steps):
         logger.log(level, "warming up, %d of %d: %s", number + 1, total, step.name)
-        plan = warm_plan(step, page_size, page)
-        shift = plan.context_len - plan.query_start[1:]
-        positions = np.repeat(shift, np.diff(plan.query_start)) + np.arange(plan.num_rows)
-        compute(plan, positions.astype(np.int64))
+        _run(compute, step, page_size, page)
     logger.log(level, "warming up, %d of %d: the choice of tokens", total, total)
     warm_choice(vocabulary, device)
     if device.type == "cuda":
@@ -179,6 +185,38 @@ def warm_up(
     if device.type == "cpu" and seconds > _LONG:
         logger.info("first steps took %.0f s, with kernels compiled where none were kept", seconds)
     return told
+
+
+def _run(compute: Compute, step: WarmStep, page_size: int, page: int) -> None:
+    plan = warm_plan(step, page_size, page)
+    shift = plan.context_len - plan.query_start[1:]
+    positions = np.repeat(shift, np.diff(plan.query_start)) + np.arange(plan.num_rows)
+    compute(plan, positions.astype(np.int64))
+
+
+def time_drafts(
+    compute: Compute, most_tokens: int, longest: int, *, page_size: int, page: int
+) -> list[tuple[int, float]]:
+    """Numbers of drafted tokens, and the least seconds of one sequence's step with so many.
+
+    Call it after `warm_up`, or the times have compilation in them. Sizes take turns, since the
+    speed of a machine changes.
+    """
+    least: dict[int, float] = {}
+    begin = time.perf_counter()
+    for _ in range(_TIMES):
+        if least and time.perf_counter() - begin > _SECONDS:
+            break
+        for drafted in _DRAFTED:
+            rows = drafted + 1
+            if rows > min(most_tokens, longest):
+                break
+            step = WarmStep(f"{drafted} drafted tokens", ((rows, rows),), drafted > 0)
+            start = time.perf_counter()
+            _run(compute, step, page_size, page)
+            seconds = time.perf_counter() - start
+            least[drafted] = min(seconds, least.get(drafted, seconds))
+    return sorted(least.items())
 
 
 def warm_choice(vocabulary: int, device: torch.device) -> None:

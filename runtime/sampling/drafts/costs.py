@@ -48,12 +48,26 @@ class StepCosts:
     as in a loop: what can be left out is.
 
     What was not seen is guessed to be cheap, so that it is tried once and then known; a measurement
-    loses its weight when it is not repeated, so that one that was disturbed does not last.
+    loses its weight when it is not repeated, so that one that was disturbed does not last. Where
+    steps were timed at the start, these times are the guess for the first steps.
     """
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
         self._steps = 0
+        self._expected: np.ndarray | None = None  # times of steps of 1, 2, ... rows over the first
+        self._compiled = False
+
+    def expect(self, seconds: Seq[tuple[int, float]]) -> None:
+        """Takes over what steps of one sequence took with so many drafted tokens, ascending.
+
+        All code that steps need was compiled before.
+        """
+        self._compiled = True
+        if len(seconds) > 1:
+            drafted, times = zip(*seconds, strict=True)
+            rising = np.maximum.accumulate(times)
+            self._expected = np.interp(np.arange(drafted[-1] + 1), drafted, rising) / rising[0]
 
     def observe(self, tokens: int, drafted: int, seconds: float) -> None:
         """Learns from a step of `tokens` and `drafted` ones beside them."""
@@ -74,7 +88,7 @@ class StepCosts:
                 return
             row.plain = 0
         cell = _CELLS[min(drafted, _GRID[-1])]
-        if not row.warm[cell]:  # it may have compiled something
+        if not row.warm[cell] and not self._compiled:  # it may have compiled something
             row.warm[cell] = True
             return
         weight, before = row.weights[cell], row.seconds[cell]
@@ -119,20 +133,39 @@ class StepCosts:
         seen = [cell for cell, weight in enumerate(row.weights) if weight > _SEEN]
         known = _rising([row.seconds[cell] for cell in seen], [row.weights[cell] for cell in seen])
         slope = _EASE * known[0] / max(tokens, 4)
+        expected = self._expected_beside(tokens) * known[0]
         points: list[float] = []
         at = 0
-        for cell in range(len(_GRID)):
-            guess = points[-1] + slope * (_GRID[cell] - _GRID[cell - 1]) if points else known[0]
+        for cell, drafted in enumerate(_GRID):
+            guess = known[0]
+            if points and drafted < len(expected):
+                guess = points[-1] + float(expected[drafted] - expected[_GRID[cell - 1]])
+            elif points:
+                guess = points[-1] + slope * (drafted - _GRID[cell - 1])
             if tokens >= _MANY:
-                guess = max(guess, self._plain(row, tokens + _GRID[cell]))
-            if at < len(seen) and seen[at] == cell:
-                weight = row.weights[cell]
-                mixed = (weight * known[at] + _DOUBT * min(guess, known[at])) / (weight + _DOUBT)
-                guess = max(points[-1], mixed) if points else mixed
-                at += 1
+                guess = max(guess, self._plain(row, tokens + drafted))
+            if at < len(seen):
+                guess = min(guess, known[at])  # more tokens took no longer
+                if seen[at] == cell:
+                    weight = row.weights[cell]
+                    mixed = (weight * known[at] + _DOUBT * guess) / (weight + _DOUBT)
+                    guess = max(points[-1], mixed) if points else mixed
+                    at += 1
             points.append(guess)
         end = _GRID[min(seen[-1] + _STEPS, len(_GRID) - 1)]
+        end = max(end, max((each for each in _GRID if each < len(expected)), default=0))
         return np.interp(np.arange(end + 1), _GRID, points)
+
+    def _expected_beside(self, tokens: int) -> np.ndarray:
+        """Expected times of steps of `tokens` and 0, 1, 2, ... drafted ones over the first of them.
+
+        A drafted token takes about as long as that of another sequence. Empty if nothing is known;
+        what was measured at the start is not believed for long.
+        """
+        if self._expected is None or self._steps >= _LATELY:
+            return np.empty(0)
+        here = self._expected[tokens - 1 :]
+        return here / here[0] if len(here) > 1 else np.empty(0)
 
     def _plain(self, beside: _Row, tokens: int) -> float:
         """Seconds of a step of so many tokens, if another row than that has seen one lately; or 0.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 
 from coppice.runtime.engine.core import Engine
@@ -12,6 +14,9 @@ class FreeRows:
     """Steps whose rows cost nothing."""
 
     def observe(self, tokens: int, drafted: int, seconds: float) -> None:
+        """It knows."""
+
+    def expect(self, seconds: Seq[tuple[int, float]]) -> None:
         """It knows."""
 
     def curve(self, tokens: int) -> np.ndarray:

@@ -115,3 +115,44 @@ def test_a_step_without_drafts_tells_much_after_many_with_them() -> None:
     curve = costs.curve(4)
     assert curve is not None
     assert curve[0] > 0.027
+
+
+def test_what_was_timed_at_the_start_is_the_guess_for_the_first_steps() -> None:
+    costs = StepCosts()
+    costs.expect([(0, 0.010), (1, 0.011), (4, 0.0105), (16, 0.030)])
+    assert costs.curve(1) is None  # a step without drafts still comes first
+    costs.observe(1, 0, 0.020)  # and counts, since nothing is compiled any more
+    curve = costs.curve(1)
+    assert curve is not None
+    assert curve == pytest.approx(
+        np.interp(np.arange(17), (0, 1, 4, 16), (0.02, 0.022, 0.022, 0.06))
+    )
+    # Beside 4 sequences a drafted token takes what one of a fifth does.
+    costs.observe(4, 0, 0.040)
+    beside = costs.curve(4)
+    assert beside is not None
+    three = curve[3:16]  # to 12, the last in the grid
+    assert beside == pytest.approx(0.04 * three / three[0])
+    # What steps took counts more, and in the end alone.
+    for _ in range(3):
+        costs.observe(1, 16, 0.030)
+    measured = costs.curve(1)
+    assert measured is not None
+    assert measured[16] == pytest.approx(0.030)
+    for _ in range(1100):
+        costs.observe(1, 0, 0.020)
+        costs.observe(1, 2, 0.022)
+    late = costs.curve(1)
+    assert late is not None
+    assert len(late) == 9  # up to 4 of the grid beyond what was seen
+
+
+def test_times_of_the_start_are_rising_and_not_needed() -> None:
+    for times in ([], [(0, 0.01)]):
+        costs = StepCosts()
+        costs.expect(times)
+        costs.observe(1, 0, 0.02)
+        curve = costs.curve(1)
+        assert curve is not None
+        assert len(curve) == 5
+        assert np.all(np.diff(curve) >= 0)

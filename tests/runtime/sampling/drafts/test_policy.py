@@ -45,6 +45,18 @@ def nothing(rng: random.Random, count: int) -> list[tuple[list[int], list[int]]]
     ]
 
 
+def test_the_first_text_gets_what_pays_where_steps_were_timed_at_the_start() -> None:
+    steps = []
+    for timed in (False, True):
+        following = Following(weights_once)
+        if timed:
+            times = [(drafted, weights_once(1, drafted)) for drafted in (0, 1, 2, 4, 8, 16, 32)]
+            following.speculation.costs.expect(times)
+        following.run(quoting(random.Random(7), 2))
+        steps.append(following.rows / following.tokens)
+    assert steps[1] < 0.9 * steps[0]
+
+
 def test_repeated_text_takes_a_fraction_of_the_steps() -> None:
     rng, following = random.Random(0), Following(weights_once)
     for _ in range(20):
