@@ -236,8 +236,8 @@ class LoadedModel:
         )
         if drafts and on_cpu:
             self.draft_seconds = time_drafts(
-                steps, config.most_tokens, self.max_model_len,
-                page_size=self.page_size, page=self.num_pages,
+                steps, config.most_tokens, self.max_model_len, page_size=self.page_size,
+                page=self.num_pages, together=self.group.size > 1,
             )  # fmt: skip
 
     def expect_drafts(self, expected: bool) -> None:

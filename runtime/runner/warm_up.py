@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 _FEW = 4
 # Seconds from which warming up is logged on a CPU: few models take so long without compiling.
 _LONG = 5.0
-# Drafted tokens of a sequence whose steps are timed, so many times, but no more times after so many
-# seconds: a large model takes half a second for a step.
+# Drafted tokens of a sequence whose steps are timed, and how often. A step of a large model takes
+# half a second, so none is repeated after so many seconds.
 _DRAFTED = (0, 1, 2, 4, 8, 16, 32, 48)
 _TIMES, _SECONDS = 4, 2.0
 #: Rows of prompts in a step with a long context; there are more than any tile of few rows has.
@@ -195,17 +195,18 @@ def _run(compute: Compute, step: WarmStep, page_size: int, page: int) -> None:
 
 
 def time_drafts(
-    compute: Compute, most_tokens: int, longest: int, *, page_size: int, page: int
+    compute: Compute, most_tokens: int, longest: int, *, page_size: int, page: int, together: bool
 ) -> list[tuple[int, float]]:
     """Numbers of drafted tokens, and the least seconds of one sequence's step with so many.
 
     Call it after `warm_up`, or the times have compilation in them. Sizes take turns, since the
-    speed of a machine changes.
+    speed of a machine changes. Ranks that compute `together` run the same steps, whatever their
+    clocks say: each only once.
     """
     least: dict[int, float] = {}
     begin = time.perf_counter()
-    for _ in range(_TIMES):
-        if least and time.perf_counter() - begin > _SECONDS:
+    for turn in range(1 if together else _TIMES):
+        if turn and time.perf_counter() - begin > _SECONDS:
             break
         for drafted in _DRAFTED:
             rows = drafted + 1

@@ -99,9 +99,9 @@ def _cannot_keep(folders: tuple[str, ...]) -> None:
     )
 
 
-# Seconds for which a process waits for another one to compile functions of a source file. All code
-# of this package takes a processor less.
-_PATIENCE = 60.0
+# Seconds for which a process waits for another one to compile a function of a source file, with all
+# that it calls. A busy machine takes less.
+_PATIENCE = 120.0
 # What this process compiles, each called by the one before: its cache, its source file, and the
 # lock on that file, -1 where one before has it or there is none. numba compiles in one thread at a
 # time.

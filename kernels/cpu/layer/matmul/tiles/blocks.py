@@ -6,7 +6,7 @@ one after the other, as they are, and 32 of them are multiplied at a time. While
 first rows are multiplied, what is two rounds of the loop over inputs ahead is fetched to the second
 cache: two threads, which wait for memory, take 0.65 to 0.85 of the time with up to 64 rows, one
 thread as long. With the rows after them the panel that follows is fetched, a little each round:
-prompts take 0.8 to 0.9 of the time where the second cache has no room for all weights of a layer.
+prompts in bfloat16 take 0.92 of the time, in int8 0.97.
 
 The instructions wait for tiles rather than the tiles for instructions: from the first cache a tile
 comes in about the time of one instruction, from the second one in twice that. So a part of a panel
