@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from mixed_requests import make_engine, make_prompts
+
+from coppice.runtime.requests.sampling_params import SamplingParams
 
 SCRIPT = """
 import gc, json, random, sys
@@ -75,3 +78,18 @@ def test_requests_of_every_kind_compile_nothing_after_warming_up(tiny_checkpoint
     assert functions > 50 and variants > 5
     assert warmed.startswith(f"warming up {3 if 'speculation' in options else 4} kinds of steps")
     assert later == {}
+
+
+@pytest.mark.parametrize("most", [1, 5, 512])
+def test_steps_with_drafts_are_timed_where_nothing_is_compiled(tiny_checkpoint, most):
+    engine = make_engine(
+        tiny_checkpoint("llama"), device="cpu", max_num_batched_tokens=most, max_num_seqs=1
+    )
+    engine.warm_up()
+    timed = [drafted for drafted, _ in engine.runner.draft_seconds]
+    assert timed == [each for each in (0, 1, 2, 4, 8, 16, 32, 48) if each < most]
+    assert all(seconds > 0 for _, seconds in engine.runner.draft_seconds)
+    engine.add_request("0", make_prompts(9)[0], SamplingParams(max_tokens=4, ignore_eos=True))
+    while engine.has_unfinished():
+        engine.step()
+    assert (engine.drafts.costs.curve(1) is None) == (most == 1)

@@ -133,18 +133,3 @@ def test_a_plan_names_the_spare_page_only_and_is_valid():
     wide = warm_plan(WarmStep("many", ((49, 49), (2, 9)), True), 4, 0)
     wide.check(1)
     assert wide.branches.seen[48] == 1 | 1 << 48
-
-
-@pytest.mark.parametrize("most", [1, 5, 512])
-def test_steps_with_drafts_are_timed_where_nothing_is_compiled(tiny_checkpoint, most):
-    engine = make_engine(
-        tiny_checkpoint("llama"), device="cpu", max_num_batched_tokens=most, max_num_seqs=1
-    )
-    engine.warm_up()
-    timed = [drafted for drafted, _ in engine.runner.draft_seconds]
-    assert timed == [each for each in (0, 1, 2, 4, 8, 16, 32, 48) if each < most]
-    assert all(seconds > 0 for _, seconds in engine.runner.draft_seconds)
-    engine.add_request("0", make_prompts(9)[0], SamplingParams(max_tokens=4, ignore_eos=True))
-    while engine.has_unfinished():
-        engine.step()
-    assert (engine.drafts.costs.curve(1) is None) == (most == 1)
