@@ -130,6 +130,7 @@ def _lock(file: str) -> int:
             if time.monotonic() - begin < _PATIENCE:
                 time.sleep(0.02)
                 continue
+            _log.info("%s: another process still compiles it, so this one does, too", file)
             _given_up.add(file)
         except OSError:  # a file system without locks
             pass

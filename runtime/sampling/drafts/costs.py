@@ -59,14 +59,15 @@ class StepCosts:
         self._compiled = False
 
     def expect(self, seconds: Seq[tuple[int, float]]) -> None:
-        """Takes over what steps of one sequence took with so many drafted tokens, ascending.
+        """Takes over the seconds of one sequence's steps by drafted tokens, ascending from 0.
 
         All code that steps need was compiled before.
         """
         self._compiled = True
         if len(seconds) > 1:
             drafted, times = zip(*seconds, strict=True)
-            rising = np.maximum.accumulate(times)
+            # Other work only adds time, so a step took no longer than any with more tokens.
+            rising = np.minimum.accumulate(times[::-1])[::-1]
             self._expected = np.interp(np.arange(drafted[-1] + 1), drafted, rising) / rising[0]
 
     def observe(self, tokens: int, drafted: int, seconds: float) -> None:

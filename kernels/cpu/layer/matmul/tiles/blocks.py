@@ -72,10 +72,10 @@ def first_rows(row: int, rows: int) -> tuple[int, int]:
 
 @njit
 def following(weights: int, row: int, length: int, panel: int) -> int:
-    """What is fetched while the block of rows from ``row`` on is multiplied; 0: nothing special.
+    """The address from which the block of rows from ``row`` on fetches weights of the next panel.
 
-    The first rows fetch what they need themselves. ``length``: bytes of the inputs of an output in
-    the panel, of ``panel`` outputs, that begins at ``weights``.
+    0 for the first block, which fetches its own. ``weights`` is the address of its panel, of
+    ``panel`` outputs with ``length`` bytes of inputs each.
     """
     if row == 0:
         return 0
