@@ -27,7 +27,7 @@ _GAIN = 1.03  # the least that a step must promise: estimates are not more exact
 _SURE = 0.995  # no draft is likelier: a chain of any length would pay
 _FEW = 4  # tokens that each sequence may be asked for, however many there are
 _SPARE = 4  # times the tokens that each would get of a step's, if all got as many
-_LEAST = 0.02  # tokens less likely than this are not drafted
+_LEAST = 0.02  # tokens less likely than this are left out
 # Steps with drafts after which one has none, so that its time stays known: so many where drafts
 # promise to double what a step yields, fewer where they promise less: then that time matters more.
 _PLAIN = 128
@@ -51,7 +51,7 @@ class _Node(NamedTuple):
 class _State:
     """What the policy knows about one sequence."""
 
-    __slots__ = ("added", "kinds", "luck", "next", "pays", "unpaid", "useless", "worth")
+    __slots__ = ("added", "length", "luck", "next", "nodes", "pays", "unpaid", "useless", "worth")
 
     def __init__(self) -> None:
         self.luck = Luck()
@@ -59,7 +59,8 @@ class _State:
         self.unpaid = 0  # times in a row that it got proposals, and none was taken
         self.next = 0  # the step in which it is asked again
         self.pays = False  # whether something was taken of what it got last
-        self.kinds: dict[tuple[int, int], _Node] = {}  # of its draft, by depth and token
+        self.nodes: list[_Node] = []  # what was proposed last, drafted or not
+        self.length = 0  # of the sequence then
         self.added = 0.0  # seconds that each token of its draft adds to its step
         self.worth = 0.0  # seconds that each accepted one saves
 
@@ -69,9 +70,12 @@ class TreeSpeculation:
 
     A step of `n` tokens takes `T(d)` seconds with `d` drafted ones beside them, and yields `n` and
     each drafted one by its chance of being accepted. The likeliest tokens of all sequences are
-    taken, as many as give the most tokens a second. Both sides are learned: chances from what was
-    accepted, by kind of draft and by sequence, and `T` from the steps. With many sequences a row
-    costs about what a token is worth, and no draft is made, or asked for.
+    taken, as many as give the most tokens a second. Both sides are learned: chances from what
+    followed on what was proposed, by kind of draft and by sequence, and `T` from the steps. With
+    many sequences a row costs about what a token is worth, and no draft is made, or asked for.
+
+    What was proposed and did not pay is compared, too: a kind or a sequence that was wrong for a
+    while would not be drafted any more, and so never be known to be right again.
     """
 
     def __init__(
@@ -134,10 +138,15 @@ class TreeSpeculation:
         nodes: list[list[_Node]] = [[] for _ in sequences]
         for number in asked:
             sequence, room = sequences[number]
+            self._judge(sequence, states[number])
             nodes[number] = self._nodes(sequence, states[number], min(room, each_most))
             self._bide(states[number], nodes[number], curve[0] / base)
         if self.model is not None:
             self._ask_model(self.model, sequences, nodes, curve, base, most)
+        for (sequence, _), state, made in zip(sequences, states, nodes, strict=True):
+            if made:
+                self._judge(sequence, state)  # of who was not asked, but the draft model was
+                state.nodes, state.length = made, len(sequence.tokens)
         taken = self._take(sequences, nodes, curve, base, most)
         self._pause([(states[number], nodes[number], taken[number]) for number in asked])
         count = sum(map(len, taken))
@@ -250,7 +259,7 @@ class TreeSpeculation:
                     place = known
                     if chance > nodes[place].chance:
                         nodes[place] = node
-                elif chance >= _LEAST:
+                elif chance >= _LEAST or parent < 0:  # first tokens are judged, however unlikely
                     place = len(nodes)
                     nodes.append(node)
                     if places is not None:
@@ -319,14 +328,11 @@ class TreeSpeculation:
     ) -> Draft:
         """The draft of the nodes at the indices `chosen`, in which parents come first."""
         state.added, state.worth = added, worth
-        state.kinds = {}
-        new: dict[int, tuple[int, int]] = {-1: (-1, 0)}
+        new = {-1: -1}
         tokens: list[DraftToken] = []
         for at in chosen:
             node = made[at]
-            parent, depth = new[node.parent]
-            new[at] = len(tokens), depth + 1
-            state.kinds[depth, node.token] = node
+            parent, new[at] = new[node.parent], len(tokens)
             tokens.append(DraftToken(node.token, parent, node.alone, node.kind[0]))
         return Draft(tuple(tokens))
 
@@ -339,23 +345,38 @@ class TreeSpeculation:
             return
         self.budget.saved(len(path) * state.worth - len(draft) * state.added)
         accepted = set(path)
-        depths: list[int] = []
         for index, each in enumerate(draft.tokens):
-            depths.append(0 if each.parent < 0 else depths[each.parent] + 1)
             counts = self.counts.of(each.source)
             counts.drafted += 1
             counts.seconds_saved -= state.added
             if index in accepted:
                 counts.accepted += 1
                 counts.seconds_saved += state.worth
-            node = state.kinds.get((depths[-1], each.token))
-            if node is not None and (each.parent < 0 or each.parent in accepted):
-                self._trust.learn(node.kind, index in accepted)
-        first = [node for node in state.kinds.values() if node.parent < 0 and node.kind[0] != MODEL]
-        if first:
-            got = draft.tokens[path[0]].token if path else None
-            hit = any(node.token == got for node in first)
-            state.luck.learn(min(sum(node.alone for node in first), 1.0), hit)
+
+    def _judge(self, sequence: Sequence, state: _State) -> None:
+        """Learns from what was proposed last, whether it was drafted or not: by now it is known
+        what followed. O(nodes)."""
+        made, tokens, begin = state.nodes, sequence.tokens, state.length
+        state.nodes = []
+        if not made or len(tokens) <= begin:
+            return
+        learn = self._trust.learn
+        places = {-1: begin}  # of what follows each token that came, in the text
+        expected, hit, other = 0.0, False, False
+        for at, (token, parent, kind, _, alone) in enumerate(made):
+            place = places.get(parent)
+            if place is None or place >= len(tokens):
+                continue
+            came = token == tokens[place]
+            if came:
+                places[at] = place + 1
+            learn(kind, came)
+            if parent < 0 and kind[0] != MODEL:
+                other = True
+                expected += alone
+                hit = hit or came
+        if other:
+            state.luck.learn(min(expected, 1.0), hit)
 
     def stepped(self, sequences: int, drafted: int, rows: int, seconds: float) -> None:
         """As `Speculation.stepped`."""
@@ -379,7 +400,9 @@ class TreeSpeculation:
 
     def ended(self, sequence: Sequence) -> None:
         """As `Speculation.ended`."""
-        self._states.pop(sequence, None)
+        state = self._states.pop(sequence, None)
+        if state is not None:
+            self._judge(sequence, state)
         self._quiet = 0, 0
         for source in self._sources:
             source.ended(sequence)

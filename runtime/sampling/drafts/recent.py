@@ -15,8 +15,8 @@ PLACES = 3
 DEEP = 4
 """Tokens that are taken from the latest place; of others one is."""
 
-_ALONE = 0.3  # how often what followed last follows again
-_SECOND = 0.15  # the same of what followed before that
+_ALONE = 0.2  # how often what followed last follows again
+_SECOND = 0.1  # the same of what followed before that
 _LATER = 0.6  # of a token of a path, once the one before it was accepted
 
 

@@ -147,6 +147,14 @@ def test_sequences_whose_drafts_pay_are_asked_in_each_step() -> None:
     assert len(asked) == 4 and min(asked.values()) > 350
 
 
+def test_what_was_wrong_for_long_is_drafted_again_when_it_is_right() -> None:
+    speculation = TreeSpeculation([Doubtful()], 4, clock=lambda: 0.0)
+    following = FollowedTexts(lambda n, drafted: 0.01 * (n + 0.2 * drafted), speculation)
+    following.run([([1], [0] * 300 + [7] * 300)])
+    assert sum(following.drafted[50:300]) == 0
+    assert sum(following.drafted[-100:]) > 90
+
+
 def test_a_batch_gets_fewer_tokens_each_than_one_sequence() -> None:
     rng = random.Random(3)
     width = {}
