@@ -21,7 +21,7 @@ DEEPEST = 48
 _LENGTHS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # equal tokens from which others are as likely
 _SHARES = (0.0, 0.1, 0.3, 0.6, 0.9, 1.0)
 _RECENT = len(_LENGTHS) * len(_SHARES)  # the first kind of those with one equal token
-# How often a token was accepted, by equal tokens, where all places agree: of a small model's answers.
+# How often a small model's answers had the token, by equal tokens, where all places agree.
 _FIRST = (0.45, 0.65, 0.75, 0.8, 0.83, 0.88, 0.9, 0.93, 0.96, 0.98, 0.99)
 _DIVIDED = 0.8  # the same of a token's share where they do not
 
