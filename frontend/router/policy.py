@@ -2,8 +2,9 @@
 
 The expected time at a replica is a sum of seconds:
 
-    what is ahead      uncached tokens of requests that it has not answered yet, at its rate; only
-                       of classes that are served before the request's
+    what is ahead      uncached tokens of requests that it has not answered yet, at its rate, and
+                       what each of them takes besides, as was measured; only of classes that are
+                       served before the request's
     what is overdue    how much longer it has already taken for them than its rate says
     the prompt         the tokens that it does not hold, at its rate
     what it costs      the time for which sequences that run there are held back by these tokens,
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coppice.frontend.router.overhead import RequestOverhead
 from coppice.frontend.router.promised import Promised
 from coppice.radix.mirror.changes import Change
 from coppice.radix.mirror.index import ReplicaIndex
@@ -97,6 +99,8 @@ class Router:
         self._progress = np.zeros(0)  # when a request got its first token, or work began
         self._waiting: dict[int, dict[str, _Flight]] = {}  # by replica, those without an answer
         self._ahead = np.zeros(0)  # their tokens
+        self._queued = np.zeros(0)  # how many they are
+        self._overhead = RequestOverhead()
         # Requests with an answer whose prompts a replica has not reported yet.
         self._unreported: dict[int, list[str]] = {}
         self._classes = False  # whether any request had a priority
@@ -118,7 +122,8 @@ class Router:
         more = replica + 1 - len(self._present)
         if more > 0:
             for name in (
-                "_present", "_rate", "_running", "_places", "_progress", "_ahead", "_recent",
+                "_present", "_rate", "_running", "_places", "_progress", "_ahead", "_queued",
+                "_recent",
             ):  # fmt: skip
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate((array, np.zeros(more, array.dtype))))
@@ -126,7 +131,7 @@ class Router:
         if self._present[replica]:
             raise ValueError(f"replica {replica} is there already")
         self._present[replica] = True
-        for array in (self._rate, self._running, self._ahead, self._recent):
+        for array in (self._rate, self._running, self._ahead, self._queued, self._recent):
             array[replica] = 0
         self._places[replica] = places
         self._progress[replica] = self._clock()
@@ -202,11 +207,15 @@ class Router:
             hits[replica] = max(hits[replica], length)
         np.minimum(hits, count - 1, out=hits)  # the last token's logits are needed
         rate = self._rates()
-        ahead = self._ahead_of(priority) if self._classes else self._ahead
-        overdue = np.where(self._ahead > 0, now - self._progress - self._ahead / rate, 0.0)
+        each = self._overhead.seconds
+        ahead = every = self._ahead / rate + self._queued * each
+        if self._classes:
+            tokens_ahead, requests_ahead = self._ahead_of(priority)
+            ahead = tokens_ahead / rate + requests_ahead * each
+        overdue = np.where(self._queued > 0, now - self._progress - every, 0.0)
         own = (count - hits) / rate
         held_back = own * np.minimum(self._running / self._places, 1.0)
-        seconds = ahead / rate + np.maximum(overdue, 0.0) + own
+        seconds = ahead + np.maximum(overdue, 0.0) + own
         use = self._use(now, rate)
         holders = max(int((hits >= _HELD * hits.max()).sum()), 1)
         costs = seconds + held_back + own * use / (1 - use) * (1 + _ALONE / holders)
@@ -238,6 +247,7 @@ class Router:
         self._faded_at = now
         self._classes |= priority != 0
         self._ahead[replica] += missing
+        self._queued[replica] += 1
         self._promised.add(request, replica, prompt, namespace)
 
     def began(self, request: str) -> None:
@@ -252,6 +262,8 @@ class Router:
         self._answered(request, flight)
         begun = max(flight.sent, self._progress[replica])
         self._progress[replica] = now
+        if replica in self._measured:  # else the rate has it in it
+            self._overhead.learn(flight.missing / self._rate[replica], now - begun)
         if flight.missing > 64 and now > begun and replica not in self._measured:
             seen = flight.missing / (now - begun)
             known = self._rate[replica]
@@ -287,6 +299,7 @@ class Router:
     def _answered(self, request: str, flight: _Flight) -> None:
         if self._waiting[flight.replica].pop(request, None) is not None:
             self._ahead[flight.replica] -= flight.missing
+            self._queued[flight.replica] -= 1
 
     def _rates(self) -> np.ndarray:
         """The rate of each replica; of those not known, the others' mean."""
@@ -294,11 +307,15 @@ class Router:
         usual = float(known.mean()) if len(known) else _UNKNOWN_RATE
         return np.where(self._rate > 0, self._rate, usual)
 
-    def _ahead_of(self, priority: int) -> np.ndarray:
-        """Tokens that wait at each replica, of classes that are served before or with this one."""
-        return np.array(
+    def _ahead_of(self, priority: int) -> tuple[np.ndarray, np.ndarray]:
+        """What waits at each replica of classes that are served before or with this one: tokens,
+        and requests."""
+        waiting = [
             [
-                sum(each.missing for each in waiting.values() if each.priority <= priority)
-                for waiting in (self._waiting.get(n, {}) for n in range(len(self._present)))
+                each.missing
+                for each in self._waiting.get(n, {}).values()
+                if each.priority <= priority
             ]
-        )
+            for n in range(len(self._present))
+        ]
+        return np.array(list(map(sum, waiting))), np.array(list(map(len, waiting)))

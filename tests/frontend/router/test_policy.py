@@ -131,6 +131,25 @@ def test_misses_go_to_where_least_is_ahead() -> None:
     assert all(9 <= where.count(replica) <= 11 for replica in range(4))
 
 
+@pytest.mark.parametrize(("known", "place"), [(False, 0), (True, 1)])
+def test_a_queue_of_requests_that_miss_nothing_takes_its_time(known: bool, place: int) -> None:
+    cluster = Cluster(2)
+    if known:
+        for seed in range(20):
+            name, _ = cluster.send(prompt(100 + seed, 10))
+            cluster.clock.now += 0.1 + 10 / RATE
+            cluster.router.began(name)
+            cluster.router.end(name)
+    for replica in range(2):
+        cluster.keep(replica, prompt(1))
+    # The first one gets five requests that miss a token each, the other one a prompt of 0.15 s.
+    for number, (tokens, other) in enumerate([(prompt(1), 1)] * 5 + [(prompt(2, 150), 0)]):
+        choice = cluster.router.choose(tokens, without=[other])
+        assert choice is not None
+        cluster.router.send(f"queued {number}", choice, tokens)
+    assert cluster.send(prompt(1))[1] == place
+
+
 def test_a_replica_that_is_stuck_gets_no_more() -> None:
     cluster = Cluster(2)
     cluster.keep(0, prompt(1, 1000))
