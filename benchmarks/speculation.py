@@ -13,7 +13,8 @@ given token is taken. So the cost of steps is real, and what is accepted is that
 without take turns step by step, each at the same place of the texts: `gain` is the time without
 drafts over the time with them, the median (least to most) of several passes, and `decoding_gain`
 the same of the steps that compute no prompt. The engines change roles from pass to pass. Each pass
-begins with an index of no text and with what its engine has learned of its steps' time, and follows
+begins with an index of no text and with what its engine has learned of its steps' time, at its start
+as a server does and since, and follows
 all texts of a workload, `batch` at a time. Answers are cut at `--longest` tokens; with several at a
 time each at another length from half of that on, so that they end in different steps with and
 without drafts.
@@ -72,6 +73,8 @@ def without_model(rows: Rows, names: Seq[str], count: int, cache: Path) -> None:
 def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
     for model, quantization, right in product(args.model, args.quantization, args.right):
         engines = [_engine(model, quantization, right, args) for _ in range(2)]
+        for engine in engines:
+            engine.warm_up()
         for batch, workload in product(args.batch, names):
             count = args.texts or max(8, _BATCHES * batch)
             # Were all answers as long, plain steps alone would always have full batches.

@@ -39,7 +39,7 @@ def alone(checkpoint):
     [
         (0, _SCHEDULES),
         *(
-            pytest.param(at, at + 300, marks=pytest.mark.slow)
+            pytest.param(at, at + 300, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
             for at in range(200_000, 200_900, 300)
         ),
     ],

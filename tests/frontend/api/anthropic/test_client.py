@@ -67,7 +67,7 @@ def test_a_stream(client: Any) -> None:
     ) as stream:
         pieces = list(stream.text_stream)
         final = checked(stream.get_final_message())
-    assert len(pieces) > 2
+    assert len(pieces) > 1
     assert "".join(pieces) == final.content[0].text == "Under the mat, by the door."
     assert final.stop_reason == "end_turn"
     assert final.usage.output_tokens > 2
