@@ -13,11 +13,10 @@ given token is taken. So the cost of steps is real, and what is accepted is that
 without take turns step by step, each at the same place of the texts: `gain` is the time without
 drafts over the time with them, the median (least to most) of several passes, and `decoding_gain`
 the same of the steps that compute no prompt. The engines change roles from pass to pass. Each pass
-begins with an index of no text and with what its engine has learned of its steps' time, at its start
-as a server does and since, and follows
-all texts of a workload, `batch` at a time. Answers are cut at `--longest` tokens; with several at a
-time each at another length from half of that on, so that they end in different steps with and
-without drafts.
+begins with an index of no text and with what its engine has learned of its steps' time, at its
+start as a server does and since, and follows all texts of a workload, `batch` at a time. Answers
+are cut at `--longest` tokens; with several at a time each at another length from half of that on,
+so that they end in different steps with and without drafts.
 
 With `--draft-model` M is the model and S its draft model, which is made to foretell the texts, each
 token with a given chance (`--right 0.6 --right 0.8`): the cost of its passes is real, and what it
