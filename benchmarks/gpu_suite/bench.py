@@ -75,6 +75,8 @@ class Bench:
             "device": self.device.type,
         }
         if self.quick:
+            # With drafts, the default on a CPU, answers could end before the steps to be measured.
+            common |= {"speculation": "off"}
             common |= {"kv_cache_tokens": 2048, "attention_backend": "reference"}
         path = write_model(model, self._folder, quick=self.quick)
         self._engine = Engine(EngineConfig(model=str(path), **common, **options))
