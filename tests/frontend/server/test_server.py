@@ -533,7 +533,7 @@ async def test_the_best_line_of_a_beam_search_is_streamed_as_it_changes(
     client: Client, path: str
 ) -> None:
     body: dict[str, Any] = {"model": "tiny", "use_beam_search": True, "beam_width": 4, "n": 2}
-    body |= {"max_tokens": 20, "ignore_eos": True, "stop": ["e", "4"], "length_penalty": 0.5}
+    body |= {"max_tokens": 120, "ignore_eos": True, "stop": ["e", "4"], "length_penalty": 0.5}
     body |= {"prompt": [PROMPT, "The key"]} if path == COMPLETIONS else {"messages": HELLO}
     body |= {"stream_options": {"include_usage": True}, "stream": True}
     chunks = await client.events(path, body)
