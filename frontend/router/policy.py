@@ -200,11 +200,9 @@ class Router:
         prompt = token_bytes(tokens)
         count, now = len(prompt) // TOKEN_BYTES, self._clock()
         hits = np.zeros(len(present))
-        for replica, length in self.index.hits(prompt, namespace).items():
-            hits[replica] = length
+        self.index.raise_hits(hits, prompt, namespace)
         most = min(hits.max(), count - 1)
-        for replica, length in self._promised.hits(prompt, namespace):
-            hits[replica] = max(hits[replica], length)
+        self._promised.raise_hits(hits, prompt, namespace)
         np.minimum(hits, count - 1, out=hits)  # the last token's logits are needed
         rate = self._rates()
         each = self._overhead.seconds

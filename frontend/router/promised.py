@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
+
+import numpy as np
 
 from coppice.radix.mirror.changes import Opened, Stored
 from coppice.radix.mirror.index import ReplicaIndex
@@ -16,7 +18,7 @@ class Promised:
     def __init__(self) -> None:
         self._index = ReplicaIndex()  # in which each prompt stands for a replica that holds it
         self._slots: dict[str, int] = {}  # by request
-        self._replicas: list[int] = []  # by slot
+        self._replicas = np.zeros(0, np.int64)  # by slot, with room for more
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -25,12 +27,13 @@ class Promised:
 
     def add(self, request: str, replica: int, prompt: bytes, namespace: Hashable) -> None:
         """Notes that a replica will hold a prompt, as int32 bytes. O(its tokens)."""
-        if self._free:
-            slot = self._free.pop()
-            self._replicas[slot] = replica
-        else:
-            slot = len(self._replicas)
-            self._replicas.append(replica)
+        if not self._free:
+            room = len(self._replicas)
+            more = max(room, 64)
+            self._replicas = np.concatenate((self._replicas, np.zeros(more, np.int64)))
+            self._free = list(range(room + more - 1, room - 1, -1))
+        slot = self._free.pop()
+        self._replicas[slot] = replica
         self._slots[request] = slot
         self._index.apply(slot, Opened(_ROOT, namespace))
         self._index.apply(slot, Stored(_PROMPT, _ROOT, 0, prompt))
@@ -42,7 +45,6 @@ class Promised:
             self._index.leave(slot)
             self._free.append(slot)
 
-    def hits(self, prompt: bytes, namespace: Hashable) -> Iterator[tuple[int, int]]:
-        """Replicas, and how many tokens of a prompt each will hold. O(tokens + prompts found)."""
-        for slot, length in self._index.hits(prompt, namespace).items():
-            yield self._replicas[slot], length
+    def raise_hits(self, lengths: np.ndarray, prompt: bytes, namespace: Hashable) -> None:
+        """Raises a replica's number in `lengths` to the tokens of a prompt that it will hold."""
+        self._index.raise_hits(lengths, prompt, namespace, self._replicas)
