@@ -14,6 +14,8 @@ The same requests go to all rules. A row has, of one rule:
     busiest        tokens computed by the busiest replica over the mean
     busiest_time   the same of the seconds for which prompts were computed
     decision_ms    of our router, and bytes of its index for a cached token
+    copied         of our router: tokens, as a share, that were computed though another replica
+                   held them: first copies of what is hot, and what is not worth to wait for
 
 `guessing` is our router without what replicas report: prompts on their way are all that it knows.
 """
@@ -61,6 +63,7 @@ def works_of(name: str, file: Path | None, replicas: int, count: int, seed: int)
     hit = one_cache(works, CACHE * replicas)
     tokens = sum(len(work.prompt) for work in works) / TOKEN_BYTES / len(works)
     generated = sum(work.generated for work in works) / len(works)
+    del works  # of 1,000 replicas they take gigabytes
     # A prompt's seconds while half of the places decode; a place's seconds.
     prefill = tokens * (1 - hit) / PREFILL * 1.5 + STEP
     decode = generated * (STEP + EACH * PLACES / 2) / PLACES
@@ -107,7 +110,7 @@ class _Only:
 
     def __init__(self, policy: Ours) -> None:
         self.choose, self.began = policy.choose, policy.began
-        self.ended, self.changed = policy.ended, policy.changed
+        self.ended, self.changed, self.held = policy.ended, policy.changed, policy.held
 
 
 def main() -> None:
@@ -145,7 +148,10 @@ def beside_each_other(
         more: dict[str, float] = {}
         if isinstance(policy, Ours) and rule == "coppice":
             ours = found
-            more = {"decision_ms": round(policy.milliseconds, 3)}
+            more = {
+                "decision_ms": round(policy.milliseconds, 3),
+                "copied": round(result.copied / result.tokens, 4),
+            }
             if not args.quick:
                 more["index_bytes"] = round(index_bytes(works, replicas), 1)
         rows.add(

@@ -26,6 +26,7 @@ class Policy(Protocol):
     def began(self, name: str, now: float) -> None: ...
     def ended(self, name: str, now: float) -> None: ...
     def changed(self, replica: int, changes: Sequence[Change]) -> None: ...
+    def held(self, work: Work) -> int: ...
 
 
 @dataclass(slots=True)
@@ -47,15 +48,16 @@ class Replica:
 
     def hit(self, work: Work) -> int:
         """Tokens of a prompt that need not be computed."""
-        return self.tree.match(work.prompt, limit=len(work.prompt) // TOKEN_BYTES - 1).length
+        prompt = work.prompt
+        return self.tree.match(prompt, limit=len(prompt) // TOKEN_BYTES - 1).length
 
     def keep(self, work: Work) -> None:
         """Enters a prompt that is computed; evicts what was used least recently."""
-        tree = self.tree
-        hold, table = tree.start(tree.match(work.prompt))
+        tree, prompt = self.tree, work.prompt
+        hold, table = tree.start(tree.match(prompt))
         try:
-            table += tree.allocate(len(work.prompt) // TOKEN_BYTES - len(table))
-            tree.finish(hold, work.prompt, table)
+            table += tree.allocate(len(prompt) // TOKEN_BYTES - len(table))
+            tree.finish(hold, prompt, table)
         except OutOfPages:
             tree.unlock(hold)
 
@@ -67,6 +69,8 @@ class Result:
     Attributes:
         computed: prompt tokens that each replica computed.
         busy: seconds for which each computed prompts, the first decode step of each included.
+        copied: of the tokens that were computed, those that another replica held, as the policy
+            knows it.
     """
 
     first: list[float]
@@ -74,6 +78,7 @@ class Result:
     tokens: int
     computed: list[int]
     busy: list[float]
+    copied: int
 
 
 def simulate(
@@ -85,7 +90,7 @@ def simulate(
         tree = RadixTree(PagePool(cache_tokens, 1))
         fleet.append(Replica(tree, TreeChanges(tree) if feed else None))
     events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-    order, first, hits, total = 0, [], 0, 0
+    order, first, hits, total, copied = 0, [], 0, 0, 0
 
     def at(moment: float, call: Callable[..., None], *args: Any) -> None:
         nonlocal order
@@ -99,13 +104,14 @@ def simulate(
         begin(now, place)
 
     def begin(now: float, place: int) -> None:
-        nonlocal hits, total
+        nonlocal hits, total, copied
         replica = fleet[place]
         if replica.busy or not replica.queue or replica.running >= PLACES:
             return
         name, work = replica.queue.popleft()
         count, hit = len(work.prompt) // TOKEN_BYTES, replica.hit(work)
         hits, total = hits + hit, total + count
+        copied += max(0, min(policy.held(work), count - 1) - hit)
         replica.busy = True
         replica.computed += count - hit
         seconds = (count - hit) / PREFILL * (1 + replica.running / PLACES) + replica.step
@@ -138,7 +144,7 @@ def simulate(
         now, _, call, args = heapq.heappop(events)
         call(now, *args)
     computed, busy = [each.computed for each in fleet], [each.seconds for each in fleet]
-    return Result(first, hits, total, computed, busy)
+    return Result(first, hits, total, computed, busy, copied)
 
 
 def one_cache(works: Sequence[Work], cache_tokens: int) -> float:

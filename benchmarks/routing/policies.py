@@ -42,6 +42,9 @@ class Counting:
     def changed(self, replica: int, changes: Sequence[Change]) -> None:
         pass
 
+    def held(self, work: Work) -> int:
+        return 0
+
     def least(self) -> int:
         low = min(self.load)
         return self.rng.choice([n for n, load in enumerate(self.load) if load == low])
@@ -161,11 +164,12 @@ class Ours:
 
     def choose(self, name: str, work: Work, now: float) -> int:
         self._now = now
+        prompt = work.prompt
         begun = time.perf_counter()
-        choice = self.router.choose(work.prompt)
+        choice = self.router.choose(prompt)
         self.times.append(time.perf_counter() - begun)
         assert choice is not None
-        self.router.send(name, choice, work.prompt)
+        self.router.send(name, choice, prompt)
         return choice.replica
 
     def began(self, name: str, now: float) -> None:
@@ -178,6 +182,10 @@ class Ours:
 
     def changed(self, replica: int, changes: Sequence[Change]) -> None:
         self.router.apply(replica, changes)
+
+    def held(self, work: Work) -> int:
+        """Tokens of a prompt that the replica holds which holds most of it."""
+        return max(self.router.index.hits(work.prompt).values(), default=0)
 
     @property
     def milliseconds(self) -> float:

@@ -16,12 +16,20 @@ _BLOCK = 512  # tokens of a hash id of the trace
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request: when it comes, its prompt as int32 bytes, and the tokens that it generates."""
+    """A request: when it comes, its prompt in parts, and the tokens that it generates.
+
+    Requests share the parts that are equal, so hundreds of thousands of them fit into memory.
+    """
 
     at: float
-    prompt: bytes
+    parts: tuple[bytes, ...]
     generated: int
     session: int
+
+    @property
+    def prompt(self) -> bytes:
+        """All parts as int32 bytes."""
+        return b"".join(self.parts)
 
 
 def text(stream: int, count: int) -> bytes:
@@ -34,7 +42,7 @@ def hot_document(count: int, rate: float, rng: random.Random) -> Iterator[Work]:
     documents = [text(n, 8000 if n == 0 else 3000) for n in range(201)]
     for number, at in _arrivals(count, rate, rng):
         chosen = 0 if rng.random() < 0.5 else rng.randrange(1, 201)
-        prompt = documents[chosen] + text(1000 + number, rng.randrange(30, 300))
+        prompt = documents[chosen], text(1000 + number, rng.randrange(30, 300))
         yield Work(at, prompt, rng.randrange(20, 200), number)
 
 
@@ -45,19 +53,19 @@ def tenants(count: int, rate: float, rng: random.Random) -> Iterator[Work]:
     for number, at in _arrivals(count, rate, rng):
         (tenant,) = rng.choices(range(300), weights)
         own = text(10_000 + number, rng.randrange(50, 1500))
-        yield Work(at, prompts[tenant] + own, rng.randrange(20, 300), tenant)
+        yield Work(at, (prompts[tenant], own), rng.randrange(20, 300), tenant)
 
 
 def agents(count: int, rate: float, rng: random.Random) -> Iterator[Work]:
     """Agents with the same instructions; each step goes on from one of the agent's last four."""
     instructions = text(7, 3000)
-    histories: list[list[bytes]] = [[instructions + text(20_000 + n, 500)] for n in range(400)]
+    histories = [[(instructions, text(20_000 + n, 500))] for n in range(400)]
     for number, at in _arrivals(count, rate, rng):
         agent = rng.randrange(400)
         before = rng.choice(histories[agent][-4:])
-        prompt = before + text(100_000 + number, rng.randrange(100, 800))
+        prompt = *before, text(100_000 + number, rng.randrange(100, 800))
         histories[agent].append(prompt)
-        if len(prompt) > 24_000 * TOKEN_BYTES:
+        if sum(map(len, prompt)) > 24_000 * TOKEN_BYTES:
             histories[agent] = histories[agent][:1]
         yield Work(at, prompt, rng.randrange(30, 200), agent)
 
@@ -72,9 +80,11 @@ def trace(file: Path, count: int, rate: float, rng: random.Random) -> Iterator[W
             for each in row["hash_ids"]:
                 if each not in blocks:
                     blocks[each] = text(10**6 + each, _BLOCK)
-            prompt = b"".join(blocks[each] for each in row["hash_ids"])
-            prompt = prompt[: row["input_length"] * TOKEN_BYTES]
-            yield Work(at, prompt, max(1, row["output_length"]), number)
+            prompt = [blocks[each] for each in row["hash_ids"]]
+            over = sum(map(len, prompt)) - row["input_length"] * TOKEN_BYTES
+            if over > 0:
+                prompt[-1] = prompt[-1][:-over]
+            yield Work(at, tuple(prompt), max(1, row["output_length"]), number)
 
 
 def _arrivals(count: int, rate: float, rng: random.Random) -> Iterator[tuple[int, float]]:
