@@ -10,7 +10,7 @@ from coppice.frontend.errors import EngineStopped
 from coppice.frontend.router.calls import Calls
 from coppice.frontend.router.client_ends import Answers, Outputs
 from coppice.frontend.router.members import Members
-from coppice.frontend.router.namespaces import namespace_of
+from coppice.frontend.router.namespaces import place_of
 from coppice.frontend.router.policy import Router
 from coppice.frontend.router.replica import Replica
 from coppice.runtime.process.messages import Lost, is_short, step_output
@@ -199,7 +199,7 @@ class Flights:
     def _send(self, flight: Flight) -> None:
         """Sends a request to the replica that the router chooses; without one it waits."""
         tokens, more = flight.args[1], flight.kwargs
-        place, priority = namespace_of(more), more.get("priority", 0)
+        place, priority = place_of(more), more.get("priority", 0)
         choice = self._router.choose(tokens, place, priority=priority, without=flight.full)
         if choice is None:
             if flight.name not in self._parked:

@@ -129,8 +129,12 @@ class Kept:
         match gathering.method:
             case "put_pin" if args[0] not in self.pins:
                 return None, "unpin", (args[0],), {}
-            case "load_lora" if args[0].lora_name not in self.adapters:
-                return None, "unload_lora", (args[0].lora_name,), {}
+            case "load_lora":
+                before = self.adapters.get(args[0].lora_name)
+                if before is None:
+                    return None, "unload_lora", (args[0].lora_name,), {}
+                if gathering.kwargs.get("replace"):
+                    return (*before[:3], {**before[3], "replace": True})
             case "sleep" if self.asleep is None:
                 return None, "wake_up", (), {}
         return None

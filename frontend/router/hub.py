@@ -24,7 +24,7 @@ from coppice.frontend.router.connections import Connections
 from coppice.frontend.router.flights import ADDING, Flight, Flights
 from coppice.frontend.router.gather import GATHERED, Gathering, Gatherings
 from coppice.frontend.router.members import Members
-from coppice.frontend.router.namespaces import namespace_of, shared
+from coppice.frontend.router.namespaces import place_of
 from coppice.frontend.router.policy import Router
 from coppice.frontend.router.replica import Replica
 from coppice.runtime.process.messages import PING, Door, End, Leaving, Pulse, Told
@@ -178,7 +178,7 @@ class Hub:
             self._answers.answer(number, True, error)
 
     def _peek(self, number: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        choice = self.router.choose(args[0], namespace_of(kwargs))
+        choice = self.router.choose(args[0], place_of(kwargs))
         if choice is None:
             error = EngineStopped("no replica is there to be asked")
             self._answers.answer(number, True, error)
@@ -231,10 +231,9 @@ class Hub:
             replica.close()
 
     def _take_told(self, replica: Replica, told: Told) -> None:
-        changes = [shared(change) for change in told.changes]
-        for begin in range(0, len(changes), _AT_ONCE):
+        for begin in range(0, len(told.changes), _AT_ONCE):
             with self._lock:
-                self.router.apply(replica.number, changes[begin : begin + _AT_ONCE])
+                self.router.apply(replica.number, told.changes[begin : begin + _AT_ONCE])
         if told.load is not None:
             with self._lock:
                 self.router.measured(replica.number, told.load.prefill_tokens_a_second)

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coppice.frontend.router.namespaces import AdapterVersions
 from coppice.frontend.router.overhead import RequestOverhead
 from coppice.frontend.router.promised import Promised
 from coppice.radix.mirror.changes import Change
@@ -89,6 +90,7 @@ class Router:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds and never goes back."""
         self.index = ReplicaIndex()
+        self._versions = AdapterVersions()
         self._clock = clock
         self._promised = Promised()
         self._flights: dict[str, _Flight] = {}
@@ -160,14 +162,17 @@ class Router:
         if replica not in self._waiting:
             return
         for change in changes:
-            self.index.apply(replica, change)
+            self.index.apply(replica, self._versions.placed(change))
         left = []
         for request in self._unreported.get(replica, ()):
             flight = self._flights.get(request)
             if flight is None:
                 continue
-            held = self.index.hits(flight.prompt, flight.namespace).get(replica, 0)
-            if held * TOKEN_BYTES >= len(flight.prompt):
+            held = (
+                self.index.hits(flight.prompt, place).get(replica, 0)
+                for place in self._versions.places(flight.namespace)
+            )
+            if max(held) * TOKEN_BYTES >= len(flight.prompt):
                 self._promised.remove(request)
             else:
                 left.append(request)
@@ -200,7 +205,8 @@ class Router:
         prompt = token_bytes(tokens)
         count, now = len(prompt) // TOKEN_BYTES, self._clock()
         hits = np.zeros(len(present))
-        self.index.raise_hits(hits, prompt, namespace)
+        for place in self._versions.places(namespace):
+            self.index.raise_hits(hits, prompt, place)
         most = min(hits.max(), count - 1)
         self._promised.raise_hits(hits, prompt, namespace)
         np.minimum(hits, count - 1, out=hits)  # the last token's logits are needed

@@ -7,9 +7,12 @@ from array import array
 
 import pytest
 
+from coppice.frontend.router.namespaces import Place
 from coppice.frontend.router.policy import Router
 from coppice.radix import PagePool, RadixTree
 from coppice.radix.mirror.changes import TreeChanges
+from coppice.radix.namespace import Namespace
+from coppice.radix.upkeep.removal import remove_namespace
 
 RATE = 1000.0
 
@@ -190,6 +193,42 @@ def test_namespaces_are_kept_apart() -> None:
     cluster.send(prompt(1), namespace="other")
     found = cluster.router.choose(prompt(1), "third")
     assert found is not None and found.hit == 0
+
+
+def test_an_adapter_is_found_in_each_of_its_versions() -> None:
+    cluster, asked = Cluster(3), Place("legal", None, None)
+    cluster.keep(0, prompt(1))
+    found = cluster.router.choose(prompt(1), asked)
+    assert found is not None and found.hit == 499, "tokens may invoke it: the base's prompts count"
+    cluster.keep(1, prompt(1), Namespace("", "legal@0123456789abcdef"))
+    found = cluster.router.choose(prompt(1), asked)
+    assert found is not None and (found.replica, found.hit) == (1, 499)
+    cluster.keep(2, prompt(2), Namespace("", "legal@fedcba9876543210"))
+    for number, place in ((1, 1), (2, 2)):
+        found = cluster.router.choose(prompt(number), asked)
+        assert found is not None and (found.replica, found.hit) == (place, 499)
+    found = cluster.router.choose(prompt(1), Place("legal", "salt", None))
+    assert found is not None and found.hit == 0
+
+
+def test_an_adapter_that_is_replaced_leaves_nothing_behind() -> None:
+    """What the old version leaves takes nothing of the new one's with it, and the other way."""
+    cluster, asked = Cluster(1), Place("legal", None, None)
+    tree, changes = cluster.trees[0]
+    old, new = Namespace("", "legal@0123456789abcdef"), Namespace("", "legal@fedcba9876543210")
+    cluster.keep(0, prompt(1), old)
+    cluster.keep(0, prompt(1), new)
+    remove_namespace(tree, old)
+    cluster.router.apply(0, changes.drain())
+    found = cluster.router.choose(prompt(1), asked)
+    assert found is not None and found.hit == 499
+    cluster.keep(0, prompt(1) + prompt(3), new)
+    found = cluster.router.choose(prompt(1) + prompt(3), asked)
+    assert found is not None and found.hit == 999
+    remove_namespace(tree, new)
+    cluster.router.apply(0, changes.drain())
+    assert cluster.router.index.tokens == 0
+    assert not cluster.router.index.nodes
 
 
 def test_a_request_of_a_better_class_does_not_wait_for_others() -> None:

@@ -1,0 +1,144 @@
+"""Adapters behind a hub: who has them, where their prompts go, and what takes their place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from coppice.frontend.client.engine import EngineClient
+from coppice.frontend.python.llm import LLM
+from coppice.frontend.router.namespaces import Place
+from coppice.runtime.requests.lora_request import LoRARequest
+from coppice.runtime.requests.sampling_params import SamplingParams
+from tests.runtime.helpers.adapter_files import save_adapter
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+PLACE = Place("legal", None, None)
+TEXT = "the house has a door, and the mat before it has a key below." * 3
+
+
+@pytest.fixture
+def made(checkpoint: Path, tmp_path: Path) -> Callable[[int], LoRARequest]:
+    """The adapter "legal" of a seed, in a folder of its own."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+
+    def make(seed: int) -> LoRARequest:
+        return LoRARequest("legal", 1, str(save_adapter(tmp_path / str(seed), model, seed=seed)))
+
+    return make
+
+
+async def text_of(
+    client: EngineClient, prompt: str, params: SamplingParams = GREEDY, **more: Any
+) -> str:
+    ids = client.tokenizer.encode(prompt)
+    async with await client.submit([(prompt, ids)], params, **more) as deltas:
+        (output,) = await deltas.outputs()
+    return output.outputs[0].text
+
+
+@pytest.fixture
+def alone(checkpoint: Path) -> Callable[[LoRARequest], str]:
+    """What one engine answers with an adapter."""
+
+    def answer(adapter: LoRARequest) -> str:
+        llm = LLM(str(checkpoint), kv_cache_tokens=1024, enable_lora=True)
+        return llm.generate(TEXT, GREEDY, lora_request=adapter)[0].outputs[0].text
+
+    return answer
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never holds")
+
+
+async def test_a_prompt_of_an_adapter_goes_where_it_is(
+    cluster: Any, made: Callable[[int], LoRARequest]
+) -> None:
+    client, replicas = await cluster(2, enable_lora=True)
+    legal = made(1)
+    await client.ask("load_lora", legal)
+    prompt = len(client.tokenizer.encode(TEXT))
+    for _ in range(6):
+        await text_of(client, TEXT, lora_request=legal)
+        await until(lambda: not client.hub._flights)
+    # It may be copied, if a busy machine makes the holder seem slow.
+    counts = [each.engine.counters for each in replicas if each.engine.counters.requests]
+    assert sum(each.hit_tokens for each in counts) == (6 - len(counts)) * (prompt - 1)
+    assert client.hub.router.choose(client.tokenizer.encode(TEXT), PLACE).hit == prompt - 1
+    found = client.hub.router.choose(client.tokenizer.encode(TEXT), PLACE._replace(adapter=None))
+    assert found.hit == 0, "the base model's are others"
+
+
+async def test_who_joins_later_has_the_adapters_and_sleeps(
+    cluster: Any, replica: Any, made: Callable[[int], LoRARequest]
+) -> None:
+    client, replicas = await cluster(1, enable_lora=True)
+    legal = made(1)
+    await client.ask("load_lora", legal)
+    await client.ask("sleep", 1)
+    later = replica(enable_lora=True)
+    await asyncio.to_thread(client.hub.join, "later", "127.0.0.1", later.door)
+    assert await client.ask("is_sleeping"), "both do"
+    assert later.engine.asleep
+    assert later.engine.adapters.listed() == [legal]
+    await client.ask("wake_up")
+    await asyncio.gather(*(text_of(client, TEXT + c, lora_request=legal) for c in "abcdef"))
+    await client.ask("unload_lora", "legal")
+    assert [each.engine.adapters.listed() for each in (*replicas, later)] == [[], []]
+
+
+async def test_an_adapter_is_replaced_while_its_requests_run(
+    cluster: Any,
+    made: Callable[[int], LoRARequest],
+    alone: Callable[[LoRARequest], str],
+) -> None:
+    """Both versions are there for a while, and what the old one wrote leaves alone."""
+    client, replicas = await cluster(2, enable_lora=True)
+    old, new = made(1), made(2)
+    await client.ask("load_lora", old)
+    for each in replicas:
+        each.slow = 0.005
+    running = [
+        asyncio.ensure_future(text_of(client, TEXT + c, LONG, lora_request=old)) for c in "abcd"
+    ]
+    await until(lambda: all(each.engine.scheduler.running for each in replicas))
+    await client.ask("load_lora", new, replace=True)
+    expected = alone(new)
+    assert expected != alone(old)
+    assert await text_of(client, TEXT, lora_request=new) == expected
+    await asyncio.gather(*running)
+    for each in replicas:
+        each.slow = 0.0
+    for c in "efgh":
+        await text_of(client, TEXT + c, lora_request=new)
+        assert await text_of(client, TEXT, lora_request=new) == expected
+    await until(lambda: not client.hub._flights)
+    assert client.hub.names == ["r0", "r1"]
+    for each in replicas:
+        each.engine.check()
+    found = sum(each.engine.tree.cached_tokens for each in replicas)
+    await until(lambda: client.hub.router.index.tokens <= found)
+
+
+async def test_a_version_that_one_replica_refuses_leaves_the_one_before(
+    cluster: Any, made: Callable[[int], LoRARequest]
+) -> None:
+    client, replicas = await cluster(2, enable_lora=True)
+    old, new = made(1), made(2)
+    await client.ask("load_lora", old)
+    replicas[1].engine.adapters.named._max_rank = 2
+    with pytest.raises(ValueError, match="rank"):
+        await client.ask("load_lora", new, replace=True)
+    await client.ask("list_loras")  # answered after what undoes it
+    assert [each.engine.adapters.listed() for each in replicas] == [[old], [old]]
