@@ -30,7 +30,6 @@ SNAPSHOT = b"snapshot"
 END = (-1).to_bytes(8, "big", signed=True)
 
 _KEPT_BYTES = 64 << 20  # of each topic, to be sent again
-_WAITING = 10_000  # batches that a listener may lag behind before it loses some
 
 
 class _Topic:
@@ -74,12 +73,15 @@ class Broadcast:
         """
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
-        self._pub = self._bound(zmq.PUB, "kv_events_endpoint", published.endpoint)
+        kept, exact = published.kept_batches, published.exact_topic
+        self._pub = self._bound(
+            zmq.PUB, "kv_events_endpoint", published.endpoint, published.waiting_batches
+        )
         self.requests = None
         if published.replay_endpoint is not None:
             name = "kv_events_replay_endpoint"
-            self.requests = self._bound(zmq.ROUTER, name, published.replay_endpoint)
-        kept, exact = published.kept_batches, published.exact_topic
+            # The longest answer fits, whose messages would be dropped else: all, and the end.
+            self.requests = self._bound(zmq.ROUTER, name, published.replay_endpoint, kept + 1)
         self._topic = _Topic(published.topic, kept)
         self._exact = None if exact is None else _Topic(exact, kept)
         self._size, self._maps = published.block_size, published.maps
@@ -94,10 +96,11 @@ class Broadcast:
             socket.close(linger=200)
         self._context.term()
 
-    def _bound(self, kind: int, name: str, endpoint: str) -> zmq.Socket[bytes]:
+    def _bound(self, kind: int, name: str, endpoint: str, waiting: int) -> zmq.Socket[bytes]:
+        """A socket at which so many messages wait for each peer before some are dropped."""
         socket = self._context.socket(kind)
         self._sockets.append(socket)
-        socket.set_hwm(_WAITING)
+        socket.set_hwm(waiting)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:

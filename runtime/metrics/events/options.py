@@ -22,7 +22,13 @@ def check_endpoint(name: str, value: str | None) -> None:
 
 
 class Published(NamedTuple):
-    """The engine's options `kv_events_...`, and how many batches are kept to be sent again."""
+    """The engine's options `kv_events_...`.
+
+    Attributes:
+        kept_batches: how many are kept to be sent again.
+        waiting_batches: how many a listener may lag behind before it loses some, beside what the
+            system's own buffers hold.
+    """
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -31,3 +37,4 @@ class Published(NamedTuple):
     block_size: int = 16
     maps: bool = False
     kept_batches: int = 10_000
+    waiting_batches: int = 10_000

@@ -50,7 +50,7 @@ def _block_event(event: Event, block_size: int) -> dict[str, Any]:
             "block_size": block_size,
             "lora_id": None,
             "medium": MEDIUM,
-            "lora_name": getattr(namespace, "adapter", None),
+            "lora_name": _adapter_name(namespace),
         }
         keys = _extra_keys(namespace)
         if keys is not None:
@@ -61,12 +61,19 @@ def _block_event(event: Event, block_size: int) -> dict[str, Any]:
     return {"type": "AllBlocksCleared"}
 
 
-def _extra_keys(namespace: Hashable) -> list[str] | None:
-    """What tells blocks of this namespace from others with the same tokens, beside the adapter.
+def _adapter_name(namespace: Hashable) -> str | None:
+    """As requests name it; in a namespace the adapter's version follows."""
+    adapter = getattr(namespace, "adapter", None)
+    return None if adapter is None else adapter.rpartition("@")[0] or adapter
 
-    A digest, since a salt or the name of a tenant may be a secret.
+
+def _extra_keys(namespace: Hashable) -> list[str] | None:
+    """What tells blocks of this namespace from others with the same tokens.
+
+    A digest, since a salt or the name of a tenant may be a secret. It is another one for each
+    version of an adapter.
     """
-    if not isinstance(namespace, Namespace) or not (namespace.cache_salt or namespace.tenant):
+    if not isinstance(namespace, Namespace) or not any(namespace[1:]):
         return None
     return [f"{root_hash(namespace, 0):016x}"]
 

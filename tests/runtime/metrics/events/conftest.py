@@ -25,10 +25,13 @@ def address() -> Callable[[], str]:
 
 
 class Listener:
-    """Hears the messages of one topic."""
+    """Hears the messages of one topic; `most`: so many wait for it at most, but for 0."""
 
-    def __init__(self, context: Any, endpoint: str, topic: bytes) -> None:
+    def __init__(self, context: Any, endpoint: str, topic: bytes, most: int = 0) -> None:
         self._socket = context.socket(zmq.SUB)
+        self._socket.set_hwm(most)
+        if most:
+            self._socket.setsockopt(zmq.RCVBUF, 4096)
         self._socket.connect(endpoint)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic)
 

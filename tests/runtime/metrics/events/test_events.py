@@ -14,14 +14,20 @@ import pytest
 msgspec = pytest.importorskip("msgspec")
 
 from coppice.radix import PagePool, RadixTree, page_hashes  # noqa: E402
-from coppice.radix.mirror.changes import attached  # noqa: E402
+from coppice.radix.mirror.blocks import Blocks  # noqa: E402
+from coppice.radix.mirror.changes import Opened, Stored, attached  # noqa: E402
 from coppice.radix.mirror.copy import TreeCopy  # noqa: E402
+from coppice.radix.namespace import Namespace  # noqa: E402
 from coppice.runtime.config import EngineConfig  # noqa: E402
 from coppice.runtime.engine.core import Engine  # noqa: E402
 from coppice.runtime.metrics.events.broadcast import SNAPSHOT  # noqa: E402
 from coppice.runtime.metrics.events.options import Published  # noqa: E402
 from coppice.runtime.metrics.events.publisher import Publisher  # noqa: E402
-from coppice.runtime.metrics.events.wire import namespace_key, read_changes  # noqa: E402
+from coppice.runtime.metrics.events.wire import (  # noqa: E402
+    block_batch,
+    namespace_key,
+    read_changes,
+)
 from coppice.runtime.requests.sampling_params import SamplingParams  # noqa: E402
 from tests.radix.test_fuzz import NAMESPACES, Fuzz  # noqa: E402
 from tests.runtime.metrics.events.conftest import Listener, ask  # noqa: E402
@@ -215,26 +221,52 @@ def test_messages_that_are_not_kept_any_more_come_as_a_snapshot(
 
 
 def test_a_listener_that_never_reads_delays_nobody(address: Address, context: Any) -> None:
-    endpoint = address()
-    sender = publisher(endpoint, None)
-    idle = Listener(context, endpoint, b"")
-    reader = Listener(context, endpoint, b"kv")
+    """It loses messages, sees by their numbers which, and gets these from the replay endpoint."""
+    endpoint, replay = address(), address()
+    sender = publisher(endpoint, replay, waiting_batches=50)
+    idle, reader = Listener(context, endpoint, b"kv", most=1), Listener(context, endpoint, b"kv")
     time.sleep(0.2)
-    tree = RadixTree(PagePool(40, 1))
+    tree = RadixTree(PagePool(100_000, 1))
     changes, rng = attached(tree), random.Random(0)
-    for _ in range(300):
-        tokens = [rng.randrange(1000) for _ in range(10)]
+    mirror, late = VllmMirror(), VllmMirror()
+    heard: list[tuple[int, bytes]] = []
+    for number in range(1200):
+        tokens = [rng.randrange(1 << 30) for _ in range(2000)]
         hold, table = tree.start(tree.match(tokens))
-        table += tree.allocate(10 - len(table))
+        table += tree.allocate(2000 - len(table))
         tree.finish(hold, tokens, table)
         sender.put(changes.drain(), None)
-    mirror = VllmMirror()
-    for _, payload in reader.until_quiet():
+        if number % 20 == 19:  # as fast as one listener reads
+            while not heard or heard[-1][0] <= number:
+                heard.append(reader.next())
+    assert not sender.behind
+    for _, payload in heard:
         mirror.take(payload)
     assert set(mirror.blocks) == expected(tree, 5)
-    assert not sender.behind
-    del idle
+    found = dict(idle.until_quiet())
+    assert 0 < len(found) < 1000, "the system's buffers held all"
+    while missing := set(range(1201)) - found.keys():
+        found |= dict(ask(context, replay, min(missing).to_bytes(8, "big")))
+    for number in range(1201):
+        late.take(found[number])
+    assert late.blocks == mirror.blocks
     sender.close()
+
+
+def test_versions_of_an_adapter_have_its_name_and_are_told_apart() -> None:
+    stored = []
+    for version in ("0123456789abcdef", "fedcba9876543210"):
+        changes = [
+            Opened(1, Namespace("m", f"legal@{version}")),
+            Stored(2, 1, 0, array("i", range(5)).tobytes()),
+        ]
+        blocks = Blocks(5)
+        events = [event for event in map(blocks.take, changes) if event is not None]
+        batch = msgspec.msgpack.Decoder(MAPS).decode(block_batch(0.0, events, 5, maps=True))
+        stored += batch.events
+    assert [event.lora_name for event in stored] == ["legal", "legal"]
+    for values in ([event.extra_keys[0][0] for event in stored], [e.block_hashes for e in stored]):
+        assert values[0] != values[1]
 
 
 def start(path: Path, endpoint: str, replay: str | None = None, **options: Any) -> Engine:
