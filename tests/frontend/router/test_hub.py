@@ -140,6 +140,26 @@ async def test_a_dead_replica_loses_nothing_that_was_not_shown(
     replicas[1].engine.check()
 
 
+async def test_a_request_is_sent_to_another_replica_once(cluster: Any) -> None:
+    client, replicas = await cluster(3)
+    for each in replicas:
+        each.slow = 0.5
+    waits = asyncio.create_task(text_of(client, TEXTS[0], LONG, in_pieces=False))
+    ended = []
+    for _ in range(2):
+        await until(lambda: any(each.engine.num_unfinished for each in replicas))
+        ended.append(next(each for each in replicas if each.engine.num_unfinished))
+        replicas.remove(ended[-1])
+        await asyncio.to_thread(ended[-1].end)
+    with pytest.raises(EngineStopped, match="replica r[0-2] ended"):
+        await waits
+    assert not client.hub._flights
+    (left,) = replicas
+    assert not left.engine.counters.requests, "nobody sends it a third time"
+    left.slow = 0.0
+    assert await text_of(client, TEXTS[0]), "what could kill two may kill all; others are served"
+
+
 async def test_without_replicas_requests_wait_and_new_ones_are_refused(
     cluster: Any, replica: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
