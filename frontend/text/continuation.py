@@ -72,7 +72,7 @@ class Continuation:
         new = [*self.kept, *step.new_token_ids]
         self.kept.clear()
         self.cached_tokens, self.cached_by_tier = step.cached_tokens, step.cached_by_tier
-        self.drafted, self.accepted = step.drafted, step.accepted
+        before, self.drafted, self.accepted = self.accepted, step.drafted, step.accepted
         logprobs = [] if step.logprobs is None else list(texts.logprobs(step.logprobs, new))
         silent = is_silent(step, self.params)
         if not logprobs and not self.params.stop_strings:
@@ -80,7 +80,10 @@ class Continuation:
             self.stops.push(self.decoder.push(new[:-1] if silent else new))
             offsets = []
         else:
+            count = len(new)
             offsets = self._push_singly(new, logprobs, silent, texts)
+            # A step's last token was not drafted; drafted ones after the text's end are not its.
+            self.accepted -= min(max(count - len(new) - 1, 0), step.accepted - before)
         self.logprobs += logprobs
         self.text_offsets += offsets
         finish_reason, stop_reason = step.finish_reason, _stop_reason(step)
@@ -105,7 +108,7 @@ class Continuation:
             cached_tokens=step.cached_tokens,
             cached_by_tier=step.cached_by_tier,
             drafted_tokens=step.drafted,
-            accepted_tokens=step.accepted,
+            accepted_tokens=self.accepted,
         )
         if self.held is not None:
             delta, self.held = joined((self.held, delta)), None

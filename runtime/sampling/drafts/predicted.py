@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
 
 from coppice.runtime.requests.request import Sequence
@@ -15,6 +15,9 @@ _AHEAD = 32  # tokens after the last place in which one equal token is enough to
 _LENGTHS = (0, 1, 2, 4, 8, 16)  # equal tokens from which others are as likely
 _FIRST = (0.3, 0.5, 0.75, 0.85, 0.93, 0.97)
 _BEGIN = 4  # equal tokens that the beginning of a text counts as
+# Bounds of what one request may take of the engine's time: tokens of a prediction that are looked
+# at, and places of two tokens that are compared, half before the last place and half after it.
+_LONGEST, _MOST_PLACES = 65_536, 64
 
 
 class _Follower:
@@ -50,7 +53,8 @@ class _Follower:
                 self._pairs.setdefault(pair, []).append(place)
         best: tuple[int, int] | None = None
         places = self._pairs.get((tokens[index - 1], token), ()) if index > begin else ()
-        for place in places:
+        middle, half = bisect_left(places, self.at), _MOST_PLACES // 2
+        for place in places[max(middle - half, 0) : middle + half]:
             equal = 2
             most = min(_COMPARED, place + 1, index + 1 - begin)
             while equal < most and predicted[place - equal] == tokens[index - equal]:
@@ -86,10 +90,11 @@ class PredictedDrafts:
         begin = len(sequence.request.prompt_token_ids)
         follower = self._followers.get(sequence)
         if follower is None:
-            follower = self._followers[sequence] = _Follower(predicted, begin)
+            follower = self._followers[sequence] = _Follower(predicted[:_LONGEST], begin)
         follower.follow(sequence.tokens, begin)
         made = []
-        for number, token in enumerate(predicted[follower.at : follower.at + most]):
+        coming = follower.predicted[follower.at : follower.at + most]
+        for number, token in enumerate(coming):
             alike = bisect_right(_LENGTHS, follower.equal + number) - 1
             made.append(Proposed(token, number - 1, (SOURCE, alike), _FIRST[alike]))
         return made

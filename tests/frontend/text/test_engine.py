@@ -17,9 +17,18 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 
 
 class ScriptedEngine:
-    """An engine that generates given tokens, step by step, and records what was aborted."""
+    """An engine that generates given tokens, step by step, and records what was aborted.
 
-    def __init__(self, steps: Iterable[tuple[int, ...]], finish: tuple[str, Any]) -> None:
+    `drafts`: how many it drafted and accepted.
+    """
+
+    def __init__(
+        self,
+        steps: Iterable[tuple[int, ...]],
+        finish: tuple[str, Any],
+        drafts: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.drafts = drafts
         self.steps = list(steps)
         self.finish = finish
         self.aborted: list[str] = []
@@ -45,6 +54,7 @@ class ScriptedEngine:
         error = detail if reason == "error" else None
         stop = detail if reason == "stop" else None
         output = StepOutput(self.request_id, 0, tokens, reason, stop, error, 5, 3)
+        output.drafted, output.accepted = self.drafts
         if reason is not None:
             self.request_id = None
         return [output]
@@ -54,10 +64,11 @@ def run(
     tokenizer: Tokenizer,
     steps: Iterable[tuple[int, ...]],
     finish: tuple[str, Any] = ("length", None),
+    drafts: tuple[int, int] = (0, 0),
     **params: Any,
 ) -> tuple[ScriptedEngine, list[TextDelta]]:
     """All deltas of one request over a scripted engine."""
-    engine = ScriptedEngine(steps, finish)
+    engine = ScriptedEngine(steps, finish, drafts)
     text_engine = TextEngine(cast(Engine, engine), tokenizer)
     text_engine.add("a", "prompt", [1, 2, 3, 4, 5], SamplingParams(**params))
     deltas = []
@@ -115,6 +126,17 @@ def test_a_stop_string_in_the_middle_of_many_new_tokens(tokenizer: Tokenizer) ->
     assert output.outputs[0].text == "the "
     assert tokenizer.decode(output.outputs[0].token_ids).endswith("mat")
     assert deltas[-1].new_token_ids == output.outputs[0].token_ids
+
+
+def test_drafted_tokens_after_a_stop_string_do_not_count_as_accepted(tokenizer: Tokenizer) -> None:
+    ids = tuple(tokenizer.encode("the mat is at the door"))
+    _, deltas = run(tokenizer, [ids], drafts=(len(ids), len(ids) - 1), stop="mat")
+    output = deltas[-1].output
+    assert output is not None
+    kept = len(output.outputs[0].token_ids)
+    assert kept < len(ids) - 1
+    assert output.accepted_tokens == deltas[-1].accepted_tokens == kept
+    assert output.drafted_tokens == len(ids)
 
 
 def test_a_stop_string_in_the_last_tokens_outranks_the_length(tokenizer: Tokenizer) -> None:

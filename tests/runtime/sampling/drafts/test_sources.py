@@ -115,6 +115,22 @@ def test_a_prediction_is_found_where_most_is_equal() -> None:
     assert tokens(source.propose(own, 1)) == [60]
 
 
+def test_places_of_a_prediction_that_repeats_are_bounded() -> None:
+    """The nearest ones are looked at: those of a text of one token would delay everybody."""
+    predicted = [1, 2] * 100_000
+    predicted[50_000:50_003] = [7, 8, 9]
+    source, own = PredictedDrafts(), sequence([0], [], prediction_token_ids=predicted)
+    assert [each.token for each in source.propose(own, 3)] == [1, 2, 1]
+    own.tokens.extend([7, 8])
+    assert [each.token for each in source.propose(own, 2)] == [9, 2]
+    for turn in range(20):
+        own.tokens.extend([5, 1, 2])
+        assert [each.token for each in source.propose(own, 2)] == [1, 2], turn
+    (follower,) = source._followers.values()
+    assert abs(follower.at - 50_003) < 200, "nearest to where it was"
+    assert len(follower.predicted) < len(predicted)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_prediction_with_edits_is_mostly_followed(seed: int) -> None:
     rng = random.Random(seed)
