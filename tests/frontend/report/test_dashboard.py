@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright to drive a browser")
 axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe")
@@ -440,6 +441,24 @@ def drafting(served: Callable[..., str], checkpoint: Path) -> str:
         if drafts and drafts["sources"] and drafts["sources"][0]["accepted_tokens"]:
             return url
         assert time.monotonic() < deadline, drafts
+
+
+def test_the_metrics_of_drafts_are_those_of_the_report(drafting: str) -> None:
+    drafts = httpx.get(drafting + "/cache/report").json()["drafts"]
+    (text,) = drafts["sources"]
+    families = text_string_to_metric_families(httpx.get(drafting + "/metrics").text)
+    found = {
+        (sample.name, sample.labels.get("source")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    for name, expected in (
+        ("coppice_drafted_tokens_total", text["drafted_tokens"]),
+        ("coppice_accepted_draft_tokens_total", text["accepted_tokens"]),
+        ("coppice_draft_saved_seconds", pytest.approx(text["saved_seconds"], abs=1e-3)),
+    ):
+        assert found[name, "text"] == expected
+    assert found["coppice_draft_base_tokens_total", None] == drafts["rows"]
 
 
 def test_drafts_have_a_table_by_source(browser: Any, drafting: str) -> None:
