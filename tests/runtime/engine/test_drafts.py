@@ -31,12 +31,16 @@ def engine_of(checkpoint: Path, speculation: str) -> Engine:
     return engine
 
 
-def run(engine: Engine, prompts: list[list[int]], **params: Any) -> tuple[list[Any], list[Any]]:
+def run(
+    engine: Engine, prompts: list[list[int]], tenant: str | None = None, **params: Any
+) -> tuple[list[Any], list[Any]]:
     """The tokens of each prompt, and the last output of each request; all prompts run together."""
     tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
     last = {}
     for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), prompt, SamplingParams(max_tokens=30, **params))
+        engine.add_request(
+            str(number), prompt, SamplingParams(max_tokens=30, **params), tenant=tenant
+        )
     while engine.has_unfinished():
         for output in engine.step():
             assert output.error is None
@@ -72,6 +76,24 @@ def test_texts_are_the_same_and_take_fewer_steps(checkpoint: Path, params: Any) 
     assert make_stats(plain).drafted_tokens == {}
     plain.close()
     drafting.close()
+
+
+def test_steps_do_not_betray_what_another_tenant_wrote(checkpoint: Path) -> None:
+    """Its own text again takes fewer steps, that of another tenant as many as text nobody had."""
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(20)] for _ in range(4)]
+    others = [[rng.randrange(3, VOCABULARY) for _ in range(20)] for _ in range(4)]
+    steps = {}
+    for name, before in (("same", prompts), ("others", others)):
+        engine = engine_of(checkpoint, "auto")
+        run(engine, before, "a", temperature=0.0, ignore_eos=True)
+        for turn in ("first", "again"):
+            begun = engine.counters.steps
+            run(engine, prompts, "b", temperature=0.0, ignore_eos=True)
+            steps[name, turn] = engine.counters.steps - begun
+        engine.close()
+    assert steps["same", "first"] == steps["others", "first"]
+    assert steps["same", "again"] < 0.6 * steps["same", "first"]
 
 
 def test_a_prediction_and_a_reset(checkpoint: Path) -> None:
