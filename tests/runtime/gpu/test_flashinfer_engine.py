@@ -22,6 +22,7 @@ from coppice.kernels.triton.base import INTERPRETED
 from coppice.runtime.report.gather import make_stats
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.sampling import sampler
+from tests.runtime.engine.test_speculation_models import serve
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="with a GPU test_cuda_engine.py does this, with FlashInfer itself"
@@ -189,3 +190,16 @@ def test_small_steps_with_prompts_are_replayed_by_our_kernels(
     assert found[1] == found[0]
     assert make_stats(engine).mixed_steps == {"graph": 3, "eager": 0}
     assert make_stats(engine).decode_steps["too_much"] == 0
+
+
+@pytest.mark.slow
+def test_drafts_change_no_token(tiny_checkpoint, library):
+    """FlashInfer attends to lines: of a draft with branches the likeliest path is computed."""
+    path = tiny_checkpoint("llama", head_dim=64)
+    options = {"attention_backend": "flashinfer", "page_size": 4, **OPTIONS}
+    plain, _, _ = serve(path, False, **options)
+    found, _, drafts = serve(path, plain, **options)
+    assert found == plain
+    assert drafts.accepted > 20
+    assert drafts.drafted > drafts.accepted
+    assert not drafts.branched
