@@ -16,6 +16,7 @@ from mixed_requests import (
     prompt_logprobs,
     run,
 )
+from scripted_drafts import ScriptedDrafts
 
 from coppice.runtime.model.linear import select
 from coppice.runtime.model.linear.eight_bit import Fp8Linear
@@ -169,6 +170,20 @@ def test_graphs_and_overlap_give_the_tokens_without(tiny_checkpoint, page_size):
     assert all(each == found[0] for each in found)
 
 
+def assert_the_same(expected, found):
+    """Tokens are equal up to where sums in another order decide between two of them."""
+    assert expected.keys() == found.keys()
+    for key in expected:
+        left, right = joined(expected[key]), joined(found[key])
+        assert len(left) == len(right)
+        for at, (ours, theirs) in enumerate(zip(left, right, strict=True)):
+            if ours != theirs:
+                logprobs = [each.logprobs for each in expected[key] if each.logprobs is not None]
+                best = Logprobs.joined(logprobs).top_logprobs[at]
+                assert abs(float(best[0]) - float(best[1])) < 0.05
+                break
+
+
 def test_flashinfers_graphs_of_mixed_steps_give_the_tokens_without(tiny_checkpoint):
     """There prompts beside sequences that decode run by kernels of ours, in 16 bits, too."""
     path = tiny_checkpoint("llama", head_dim=128)
@@ -189,17 +204,31 @@ def test_flashinfers_graphs_of_mixed_steps_give_the_tokens_without(tiny_checkpoi
             outputs.setdefault(name, []).extend(rest)
         found.append(outputs)
     assert make_stats(engine).mixed_steps["graph"] > 0
-    eager, replayed = found
-    assert eager.keys() == replayed.keys()
-    for key in eager:
-        left, right = joined(eager[key]), joined(replayed[key])
-        assert len(left) == len(right)
-        for at, (ours, theirs) in enumerate(zip(left, right, strict=True)):
-            if ours != theirs:  # only where sums in another order decide between two tokens
-                logprobs = [each.logprobs for each in eager[key] if each.logprobs is not None]
-                best = Logprobs.joined(logprobs).top_logprobs[at]
-                assert abs(float(best[0]) - float(best[1])) < 0.05
-                break
+    assert_the_same(*found)
+
+
+def test_flashinfers_drafts_give_the_tokens_without(tiny_checkpoint):
+    """Of a draft with branches the likeliest path is computed."""
+    path = tiny_checkpoint("llama", head_dim=128)
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
+    found, drafts = [], None
+    for speculates in (False, True):
+        engine = on_the_gpu(path, "flashinfer", dtype="float16", **ROOM)
+        if speculates:
+            known = {key: joined(outputs) for key, outputs in found[0].items()}
+
+            def following(sequence, known=known):
+                tokens = known[sequence.request.request_id, sequence.index]
+                return tokens[sequence.num_generated :]
+
+            drafts = ScriptedDrafts(random.Random(3), following, vocabulary=320)
+            engine.speculate(drafts)
+        for number in range(4):
+            engine.add_request(str(number), [3 + number, *range(4, 12 + 5 * number)], params)
+        found.append(run(engine))
+    assert_the_same(*found)
+    assert drafts.accepted > 20
+    assert not drafts.branched
 
 
 def test_pages_are_freed_and_reused_before_the_gpu_has_finished(tiny_checkpoint):

@@ -83,6 +83,9 @@ CASES: dict[str, dict[str, tuple[str, str] | None]] = {
             ENGINE, "test_bfloat16_is_as_near_to_float32_as_on_the_cpu",
         ),
         "test_a_step_plans_once_for_all_layers": HOST,
+        "test_drafts_change_no_token": (
+            ENGINE, "test_flashinfers_drafts_give_the_tokens_without",
+        ),
         "test_a_model_without_kernels_is_refused_by_name": HOST,
         "test_graphs_replay_with_shared_levels_and_without": (
             ENGINE, "test_flashinfers_graphs_of_mixed_steps_give_the_tokens_without",
