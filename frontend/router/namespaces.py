@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 from coppice.radix.mirror.changes import Change, Opened
-from coppice.radix.namespace import Namespace
 
 # Versions of an adapter that are looked for: what an older one wrote leaves the replicas with it.
 _VERSIONS = 8
@@ -42,12 +41,12 @@ class AdapterVersions:
 
     def placed(self, change: Change) -> Change:
         """A replica's change, whose namespace becomes a `Place` with the adapter's version."""
-        if not isinstance(change, Opened) or not isinstance(change.namespace, Namespace):
-            return change
-        _, version, salt, tenant = change.namespace
-        if version is not None:
-            self._note(version)
-        return change._replace(namespace=_bare(Place(version, salt, tenant)))
+        if not isinstance(change, Opened) or not hasattr(change.namespace, "cache_salt"):
+            return change  # it is None, or no engine's
+        place = Place(*(getattr(change.namespace, name) for name in Place._fields))
+        if place.adapter is not None:
+            self._note(place.adapter)
+        return change._replace(namespace=_bare(place))
 
     def _note(self, version: str) -> None:
         name = version.rpartition("@")[0]

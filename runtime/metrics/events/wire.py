@@ -42,7 +42,7 @@ def _block_event(event: Event, block_size: int) -> dict[str, Any]:
         namespace = event.namespace
         first = event.parent_hash == root_hash(namespace, 0)
         tokens = array("i", event.tokens)
-        fields = {
+        fields: dict[str, Any] = {
             "type": "BlockStored",
             "block_hashes": event.hashes,
             "parent_block_hash": None if first else event.parent_hash,

@@ -69,6 +69,20 @@ async def client(text_engine: TextEngine, engine_client: Start) -> AsyncIterator
         yield client
 
 
+def children(pid: int) -> list[int]:
+    """The processes that one has started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def exists(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 async def test_an_engine_that_is_killed(
     checkpoint: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +115,50 @@ async def test_an_engine_that_is_killed(
             await asyncio.sleep(0.05)
         assert (await client.post(BODY))[0] == 200
         await client.until_idle()
+
+
+@pytest.mark.slow
+async def test_an_engine_whose_second_rank_is_killed(
+    checkpoint: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with its reason, and is started again with all of its ranks."""
+    monkeypatch.setattr(lifecycle, "FIRST_PAUSE", 0.3)
+    config = EngineConfig(
+        model=str(checkpoint), kv_cache_tokens=4096, max_num_seqs=8, tensor_parallel_size=2
+    )
+    async with client_of(EngineClient(partial(EngineProcess, config), tokenizer)) as client:
+        first: Any = client.engine._engine
+        (rank,) = children(first.pid)
+        expected = (await client.post(BODY))[1]["choices"][0]["text"]
+        running = [asyncio.create_task(client.post(ENDLESS)) for _ in range(3)]
+        streamed = await client.session.post(
+            client.url + COMPLETIONS, json=ENDLESS | {"stream": True}
+        )
+        await streamed.content.readany()
+        os.kill(rank, signal.SIGKILL)
+        reason = "rank 1 of the model: its process was killed by SIGKILL"
+        for status, answer, headers in await asyncio.gather(*running):
+            assert status == 503
+            assert answer["error"]["message"].startswith("the engine died: ")
+            assert reason in answer["error"]["message"]
+            assert int(headers["Retry-After"]) > 0
+        *_, last, done, _ = (await streamed.read()).decode().split("\n\n")
+        assert reason in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert done == "data: [DONE]"
+        while not client.engine.alive:
+            await asyncio.sleep(0.05)
+        second: Any = client.engine._engine
+        ended = [first.pid, rank, second.pid, *children(second.pid)]
+        assert len(set(ended)) == 4
+        status, answer, _ = await client.post(BODY)
+        assert (status, answer["choices"][0]["text"]) == (200, expected)
+        await client.until_idle()
+        assert not any(map(exists, ended[:2]))
+    # A rank ends as soon as it sees that its engine has.
+    for _ in range(300):
+        if any(map(exists, ended)):
+            await asyncio.sleep(0.1)
+    assert not any(map(exists, ended))
 
 
 async def test_a_reader_that_is_slow(client: Client) -> None:

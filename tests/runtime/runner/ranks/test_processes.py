@@ -31,6 +31,26 @@ def main(descriptor):
     member.ModelRunner = fail
     member.member_main(descriptor)
 """
+# What torchrun starts; the first rank's process computes until it is ended.
+LAUNCHED = """
+import os
+from coppice.runtime.config import EngineConfig
+from coppice.runtime.engine.core import Engine
+from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.runner.member import run_launched
+
+print(os.environ["RANK"], os.getpid(), flush=True)
+config = EngineConfig({path!r}, kv_cache_tokens=512, tensor_parallel_size=2)
+if not run_launched(config):
+    engine, number = Engine(config), 0
+    while True:
+        number += 1
+        engine.add_request(str(number), [5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True))
+        while engine.has_unfinished():
+            engine.step()
+        if number == 1:
+            print("computing", flush=True)
+"""
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
@@ -39,6 +59,14 @@ def children() -> set[int]:
     task = Path(f"/proc/{os.getpid()}/task")
     found = [each / "children" for each in task.iterdir()]
     return {int(pid) for each in found for pid in each.read_text().split()}
+
+
+def running(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def step_to_the_end(engine: Engine) -> None:
@@ -153,6 +181,34 @@ def test_torchrun_starts_the_ranks() -> None:
     )
     assert wrong.returncode != 0
     assert b"tensor_parallel_size is 3; torchrun has started 2 processes" in wrong.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("dies", ["0", "1"])
+def test_a_rank_that_dies_under_torchrun_ends_the_others(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, dies: str
+) -> None:
+    """None waits for ever for what another one would send."""
+    script = tmp_path / "launched.py"
+    script.write_text(LAUNCHED.format(path=str(tiny_checkpoint("llama"))), encoding="utf-8")
+    command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2", script]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            assert launcher.stdout is not None
+            lines = [launcher.stdout.readline().split() for _ in range(3)]
+            assert lines.pop() == ["computing"], lines
+            pids = {rank: int(pid) for rank, pid in lines}
+            assert all(map(running, pids.values()))
+            os.kill(pids[dies], signal.SIGKILL)
+            _, errors = launcher.communicate(timeout=90)
+        finally:
+            launcher.terminate()
+    assert launcher.returncode != 0
+    assert "Signal 9 (SIGKILL)" in errors
+    assert not any(map(running, pids.values()))
 
 
 @pytest.mark.skipif(cuda.is_available(), reason="counts GPUs")
