@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 from dataclasses import replace
@@ -60,6 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
         config = replace(config, enable_lora=True)
     cluster = cluster_options(arguments)
     options.keys(), options.tls()  # refuse wrong ones before the model is loaded
+    if cluster.replicas is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError(
+            "replicas can't be given under torchrun: Ray starts a replica's ranks, on one machine; "
+            f"got {cluster.replicas}"
+        )
     if takes_part(config):
         return 0
     try:

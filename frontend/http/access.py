@@ -15,7 +15,9 @@ from coppice.frontend.http.options import ApiKey
 
 # Open without a key: whether the server is alive, the page that shows how to use it, and one that
 # asks for the key itself.
-OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/ping", "/cache"})
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/health/live", "/health/ready", "/-/healthz", "/ping", "/cache"}
+)
 OPEN_PREFIX = "/cache/page/"  # the files of that page
 ADMIN_PREFIXES = ("/cache/", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 COUNTED_PREFIX = "/v1/"

@@ -56,12 +56,14 @@ class Health:
         state = {"application/json": Status.model_json_schema()}
         states = {200: state, 503: state}
         load = json_answer(Load.model_json_schema())
+        kuberay = {200: {"text/plain": {"type": "string"}}, 503: state}
         version = json_answer(Version.model_json_schema())
         return [
             Route("GET", "/health", self._health, "Whether requests are taken", states),
             Route("GET", "/health/ready", self._health, "Whether requests are taken", states),
             Route("GET", "/ping", self._health, "The same, for SageMaker", states),
             Route("POST", "/ping", self._health, "The same, for SageMaker", states),
+            Route("GET", "/-/healthz", self._kuberay, "The same, for KubeRay", kuberay),
             Route("GET", "/load", self._load, "How much there is to do", load),
             Route("GET", "/health/live", self._live, "Whether the server answers", {200: state}),
             Route("GET", "/version", self._version, "The version of the software", version),
@@ -82,6 +84,11 @@ class Health:
         if self._engine.alive:
             return web.json_response({"status": "ok"})
         return web.json_response({"status": self._engine.trouble}, status=503)
+
+    async def _kuberay(self, request: web.Request) -> web.Response:
+        """As a proxy of Ray Serve answers, by which KubeRay knows the pod that takes requests."""
+        state = await self._health(request)
+        return state if state.status != 200 else web.Response(text="success")
 
     async def _live(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

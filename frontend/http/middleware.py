@@ -72,7 +72,9 @@ async def logged(request: web.Request, handler: Handler) -> web.StreamResponse:
         }
         if note.guest is not None and note.guest.name:
             fields["key"] = note.guest.name
-        level = logging.DEBUG if path_of(request).startswith("/health") else logging.INFO
+        level = (
+            logging.DEBUG if path_of(request).startswith(("/health", "/-/health")) else logging.INFO
+        )
         log.log(level, "request", extra={"fields": fields | note.fields})
 
 

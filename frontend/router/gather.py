@@ -18,6 +18,7 @@ from coppice.runtime.report.snapshot import EngineStats, PinState
 log = logging.getLogger(__name__)
 
 GATHER_SECONDS = 10.0  # for the answers of all replicas
+STATS_SECONDS = 3.0  # for their counts, which /metrics reports after 5 s, come what may
 
 
 @dataclass(slots=True)
@@ -164,7 +165,7 @@ class Gatherings:
     ) -> None:
         """Sends a call to all replicas."""
         replicas = self._members.by_name
-        deadline = self._clock() + GATHER_SECONDS
+        deadline = self._clock() + (STATS_SECONDS if method == "stats" else GATHER_SECONDS)
         gathering = Gathering(number, method, args, kwargs, set(replicas), deadline)
         for replica in replicas.values():
             self._calls.send(replica, gathering, method, args, kwargs)
@@ -188,13 +189,15 @@ class Gatherings:
         self._check(gathering)
 
     def check_deadlines(self, now: float) -> None:
-        """Does without those that are late."""
+        """Does without those that are late; what they counted last stays, so that no sum falls."""
         late = self._calls.drop(
             lambda _, waits: isinstance(waits, Gathering) and waits.deadline < now
         )
         for replica, gathering in late:
             assert isinstance(gathering, Gathering)
             log.warning("replica %s has not answered %s", replica.name, gathering.method)
+            if gathering.method == "stats" and replica.stats is not None:
+                gathering.take(replica.name, False, replica.stats)
             self.do_without(gathering, replica)
 
     def _check(self, gathering: Gathering) -> None:

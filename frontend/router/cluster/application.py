@@ -18,6 +18,8 @@ from coppice.frontend.router.cluster.settings import ClusterSettings
 #: The name of the application that `coppice serve` deploys.
 NAME = "coppice"
 
+# Of the head node alone. There the ingress is found, and the next one gets its listening socket.
+_HEAD = "node:__internal_head__"
 _SESSIONS = 1000  # most ingresses of a replica
 _HEALTH_SECONDS = 2.0  # between two checks
 _QUIET = {"log_level": "WARNING", "enable_access_log": False}  # what Serve logs of its own
@@ -41,7 +43,7 @@ def build(settings: ClusterSettings) -> serve.Application:
         **_placed(settings),
         **_count(settings),
     )
-    resources = {} if settings.node is None else {f"node:{settings.node}": 0.001}
+    node = _HEAD if settings.node is None else f"node:{settings.node}"
     ingress = serve.deployment(
         Ingress,
         name="ingress",
@@ -53,7 +55,7 @@ def build(settings: ClusterSettings) -> serve.Application:
         graceful_shutdown_timeout_s=drain,
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=1,
-        ray_actor_options={"num_cpus": 0, "resources": resources},
+        ray_actor_options={"num_cpus": 0, "resources": {node: 0.001}},
     )
     return ingress.bind(
         settings.of_ingress(), replicas.bind(settings.of_replica(), reserved(settings))

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _PAUSE = 0.5  # seconds before a session that has ended by itself is tried again
 _ALIKE_SECONDS = 10.0  # for replicas that are there to say what they are
+_MOVE_SECONDS = 0.5  # for requests on connections that are open, when it ends
 
 
 class Ingress:
@@ -54,13 +55,16 @@ class Ingress:
         MEMBERSHIP.watch(self._told)
         await replicas.alive.remote()  # with the first call Serve begins to tell who is there
         await self._client.start()
-        await self._check_alike()
+        await self._check_alike(1)
         if loaded.tokenizer.chat_template is not None:
             loaded.tokenizer.load_wrapped_soon()
         self._server = Server(self._client, settings.config.model, options)
         await self._server.load_adapters()
+        self._ends = False
+        application = self._server.application()
+        application.on_response_prepare.append(self._close_connection)
         self._runner = web.AppRunner(
-            self._server.application(),
+            application,
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=options.drain_timeout + LAST_WORDS_SECONDS,
@@ -75,8 +79,12 @@ class Ingress:
         gc.freeze()  # what is loaded stays: no garbage collection needs to visit it
         gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
-    async def describe(self) -> str:
-        """The lines that a server prints when it is ready."""
+    async def describe(self, count: int) -> str:
+        """The lines that a server prints when it is ready, with so many replicas.
+
+        Raises ValueError if one of them is not like the others.
+        """
+        await self._check_alike(count)
         model, options = self._settings.config.model, self._settings.options
         return greeting(self._client, model, options, *self._address)
 
@@ -95,12 +103,17 @@ class Ingress:
     async def __del__(self) -> None:
         """Ends in order: it takes no new connections, and requests that run may end.
 
-        Another ingress may take the new ones already, so none is refused.
+        Another ingress may take the new ones already, so none is refused. A client may be about to
+        send a request on one that is open: for a moment it is answered, as the last one there.
         """
         if not hasattr(self, "_runner"):
             return
+        self._ends = True
         for task in self._tasks:
             task.cancel()
+        for site in list(self._runner.sites):
+            await site.stop()
+        await asyncio.sleep(_MOVE_SECONDS)
         closing = asyncio.create_task(self._runner.cleanup())
         await asyncio.wait({closing}, timeout=self._settings.options.drain_timeout)
         await self._client.stop()
@@ -108,6 +121,12 @@ class Ingress:
         self._names = frozenset()
         for session in list(self._sessions.values()):
             session.cancel()
+
+    async def _close_connection(self, _: web.Request, response: web.StreamResponse) -> None:
+        """Has a client that is answered now make a new connection, to the next ingress."""
+        if self._ends:
+            response.headers["Connection"] = "close"
+            response.force_close()
 
     async def _listener(self) -> socket.socket:
         """The socket that was handed to it, or that of the door."""
@@ -120,11 +139,12 @@ class Ingress:
         self._tasks.append(asyncio.create_task(listening.keep()))
         return listening.socket
 
-    async def _check_alike(self) -> None:
-        """Raises ValueError if one of the replicas that are there was refused."""
+    async def _check_alike(self, count: int) -> None:
+        """Raises ValueError if a replica was refused, of those that are there: at least `count`."""
         deadline = self._loop.time() + _ALIKE_SECONDS
         while self._loop.time() < deadline:
-            if not self._sessions.keys() - {*self._hub.names, *self._refused}:
+            known = {*self._hub.names, *self._refused}
+            if len(known) >= count and not self._sessions.keys() - known:
                 break
             await asyncio.sleep(0.1)
         for error in self._refused.values():

@@ -16,6 +16,7 @@ from coppice.frontend.client.process import EngineProcess
 from coppice.frontend.http import logs
 from coppice.frontend.router.cluster.scaling import BUSY, busy
 from coppice.frontend.router.cluster.settings import ClusterSettings
+from coppice.frontend.router.cluster.slots import Slot
 from coppice.frontend.text.model.loading import load_around
 from coppice.runtime.config import CPU_FRACTION, EngineConfig
 from coppice.runtime.metrics.events.load import Load
@@ -39,6 +40,9 @@ class EngineReplica:
         # Ray sets 1, whatever it reserves; the engine's process takes it from here.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(reserved["CPU"])))
         config = _own_share(settings.config, reserved)
+        if config.disk_cache is not None:
+            self._slot = Slot.of(config.disk_cache)  # until this process ends
+            config = replace(config, disk_cache=str(self._slot.folder))
         loaded = load_around(config, settings.text, without_torch=True)
         self._host = settings.engines_at or ray.util.get_node_ip_address()
         launch = partial(

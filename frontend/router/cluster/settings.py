@@ -94,7 +94,7 @@ class ClusterSettings:
         config, text, options: as those of a server of one engine.
         cluster: how many replicas.
         host, port: where the ingress listens.
-        node: the address of the node on which it must run; None: on any.
+        node: the address of the node on which it must run; None: Ray's head node.
         engines_at: the address at which engines take callers; None: that of their node.
         handed: the abstract Unix socket at which it gets its listening socket; None: it binds one.
     """
@@ -120,14 +120,14 @@ class ClusterSettings:
             )
 
     def of_ingress(self) -> ClusterSettings:
-        """Those that the ingress needs: it is replaced only when one of them changes."""
+        """Those that the ingress needs. Serve replaces it with the replicas, whatever changes."""
         names = ("model", "revision", "max_model_len", "enable_prefix_caching", "model_impl")
         needed = {name: getattr(self.config, name) for name in names}
         one = ClusterOptions(replicas=1)
         return replace(self, config=EngineConfig(**needed), cluster=one)
 
     def of_replica(self) -> ClusterSettings:
-        """Those that a replica needs, likewise."""
+        """Those that a replica needs; neither keys nor certificates are among them."""
         kept = ("log_format", "log_level", "engine_timeout")
         options = ServerOptions(**{name: getattr(self.options, name) for name in kept})
         one = ClusterOptions(replicas=1)

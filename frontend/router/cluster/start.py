@@ -76,7 +76,10 @@ def serve_replicas(settings: ClusterSettings, listener: socket.socket) -> None:
             if not _deployed(settings, stop):
                 return
             handle = serve.get_app_handle(NAME)
-            print(handle.describe.remote().result(), flush=True)
+            try:
+                print(handle.describe.remote(settings.cluster.replicas).result(), flush=True)
+            except ray.exceptions.RayTaskError as error:
+                raise ValueError(f"the replicas could not be started: {error.cause}") from None
             while not stop.wait(1.0):
                 pass
             running = handle.running.remote().result()
@@ -85,6 +88,7 @@ def serve_replicas(settings: ClusterSettings, listener: socket.socket) -> None:
             def end_in_order() -> None:
                 if signals[0] == signal.SIGTERM:
                     handle.drain.remote().result()
+                holder.close()  # else connections would wait for an ingress that does not come
                 serve.delete(NAME)
 
             ending = threading.Thread(target=end_in_order, daemon=True)
@@ -116,22 +120,40 @@ def _connect(address: str | None) -> bool:
             configure_logging=False,
         )
         return True
-    if address != "auto":
-        found = re.fullmatch(r"(?:ray://)?\[?([^\[\]]+?)\]?:(\d{1,5})", address)
-        if found is None or not 0 < int(found[2]) < 65536:
-            raise ValueError(f"ray_address must be HOST:PORT or auto, got {address!r}")
-        try:
-            socket.create_connection((found[1], int(found[2])), _REACH_SECONDS).close()
-        except OSError as error:
-            raise ValueError(
-                f"ray_address is {address!r}, which can't be reached: {error}"
-            ) from None
+    given = os.environ.get("RAY_ADDRESS") if address == "auto" else None  # which Ray would take
+    if given or address != "auto":
+        _check_reachable("RAY_ADDRESS" if given else "ray_address", given or address)
     try:
         ray.init(address=address, logging_level=logging.WARNING, configure_logging=False)
     except Exception as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"ray_address is {address!r}, where no Ray answers: {text}") from error
     return False
+
+
+def _check_reachable(name: str, address: str) -> None:
+    """Raises ValueError if nobody listens at an address, or nobody that could be Ray.
+
+    Ray itself would try for minutes, and end the process in the end.
+    """
+    import grpc  # type: ignore[import-untyped]  # which Ray speaks, and has
+
+    found = re.fullmatch(r"(?:ray://)?\[?([^\[\]]+?)\]?:(\d{1,5})", address)
+    if found is None or not 0 < int(found[2]) < 65536:
+        raise ValueError(f"{name} must be HOST:PORT or auto, got {address!r}")
+    host, port = found[1], int(found[2])
+    try:
+        socket.create_connection((host, port), _REACH_SECONDS).close()
+    except OSError as error:
+        raise ValueError(f"{name} is {address!r}, which can't be reached: {error}") from None
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with grpc.insecure_channel(where, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(_REACH_SECONDS)
+        except grpc.FutureTimeoutError:
+            raise ValueError(f"{name} is {address!r}, where no Ray answers") from None
 
 
 def _check_fits(settings: ClusterSettings) -> None:
@@ -177,9 +199,8 @@ def _deployed(settings: ClusterSettings, stop: threading.Event) -> bool:
 def _reason(messages: list[str], otherwise: str) -> str:
     """The error of a replica, from what Serve says about it, which ends with its call stack."""
     for message in messages:
-        errors = re.findall(
-            r"^(?:[\w.]+\.)?(\w*(?:Error|Refused|Lost|Stopped)): (.+)$", message, re.M
-        )
+        # The class of an error is a builtin one, or follows its module.
+        errors = re.findall(r"^(?:\w+Error|(?:\w+\.)+[A-Z]\w*): (?!Traceback)(.+)$", message, re.M)
         if errors:
-            return str(errors[-1][1])
+            return str(errors[-1])
     return " ".join([*messages, otherwise]).strip()

@@ -26,6 +26,7 @@ def test_health_and_version(tool_server: LiveServer) -> None:
     for path in ("/health", "/health/live", "/health/ready"):
         response = httpx.get(tool_server.url + path)
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    assert httpx.get(tool_server.url + "/-/healthz").text == "success", "as KubeRay expects"
     assert httpx.get(tool_server.url + "/version").json() == {"version": __version__}
 
 
@@ -35,7 +36,7 @@ def test_a_server_whose_engine_is_gone_lives_but_is_not_ready(
     server = live_server(text_engine)
     server.run(server.engine.stop())
     assert httpx.get(server.url + "/health/live").status_code == 200
-    for path in ("/health", "/health/ready"):
+    for path in ("/health", "/health/ready", "/-/healthz"):
         response = httpx.get(server.url + path)
         assert response.status_code == 503
         assert response.json()["status"] != "ok"

@@ -151,7 +151,7 @@ async def test_a_request_is_sent_to_another_replica_once(cluster: Any) -> None:
         ended.append(next(each for each in replicas if each.engine.num_unfinished))
         replicas.remove(ended[-1])
         await asyncio.to_thread(ended[-1].end)
-    with pytest.raises(EngineStopped, match="replica r[0-2] ended"):
+    with pytest.raises(EngineStopped, match=r"replica r[0-2] ended"):
         await waits
     assert not client.hub._flights
     (left,) = replicas
