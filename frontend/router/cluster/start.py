@@ -17,6 +17,7 @@ from coppice.frontend.text.model.loading import load_around
 
 _REACH_SECONDS = 5.0
 _LOOK_SECONDS = 0.2  # between two looks whether all replicas are there
+_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # an empty frame: its length, type, flags, stream
 _STORE_BYTES = 100 << 20  # of Ray's object store, through which no request passes
 
 
@@ -136,24 +137,27 @@ def _check_reachable(name: str, address: str) -> None:
 
     Ray itself would try for minutes, and end the process in the end.
     """
-    import grpc  # type: ignore[import-untyped]  # which Ray speaks, and has
-
     found = re.fullmatch(r"(?:ray://)?\[?([^\[\]]+?)\]?:(\d{1,5})", address)
     if found is None or not 0 < int(found[2]) < 65536:
         raise ValueError(f"{name} must be HOST:PORT or auto, got {address!r}")
     host, port = found[1], int(found[2])
     try:
-        socket.create_connection((host, port), _REACH_SECONDS).close()
+        connection = socket.create_connection((host, port), _REACH_SECONDS)
     except OSError as error:
         raise ValueError(f"{name} is {address!r}, which can't be reached: {error}") from None
-    if os.environ.get("RAY_USE_TLS", "0") != "0":
-        return
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    with grpc.insecure_channel(where, [("grpc.enable_http_proxy", 0)]) as channel:
-        try:
-            grpc.channel_ready_future(channel).result(_REACH_SECONDS)
-        except grpc.FutureTimeoutError:
-            raise ValueError(f"{name} is {address!r}, where no Ray answers") from None
+    with connection:
+        if os.environ.get("RAY_USE_TLS", "0") == "0" and not _speaks_http2(connection):
+            raise ValueError(f"{name} is {address!r}, where no Ray answers")
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """Whether who listens begins HTTP/2, as gRPC servers do: with its settings (RFC 9113, 3.4)."""
+    connection.settimeout(_REACH_SECONDS)
+    try:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+        return connection.recv(9, socket.MSG_WAITALL)[3:4] == _SETTINGS[3:4]
+    except OSError:
+        return False
 
 
 def _check_fits(settings: ClusterSettings) -> None:

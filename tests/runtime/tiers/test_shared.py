@@ -378,12 +378,9 @@ def test_nonsense_is_a_failure_or_a_miss(answer: bytes) -> None:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
 )
-def test_random_changes_on_the_way_give_no_wrong_page(
-    server: RedisServer, store: SharedStore, seed: int
-) -> None:
+def test_random_changes_on_the_way_give_no_wrong_page(server: RedisServer, seed: int) -> None:
     """Between client and server, bytes of answers change, are lost or come twice."""
     keys = numbered(20)
-    put(store, keys)
     draw = random.Random(seed)
 
     def relay(connection: socket.socket) -> None:
@@ -411,6 +408,7 @@ def test_random_changes_on_the_way_give_no_wrong_page(
     with (
         answering(relay) as port,
         closing(SharedStore(f"redis://127.0.0.1:{port}", PAGE_BYTES, timeout=0.2)) as other,
+        closing(SharedStore(server.url, PAGE_BYTES, timeout=10)) as store,
     ):
         for _ in range(25):
             put(store, keys)  # what comes in damaged is removed

@@ -7,7 +7,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,22 @@ def test_no_ray_on_this_machine() -> None:
     if "each with 1000 CPU" in said:
         pytest.skip("a Ray runs on this machine")
     assert "ray_address is 'auto', where no Ray answers" in said
+
+
+def test_a_server_that_is_not_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers, in another protocol."""
+    monkeypatch.setattr("coppice.frontend.router.cluster.start._REACH_SECONDS", 5.0)
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        address = f"127.0.0.1:{server.server_port}"
+        with pytest.raises(ValueError, match=f"ray_address is '{address}', where no Ray answers"):
+            _check_reachable("ray_address", address)
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
 
 
 @pytest.mark.slow
