@@ -178,7 +178,7 @@ class Ruled(Router):
         if found is None:
             return None
         self._count += 1
-        place = self._rule.choose(str(self._count), Work(0.0, token_bytes(tokens), 0, 0), 0.0)
+        place = self._rule.choose(str(self._count), Work(0.0, (token_bytes(tokens),), 0, 0), 0.0)
         return Choice(place, found.hit if place == found.replica else 0, 0.0, found.elsewhere)
 
     def send(self, request: str, choice: Choice, *args: Any, **more: Any) -> None:
