@@ -101,4 +101,6 @@ async def test_a_stop_under_load(
     assert re.search(r"stopping; requests still running: [1-9]", said)
     ends = await asyncio.gather(*many)
     assert any("the engine was stopped" in end for end in ends)
-    assert all("the engine was stopped" in end or end == "data: [DONE]" for end in ends)
+    # On a busy machine some of them may come after the signal.
+    known = ("the engine was stopped", "the server is stopping", "data: [DONE]")
+    assert all(any(each in end for each in known) for end in ends), set(ends)
