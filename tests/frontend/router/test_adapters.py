@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.python.llm import LLM
 from coppice.frontend.router.namespaces import Place
 from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.sampling_params import SamplingParams
+from tests.frontend.router.test_hub import text_of, until
 from tests.runtime.helpers.adapter_files import save_adapter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -34,15 +34,6 @@ def made(checkpoint: Path, tmp_path: Path) -> Callable[[int], LoRARequest]:
     return make
 
 
-async def text_of(
-    client: EngineClient, prompt: str, params: SamplingParams = GREEDY, **more: Any
-) -> str:
-    ids = client.tokenizer.encode(prompt)
-    async with await client.submit([(prompt, ids)], params, **more) as deltas:
-        (output,) = await deltas.outputs()
-    return output.outputs[0].text
-
-
 @pytest.fixture
 def alone(checkpoint: Path) -> Callable[[LoRARequest], str]:
     """What one engine answers with an adapter."""
@@ -52,14 +43,6 @@ def alone(checkpoint: Path) -> Callable[[LoRARequest], str]:
         return llm.generate(TEXT, GREEDY, lora_request=adapter)[0].outputs[0].text
 
     return answer
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never holds")
 
 
 async def test_a_prompt_of_an_adapter_goes_where_it_is(
